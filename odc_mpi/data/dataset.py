@@ -1,0 +1,249 @@
+"""Tokenised sequences in an HDF5 file.
+
+| dataset              | type   | shape        | holds                                                            |
+|----------------------|--------|--------------|------------------------------------------------------------------|
+| `tokens`             | uint32 | [num_tokens] | all sequences, one behind the other                              |
+| `loss_mask`          | uint8  | [num_tokens] | 1 where the token is trained                                     |
+| `offsets`            | int64  | [n + 1]      | where each sequence begins, and the end                          |
+| `num_trained_tokens` | int32  | [n]          | trained tokens of each, without its first: nothing predicts that |
+
+Attributes: `format`, `version`, `vocab_size`, `max_token_id`, `tokenizer` (a directory's name), `source`. They are
+written last: a file without them was never finished.
+
+No communication. Any number of ranks may have the file open, for reading only.
+"""
+
+import operator
+from pathlib import Path
+from types import TracebackType
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.errors import UserError
+
+FORMAT = "odc_mpi.dataset"
+VERSION = 1
+
+_CHUNK = 16_384  # elements; a random read fetches whole chunks, so about 80 KB for tokens and mask
+_BUFFERED_TOKENS = 1 << 20  # written at once; bounds the writer's memory
+_TYPES = {"tokens": np.uint32, "loss_mask": np.uint8, "offsets": np.int64, "num_trained_tokens": np.int32}
+
+
+class DatasetWriter:
+    """Writes sequences one after the other; memory stays bounded. A context manager.
+
+    Leaving the context by an exception closes the file unfinished: `Dataset` will refuse it.
+
+    Attributes:
+        num_sequences: Sequences appended so far.
+        num_tokens: Their tokens.
+        num_trained_tokens: Their trained tokens, without first ones.
+        longest: Tokens of the longest.
+        max_token_id: The largest token.
+    """
+
+    def __init__(self, path: Path, *, vocab_size: int, tokenizer: str, source: str) -> None:
+        """Create the file.
+
+        Local.
+
+        Args:
+            path: A path where no file is yet.
+            vocab_size: Tokens of the tokenizer.
+            tokenizer: Name of the tokenizer's directory, for people.
+            source: What the text came from, for people.
+
+        Raises:
+            OSError: The file exists or cannot be created.
+        """
+        self.num_sequences = self.num_tokens = self.num_trained_tokens = self.longest = self.max_token_id = 0
+        self._attributes = {"vocab_size": vocab_size, "tokenizer": tokenizer, "source": source}
+        self._file = h5py.File(path, "x", locking=False)
+        for name, dtype in _TYPES.items():
+            self._file.create_dataset(name, shape=(0,), maxshape=(None,), chunks=(_CHUNK,), dtype=dtype)
+        self._buffers: dict[str, list[npt.NDArray]] = {name: [] for name in _TYPES}
+        self._buffers["offsets"].append(np.zeros(1, dtype=np.int64))
+        self._num_buffered = 0
+
+    def append(self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_]) -> None:
+        """Add a sequence.
+
+        Local.
+
+        Args:
+            tokens: uint32 [length], at least 2 long.
+            loss_mask: bool [length], True where the token is trained; at least once behind the first.
+        """
+        num_trained = int(np.count_nonzero(loss_mask[1:]))
+        assert len(tokens) == len(loss_mask) and num_trained, "a sequence that trains nothing belongs in no data set"
+        self.num_sequences += 1
+        self.num_tokens += len(tokens)
+        self.num_trained_tokens += num_trained
+        self.longest = max(self.longest, len(tokens))
+        self.max_token_id = max(self.max_token_id, int(tokens.max()))
+        for name, values in (
+            ("tokens", tokens),
+            ("loss_mask", loss_mask),
+            ("offsets", np.array([self.num_tokens])),
+            ("num_trained_tokens", np.array([num_trained])),
+        ):
+            self._buffers[name].append(values)
+        self._num_buffered += len(tokens)
+        if self._num_buffered >= _BUFFERED_TOKENS:
+            self._write_buffers()
+
+    def _write_buffers(self) -> None:
+        for name, parts in self._buffers.items():
+            if parts:
+                values = np.concatenate(parts).astype(_TYPES[name])
+                target = self._file[name]
+                begin = len(target)
+                target.resize((begin + len(values),))
+                target[begin:] = values
+                parts.clear()
+        self._num_buffered = 0
+
+    def __enter__(self) -> "DatasetWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._write_buffers()
+                self._file.attrs.update(
+                    self._attributes, max_token_id=self.max_token_id, format=FORMAT, version=VERSION
+                )
+        finally:
+            self._file.close()
+
+
+class Dataset:
+    """Tokenised sequences, read one at a time. A context manager; closes twice without harm.
+
+    Attributes:
+        path: The file.
+        lengths: Tokens of each sequence, int64 [n].
+        num_trained_tokens: Trained tokens of each sequence without its first, int64 [n].
+        vocab_size: Tokens of the tokenizer.
+        max_token_id: The largest token in the file; a model needs more embeddings than this.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        """Open a file that `prepare` wrote.
+
+        Local: every rank opens it for itself.
+
+        Args:
+            path: The file.
+
+        Raises:
+            UserError: It is missing, not ours, written by a newer version, or damaged.
+        """
+        self.path = Path(path)
+        self._file = _open(self.path)
+        try:
+            _check_format(self._file, self.path)
+            _check_shapes(self._file, self.path)
+            self._offsets: npt.NDArray[np.int64] = self._file["offsets"][:]
+            self.lengths: npt.NDArray[np.int64] = np.diff(self._offsets)
+            self.num_trained_tokens: npt.NDArray[np.int64] = self._file["num_trained_tokens"][:].astype(np.int64)
+            self._check_counts()
+            self.vocab_size = int(self._file.attrs["vocab_size"])
+            self.max_token_id = int(self._file.attrs["max_token_id"])
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_counts(self) -> None:
+        """Refuse numbers that cannot be; the tokens themselves are not read."""
+        offsets, trained = self._offsets, self.num_trained_tokens
+        if offsets[0] != 0 or offsets[-1] != len(self._file["tokens"]) or (self.lengths < 2).any():
+            raise _damaged(self.path, "its offsets do not fit its tokens")
+        if ((trained < 1) | (trained >= self.lengths)).any():
+            raise _damaged(self.path, "its counts of trained tokens do not fit its lengths")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Read one sequence, and nothing else, from the file.
+
+        Local.
+
+        Args:
+            index: 0 to n - 1.
+
+        Returns:
+            Tokens, int64 [length], and loss mask, bool [length].
+
+        Raises:
+            IndexError: There is no such sequence.
+        """
+        i = operator.index(index)
+        if not 0 <= i < len(self):
+            raise IndexError(f"expected a sequence from 0 to {len(self) - 1}, got {i}")
+        part = slice(self._offsets[i], self._offsets[i + 1])
+        return self._file["tokens"][part].astype(np.int64), self._file["loss_mask"][part].astype(np.bool_)
+
+    def close(self) -> None:
+        """Close the file.
+
+        Local.
+        """
+        self._file.close()
+
+    def __enter__(self) -> "Dataset":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open(path: Path) -> h5py.File:
+    """Open for reading, without the lock that some network and read-only file systems do not have."""
+    if not path.is_file():
+        raise UserError(f"expected a data set at {str(path)!r}, got no file: change data.path, or run odc-mpi prepare")
+    try:
+        return h5py.File(path, "r", locking=False)
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"expected an HDF5 file at {str(path)!r}, got one that does not open ({reason}): change data.path"
+        ) from error
+
+
+def _check_format(file: h5py.File, path: Path) -> None:
+    found = file.attrs.get("format")
+    if not isinstance(found, str) or found != FORMAT:
+        raise UserError(
+            f"expected a file of odc-mpi prepare at {str(path)!r}, got HDF5 without format={FORMAT!r}: change data.path"
+        )
+    version = file.attrs.get("version")
+    if version != VERSION:
+        raise UserError(
+            f"expected version {VERSION} of the data set {str(path)!r}, got {version} (a newer odc_mpi wrote it): "
+            "update odc_mpi, or change data.path"
+        )
+
+
+def _check_shapes(file: h5py.File, path: Path) -> None:
+    for name, dtype in _TYPES.items():
+        found = file.get(name)
+        if not isinstance(found, h5py.Dataset) or found.dtype != dtype or found.ndim != 1:
+            raise _damaged(path, f"{name!r} is not there as a vector of {np.dtype(dtype).name}")
+    if not {"vocab_size", "max_token_id"} <= file.attrs.keys():
+        raise _damaged(path, "vocab_size or max_token_id is missing")
+    if len(file["tokens"]) != len(file["loss_mask"]):
+        raise _damaged(path, "tokens and loss_mask differ in length")
+    if len(file["offsets"]) != len(file["num_trained_tokens"]) + 1 or len(file["offsets"]) < 2:
+        raise _damaged(path, "offsets and num_trained_tokens do not fit each other")
+
+
+def _damaged(path: Path, what: str) -> UserError:
+    return UserError(f"the data set {str(path)!r} is damaged: {what}: prepare it again, or change data.path")

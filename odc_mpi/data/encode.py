@@ -1,0 +1,173 @@
+"""From examples to tokens and the mask of those that are trained.
+
+Takes any fast Hugging Face tokenizer as an argument and imports none: `prepare` loads or trains it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.data.jsonl import Conversation, Example, Pair
+from odc_mpi.errors import UserError
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tokenised sequence.
+
+    Attributes:
+        tokens: uint32 [length].
+        loss_mask: bool [length]; True where the token is to be predicted.
+    """
+
+    tokens: npt.NDArray[np.uint32]
+    loss_mask: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as the text that the model sees.
+
+    Attributes:
+        text: The whole conversation, through the chat template.
+        spans: First and one past the last character of each of the assistant's turns, its end token included.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+def encode(tokenizer: Any, examples: Sequence[Example]) -> list[Encoded]:
+    """Tokenise examples in one batch per shape.
+
+    Local.
+
+    Args:
+        tokenizer: A fast tokenizer of transformers.
+        examples: Pairs and conversations, mixed at will.
+
+    Returns:
+        One sequence per example, in order.
+
+    Raises:
+        UserError: The tokenizer lacks the end-of-sequence token (pairs) or the chat template (conversations), or the
+            template does not let the assistant's turns be told from the rest.
+    """
+    pairs = [example for example in examples if isinstance(example, Pair)]
+    chats = [example for example in examples if isinstance(example, Conversation)]
+    encoded_pairs = iter(_encode_pairs(tokenizer, pairs))
+    encoded_chats = iter(_encode_chats(tokenizer, chats))
+    return [next(encoded_pairs if isinstance(example, Pair) else encoded_chats) for example in examples]
+
+
+def _encode_pairs(tokenizer: Any, pairs: list[Pair]) -> list[Encoded]:
+    """Tokenise prompts and completions apart, so that no token straddles the border where the loss begins."""
+    if not pairs:
+        return []
+    if tokenizer.eos_token_id is None:
+        raise UserError("expected a tokenizer with an end-of-sequence token (eos_token), got none: change --tokenizer")
+    texts = [pair.prompt for pair in pairs] + [pair.completion for pair in pairs]
+    ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    start = _start_tokens(tokenizer)
+    encoded = []
+    for prompt, completion in zip(ids[: len(pairs)], ids[len(pairs) :], strict=True):
+        tokens = np.array([*start, *prompt, *completion, tokenizer.eos_token_id], dtype=np.uint32)
+        encoded.append(Encoded(tokens, np.arange(len(tokens)) >= len(start) + len(prompt)))
+    return encoded
+
+
+def _start_tokens(tokenizer: Any) -> list[int]:
+    """Return [bos] for tokenizers that begin every sequence with it (Llama's), else []."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+
+
+def _encode_chats(tokenizer: Any, chats: list[Conversation]) -> list[Encoded]:
+    """Tokenise whole conversations and find the assistant's tokens by the characters that they stand for."""
+    if not chats:
+        return []
+    rendered = [render_chat(tokenizer, chat) for chat in chats]
+    batch = tokenizer(
+        [chat.text for chat in rendered],
+        add_special_tokens=False,  # the template writes them
+        return_attention_mask=False,
+        return_offsets_mapping=True,
+        verbose=False,
+    )
+    return [
+        Encoded(np.array(ids, dtype=np.uint32), _mask(offsets, chat.spans))
+        for ids, offsets, chat in zip(batch["input_ids"], batch["offset_mapping"], rendered, strict=True)
+    ]
+
+
+def _mask(offsets: list[Span], spans: tuple[Span, ...]) -> npt.NDArray[np.bool_]:
+    """Mark the tokens that stand for at least one character of a span.
+
+    A token over a span's border counts as inside: some tokenizers glue the blank before the first word to it, others
+    the line break to the end-of-turn token, and both tokens have to be learnt.
+    """
+    bounds = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    ends = bounds[:, 1]
+    # Byte-level tokenizers that trim blanks off their offsets give a blank alone an empty range at its end.
+    begins = np.minimum(bounds[:, 0], ends - 1)
+    mask = np.zeros(len(bounds), dtype=np.bool_)
+    for start, stop in spans:
+        mask |= (begins < stop) & (ends > start)
+    return mask
+
+
+def render_chat(tokenizer: Any, chat: Conversation) -> RenderedChat:
+    """Put a conversation through the chat template and find the assistant's turns in the text.
+
+    A turn is what the template adds when it is given one message more, after the prompt it would hand to the model
+    for generation. That holds for any template whose output only grows with the messages.
+
+    Local.
+
+    Args:
+        tokenizer: A tokenizer of transformers with a chat template.
+        chat: The conversation.
+
+    Raises:
+        UserError: There is no template, it refuses the messages, or it rewrites earlier turns.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{chat.where}: 'messages' need a chat template, and the tokenizer has none: change --tokenizer"
+        )
+    text = _render(tokenizer, chat, len(chat.messages), for_generation=False)
+    spans = []
+    for i, message in enumerate(chat.messages):
+        if message["role"] == "assistant":
+            prompt = _render(tokenizer, chat, i, for_generation=True)
+            turn = _render(tokenizer, chat, i + 1, for_generation=False)
+            if not (turn.startswith(prompt) and text.startswith(turn)):
+                raise UserError(
+                    f"{chat.where}: the chat template rewrites earlier text when message {i + 1} is added, so what the "
+                    "assistant says cannot be found: change the tokenizer's chat_template"
+                )
+            spans.append((len(prompt), _end_of_turn(tokenizer, turn)))
+    return RenderedChat(text, tuple(spans))
+
+
+def _render(tokenizer: Any, chat: Conversation, num_messages: int, *, for_generation: bool) -> str:
+    """Render the first messages; templates raise whatever they like, and mean the conversation."""
+    try:
+        return tokenizer.apply_chat_template(
+            chat.messages[:num_messages], tokenize=False, add_generation_prompt=for_generation
+        )
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{chat.where}: the tokenizer's chat template refuses the messages ({reason})") from error
+
+
+def _end_of_turn(tokenizer: Any, turn: str) -> int:
+    """Return where a turn ends: templates add a line break behind the end token, which no model needs to say."""
+    stripped = turn.rstrip()
+    special = tuple(tokenizer.get_added_vocab())
+    return len(stripped) if special and stripped.endswith(special) else len(turn)

@@ -1,0 +1,229 @@
+"""Minibatches for ever, resumable, and on each rank its microbatches as tensors.
+
+Every rank runs the same loader with its own `rank`, draws the same minibatches in the same order and computes the same
+plan: no communication. A rank reads only its own sequences from the file, each when it is due.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from odc_mpi.data.balance import BALANCES, Balance, Plan, check_fit
+from odc_mpi.data.cost import Cost
+from odc_mpi.data.dataset import Dataset
+from odc_mpi.errors import UserError
+
+IGNORED_LABEL = -100  # the default `ignore_index` of torch's cross entropy
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A microbatch: sequences one behind the other, without padding.
+
+    Attributes:
+        inputs: What a Hugging Face causal model takes. `input_ids`, `position_ids` (from 0 in each sequence) and
+            `labels`, all int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], where sequences
+            begin and end; `max_length_q` and `max_length_k`, ints; `use_cache`, False: only then do attention
+            implementations without bounds keep the sequences apart, by their positions. Labels are -100 on what is not
+            trained and on each sequence's first token, so that a model that shifts them never predicts it from
+            another sequence.
+        num_tokens: Trained tokens: labels that are not -100.
+        num_input_tokens: T.
+        indices: Sequences in the data set, int64 [num_sequences].
+    """
+
+    inputs: dict[str, Any]
+    num_tokens: int
+    num_input_tokens: int
+    indices: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The sequences of one optimizer step, over all ranks; iterating yields this rank's batches, read when reached.
+
+    Attributes:
+        data_epoch: Passes over the data set before this one.
+        position: Sequences of this data epoch before this minibatch.
+        indices: Sequences in the data set, over all ranks, int64 [n].
+        num_tokens: Trained tokens over all ranks: what a sum of losses is to be divided by.
+        num_input_tokens: Tokens over all ranks.
+        plan: Which rank computes what, as positions in `indices`.
+        rank: Whose batches iterating yields.
+        dataset: Where they are read from.
+    """
+
+    data_epoch: int
+    position: int
+    indices: npt.NDArray[np.int64]
+    num_tokens: int
+    num_input_tokens: int
+    plan: Plan
+    rank: int
+    dataset: Dataset
+
+    @property
+    def num_microbatches(self) -> tuple[int, ...]:
+        """Microbatches of each rank."""
+        return tuple(len(microbatches) for microbatches in self.plan.microbatches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for microbatch in self.plan.microbatches[self.rank]:
+            yield read_batch(self.dataset, self.indices[list(microbatch)])
+
+
+def read_batch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Batch:
+    """Read sequences into one microbatch.
+
+    Local.
+
+    Args:
+        dataset: The data set.
+        indices: Sequences to read, int64 [num_sequences], at least one.
+
+    Returns:
+        The sequences in the given order.
+    """
+    sequences = [dataset[i] for i in indices]
+    lengths = [len(tokens) for tokens, _ in sequences]
+    labels = [np.where(loss_mask, tokens, IGNORED_LABEL) for tokens, loss_mask in sequences]
+    for sequence_labels in labels:
+        sequence_labels[0] = IGNORED_LABEL
+    flat_labels = np.concatenate(labels)
+    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    inputs = {
+        "input_ids": torch.from_numpy(np.concatenate([tokens for tokens, _ in sequences]))[None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "labels": torch.from_numpy(flat_labels)[None],
+        # The names of transformers' FlashAttentionKwargs.
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        # With a cache, which is the default, transformers takes no notice of where sequences begin, without a word.
+        "use_cache": False,
+    }
+    return Batch(inputs, int(np.count_nonzero(flat_labels != IGNORED_LABEL)), sum(lengths), indices)
+
+
+class Loader:
+    """An endless iterator over minibatches. Its state is that of the next one to be drawn.
+
+    Each data epoch shuffles the data set anew and goes through it once; its last minibatch may be smaller. The order
+    depends on the seed and the data epoch only, so a run resumes on another number of ranks with the same minibatches.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        minibatch_sequences: int,
+        max_tokens_per_microbatch: int,
+        balance: str = "lb_mini",
+        seed: int = 0,
+        rank: int = 0,
+        size: int = 1,
+        cost: Cost = Cost(),  # noqa: B008 - frozen
+    ) -> None:
+        """Check the settings against the data.
+
+        Local.
+
+        Args:
+            dataset: What to draw from; stays the caller's to close.
+            minibatch_sequences: Sequences in a minibatch over all ranks.
+            max_tokens_per_microbatch: The most tokens in a microbatch.
+            balance: A name among `BALANCES`.
+            seed: Of the shuffle; at least 0, the same on every rank.
+            rank: Whose batches the minibatches yield.
+            size: Number of ranks.
+            cost: What a sequence costs.
+
+        Raises:
+            UserError: A setting is out of range, or a sequence fits into no microbatch.
+        """
+        assert 0 <= rank < size, f"rank {rank} of {size}"
+        self._balance = _find_balance(balance)
+        for setting, value, least in (
+            ("data.minibatch_sequences", minibatch_sequences, 1),
+            ("data.max_tokens_per_microbatch", max_tokens_per_microbatch, 1),
+            ("run.seed", seed, 0),
+        ):
+            if value < least:
+                raise UserError(f"expected {setting} of at least {least}, got {value}")
+        check_fit(dataset.lengths, max_tokens_per_microbatch)  # now, not in the middle of the training
+        self._dataset = dataset
+        self._minibatch_sequences = minibatch_sequences
+        self._max_tokens = max_tokens_per_microbatch
+        self._seed, self._rank, self._size, self._cost = seed, rank, size, cost
+        self._move_to(0, 0)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the next minibatch begins.
+
+        Local; the same on every rank.
+
+        Returns:
+            `data_epoch`, and `position`, the number of its sequences that were drawn already.
+        """
+        return {"data_epoch": self._data_epoch, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue where `state_dict` was taken.
+
+        Local.
+
+        Args:
+            state: What `state_dict` returned, for the same data set and seed.
+
+        Raises:
+            UserError: The data set has no such position, so it is not the same.
+        """
+        data_epoch, position = state["data_epoch"], state["position"]
+        if data_epoch < 0 or not 0 <= position < len(self._dataset):
+            raise UserError(
+                f"expected a position from 0 to {len(self._dataset) - 1} in {str(self._dataset.path)!r}, got "
+                f"{position} of data epoch {data_epoch} from the checkpoint: set data.path to what it was trained on"
+            )
+        self._move_to(data_epoch, position)
+
+    def _move_to(self, data_epoch: int, position: int) -> None:
+        self._data_epoch, self._position = data_epoch, position
+        self._order = np.random.default_rng([self._seed, data_epoch]).permutation(len(self._dataset))
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> Minibatch:
+        """Draw the next minibatch and plan it; nothing is read from the file yet."""
+        indices = self._order[self._position : self._position + self._minibatch_sequences]
+        lengths = self._dataset.lengths[indices]
+        minibatch = Minibatch(
+            data_epoch=self._data_epoch,
+            position=self._position,
+            indices=indices,
+            num_tokens=int(self._dataset.num_trained_tokens[indices].sum()),
+            num_input_tokens=int(lengths.sum()),
+            plan=self._balance(lengths, self._size, self._max_tokens, self._cost),
+            rank=self._rank,
+            dataset=self._dataset,
+        )
+        if self._position + len(indices) < len(self._dataset):
+            self._position += len(indices)
+        else:
+            self._move_to(self._data_epoch + 1, 0)
+        return minibatch
+
+
+def _find_balance(name: str) -> Balance:
+    """Look a balance up by its name."""
+    if name not in BALANCES:
+        near = difflib.get_close_matches(name, BALANCES, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UserError(f"expected data.balance among {', '.join(BALANCES)}, got {name!r}{hint}")
+    return BALANCES[name]

@@ -1,0 +1,294 @@
+"""From text to a file of tokens: what `odc-mpi prepare` does.
+
+Reads the source (`stdlib`, `jsonl`), loads the tokenizer or trains one, tokenises in batches (`encode`), cuts what is
+too long, and writes (`dataset`) so that the file appears complete or not at all (`staging`). One process, no
+communication.
+
+transformers and tokenizers are imported where they are used: they take seconds to load, and a mistake in the arguments
+should not.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import Progress
+
+from odc_mpi.data import jsonl, stdlib
+from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.encode import Encoded, encode
+from odc_mpi.data.jsonl import Example, Fields, Pair
+from odc_mpi.data.staging import staging
+from odc_mpi.errors import UserError
+
+STDLIB = "stdlib"
+TOKENIZER_SUFFIX = ".tokenizer"
+END_OF_TEXT, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
+_SPECIAL_TOKENS = [END_OF_TEXT, PAD, TURN_START, TURN_END]
+_MIN_VOCAB_SIZE = 256 + len(_SPECIAL_TOKENS)  # every byte is a token, so that nothing is unknown
+
+# ChatML: https://github.com/openai/openai-python/blob/v0.27.8/chatml.md
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_BATCH_EXAMPLES = 256  # tokenised in one call: enough for its threads, little enough for its offsets
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """What was written, and what was not.
+
+    Attributes:
+        path: The data set.
+        tokenizer: Directory of the tokenizer, given or trained.
+        num_sequences: Sequences written.
+        num_tokens: Tokens in them.
+        num_trained_tokens: Tokens in them with loss, without first ones.
+        num_truncated: Sequences written that were cut to the maximal length.
+        num_dropped: Sequences left out because they were longer than the maximal length.
+        num_untrained_dropped: Sequences left out because (after cutting) no token is left to learn.
+        longest: Tokens of the longest sequence written.
+        vocab_size: Tokens of the tokenizer.
+    """
+
+    path: Path
+    tokenizer: Path
+    num_sequences: int
+    num_tokens: int
+    num_trained_tokens: int
+    num_truncated: int
+    num_dropped: int
+    num_untrained_dropped: int
+    longest: int
+    vocab_size: int
+
+    def describe(self) -> str:
+        """Return the report in lines for people.
+
+        Local.
+        """
+        lines = [
+            f"{self.path}: {self.num_sequences:,} sequences, {self.num_tokens:,} tokens ({self.num_trained_tokens:,} "
+            f"trained), the longest {self.longest:,}",
+            f"tokenizer: {self.tokenizer} ({self.vocab_size:,} tokens)",
+        ]
+        for count, what in (
+            (self.num_truncated, "truncated to --max-length"),
+            (self.num_dropped, "dropped: longer than --max-length"),
+            (self.num_untrained_dropped, "dropped: no token to learn from"),
+        ):
+            if count:
+                lines.append(f"{count:,} {what}")
+        return "\n".join(lines)
+
+
+def prepare(
+    source: str,
+    out: Path,
+    *,
+    tokenizer: Path | None = None,
+    max_length: int | None = None,
+    overlong: Literal["truncate", "drop"] = "truncate",
+    prompt_field: str = "prompt",
+    completion_field: str = "completion",
+    vocab_size: int = 4096,
+    console: Console | None = None,
+) -> PrepareReport:
+    """Tokenise a source into a data set file.
+
+    Local: one process does it, before the training.
+
+    Args:
+        source: The word "stdlib", or the path of a JSONL file; gzipped if it ends in .gz.
+        out: File to write. If anything goes wrong, it stays as it was.
+        tokenizer: Directory of a tokenizer. None trains one on the standard library and writes it beside `out`, as
+            its name with the suffix .tokenizer.
+        max_length: The most tokens in a sequence; None for no limit.
+        overlong: What to do with longer ones.
+        prompt_field: Field of a line that holds the prompt; required if it is not "prompt".
+        completion_field: Field of a line that holds the completion; required if it is not "completion".
+        vocab_size: Tokens of the tokenizer to train, at most.
+        console: Where a progress bar goes; None for none. The report is the caller's to print.
+
+    Returns:
+        Counts of what was written and what was left out.
+
+    Raises:
+        UserError: Something in the arguments, the source or the tokenizer; nothing was written.
+    """
+    limit = _Limit(max_length, overlong)
+    _check_request(source, out, tokenizer, limit, vocab_size)
+    directory = out.with_suffix(TOKENIZER_SUFFIX) if tokenizer is None else tokenizer
+    with (
+        staging(out, directory if tokenizer is None else None) as parts,
+        Progress(console=console, disable=console is None) as progress,
+        _open_source(source, Fields(prompt_field, completion_field), progress) as examples,
+    ):
+        if tokenizer is None:
+            loaded = _train_tokenizer(examples, vocab_size, parts.tokenizer, progress)
+        else:
+            loaded = load_tokenizer(tokenizer)
+        if source == STDLIB:  # a file shows its own progress
+            examples = progress.track(examples, description="tokenising")
+        names = {"tokenizer": directory.resolve().name, "source": Path(source).name}
+        with DatasetWriter(parts.dataset, vocab_size=len(loaded), **names) as writer:
+            for sequence in limit.apply(_encode_all(loaded, examples)):
+                writer.append(sequence.tokens, sequence.loss_mask)
+        if not writer.num_sequences:
+            raise UserError(f"expected sequences to write from {source!r}, got none{limit.explain()}")
+    return PrepareReport(
+        path=out,
+        tokenizer=directory,
+        num_sequences=writer.num_sequences,
+        num_tokens=writer.num_tokens,
+        num_trained_tokens=writer.num_trained_tokens,
+        num_truncated=limit.num_truncated,
+        num_dropped=limit.num_dropped,
+        num_untrained_dropped=limit.num_untrained_dropped,
+        longest=writer.longest,
+        vocab_size=len(loaded),
+    )
+
+
+class _Limit:
+    """The maximal length, and counts of what it and the loss mask did to sequences."""
+
+    def __init__(self, max_length: int | None, overlong: str) -> None:
+        self.max_length = max_length
+        self.overlong = overlong
+        self.num_truncated = self.num_dropped = self.num_untrained_dropped = 0
+
+    def apply(self, sequences: Iterable[Encoded]) -> Iterator[Encoded]:
+        """Yield what is to be written of the sequences."""
+        for sequence in sequences:
+            too_long = self.max_length is not None and len(sequence.tokens) > self.max_length
+            if too_long and self.overlong == "drop":
+                self.num_dropped += 1
+                continue
+            if too_long:
+                sequence = Encoded(sequence.tokens[: self.max_length], sequence.loss_mask[: self.max_length])
+            if not sequence.loss_mask[1:].any():
+                self.num_untrained_dropped += 1
+                continue
+            self.num_truncated += too_long
+            yield sequence
+
+    def explain(self) -> str:
+        """Say why nothing may be left, as the end of a sentence."""
+        if not self.num_dropped + self.num_untrained_dropped:
+            return ": SOURCE holds none"
+        return (
+            f" ({self.num_dropped} longer than the maximum, {self.num_untrained_dropped} without a token to learn): "
+            f"raise --max-length (now {self.max_length}) or change SOURCE"
+        )
+
+
+def _check_request(source: str, out: Path, tokenizer: Path | None, limit: _Limit, vocab_size: int) -> None:
+    """Find the mistakes that need no reading."""
+    if out.is_dir():
+        raise UserError(f"expected a file to write as OUT, got the directory {str(out)!r}: change OUT")
+    if out.suffix == TOKENIZER_SUFFIX:
+        raise UserError(f"expected OUT without the suffix {TOKENIZER_SUFFIX}, got {str(out)!r}: change OUT")
+    if limit.max_length is not None and limit.max_length < 2:
+        raise UserError(f"expected --max-length of at least 2, got {limit.max_length}")
+    if limit.overlong not in ("truncate", "drop"):
+        raise UserError(f"expected --overlong truncate or drop, got {limit.overlong!r}")
+    if source == STDLIB:
+        if tokenizer is None and vocab_size < _MIN_VOCAB_SIZE:
+            raise UserError(f"expected --vocab-size of at least {_MIN_VOCAB_SIZE}, got {vocab_size}")
+        return
+    if tokenizer is None:
+        raise UserError(f"expected a tokenizer's directory for {source!r}, got none: set --tokenizer")
+    if not Path(source).is_file():
+        raise UserError(f"expected a JSONL file or the word {STDLIB} as SOURCE, got {source!r}, which is no file")
+    if out.exists() and out.samefile(source):
+        raise UserError(f"expected OUT to be another file than SOURCE, got {str(out)!r} for both: change OUT")
+
+
+@contextmanager
+def _open_source(source: str, fields: Fields, progress: Progress) -> Iterator[Iterable[Example]]:
+    """Open the source as an iterable of examples."""
+    if source == STDLIB:
+        task = progress.add_task("reading the standard library", total=None)
+        pairs = [Pair(STDLIB, sample.prompt, sample.completion) for sample in stdlib.functions()]
+        progress.update(task, total=len(pairs), completed=len(pairs))
+        yield pairs
+        return
+    try:
+        file = progress.open(source, "rb", description="tokenising")
+    except OSError as error:
+        raise UserError(f"expected a JSONL file as SOURCE, got {source!r}, which does not open ({error})") from error
+    with file:
+        yield jsonl.read(file, source, fields)
+
+
+def _encode_all(tokenizer: Any, examples: Iterable[Example]) -> Iterator[Encoded]:
+    """Tokenise in batches: fast, and in bounded memory."""
+    remaining = iter(examples)
+    while batch := list(islice(remaining, _BATCH_EXAMPLES)):
+        yield from encode(tokenizer, batch)
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Load a tokenizer from a local directory; never from the network, never running its code.
+
+    Local.
+
+    Args:
+        directory: Where `save_pretrained` put it.
+
+    Returns:
+        A fast tokenizer of transformers.
+
+    Raises:
+        UserError: There is none, or it has no fast implementation.
+    """
+    if not directory.is_dir():
+        raise UserError(f"expected a tokenizer's directory, got {str(directory)!r}, which is none: change --tokenizer")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises anything, down to bare Exception, for files it cannot use
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"expected a tokenizer in {str(directory)!r}, got files that do not load ({reason}): change --tokenizer"
+        ) from error
+    if not tokenizer.is_fast:
+        raise UserError(f"expected a fast tokenizer in {str(directory)!r}, got a slow one: change --tokenizer")
+    return tokenizer
+
+
+def _train_tokenizer(examples: Iterable[Example], vocab_size: int, directory: Path, progress: Progress) -> Any:
+    """Train a byte-level BPE tokenizer, save it and return it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    task = progress.add_task("training the tokenizer", total=None)
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=_SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (text for example in examples if isinstance(example, Pair) for text in (example.prompt, example.completion))
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    progress.update(task, total=1, completed=1)
+    return tokenizer

@@ -1,0 +1,23 @@
+"""The exceptions that a person reads: one line each."""
+
+
+class UserError(ValueError):
+    """A mistake in a configuration, a data set or a checkpoint, told in one line.
+
+    The message says what was expected, what came, and which setting to change. The command line prints it from rank 0
+    without a traceback and exits with code 2.
+    """
+
+
+class AgreedError(UserError):
+    """A `UserError` that every rank of the job raises at the same point, so that each may end in good order."""
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on for a reason that its own figures tell, in one line; every rank raises it."""
+
+
+def in_one_line(error: Exception, max_chars: int = 300) -> str:
+    """Fold an exception's message, which may have many lines, into one. Local."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."

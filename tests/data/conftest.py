@@ -1,0 +1,51 @@
+"""What several test modules of this room need: the standard library as a data set, and small data sets."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from odc_mpi.data import stdlib
+from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.prepare import PrepareReport, load_tokenizer, prepare
+from odc_mpi.data.stdlib import Sample
+
+
+@pytest.fixture(scope="session")
+def stdlib_samples() -> list[Sample]:
+    """The functions of the standard library, searched once."""
+    return list(stdlib.functions())
+
+
+@pytest.fixture(scope="session")
+def stdlib_report(stdlib_samples: list[Sample], tmp_path_factory: pytest.TempPathFactory) -> PrepareReport:
+    """The standard library, prepared once, with a tokenizer trained on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stdlib, "functions", lambda: iter(stdlib_samples))
+        return prepare("stdlib", tmp_path_factory.mktemp("stdlib") / "stdlib.h5", vocab_size=2048)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(stdlib_report: PrepareReport) -> Any:
+    return load_tokenizer(stdlib_report.tokenizer)
+
+
+@pytest.fixture
+def write_dataset(tmp_path: Path) -> Callable[[Sequence[int]], Path]:
+    """Write sequences of given lengths; every token of the file is different, about half of them are trained."""
+
+    def write(lengths: Sequence[int]) -> Path:
+        path = tmp_path / "data.h5"
+        rng = np.random.default_rng(0)
+        begin = 0
+        with DatasetWriter(path, vocab_size=sum(lengths), tokenizer="none", source="test") as writer:
+            for length in lengths:
+                loss_mask = rng.random(length) < 0.5
+                loss_mask[-1] = True
+                writer.append(np.arange(begin, begin + length, dtype=np.uint32), loss_mask)
+                begin += length
+        return path
+
+    return write

@@ -1,0 +1,29 @@
+import numpy as np
+import pytest
+
+from odc_mpi.data.cost import Cost, flops_cost
+
+
+def test_sequence_is_a_polynomial_of_the_length() -> None:
+    cost = Cost(linear=2.0, quadratic=0.5).sequence([0, 1, 4])
+    assert cost.dtype == np.float64
+    assert cost.tolist() == [0.0, 2.5, 16.0]
+
+
+def test_default_counts_tokens() -> None:
+    assert Cost().sequence(np.array([3, 70_000])).tolist() == [3.0, 70_000.0]
+
+
+def test_long_lengths_do_not_overflow() -> None:
+    assert Cost(0.0, 1.0).sequence(np.array([2**20], dtype=np.int32)).tolist() == [2.0**40]
+
+
+def test_flops_count_the_multiplications_of_a_layer() -> None:
+    """Count 2 FLOPs per multiply-add of every product, pair by pair, in a layer with 4 h² parameters."""
+    length, hidden = 64, 8
+    matrices = 2 * length * 4 * hidden * hidden
+    pairs = sum(i + 1 for i in range(length))  # causal: token i sees itself and those before
+    attention = 2 * 2 * pairs * hidden  # scores, and values
+    cost = flops_cost(num_parameters=4 * hidden * hidden, num_layers=1, hidden_size=hidden)
+    # The formula takes s² / 2 pairs for s (s + 1) / 2.
+    assert cost.sequence([length])[0] == pytest.approx(3 * (matrices + attention), rel=1 / length)

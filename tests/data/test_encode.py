@@ -1,0 +1,139 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+
+from odc_mpi.data.encode import Encoded, encode, render_chat
+from odc_mpi.data.jsonl import Conversation, Pair
+from odc_mpi.errors import UserError
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Say ä, please.\n"},
+    {"role": "assistant", "content": "\n  Well: ä 🙂 \n"},
+    {"role": "user", "content": "Well: ä"},
+    {"role": "assistant", "content": "No."},
+    {"role": "user", "content": "Why?"},
+]
+
+
+def trained_runs(tokenizer: Any, encoded: Encoded) -> list[str]:
+    """Decode each run of trained tokens, exactly."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], encoded.loss_mask, [0]])))
+    return [
+        tokenizer.decode(encoded.tokens[a:b], skip_special_tokens=False)
+        for a, b in zip(edges[::2], edges[1::2], strict=True)
+    ]
+
+
+def test_pairs_train_the_completion_and_the_end(tokenizer: Any) -> None:
+    pairs = [Pair("", "What is ä?\n", "A letter."), Pair("", "", "Only text"), Pair("", "p", " ")]
+    for pair, encoded in zip(pairs, encode(tokenizer, pairs), strict=True):
+        assert encoded.tokens.dtype == np.uint32 and encoded.loss_mask.dtype == np.bool_
+        assert tokenizer.decode(encoded.tokens) == pair.prompt + pair.completion + "<|endoftext|>"
+        assert trained_runs(tokenizer, encoded) == [pair.completion + "<|endoftext|>"]
+
+
+def test_chats_train_what_the_assistant_says_and_its_end_of_turn(tokenizer: Any) -> None:
+    [encoded] = encode(tokenizer, [Conversation("", CHAT)])
+    assert tokenizer.decode(encoded.tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert trained_runs(tokenizer, encoded) == ["\n  Well: ä 🙂 \n<|im_end|>", "No.<|im_end|>"]
+
+
+def test_mixed_examples_keep_their_order(tokenizer: Any) -> None:
+    examples = [Pair("", "a", "b"), Conversation("", CHAT[:3]), Pair("", "c", "d"), Conversation("", CHAT)]
+    together = encode(tokenizer, examples)
+    for example, encoded in zip(examples, together, strict=True):
+        [alone] = encode(tokenizer, [example])
+        np.testing.assert_array_equal(alone.tokens, encoded.tokens)
+        np.testing.assert_array_equal(alone.loss_mask, encoded.loss_mask)
+    assert encode(tokenizer, []) == []
+
+
+def with_template(tokenizer: Any, template: str | None) -> Any:
+    import copy
+
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer: Any) -> None:
+    plain = with_template(
+        tokenizer,
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
+    )
+    rendered = render_chat(plain, Conversation("", CHAT[3:5]))
+    assert [rendered.text[a:b] for a, b in rendered.spans] == ["No.\n\n"]
+    # A token may hold both the blank of the prompt and the first word: the word has to be learnt.
+    [encoded] = encode(plain, [Conversation("", CHAT[3:5])])
+    assert trained_runs(plain, encoded)[0].lstrip() == "No.\n\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (None, "need a chat template"),
+        ("{{ raise_exception('roles must\nalternate') }}", "refuses the messages (roles must alternate)"),
+        ("{{ messages[99].content }}", "refuses the messages"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "rewrites earlier text"),
+        # As reasoning models do: the last turn shows what earlier ones hide.
+        (
+            "{% for m in messages %}{{ m.content }}"
+            "{% if m.role == 'assistant' and loop.last %}!{% endif %}{% endfor %}",
+            "rewrites earlier text when message 3 is added",
+        ),
+        # As they do, too: the prompt for generation opens what a finished turn does not have.
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
+            "rewrites earlier text when message 3 is added",
+        ),
+    ],
+)
+def test_templates_that_do_not_serve(tokenizer: Any, template: str | None, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        encode(with_template(tokenizer, template), [Conversation("x.jsonl, line 7", CHAT)])
+    message = str(caught.value)
+    assert message.startswith("x.jsonl, line 7: ") and expected in message and "\n" not in message
+
+
+def llama_like() -> Any:
+    """A tokenizer that glues blanks to words, begins each sequence with <s>, and has no end token yet."""
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(special_tokens=["<s>", "</s>"], show_progress=False)
+    bpe.train_from_iterator(["[INST] Well hello there, who is there? [/INST] It is me again. "] * 5, trainer)
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", clean_up_tokenization_spaces=False)
+
+
+def test_sequences_begin_as_the_tokenizer_says() -> None:
+    tokenizer = llama_like()
+    tokenizer.eos_token = "</s>"
+    [encoded] = encode(tokenizer, [Pair("", "who is", "me")])
+    assert tokenizer.convert_ids_to_tokens(encoded.tokens) == ["<s>", "▁who", "▁is", "▁me", "</s>"]
+    assert encoded.loss_mask.tolist() == [False, False, False, True, True]
+
+
+def test_pairs_need_an_end_token() -> None:
+    with pytest.raises(UserError, match=r"eos_token.*--tokenizer"):
+        encode(llama_like(), [Pair("", "who is", "me")])
+
+
+def test_masks_with_glued_blanks() -> None:
+    tokenizer = llama_like()
+    tokenizer.eos_token = "</s>"
+    tokenizer.chat_template = (
+        "<s>{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "who is there?"}, {"role": "assistant", "content": "It is me"}] * 2
+    [encoded] = encode(tokenizer, [Conversation("", chat)])
+    tokens = tokenizer.convert_ids_to_tokens(encoded.tokens)
+    assert tokens.count("<s>") == 1, "the template writes it, the tokenizer must not"
+    trained = [token for token, mask in zip(tokens, encoded.loss_mask, strict=True) if mask]
+    assert "".join(trained).replace("▁", " ") == " It is me</s> It is me</s>"

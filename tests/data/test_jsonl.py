@@ -1,0 +1,121 @@
+import gzip
+import io
+import json
+from typing import Any
+
+import pytest
+
+from odc_mpi.data.jsonl import Conversation, Example, Fields, Pair, read
+from odc_mpi.errors import UserError
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+def read_bytes(content: bytes, name: str = "a.jsonl", fields: Fields = Fields()) -> list[Example]:  # noqa: B008
+    return list(read(io.BytesIO(content), name, fields))
+
+
+def line(record: Any) -> bytes:
+    return json.dumps(record).encode() + b"\n"
+
+
+def refused(content: bytes, name: str = "a.jsonl", fields: Fields = Fields()) -> str:  # noqa: B008
+    with pytest.raises(UserError) as caught:
+        read_bytes(content, name, fields)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_three_shapes() -> None:
+    content = line({"messages": CHAT, "id": 1}) + line({"prompt": "a", "completion": "b", "n": 2}) + line({"text": "ä"})
+    assert read_bytes(content) == [
+        Conversation("a.jsonl, line 1", CHAT),
+        Pair("a.jsonl, line 2", "a", "b"),
+        Pair("a.jsonl, line 3", "", "ä"),
+    ]
+
+
+def test_the_first_shape_counts() -> None:
+    record = {"text": "t", "prompt": "a", "completion": "b"}
+    assert read_bytes(line(record)) == [Pair("a.jsonl, line 1", "a", "b")]
+    assert read_bytes(line({**record, "messages": CHAT})) == [Conversation("a.jsonl, line 1", CHAT)]
+    assert read_bytes(line({"prompt": "a", "text": "t"})) == [Pair("a.jsonl, line 1", "", "t")]
+
+
+def test_renamed_fields_are_the_only_ones() -> None:
+    fields = Fields("question", "answer")
+    record = {"question": "q", "answer": "a", "messages": CHAT, "text": "t"}
+    assert read_bytes(line(record), fields=fields) == [Pair("a.jsonl, line 1", "q", "a")]
+    message = refused(line({"prompt": "a", "completion": "b"}), fields=fields)
+    assert "'answer'" in message and "got 'prompt', 'completion'" in message and "--completion-field" in message
+    assert "'question'" in refused(line({"answer": "a"}), fields=fields)
+    assert read_bytes(line({"prompt": "q", "answer": "a"}), fields=Fields(completion="answer"))
+
+
+def test_blank_lines_count_but_are_skipped() -> None:
+    content = b"\n  \r\n" + line({"text": "x"}) + b"\n" + line({"text": "y"})[:-1]
+    assert [example.where for example in read_bytes(content)] == ["a.jsonl, line 3", "a.jsonl, line 5"]
+
+
+def test_byte_order_mark_and_windows_line_ends() -> None:
+    assert read_bytes(b'\xef\xbb\xbf{"text": "x"}\r\n{"text": "y"}\r\n') == [
+        Pair("a.jsonl, line 1", "", "x"),
+        Pair("a.jsonl, line 2", "", "y"),
+    ]
+
+
+def test_gzip() -> None:
+    content = gzip.compress(line({"text": "x"}) * 3)
+    assert len(read_bytes(content, "a.jsonl.gz")) == 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        (b"{", "invalid JSON"),
+        (b"no", "invalid JSON"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "invalid JSON"),
+        (b"[" * 100_000, "invalid JSON"),
+        (b'{"text": "\xff"}', "expected UTF-8, got byte 0xff"),
+        (b"[1]", "expected a JSON object, got a list"),
+        (b"null", "got null"),
+        (b"3", "got a number"),
+        (b'"x"', "got a string"),
+        (b"{}", "got no fields"),
+        (line({"question": "q", "ans\nwer": "a"}), r"got 'question', 'ans\nwer': name yours with --prompt-field"),
+        (line({"prompt": "a"}), "got 'prompt'"),
+        (line({"prompt": 3, "completion": "b"}), "expected 'prompt' to be a string, got a number"),
+        (line({"prompt": "a", "completion": None}), "expected 'completion' to be a string, got null"),
+        (line({"prompt": "a", "completion": ""}), "expected text in 'completion', got an empty string"),
+        (line({"text": ["a"]}), "expected 'text' to be a string, got a list"),
+        (line({"text": ""}), "got an empty string"),
+        (line({"text": "a\ud800"}), "lone surrogate at 1"),
+        (line({"messages": "hi"}), "expected 'messages' to be a list of objects, got a string"),
+        (line({"messages": ["hi"]}), "list of objects"),
+        (line({"messages": []}), "expected a message of the assistant"),
+        (line({"messages": CHAT[:1]}), "got the roles ['user']"),
+        (line({"messages": CHAT[1:]}), "before the assistant's first"),
+        (line({"messages": [{"role": "human", "content": "x"}]}), "got 'human'"),
+        (line({"messages": [{"role": 1, "content": "x"}]}), "'role'"),
+        (line({"messages": [{"content": "x"}]}), "'role'"),
+        (line({"messages": [CHAT[0], {"role": "assistant"}]}), "'content'"),
+        (line({"messages": [CHAT[0], {"role": "assistant", "content": ""}]}), "empty string"),
+        (line({"messages": [CHAT[0], {"role": "assistant", "content": None}]}), "got null"),
+    ],
+)
+def test_bad_lines_are_named(bad: bytes, expected: str) -> None:
+    message = refused(line({"text": "good"}) + b"\n" + bad.removesuffix(b"\n") + b"\n" + line({"text": "good"}))
+    assert message.startswith("a.jsonl, line 3: ")
+    assert expected in message
+
+
+def test_damaged_gzip_files() -> None:
+    records = b"".join(line({"text": str(i) * 50}) for i in range(1000))
+    whole = gzip.compress(records)
+    assert "SOURCE complete?" in refused(whole[:-20], "a.gz")
+    assert "a.gz, line 1: cannot be read" in refused(records, "a.gz")
+    wrong_checksum = whole[:-8] + bytes(4) + whole[-4:]
+    assert "CRC" in refused(wrong_checksum, "a.gz")
+    # Behind the header's 10 bytes come the bits that tell the first block's type; type 3 is none.
+    assert "invalid block type" in refused(whole[:10] + bytes([whole[10] | 0b110]) + whole[11:], "a.gz")

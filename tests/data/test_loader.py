@@ -1,0 +1,214 @@
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from odc_mpi.data.balance import BALANCES
+from odc_mpi.data.cost import Cost
+from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.loader import Batch, Loader, Minibatch, read_batch
+from odc_mpi.errors import UserError
+
+Write = Callable[[Sequence[int]], Path]
+LENGTHS = np.minimum(np.random.default_rng(1).lognormal(3.0, 0.8, 53).astype(int) + 2, 200).tolist()
+
+
+@pytest.fixture
+def dataset(write_dataset: Write) -> Iterator[Dataset]:
+    with Dataset(write_dataset(LENGTHS)) as opened:
+        yield opened
+
+
+def loader(dataset: Dataset, **arguments: Any) -> Loader:
+    return Loader(dataset, **{"minibatch_sequences": 8, "max_tokens_per_microbatch": 200, **arguments})
+
+
+def drawn(minibatch: Minibatch) -> tuple[Any, ...]:
+    """What does not depend on the rank."""
+    return (
+        minibatch.data_epoch,
+        minibatch.position,
+        minibatch.indices.tolist(),
+        minibatch.num_tokens,
+        minibatch.num_input_tokens,
+    )
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("size", range(1, 9))
+def test_ranks_share_each_minibatch_exactly_once(dataset: Dataset, size: int, balance: str) -> None:
+    rng = np.random.default_rng(size)
+    settings = {
+        "minibatch_sequences": int(rng.integers(1, 20)),
+        "balance": balance,
+        "seed": size,
+        "cost": Cost(1, 0.01),
+    }
+    loaders = [loader(dataset, rank=rank, size=size, **settings) for rank in range(size)]
+    for minibatches in islice(zip(*loaders, strict=True), 20):
+        first = minibatches[0]
+        batches = [list(minibatch) for minibatch in minibatches]
+        assert all(drawn(minibatch) == drawn(first) for minibatch in minibatches)
+        assert all(minibatch.plan == first.plan for minibatch in minibatches)
+        assert first.num_microbatches == tuple(map(len, batches))
+        everything = [batch for mine in batches for batch in mine]
+        assert sorted(i for batch in everything for i in batch.indices) == sorted(first.indices)
+        assert sum(batch.num_tokens for batch in everything) == first.num_tokens
+        assert sum(batch.num_input_tokens for batch in everything) == first.num_input_tokens
+        assert all(batch.num_input_tokens <= 200 for batch in everything)
+
+
+def test_a_data_epoch_is_everything_once_and_shuffled(dataset: Dataset) -> None:
+    minibatches = list(islice(loader(dataset), 14))  # 53 sequences: 6 of 8, one of 5
+    assert [m.data_epoch for m in minibatches] == [0] * 7 + [1] * 7
+    assert [m.position for m in minibatches] == [0, 8, 16, 24, 32, 40, 48] * 2
+    assert [len(m.indices) for m in minibatches] == ([8] * 6 + [5]) * 2
+    first, second = (np.concatenate([m.indices for m in minibatches[a : a + 7]]).tolist() for a in (0, 7))
+    assert sorted(first) == sorted(second) == list(range(53))
+    assert first != sorted(first) and first != second
+
+
+def test_the_order_depends_on_the_seed_alone(dataset: Dataset) -> None:
+    def order(**arguments: Any) -> list[int]:
+        return [int(i) for m in islice(loader(dataset, **arguments), 10) for i in m.indices]
+
+    assert order() == order(size=4, rank=3, balance="local_sort")
+    assert order() != order(seed=1)
+
+
+def test_a_minibatch_larger_than_the_data_set(dataset: Dataset) -> None:
+    minibatches = list(islice(loader(dataset, minibatch_sequences=1000), 2))
+    assert [len(m.indices) for m in minibatches] == [53, 53]
+    assert [m.data_epoch for m in minibatches] == [0, 1]
+
+
+@pytest.mark.parametrize("steps", [0, 3, 6, 7, 10])
+def test_resumes_with_the_same_continuation(dataset: Dataset, steps: int) -> None:
+    uninterrupted = loader(dataset, seed=5)
+    list(islice(uninterrupted, steps))
+    state = uninterrupted.state_dict()
+    assert state == {"data_epoch": steps // 7, "position": steps % 7 * 8}
+    resumed = loader(dataset, seed=5, size=3, rank=1)  # also on another number of ranks
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    continuation = [drawn(m) for m in islice(uninterrupted, 9)]
+    assert continuation == [drawn(m) for m in islice(resumed, 9)]
+    assert (continuation[0][0], continuation[0][1]) == (state["data_epoch"], state["position"])
+    assert resumed.state_dict() == uninterrupted.state_dict()
+
+
+@pytest.mark.parametrize(
+    "state", [{"data_epoch": 0, "position": 53}, {"data_epoch": 0, "position": -1}, {"data_epoch": -1, "position": 0}]
+)
+def test_refuses_the_state_of_another_data_set(dataset: Dataset, state: dict[str, int]) -> None:
+    with pytest.raises(UserError, match=r"position from 0 to 52 .* set data\.path"):
+        loader(dataset).load_state_dict(state)
+
+
+def test_reads_only_what_is_due(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    whole = Dataset.__getitem__
+    monkeypatch.setattr(Dataset, "__getitem__", lambda self, i: read.append(int(i)) or whole(self, i))
+    minibatch = next(loader(dataset, size=2, rank=1))
+    assert read == []
+    batches = iter(minibatch)
+    first = next(batches)
+    assert read == first.indices.tolist()
+    rest = [i for batch in batches for i in batch.indices]
+    assert read == [*first.indices, *rest]
+    assert len(read) < len(minibatch.indices)
+
+
+def unpacked(batch: Batch) -> list[dict[str, torch.Tensor]]:
+    """Cut a batch into its sequences by its own bounds."""
+    bounds = batch.inputs["cu_seq_lens_q"].tolist()
+    names = ("input_ids", "labels", "position_ids")
+    return [{name: batch.inputs[name][0, a:b] for name in names} for a, b in pairwise(bounds)]
+
+
+def test_batches_hold_the_sequences_unpadded(dataset: Dataset) -> None:
+    for batch in islice((batch for minibatch in loader(dataset) for batch in minibatch), 30):
+        inputs = batch.inputs
+        length = batch.num_input_tokens
+        for name in ("input_ids", "labels", "position_ids"):
+            assert inputs[name].dtype == torch.int64 and inputs[name].shape == (1, length)
+        assert inputs["cu_seq_lens_q"].dtype == inputs["cu_seq_lens_k"].dtype == torch.int32
+        assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist()
+        lengths = dataset.lengths[batch.indices]
+        assert inputs["cu_seq_lens_q"].tolist() == [0, *np.cumsum(lengths)]
+        assert inputs["max_length_q"] == inputs["max_length_k"] == lengths.max()
+        assert type(inputs["max_length_q"]) is int and type(batch.num_tokens) is int and type(length) is int
+        for i, sequence in zip(batch.indices, unpacked(batch), strict=True):
+            tokens, mask = dataset[i]
+            assert sequence["input_ids"].tolist() == tokens.tolist()
+            assert sequence["position_ids"].tolist() == list(range(len(tokens)))
+            mask[0] = False
+            assert sequence["labels"].tolist() == np.where(mask, tokens, -100).tolist()
+        assert batch.num_tokens == (inputs["labels"] != -100).sum()
+        assert batch.num_tokens == dataset.num_trained_tokens[batch.indices].sum()
+
+
+def test_no_sequence_predicts_the_next_one(dataset: Dataset) -> None:
+    """What a model's own shift pairs up lies in one sequence: tokens of this data set count up by one."""
+    batch = read_batch(dataset, np.arange(10))
+    inputs, labels = batch.inputs["input_ids"][0, :-1], batch.inputs["labels"][0, 1:]
+    trained = labels != -100
+    assert trained.sum() == batch.num_tokens
+    assert (inputs[trained] + 1 == labels[trained]).all()
+    of_sequence = torch.bucketize(torch.arange(batch.num_input_tokens), batch.inputs["cu_seq_lens_q"][1:], right=True)
+    assert (of_sequence[:-1][trained] == of_sequence[1:][trained]).all()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_sees_packed_sequences_as_single_ones(write_dataset: Write, attention: str) -> None:
+    """The sum of losses over a packed batch is that over its sequences one by one."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        initializer_range=0.5,  # large, so that what leaks from one sequence into another shows
+        attn_implementation=attention,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    with Dataset(write_dataset([9, 20, 2, 30])) as dataset, torch.no_grad():
+        packed = read_batch(dataset, np.array([2, 0, 3, 1]))
+        single = [read_batch(dataset, np.array([i])) for i in range(4)]
+        total = sum(model(**batch.inputs).loss.item() * batch.num_tokens for batch in single)
+        assert model(**packed.inputs).loss.item() * packed.num_tokens == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"minibatch_sequences": 0}, "expected data.minibatch_sequences of at least 1, got 0"),
+        ({"max_tokens_per_microbatch": 0}, "expected data.max_tokens_per_microbatch of at least 1, got 0"),
+        ({"seed": -1}, "expected run.seed of at least 0, got -1"),
+        ({"balance": "lb-mini"}, "got 'lb-mini' (did you mean lb_mini?)"),
+        ({"balance": "zzz"}, "expected data.balance among local_sort, lb_mini, got 'zzz'"),
+        (
+            {"max_tokens_per_microbatch": max(LENGTHS) - 1},
+            f"got {max(LENGTHS)} in sequence {LENGTHS.index(max(LENGTHS))} ",
+        ),
+    ],
+)
+def test_mistakes_are_told_at_once(dataset: Dataset, arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        loader(dataset, **arguments)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (0, 0)])
+def test_ranks_are_those_of_a_world(dataset: Dataset, rank: int, size: int) -> None:
+    with pytest.raises(AssertionError):
+        loader(dataset, rank=rank, size=size)

@@ -1,0 +1,250 @@
+import gzip
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from odc_mpi.data import prepare as module
+from odc_mpi.data import stdlib
+from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.encode import Encoded
+from odc_mpi.data.prepare import PrepareReport, load_tokenizer, prepare
+from odc_mpi.data.stdlib import Sample
+from odc_mpi.errors import UserError
+
+GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k_train.jsonl.gz"
+FEW = [Sample(f'def f{i}(x):\n    "Doc {i}."\n', f"    return x + {i}") for i in range(50)]
+
+
+@pytest.fixture
+def few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small standard library, where the real one adds nothing but time."""
+    monkeypatch.setattr(stdlib, "functions", lambda: iter(FEW))
+
+
+def write_lines(path: Path, *records: Any) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def pairs(*lengths: int) -> list[dict[str, str]]:
+    """Lines that become sequences of that many tokens: a prompt of 2, a completion, an end."""
+    return [{"prompt": "\x01\x02", "completion": "".join(map(chr, range(3, length)))} for length in lengths]
+
+
+def refused(source: str, out: Path, **arguments: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        prepare(source, out, **arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_standard_library(stdlib_report: PrepareReport, tokenizer: Any, stdlib_samples: list[Sample]) -> None:
+    samples = stdlib_samples
+    assert stdlib_report.num_sequences == len(samples)
+    assert (stdlib_report.num_truncated, stdlib_report.num_dropped, stdlib_report.num_untrained_dropped) == (0, 0, 0)
+    assert stdlib_report.vocab_size == len(tokenizer) == 2048
+    assert stdlib_report.tokenizer == stdlib_report.path.with_suffix(".tokenizer")
+    with Dataset(stdlib_report.path) as dataset:
+        assert len(dataset) == len(samples)
+        assert (dataset.vocab_size, stdlib_report.num_tokens) == (2048, dataset.lengths.sum())
+        assert stdlib_report.num_trained_tokens == dataset.num_trained_tokens.sum()
+        assert stdlib_report.longest == dataset.lengths.max() > 10 * np.median(dataset.lengths)
+        assert dataset.max_token_id < 2048
+        for i in range(0, len(samples), 97):
+            tokens, mask = dataset[i]
+            assert tokenizer.decode(tokens) == samples[i].prompt + samples[i].completion + "<|endoftext|>"
+            assert tokenizer.decode(tokens[mask]) == samples[i].completion + "<|endoftext|>"
+            assert dataset.num_trained_tokens[i] == mask[1:].sum()
+
+
+def test_the_trained_tokenizer_loses_nothing(tokenizer: Any) -> None:
+    assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.pad_token == "<|pad|>"
+    for text in ("naïve 🙂\t\r\n\0  x", " leading", "<|im_start|>"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+@pytest.mark.usefixtures("few_functions")
+def test_the_same_bytes_again(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        prepare("stdlib", tmp_path / name / "x.h5", vocab_size=300)
+    first, second = (
+        {
+            path.relative_to(tmp_path / name): path.read_bytes()
+            for path in (tmp_path / name).rglob("*")
+            if path.is_file()
+        }
+        for name in ("a", "b")
+    )
+    assert first == second
+    assert Path("x.tokenizer/tokenizer.json") in first
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="gsm8k is not here")
+def test_gsm8k(stdlib_report: PrepareReport, tokenizer: Any, tmp_path: Path) -> None:
+    report = prepare(
+        str(GSM8K),
+        tmp_path / "gsm8k.h5",
+        tokenizer=stdlib_report.tokenizer,
+        prompt_field="question",
+        completion_field="answer",
+    )
+    with gzip.open(GSM8K, "rt", encoding="utf-8") as file:
+        records = [json.loads(line) for line in file]
+    assert report.num_sequences == len(records) == 7473
+    assert not (tmp_path / "gsm8k.tokenizer").exists()
+    with Dataset(report.path) as dataset:
+        for i in (0, 5000, 7472):
+            tokens, mask = dataset[i]
+            assert tokenizer.decode(tokens[mask]) == records[i]["answer"] + "<|endoftext|>"
+            assert tokenizer.decode(tokens[~mask]) == records[i]["question"]
+
+
+def test_conversations(stdlib_report: PrepareReport, tokenizer: Any, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    source = write_lines(tmp_path / "a.jsonl", {"messages": chat}, {"text": "x y"})
+    report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
+    with Dataset(report.path) as dataset:
+        tokens, mask = dataset[0]
+        assert tokenizer.decode(tokens[mask]) == "Hello<|im_end|>"
+        assert dataset[1][1].all()
+        # Nothing predicts a first token, so it is not counted.
+        assert report.num_trained_tokens == mask.sum() + len(dataset[1][0]) - 1
+
+
+def test_truncation_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", *pairs(6, 10, 11, 20), {"prompt": "\x01" * 15, "completion": "x"})
+    report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, max_length=10)
+    assert (report.num_sequences, report.num_truncated, report.num_dropped) == (4, 2, 0)
+    assert report.num_untrained_dropped == 1, "cut in the prompt"
+    assert (report.longest, report.num_tokens) == (10, 36)
+    with Dataset(report.path) as dataset:
+        assert dataset.lengths.tolist() == [6, 10, 10, 10]
+        whole, cut = dataset[1], dataset[3]
+        assert (whole[0][:9] == cut[0][:9]).all() and whole[0][9] != cut[0][9]
+        assert cut[1].tolist() == [False] * 2 + [True] * 8
+    assert "2 truncated to --max-length\n1 dropped: no token" in report.describe()
+
+
+def test_dropping_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", *pairs(6, 10, 11, 20), {"prompt": "\x01" * 15, "completion": "x"})
+    report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, max_length=10, overlong="drop")
+    assert (report.num_sequences, report.num_truncated, report.num_dropped) == (2, 0, 3)
+    assert (report.longest, report.num_untrained_dropped) == (10, 0)
+    assert "3 dropped: longer than --max-length" in report.describe()
+
+
+def test_what_only_the_first_token_would_teach_is_dropped() -> None:
+    limit = module._Limit(None, "truncate")
+    tokens = np.arange(3, dtype=np.uint32)
+    first_only, last_too = (Encoded(tokens, np.array([True, False, last])) for last in (False, True))
+    assert list(limit.apply([first_only, last_too])) == [last_too]
+    assert limit.num_untrained_dropped == 1
+
+
+def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", *pairs(10, 11))
+    message = refused(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, max_length=9, overlong="drop")
+    assert "2 longer" in message and "--max-length (now 9)" in message
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    assert "SOURCE holds none" in refused(
+        str(tmp_path / "empty.jsonl"), tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "empty.jsonl"]
+
+
+def test_mistakes_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", *pairs(10))
+    out, tokenizer = tmp_path / "a.h5", stdlib_report.tokenizer
+    assert "set --tokenizer" in refused(source, out)
+    assert "no file" in refused(str(tmp_path / "none"), out, tokenizer=tokenizer)
+    assert "no file" in refused(str(tmp_path), out, tokenizer=tokenizer)
+    assert "the directory" in refused(source, tmp_path, tokenizer=tokenizer)
+    assert "another file than SOURCE" in refused(source, Path(source), tokenizer=tokenizer)
+    assert ".tokenizer" in refused("stdlib", tmp_path / "a.tokenizer")
+    assert "folder that can be written" in refused(source, Path(source) / "a.h5", tokenizer=tokenizer)
+    assert "--max-length" in refused(source, out, tokenizer=tokenizer, max_length=1)
+    assert "--overlong" in refused(source, out, tokenizer=tokenizer, overlong="cut")
+    assert "--vocab-size of at least 260" in refused("stdlib", out, vocab_size=259)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_slow_libraries_are_loaded_when_they_are_used() -> None:
+    slow = {"transformers", "tokenizers", "torch", "mpi4py"}
+    code = f"import sys, odc_mpi.data.prepare; sys.exit(len({slow} & {{*sys.modules}}))"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=60)
+
+
+def test_tokenizers_that_do_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*_: Any, **__: Any) -> None:
+        raise AssertionError("asked the network")
+
+    monkeypatch.setattr("socket.getaddrinfo", no_network)
+    source = write_lines(tmp_path / "a.jsonl", *pairs(10))
+    # A name that a hub would know.
+    assert "which is none" in refused(source, tmp_path / "a.h5", tokenizer=Path("gpt2"))
+    (tmp_path / "t").mkdir()
+    assert "do not load" in refused(source, tmp_path / "a.h5", tokenizer=tmp_path / "t")
+    (tmp_path / "t" / "tokenizer.json").write_text("{}")
+    (tmp_path / "t" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert "do not load" in refused(source, tmp_path / "a.h5", tokenizer=tmp_path / "t")
+
+
+def test_a_failure_in_the_middle_leaves_everything_as_it_was(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    out = tmp_path / "a.h5"
+    good = write_lines(tmp_path / "good.jsonl", *pairs(10))
+    prepare(good, out, tokenizer=stdlib_report.tokenizer)
+    before = out.read_bytes()
+    bad = write_lines(tmp_path / "bad.jsonl", *pairs(*[10] * 1000), {"text": 3})
+    assert "bad.jsonl, line 1001: " in refused(bad, out, tokenizer=stdlib_report.tokenizer)
+    assert out.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "bad.jsonl", "good.jsonl"]
+
+
+@pytest.mark.usefixtures("few_functions")
+@pytest.mark.parametrize("fails", ["encode", "_open_source"])
+def test_an_interrupt_leaves_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, fails, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare("stdlib", tmp_path / "a.h5", vocab_size=300)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("few_functions")
+def test_replaces_its_own_tokenizer_and_no_other(tmp_path: Path) -> None:
+    out = tmp_path / "a.h5"
+    prepare("stdlib", out, vocab_size=300)
+    report = prepare("stdlib", out, vocab_size=310)
+    assert len(load_tokenizer(report.tokenizer)) == 310
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "a.tokenizer"]
+    (tmp_path / "b.tokenizer").mkdir()
+    assert "not odc-mpi's" in refused("stdlib", tmp_path / "b.h5", vocab_size=300)
+    assert list((tmp_path / "b.tokenizer").iterdir()) == []
+
+
+@pytest.mark.usefixtures("few_functions")
+def test_uses_a_given_tokenizer_for_the_standard_library(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    report = prepare("stdlib", tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
+    assert (report.tokenizer, report.vocab_size) == (stdlib_report.tokenizer, 2048)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.h5"]
+
+
+def test_shows_progress_only_on_a_console(
+    stdlib_report: PrepareReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", *pairs(10))
+    written = io.StringIO()
+    prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, console=Console(file=written))
+    assert "tokenising" in written.getvalue() and "100%" in written.getvalue()
+    prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,110 @@
+import ast
+from pathlib import Path
+
+import pytest
+
+from odc_mpi.data import stdlib
+from odc_mpi.data.stdlib import Sample, functions
+
+BODY = "return argument_one + 1"
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def test_cuts_behind_the_docstring_and_dedents(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "a.py",
+        "class C:\n"
+        "    @staticmethod\n"
+        "    async def f(\n"
+        "        x,\n"
+        "    ):\n"
+        '        """Say what.\n'
+        "\n"
+        "        More.\n"
+        '        """\n'
+        "        # a comment\n"
+        "        text = '''\n"
+        "flush left'''\n"
+        "        return x + text\n"
+        "\n"
+        "    y = 1\n",
+    )
+    assert list(functions(tmp_path)) == [
+        Sample(
+            prompt='@staticmethod\nasync def f(\n    x,\n):\n    """Say what.\n\n    More.\n    """\n',
+            completion="    # a comment\n    text = '''\nflush left'''\n    return x + text",
+        )
+    ]
+
+
+def test_form_feeds_end_no_line(tmp_path: Path) -> None:
+    write(tmp_path, "a.py", f'x = 1\n\f\ndef f():\n    "Doc."\n    {BODY}\n')
+    assert list(functions(tmp_path)) == [Sample('def f():\n    "Doc."\n', f"    {BODY}")]
+
+
+def test_order_is_that_of_paths_and_source(tmp_path: Path) -> None:
+    for name in ("b.py", "a.py", "c/a.py"):
+        write(
+            tmp_path,
+            name,
+            f'def f{name[0]}1():\n    "Doc."\n    def inner{name[0]}():\n        "Doc."\n        {BODY}\n    {BODY}\n'
+            f'def f{name[0]}2():\n    "Doc."\n    {BODY}\n',
+        )
+    names = [sample.prompt.split("(")[0] for sample in functions(tmp_path)]
+    assert names == [f"def {f}" for f in ("fa1", "innera", "fa2", "fb1", "innerb", "fb2", "fc1", "innerc", "fc2")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"def f():\n    {BODY}\n",  # no docstring
+        'def f():\n    "Doc."\n',  # nothing else
+        'def f():\n    "Doc."\n    return 1\n',  # too little else
+        f'def f(): "Doc."; {BODY}\n',  # on one line
+        f'def f():\n    "Doc."\n    x = "{"y" * stdlib.MAX_CHARS}"\n',  # too long
+        f'def f():\n    "Doc."\n    {BODY}\n)\n',  # does not parse
+        "# -*- coding: no-such-coding -*-\n",
+        "\0",
+    ],
+)
+def test_leaves_out(tmp_path: Path, text: str) -> None:
+    write(tmp_path, "a.py", text)
+    write(tmp_path, "b.py", f'def good():\n    "Doc."\n    {BODY}\n')
+    assert [sample.prompt for sample in functions(tmp_path)] == ['def good():\n    "Doc."\n']
+
+
+def test_skips_folders_and_repetitions(tmp_path: Path) -> None:
+    root = tmp_path / "test"  # a name above the root does not count
+    for folder in (
+        "site-packages/x",
+        "dist-packages",
+        "p/test",
+        "p/tests",
+        "idlelib/idle_test",
+        "__pycache__",
+        "p",
+        "q",
+    ):
+        write(root, f"{folder}/a.py", f'def f{len(folder)}():\n    "Doc."\n    {BODY}\n')
+    assert [sample.prompt for sample in functions(root)] == ['def f1():\n    "Doc."\n']
+
+
+def test_the_running_standard_library(stdlib_samples: list[Sample]) -> None:
+    samples = stdlib_samples
+    assert 5_000 < len(samples) < 10_000
+    assert len(set(samples)) == len(samples)
+    lengths = sorted(len(sample.prompt) + len(sample.completion) for sample in samples)
+    assert lengths[-1] <= stdlib.MAX_CHARS
+    assert lengths[-1] > 10 * lengths[len(lengths) // 2], "expected a heavy tail"
+    for sample in samples[::10]:
+        function = ast.parse(sample.prompt + sample.completion).body[0]
+        assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        assert ast.get_docstring(function) is not None and len(function.body) > 1
+        alone = ast.parse(sample.prompt).body[0]
+        assert isinstance(alone, ast.FunctionDef | ast.AsyncFunctionDef) and len(alone.body) == 1
