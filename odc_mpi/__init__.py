@@ -1,0 +1,24 @@
+"""On-demand communication for post-training, over MPI one-sided windows."""
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+#: Public names and where they live. Looked up when first used, so that `odc-mpi prepare` does not start MPI.
+_PUBLIC = {
+    "World": "odc_mpi.comm.world",
+    "shard_model": "odc_mpi.api",
+    "ShardedModel": "odc_mpi.shard.model",
+    "Dataset": "odc_mpi.data.dataset",
+    "Loader": "odc_mpi.data.loader",
+    "UserError": "odc_mpi.errors",
+}
+__all__ = ["Dataset", "Loader", "ShardedModel", "UserError", "World", "__version__", "shard_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -1,0 +1,134 @@
+"""The command line: arguments to calls, exceptions to exit codes; nothing else.
+
+0   done
+2   the user's mistake: one line on standard error, from one rank
+1   anything else
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from odc_mpi import __version__
+from odc_mpi.errors import AgreedError, TrainingError, UserError
+
+#: Variables by which launchers tell a process its rank: PMI (MPICH, Slurm), PMIx (Open MPI).
+_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. What it communicates is its own affair.
+
+    Args:
+        argv: Arguments, by default those of the process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        arguments, rest = _parser().parse_known_args(argv)
+        if rest and arguments.command != "train":
+            raise UserError(f"unknown argument {rest[0]}: see odc-mpi {arguments.command} --help")
+        return {"prepare": _prepare, "train": _train}[arguments.command](arguments, rest)
+    except UserError as error:
+        # Before MPI is up every rank makes the same mistake; one voice is enough.
+        if all(os.environ.get(variable, "0") == "0" for variable in _RANK_VARIABLES):
+            _say(error)
+        return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong argument as any other mistake, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}: see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="odc-mpi", description="Post-training over MPI windows.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_prepare(commands.add_parser("prepare", help="turn text into tokens on disk", allow_abbrev=False))
+    train = commands.add_parser(
+        "train",
+        help="train a model; under mpiexec on all its ranks",
+        usage="odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]",
+        description="Settings come from the file; those on the command line win.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    train.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")
+    train.add_argument("-h", "--help", action="store_true", help="show all settings and exit")
+    return parser
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write a data set of token sequences, with a mask of what is trained."
+    parser.add_argument("source", metavar="SOURCE", help="a JSONL file (.gz too), or stdlib: Python's own functions")
+    parser.add_argument("out", metavar="OUT.h5", type=Path, help="the data set to write")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="Hugging Face tokenizer directory")
+    parser.add_argument("--max-length", type=int, metavar="TOKENS", help="longest sequence; default: no limit")
+    parser.add_argument(
+        "--overlong", choices=("truncate", "drop"), default="truncate", help="what to do with longer ones"
+    )
+    parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="JSONL field of the prompt")
+    parser.add_argument(
+        "--completion-field", default="completion", metavar="NAME", help="JSONL field of the completion"
+    )
+    parser.add_argument("--vocab-size", type=int, default=4096, help="of the tokenizer trained on stdlib")
+
+
+def _prepare(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from rich.console import Console
+
+    from odc_mpi.data.prepare import prepare
+
+    console = Console(stderr=True)
+    report = prepare(
+        arguments.source,
+        arguments.out,
+        tokenizer=arguments.tokenizer,
+        max_length=arguments.max_length,
+        overlong=arguments.overlong,
+        prompt_field=arguments.prompt_field,
+        completion_field=arguments.completion_field,
+        vocab_size=arguments.vocab_size,
+        console=console,
+    )
+    print(report.describe())
+    return 0
+
+
+def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from odc_mpi.train import config as configuration
+
+    if arguments.help:
+        print("usage: odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]\n\n" + configuration.help_text())
+        return 0
+    # Not before here: importing what uses MPI starts it, and torch and transformers take seconds.
+    from odc_mpi.comm.world import World, abort
+    from odc_mpi.train.trainer import train
+
+    world = World()
+    try:
+        config = world.agree(lambda: configuration.load(arguments.config, overrides))
+        train(config, world)
+    except (AgreedError, TrainingError) as error:
+        if world.rank == 0:
+            _say(error)
+        return 2 if isinstance(error, UserError) else 1
+    except UserError as error:
+        # Met by this rank alone, perhaps: the others may be waiting for it.
+        abort(f"rank {world.rank}: {error}", code=2)
+    except KeyboardInterrupt:
+        abort("interrupted", code=130)
+    world.close()
+    return 0
+
+
+def _say(error: Exception) -> None:
+    print(f"odc-mpi: error: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,69 @@
+"""Memory that fetches land in, used again and again.
+
+Fresh memory costs a page fault per 4 KiB, which is slower than the copy that fills it, so a buffer goes back to the
+pool instead of to the system. Autograd, or a user, may still hold a tensor that looks into a buffer when it is given
+back. Such a buffer is set aside and used again only when nobody looks at it any more: a late reader never sees another
+unit's parameters, at worst it costs memory.
+"""
+
+import torch
+
+#: References to a storage at which only the pool looks: its tensor, and the Python object that asks.
+_OWN_REFERENCES = 2
+
+
+class BufferPool:
+    """Lends flat host buffers and takes them back.
+
+    Attributes:
+        peak_bytes: The most memory that the pool ever held, lent or idle, in bytes.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[torch.Tensor] = []
+        self._lent: dict[int, torch.Tensor] = {}
+        self._held_bytes = 0
+        self.peak_bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Lend a buffer of `[numel]`, its content undefined. Local."""
+        num_bytes = max(1, numel) * dtype.itemsize
+        whole = self._fitting(num_bytes)
+        if whole is None:
+            self._drop_one_unseen()
+            whole = torch.empty(num_bytes, dtype=torch.uint8)
+            self._held_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        self._lent[whole.untyped_storage().data_ptr()] = whole
+        # Not a view of `whole`: autograd would track views, and two tensors over one storage are all that is meant.
+        return torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), 0, (numel,), (1,))
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Take a lent buffer back. Local."""
+        self._idle.append(self._lent.pop(buffer.untyped_storage().data_ptr()))
+
+    def clear(self) -> None:
+        """Let go of all idle buffers. Local."""
+        self._held_bytes -= sum(whole.numel() for whole in self._idle)
+        self._idle.clear()
+
+    def _fitting(self, num_bytes: int) -> torch.Tensor | None:
+        """Take the smallest idle buffer that is large enough and that nobody looks at."""
+        fitting = [whole for whole in self._idle if whole.numel() >= num_bytes and _is_unseen(whole)]
+        if not fitting:
+            return None
+        best = min(fitting, key=torch.Tensor.numel)
+        self._idle = [whole for whole in self._idle if whole is not best]
+        return best
+
+    def _drop_one_unseen(self) -> None:
+        """Free an idle buffer that was too small, so that units of many sizes do not each leave one behind."""
+        for i, whole in enumerate(self._idle):
+            if _is_unseen(whole):
+                self._held_bytes -= self._idle.pop(i).numel()
+                return
+
+
+def _is_unseen(whole: torch.Tensor) -> bool:
+    storage = whole.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= _OWN_REFERENCES

@@ -1,0 +1,58 @@
+"""A deadline for every wait.
+
+A blocking MPI call cannot be interrupted from its own thread, and MPI has no time-outs. So one daemon thread looks at
+what this rank is waiting for; a wait that outlasts its deadline ends the job with a sentence that says which one it
+was. mpi4py releases the GIL in the calls that wait, so the thread gets to look.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Watchdog:
+    """Calls back once if a watched wait outlasts its deadline.
+
+    Args:
+        timeout_s: Seconds that one wait may last.
+        on_expiry: Called from the watchdog's thread with the description of the wait; expected to end the process.
+    """
+
+    def __init__(self, timeout_s: float, on_expiry: Callable[[str], None]) -> None:
+        self.timeout_s = timeout_s
+        self._on_expiry = on_expiry
+        self._waits: dict[int, tuple[float, str]] = {}
+        self._tokens = itertools.count()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="odc_mpi-watchdog", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def watch(self, what: str) -> Iterator[None]:
+        """Give the enclosed wait a deadline. Local.
+
+        Args:
+            what: What is waited for, to follow "while".
+        """
+        token = next(self._tokens)
+        self._waits[token] = (time.monotonic() + self.timeout_s, what)
+        try:
+            yield
+        finally:
+            del self._waits[token]
+
+    def close(self) -> None:
+        """Stop looking. Local; a second call does nothing."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        # A tenth of the deadline is precise enough and costs nothing: this thread wakes at most twenty times a second.
+        while not self._closed.wait(min(1.0, max(0.05, self.timeout_s / 10))):
+            now = time.monotonic()
+            # A copy: other threads add and remove waits while this one looks.
+            late = [what for deadline, what in list(self._waits.values()) if now > deadline]
+            if late:
+                self._on_expiry(late[0])
+                return

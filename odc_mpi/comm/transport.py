@@ -1,0 +1,271 @@
+"""The seam: all that a sharded model knows of communication.
+
+A transport hosts this rank's shards of a list of flat arrays (`shard.layout.FlatLayout`): one of parameters each, and
+one of gradients for those that are trained. Between two minibatches the ranks pass the ordering points
+
+    A  complete_gradients   all pushes have arrived; owners may read their gradient shards
+    N  sum_over_ranks       only to clip by the norm
+    B  publish_parameters   all parameter shards are written, all gradient shards cleared; fetches and pushes may begin
+
+and within a minibatch only one-sided `fetch` and `accumulate`, which need nothing of their owners.
+
+`Transport` holds what every transport does alike; `LocalTransport` poses as N ranks in the threads of one process.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from odc_mpi.comm.buffers import BufferPool
+
+#: What may travel as parameters: any floating-point type, as bytes.
+PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: What may be summed at the target: MPI knows no bf16, and would add its bytes as integers.
+REDUCE_DTYPES = (torch.float32, torch.float64)
+
+
+class Layout(Protocol):
+    """What a transport needs to know of a flat array."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def numel(self) -> int: ...  # noqa: D102
+    @property
+    def shard_numel(self) -> int: ...  # noqa: D102
+    @property
+    def trainable(self) -> bool: ...  # noqa: D102
+    def owned(self, rank: int) -> tuple[int, int]: ...  # noqa: D102
+    def owners(self, start: int, stop: int) -> range: ...  # noqa: D102
+
+
+class Pending(Protocol):
+    """A fetch or push on its way."""
+
+    def wait(self) -> None:
+        """Return once the operation is complete at this end. One-sided."""
+
+
+class Done:
+    """An operation that was complete when it was started."""
+
+    def wait(self) -> None:
+        """Return at once. Local."""
+
+
+class Transport(ABC):
+    """Hosts this rank's shards and reaches those of the others.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        param_dtype: Of parameters on the way and in the shards.
+        reduce_dtype: Of gradients on the way and in the shards.
+
+    Attributes:
+        buffers: Where fetches land; its peak tells the parameter memory beyond the shards.
+        num_collectives: Collective operations so far at the ordering points.
+    """
+
+    #: What `summary.json` and `comm.transport` call it.
+    name: str
+
+    def __init__(self, rank: int, size: int, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        if param_dtype not in PARAMETER_DTYPES:
+            raise ValueError(f"param_dtype must be one of {PARAMETER_DTYPES}, got {param_dtype}")
+        if reduce_dtype not in REDUCE_DTYPES:
+            raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES} (what MPI can add), got {reduce_dtype}")
+        self.rank = rank
+        self.size = size
+        self.param_dtype = param_dtype
+        self.reduce_dtype = reduce_dtype
+        self.buffers = BufferPool()
+        self.layouts: tuple[Layout, ...] = ()
+        self.num_collectives = 0
+
+    @abstractmethod
+    def allocate(self, layouts: Sequence[Layout]) -> None:
+        """Host zero-filled shards of these arrays, known by their index from here on. Collective, once."""
+
+    @abstractmethod
+    def parameter_shard(self, index: int) -> torch.Tensor:
+        """Return this rank's parameters, `[shard_numel]` of `param_dtype`, over the memory that others fetch. Local."""
+
+    @abstractmethod
+    def gradient_shard(self, index: int) -> torch.Tensor:
+        """Return this rank's gradients, `[shard_numel]` of `reduce_dtype`, over memory that others add to. Local."""
+
+    @abstractmethod
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
+        """Start to fill `buffer`, `[numel]` of `param_dtype`, with a whole array. One-sided."""
+
+    @abstractmethod
+    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+        """Start to add a gradient into its owners' shards. One-sided.
+
+        Args:
+            index: Of the array; a trainable one.
+            gradient: `[n]` of `reduce_dtype`, for the elements from `start` on; untouched until the push is waited for.
+            start: Of the first element.
+        """
+
+    @abstractmethod
+    def complete_gradients(self, report: np.ndarray) -> np.ndarray:
+        """Ordering point A: complete all pushes everywhere. Collective.
+
+        Args:
+            report: `[k]` float64 to tell all ranks, with the same k on each.
+
+        Returns:
+            All reports, `[size, k]`.
+        """
+
+    @abstractmethod
+    def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:
+        """Ordering point N: sum `[k]` float64 over all ranks, to the last bit the same on each. Collective."""
+
+    @abstractmethod
+    def publish_parameters(self) -> None:
+        """Ordering point B: all that owners wrote into their shards is in force everywhere. Collective."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite a contiguous tensor with rank 0's. Collective; for start-up."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the shards. Collective; a second call does nothing."""
+
+    def fetch(self, index: int) -> "Fetch":
+        """Start to fetch a whole array. One-sided."""
+        buffer = self.buffers.take(self.layouts[index].numel, self.param_dtype)
+        return Fetch(buffer, self.start_fetch(index, buffer))
+
+    def release(self, fetched: torch.Tensor) -> None:
+        """Give back what a fetch returned. Local. Tensors that still look at it keep the memory until they are gone."""
+        self.buffers.give_back(fetched)
+
+    @property
+    def parameter_shard_bytes(self) -> int:
+        """Bytes of this rank's parameter shards. Local."""
+        return sum(layout.shard_numel for layout in self.layouts) * self.param_dtype.itemsize
+
+
+@dataclass
+class Fetch:
+    """A fetch on its way."""
+
+    buffer: torch.Tensor
+    pending: Pending
+
+    def wait(self) -> torch.Tensor:
+        """Return the whole array, `[numel]` of `param_dtype`, once it is there. One-sided."""
+        self.pending.wait()
+        return self.buffer
+
+
+@dataclass
+class LocalGroup:
+    """What the ranks of a `LocalTransport` share. A lost rank ends the others after `timeout_s`."""
+
+    size: int
+    timeout_s: float = 60.0
+    parameters: list[list[torch.Tensor]] = field(default_factory=list)
+    gradients: list[list[torch.Tensor]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=self.timeout_s)
+        self.board: list[np.ndarray | torch.Tensor | None] = [None] * self.size
+        self.parameters = [[] for _ in range(self.size)]
+        self.gradients = [[] for _ in range(self.size)]
+
+
+class LocalTransport(Transport):
+    """One of N ranks that live in the threads of one process; for tests.
+
+    Args:
+        group: Shared by all ranks.
+        rank: This one.
+        param_dtype: As for any transport.
+        reduce_dtype: As for any transport.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        group: LocalGroup,
+        rank: int,
+        param_dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(rank, group.size, param_dtype, reduce_dtype)
+        self._group = group
+
+    def allocate(self, layouts: Sequence[Layout]) -> None:  # noqa: D102
+        self.layouts = tuple(layouts)
+        self._group.parameters[self.rank] = [torch.zeros(x.shard_numel, dtype=self.param_dtype) for x in layouts]
+        self._group.gradients[self.rank] = [torch.zeros(x.shard_numel, dtype=self.reduce_dtype) for x in layouts]
+        self._group.barrier.wait()
+
+    def parameter_shard(self, index: int) -> torch.Tensor:  # noqa: D102
+        return self._group.parameters[self.rank][index]
+
+    def gradient_shard(self, index: int) -> torch.Tensor:  # noqa: D102
+        return self._group.gradients[self.rank][index]
+
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
+        for owner in range(self.size):
+            start, stop = self.layouts[index].owned(owner)
+            buffer[start:stop] = self._group.parameters[owner][index][: stop - start]
+        return Done()
+
+    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
+        layout, stop = self.layouts[index], start + gradient.numel()
+        for owner in layout.owners(start, stop):
+            first, last = layout.owned(owner)
+            begin, end = max(start, first), min(stop, last)
+            with self._group.lock:
+                self._group.gradients[owner][index][begin - first : end - first] += gradient[
+                    begin - start : end - start
+                ]
+        return Done()
+
+    def complete_gradients(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
+        return self._exchange(report)
+
+    def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:  # noqa: D102
+        return self._exchange(values).sum(axis=0)
+
+    def publish_parameters(self) -> None:  # noqa: D102
+        self.num_collectives += 1
+        self._group.barrier.wait()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:  # noqa: D102
+        if self.rank == 0:
+            self._group.board[0] = tensor
+        self._group.barrier.wait()
+        if self.rank:
+            source = self._group.board[0]
+            assert isinstance(source, torch.Tensor)
+            tensor.copy_(source)
+        self._group.barrier.wait()
+
+    def close(self) -> None:  # noqa: D102
+        self._group.parameters[self.rank].clear()
+        self._group.gradients[self.rank].clear()
+
+    def _exchange(self, values: np.ndarray) -> np.ndarray:
+        self.num_collectives += 1
+        self._group.board[self.rank] = values.copy()
+        self._group.barrier.wait()
+        everyone = np.stack([np.asarray(values) for values in self._group.board])
+        # Nobody may write the board again before all have read it.
+        self._group.barrier.wait()
+        return everyone

@@ -1,0 +1,1 @@
+"""A torch module as shards."""

@@ -1,0 +1,172 @@
+"""Where autograd meets units: gradients come out complete, and no graph keeps a released unit alive.
+
+The parameters that one call of a unit computes with are the outputs of one autograd node, `WholeParameters`. Autograd
+runs a node's backward once all uses of its outputs have delivered, which is exactly when the unit's gradient of that
+call is complete: it is pushed there. A parameter that the call did not use delivers None and is not pushed.
+
+Note: saved parameters
+    The forward saves weights for the backward. Saved as they are, they would keep every unit's buffer alive until the
+    backward has passed, the very memory that sharding is to save. `SavedTensors` saves instead where a tensor looked,
+    and looks again, fetching the unit if need be, when the backward asks. A tensor that other hooks saved (activation
+    checkpointing, offloading) keeps its memory, so it stays right; it only costs more.
+
+Note: recomputation
+    Activation checkpointing runs a unit's forward again inside the backward, under hooks of its own that must see every
+    saved tensor. So `SavedTensors` steps in at the outermost call only, and never inside a backward.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from odc_mpi.shard.unit import ReadyUnits, Unit
+
+#: Pushes the gradients of some parameters of a unit; None for those that were not used.
+Push = Callable[[Unit, Sequence[str], Sequence[torch.Tensor | None]], None]
+
+
+def in_backward() -> bool:
+    """Tell whether this thread is inside a backward pass. Local."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class WholeParameters(torch.autograd.Function):
+    """Gives a ready unit's parameters a place in the graph, and pushes their gradients from there."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, unit: Unit, names: Sequence[str], push: Push) -> Any:
+        """Return the whole parameters of these names.
+
+        Args:
+            ctx: Autograd's.
+            anchor: Any tensor that requires a gradient: without one autograd would leave the node out.
+            unit: A ready unit.
+            names: Dotted names.
+            push: Called in the backward.
+        """
+        ctx.unit, ctx.names, ctx.push = unit, names, push
+        ctx.set_materialize_grads(False)
+        tensors = tuple(unit.parameter(name) for name in names)
+        frozen = [t for t, name in zip(tensors, names, strict=True) if not unit.slots[name][1].spec.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tensors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
+        """Push the gradients. One-sided."""
+        ctx.push(ctx.unit, ctx.names, gradients)
+        return None, None, None, None
+
+
+class UnitCalls:
+    """Hands out parameters: within one call of a unit's forward always the same tensors.
+
+    Args:
+        ready: Fetches units.
+        push: Pushes gradients.
+    """
+
+    def __init__(self, ready: ReadyUnits, push: Push) -> None:
+        self._ready = ready
+        self._push = push
+        self._anchor = torch.zeros(0, requires_grad=True)
+        self._current: dict[Unit, dict[tuple[bool, bool], dict[str, torch.Tensor]]] = {}
+
+    @contextmanager
+    def call(self, unit: Unit) -> Iterator[None]:
+        """Make the enclosed code one call of a unit. Local; parameters are fetched when touched."""
+        outer = self._current.get(unit)
+        with unit.in_use():
+            self._current[unit] = {}
+            try:
+                yield
+            finally:
+                # The tensors must go: they keep the buffer alive.
+                if outer is None:
+                    del self._current[unit]
+                else:
+                    self._current[unit] = outer
+
+    def parameter(self, unit: Unit, name: str) -> torch.Tensor:
+        """Return a whole parameter, fetching its unit if need be. One-sided."""
+        calls = self._current.get(unit)
+        if calls is None:
+            # Touched from outside its unit's forward: a node for this parameter alone.
+            return self._tensors(unit, (name,))[name]
+        # Tensors made without a graph must not serve code that wants one.
+        mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        if mode not in calls:
+            calls[mode] = self._tensors(unit, tuple(unit.slots))
+        return calls[mode][name]
+
+    def _tensors(self, unit: Unit, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        self._ready.require(unit)
+        tensors = WholeParameters.apply(self._anchor, unit, names, self._push)
+        return dict(zip(names, tensors, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLook:
+    """Where a saved tensor looked into a unit."""
+
+    unit: Unit
+    array: int
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    generation: int
+
+
+class SavedTensors:
+    """Saves where parameters are instead of the parameters.
+
+    Args:
+        ready: Knows the ready units and fetches them again.
+    """
+
+    def __init__(self, ready: ReadyUnits) -> None:
+        self._ready = ready
+        self._active = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Save this way in the enclosed forward. Local; does nothing inside itself or a backward."""
+        if self._active or in_backward():
+            yield
+            return
+        self._active = True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._active = False
+
+    def _pack(self, tensor: torch.Tensor) -> SavedLook | tuple[torch.Tensor, int]:
+        place = self._ready.find(tensor)
+        if place is None:
+            # Detached: a saved output that knew its own node would never be freed. The version stands in for
+            # autograd's own check against changes in place, which saving through hooks switches off.
+            return tensor.detach(), tensor._version
+        unit, array = place
+        offset = int(tensor.storage_offset())
+        return SavedLook(unit, array, tensor.dtype, offset, tensor.size(), tensor.stride(), self._ready.generation)
+
+    def _unpack(self, saved: SavedLook | tuple[torch.Tensor, int]) -> torch.Tensor:
+        if isinstance(saved, tuple):
+            tensor, version = saved
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {list(tensor.shape)} that the backward needs was changed in place: "
+                    f"it is at version {tensor._version}, saved was version {version}"
+                )
+            return tensor
+        if saved.generation != self._ready.generation:
+            raise RuntimeError("backward after publish(): the parameters that its forward used are gone")
+        self._ready.require(saved.unit)
+        return saved.unit.look(saved.array, saved.dtype, saved.offset, saved.shape, saved.stride)

@@ -1,0 +1,284 @@
+"""A module whose parameters are spread over the ranks, and the minibatch with its boundary.
+
+    with model.minibatch():      fetches and pushes, one-sided; nobody waits for anybody
+                                 A at the end: gradients complete
+    model.clip_grad_norm_(1.0)   N: norm
+    optimizer.step()             local, on this rank's slices
+    model.publish()              B: parameters published, gradients cleared
+
+Nothing else here communicates, but for `ShardedModel()`, which is collective, and `state_dict`, which is one-sided.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from odc_mpi.comm.transport import Transport
+from odc_mpi.shard.autograd import SavedTensors, UnitCalls
+from odc_mpi.shard.gradients import GradientPusher
+from odc_mpi.shard.layout import FlatLayout
+from odc_mpi.shard.modules import place_on_demand, replicate, wrap_forward
+from odc_mpi.shard.optim import clip_coefficient, require_elementwise, squared_norm
+from odc_mpi.shard.partition import UnitChoice, UnitParameters, partition
+from odc_mpi.shard.slices import ModuleWeights, OwnSlices, Weights
+from odc_mpi.shard.unit import ReadyUnits, Unit
+
+T = TypeVar("T")
+
+
+class Phase(Enum):
+    """Between which ordering points a model is."""
+
+    PUBLISHED = "after B: a minibatch may begin"
+    MINIBATCH = "inside a minibatch"
+    COMPLETE = "after A: gradients are complete"
+
+
+class Minibatch:
+    """What the ranks tell each other when a minibatch ends.
+
+    Args:
+        names: Of the numbers.
+
+    Attributes:
+        values: This rank's numbers by name; add to them while the minibatch runs.
+        finite: After the minibatch: whether every gradient of every rank was finite.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.values = dict.fromkeys(names, 0.0)
+        self.finite = True
+        self._reports = np.empty((0, 0))
+
+    def report(self, finite: bool) -> np.ndarray:
+        """Return what this rank tells, `[1 + num_values]` float64. Local."""
+        return np.array([float(finite), *self.values.values()])
+
+    def receive(self, reports: np.ndarray) -> None:
+        """Take what all ranks told, `[size, 1 + num_values]`. Local."""
+        self.finite, self._reports = bool(reports[:, 0].all()), reports[:, 1:]
+
+    def per_rank(self, name: str) -> np.ndarray:
+        """Return every rank's number of this name, `[size]` float64. Local, after the minibatch."""
+        return self._reports[:, list(self.values).index(name)]
+
+    def total(self, name: str) -> float:
+        """Return the sum over all ranks, the same to the last bit on each. Local, after the minibatch."""
+        return float(self.per_rank(name).sum())
+
+
+class ShardedModel:
+    """A module of which every rank owns a shard. Making one is collective.
+
+    Args:
+        module: Its floating-point parameters move into the transport's windows; `weights` must be given if they are on
+            the meta device. Everything else, buffers and integer parameters, stays whole on every rank, as on rank 0.
+        transport: Hosts the shards.
+        units: Classes, class names or submodules whose parameters travel together; by default the module's
+            `_no_split_modules`. What is left is the root unit.
+        weights: Where initial parameters come from; by default the module's own, those of rank 0.
+        activation_checkpointing: Keep only the inputs of each unit for the backward, and run its forward again there.
+
+    Raises:
+        ValueError: Nothing to train, a choice of units that matches nothing, parameters without values.
+
+    Attributes:
+        module: The module; calling it is calling the model. Its `parameters()` are placeholders.
+        units: All units that have parameters, the root first.
+        boundary_wait_s: Seconds spent at the points A, N and B since the start.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        transport: Transport,
+        *,
+        units: Iterable[UnitChoice] | None = None,
+        weights: Weights | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        parts, places = partition(module, units)
+        _check(module, parts, weights)
+        self.module = module
+        self._transport = transport
+        self._places = places
+        self._phase = Phase.COMPLETE
+        self.boundary_wait_s = 0.0
+        self.units, layouts = _layouts(parts, transport.size)
+        transport.allocate(layouts)
+        self._slices = OwnSlices(transport, layouts)
+        self._ready = ReadyUnits(transport)
+        self._pusher = GradientPusher(transport)
+        calls, saved = UnitCalls(self._ready, self._pusher.push), SavedTensors(self._ready)
+        self._slices.load(weights or ModuleWeights(parts, transport))
+        replicate(module, transport)
+        self._guard = place_on_demand(module, places, self.units, transport.param_dtype, calls)
+        for unit in self.units:
+            wrap_forward(module.get_submodule(unit.name), unit, calls, saved, activation_checkpointing)
+        self._check_handle = register_optimizer_step_pre_hook(self._check_optimizer)
+        self.publish()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward. One-sided."""
+        return self.module(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> "ShardedModel":
+        """Set training mode. Local."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "ShardedModel":
+        """Set evaluation mode. Local."""
+        return self.train(False)
+
+    def shard_parameters(self) -> list[nn.Parameter]:
+        """Return this rank's slices of all trainable parameters, to give to an optimizer. Local.
+
+        Each is `[n]`, a stretch of the flattened parameter, empty where this rank owns nothing of it; every rank has
+        the same number of them, in the same order. In fp32, or in `param_dtype` if that is wider.
+        """
+        return [own.parameter for own in self._slices.trainable]
+
+    def named_shard_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return this rank's slices with the parameters' dotted names. Local."""
+        return [(own.piece.spec.name, own.parameter) for own in self._slices.trainable]
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the whole shape of every sharded parameter by dotted name. Local."""
+        return {name: slot.spec.shape for unit in self.units for name, (_, slot) in unit.slots.items()}
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Refuse: the module's own parameters are placeholders, which training would not change."""
+        raise TypeError("a sharded model has no parameters() of its own; give the optimizer model.shard_parameters()")
+
+    @contextmanager
+    def minibatch(self, *names: str) -> Iterator[Minibatch]:
+        """Enclose the forwards and backwards of one minibatch. Collective at its end, which is point A.
+
+        Args:
+            names: Of numbers that every rank tells all others at point A; the same on every rank.
+
+        Yields:
+            The minibatch, to add numbers to.
+        """
+        self._advance(Phase.PUBLISHED, Phase.MINIBATCH, "minibatch()")
+        self._pusher.start()
+        minibatch = Minibatch(names)
+        # An exception in the enclosed code does not come back here: a rank that failed must not meet the others.
+        yield minibatch
+        self._pusher.finish()
+        report = minibatch.report(self._pusher.finite)
+        minibatch.receive(self._at_boundary(lambda: self._transport.complete_gradients(report)))
+        self._ready.release_all()
+        self._slices.attach_gradients()
+        self._phase = Phase.COMPLETE
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients so that their common norm is at most `max_norm`; point N. Collective.
+
+        Returns:
+            The norm over all parameters of all ranks before scaling. Gradients that are not finite stay as they are.
+        """
+        self._advance(Phase.COMPLETE, Phase.COMPLETE, "clip_grad_norm_()")
+        gradients = [p.grad for p in self.shard_parameters() if p.grad is not None]
+        own = np.array([squared_norm(gradients)])
+        norm = float(np.sqrt(self._at_boundary(lambda: self._transport.sum_over_ranks(own))[0]))
+        coefficient = clip_coefficient(norm, max_norm)
+        if coefficient < 1.0:
+            torch._foreach_mul_(gradients, coefficient)
+        return norm
+
+    def publish(self) -> None:
+        """Show this rank's parameters to all, clear the gradients, and meet: point B. Collective."""
+        self._advance(Phase.COMPLETE, Phase.PUBLISHED, "publish()")
+        self._ready.expire()
+        self._slices.write()
+        self._at_boundary(self._transport.publish_parameters)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return parameters, in `param_dtype`, and persistent buffers, whole and copied, by the module's names.
+
+        One-sided: any rank may call it alone, but not between points A and B. The caller needs room for all of it.
+        """
+        with self._guard.lifted():
+            state: dict[str, torch.Tensor] = {k: v.detach().clone() for k, v in self.module.state_dict().items()}
+        for unit in self.units:
+            self._ready.require(unit)
+            for place in self._places:
+                if place.name in unit.slots:
+                    state[place.full_name] = unit.parameter(place.name).clone()
+        return state
+
+    @property
+    def fetch_wait_s(self) -> float:
+        """Seconds spent waiting for parameters since the start. Local."""
+        return self._ready.fetch_wait_s
+
+    @property
+    def accumulate_wait_s(self) -> float:
+        """Seconds spent pushing gradients since the start. Local."""
+        return self._pusher.accumulate_wait_s
+
+    @property
+    def peak_parameter_bytes(self) -> int:
+        """The most bytes this rank ever held for parameters: window shards and buffers of fetched units. Local."""
+        return self._transport.parameter_shard_bytes + self._transport.buffers.peak_bytes
+
+    @property
+    def num_collectives(self) -> int:
+        """Collective operations at the ordering points since the start. Local."""
+        return self._transport.num_collectives
+
+    def close(self) -> None:
+        """Free the windows; slices that an optimizer holds keep their values. Collective."""
+        self._check_handle.remove()
+        self._ready.expire()
+        self._slices.detach()
+        self._transport.close()
+
+    def _advance(self, expected: Phase, following: Phase, call: str) -> None:
+        if self._phase is not expected:
+            raise RuntimeError(f"{call} belongs {expected.value!r}, this model is {self._phase.value!r}")
+        self._phase = following
+
+    def _at_boundary(self, meet: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        result = meet()
+        self.boundary_wait_s += time.perf_counter() - start
+        return result
+
+    def _check_optimizer(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Called before any optimizer's step."""
+        own = {id(parameter) for parameter in self.shard_parameters()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            require_elementwise(optimizer)
+
+
+def _check(module: nn.Module, parts: list[UnitParameters], weights: Weights | None) -> None:
+    parameters = {name: p for part in parts for name, p in part.parameters.items()}
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ValueError(f"expected a module with trainable parameters, {type(module).__name__} has none to train")
+    missing = next((name for name, p in parameters.items() if p.is_meta), None)
+    if missing and weights is None:
+        raise ValueError(f"{missing} is on the meta device: expected `weights` to read initial values from, got None")
+
+
+def _layouts(parts: list[UnitParameters], num_owners: int) -> tuple[list[Unit], list[FlatLayout]]:
+    """Give every unit a flat array for its trainable parameters and one for the frozen, where it has such."""
+    units: list[Unit] = []
+    layouts: list[FlatLayout] = []
+    for part in parts:
+        kinds = [specs for specs in (part.specs(requires_grad=True), part.specs(requires_grad=False)) if specs]
+        own = [FlatLayout.build(part.name or "(root)", specs, num_owners) for specs in kinds]
+        units.append(Unit(part.name, own, range(len(layouts), len(layouts) + len(own))))
+        layouts += own
+    return units, layouts

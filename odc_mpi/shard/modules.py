@@ -1,0 +1,106 @@
+"""What happens to the module itself: parameters on demand, calls of units, a guard against saving placeholders."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from odc_mpi.comm.transport import Transport
+from odc_mpi.shard.autograd import SavedTensors, UnitCalls
+from odc_mpi.shard.partition import Place, whole_on_every_rank
+from odc_mpi.shard.unit import OnDemandParameters, Unit, placeholder
+
+
+class StateDictGuard:
+    """Refuses `module.state_dict()`, which would save placeholders; `ShardedModel.state_dict` lifts it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._lifted = False
+        module.register_state_dict_pre_hook(self._refuse)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Allow it in the enclosed code. Local."""
+        self._lifted = True
+        try:
+            yield
+        finally:
+            self._lifted = False
+
+    def _refuse(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._lifted:
+            raise RuntimeError(
+                "this module's parameters are sharded: expected state_dict() of the sharded model instead"
+            )
+
+
+def replicate(module: nn.Module, transport: Transport) -> None:
+    """Give every rank rank 0's buffers and integer parameters. Collective."""
+    for _, tensor in whole_on_every_rank(module):
+        if not tensor.is_meta:
+            whole = tensor.detach().contiguous()
+            transport.broadcast(whole)
+            tensor.detach().copy_(whole)
+
+
+def place_on_demand(
+    module: nn.Module, places: Sequence[Place], units: Sequence[Unit], dtype: torch.dtype, calls: UnitCalls
+) -> StateDictGuard:
+    """Replace the module's parameters by such that are fetched when touched. Local."""
+    unit_of = {name: unit for unit in units for name in unit.slots}
+
+    def find(name: str) -> torch.Tensor:
+        return calls.parameter(unit_of[name], name)
+
+    for submodule in {place.module: None for place in places}:
+        names = {place.key: place.name for place in places if place.module is submodule}
+        items = {
+            k: placeholder(p, dtype) if p is not None and k in names else p for k, p in submodule._parameters.items()
+        }
+        submodule.__dict__["_parameters"] = OnDemandParameters(items, find, names)
+        if isinstance(submodule, nn.RNNBase):
+            _refresh_flat_weights(submodule)
+    return StateDictGuard(module)
+
+
+def wrap_forward(module: nn.Module, unit: Unit, calls: UnitCalls, saved: SavedTensors, checkpointing: bool) -> None:
+    """Make every forward of a unit's module one call of the unit. Local."""
+    forward = module.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with calls.call(unit):
+            return forward(*args, **kwargs)
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return checkpoint(functools.partial(call, **kwargs), *args, use_reentrant=False)
+        return call(*args, **kwargs)
+
+    inner = recomputed if checkpointing and not unit.is_root else call
+
+    @functools.wraps(forward)
+    def outermost(*args: Any, **kwargs: Any) -> Any:
+        with saved.active():
+            return inner(*args, **kwargs)
+
+    module.forward = outermost
+
+
+def _refresh_flat_weights(module: nn.RNNBase) -> None:
+    """Let an RNN, which keeps its weights in a list of its own, look them up at each call instead. Local."""
+    forward = module.forward
+    module._flat_weights = []
+
+    @functools.wraps(forward)
+    def looked_up(*args: Any, **kwargs: Any) -> Any:
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._flat_weights = []
+
+    module.forward = looked_up

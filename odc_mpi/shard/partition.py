@@ -1,0 +1,129 @@
+"""Which parameters of a module form which unit.
+
+A unit is a submodule that the user names (by class, by class name or itself), with all parameters below it that no unit
+further down takes. What is left belongs to the root unit, and so does a parameter that several units share: the root is
+fetched first and stays for the whole minibatch, so that a shared parameter is fetched once.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from odc_mpi.shard.layout import ParameterSpec
+
+#: How a user may name units.
+UnitChoice = type | str | nn.Module
+
+
+@dataclass
+class UnitParameters:
+    """The parameters of one unit.
+
+    Attributes:
+        name: Dotted name of the unit's module, "" for the root.
+        module: The module.
+        parameters: By dotted name, in the module's order; a tied parameter under its first name only.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    def specs(self, requires_grad: bool) -> list[ParameterSpec]:
+        """Describe the trainable or the frozen parameters."""
+        return [
+            ParameterSpec(name, tuple(parameter.shape), requires_grad)
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad == requires_grad
+        ]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter hangs: `module._parameters[key]`, known by its first dotted name."""
+
+    module: nn.Module
+    key: str
+    name: str
+    full_name: str
+
+
+def partition(module: nn.Module, units: Iterable[UnitChoice] | None) -> tuple[list[UnitParameters], list[Place]]:
+    """Divide a module's floating-point parameters into units. Local.
+
+    Args:
+        module: Any module.
+        units: Classes, class names or submodules; by default the module's `_no_split_modules`.
+
+    Returns:
+        The units that have parameters, the root first and then in the module's order, and all places where those hang,
+        the second names of tied parameters included.
+
+    Raises:
+        ValueError: A choice matches no submodule, or a module that is never called.
+    """
+    chosen = _chosen(module, units)
+    places: list[Place] = []
+    holders: dict[nn.Parameter, str] = {}
+    first_names: dict[nn.Parameter, str] = {}
+    for owner, prefix, submodule in _walk(module, chosen):
+        for key, parameter in submodule._parameters.items():
+            if parameter is None or not parameter.is_floating_point():
+                continue
+            full_name = f"{prefix}.{key}" if prefix else key
+            name = first_names.setdefault(parameter, full_name)
+            places.append(Place(submodule, key, name, full_name))
+            # Met in a second unit: it goes to the root.
+            holders[parameter] = owner if holders.get(parameter, owner) == owner else ""
+    result = {"": UnitParameters("", module)} | {name: UnitParameters(name, unit) for name, unit in chosen.items()}
+    for parameter, name in first_names.items():
+        result[holders[parameter]].parameters[name] = parameter
+    return [unit for unit in result.values() if unit.parameters], places
+
+
+def _chosen(module: nn.Module, units: Iterable[UnitChoice] | None) -> dict[str, nn.Module]:
+    """Find the submodules that the choices name, by dotted name."""
+    if units is None:
+        units = sorted(getattr(module, "_no_split_modules", None) or ())
+        # A family's list may name classes that this model does not use.
+        present = {type(submodule).__name__ for submodule in module.modules()}
+        units = [name for name in units if name in present]
+    chosen: dict[str, nn.Module] = {}
+    for choice in units:
+        found = {name: m for name, m in module.named_modules() if name and _matches(m, choice)}
+        if not found:
+            raise ValueError(
+                f"units: expected classes or submodules of {type(module).__name__}, no submodule is {choice!r}"
+            )
+        chosen |= found
+    for name, unit in chosen.items():
+        if type(unit).forward is nn.Module.forward:
+            raise ValueError(
+                f"units: {name} is a {type(unit).__name__}, which is never called itself; name the modules inside it"
+            )
+    order = [name for name, _ in module.named_modules() if name in chosen]
+    return {name: chosen[name] for name in order}
+
+
+def _matches(module: nn.Module, choice: UnitChoice) -> bool:
+    if isinstance(choice, nn.Module):
+        return module is choice
+    if isinstance(choice, str):
+        return type(module).__name__ == choice
+    return isinstance(module, choice)
+
+
+def _walk(module: nn.Module, chosen: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield every submodule with the name of the innermost unit around it ("" for the root) and its own name."""
+    for name, submodule in module.named_modules():
+        parts = name.split(".")
+        around = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        yield next((prefix for prefix in around if prefix in chosen), ""), name, submodule
+
+
+def whole_on_every_rank(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what is not sharded, buffers and parameters that are not floating-point, by dotted name. Local."""
+    yield from module.named_buffers()
+    yield from ((name, p) for name, p in module.named_parameters() if not p.is_floating_point())

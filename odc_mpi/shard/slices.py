@@ -1,0 +1,119 @@
+"""This rank's own slices: what the optimizer sees, over the memory that the other ranks see.
+
+parameter window   [shard of param_dtype]  others fetch it; where param_dtype is fp32 the slices are views of it,
+master             [shard of fp32]         else of this, and `write` casts it into the window
+gradient window    [shard of reduce_dtype] others add into it; `.grad` of the slices are views of it (or casts)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from odc_mpi.comm.transport import Transport
+from odc_mpi.shard.layout import FlatLayout, Slice
+from odc_mpi.shard.partition import UnitParameters
+
+
+class Weights(Protocol):
+    """Where initial parameters come from, slice by slice: files, a seeded draw, a module that has them."""
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return elements `[start, stop)` of a flattened parameter, in any floating-point type.
+
+        Every rank reads every parameter once, empty slices too, all in the same order.
+        """
+
+
+class ModuleWeights:
+    """The parameters of a module that is there: rank 0's count, as with DistributedDataParallel. Reading is collective.
+
+    Args:
+        units: Hold the parameters; all on the host.
+        transport: Broadcasts them.
+    """
+
+    def __init__(self, units: Sequence[UnitParameters], transport: Transport) -> None:
+        self._parameters = {name: p for unit in units for name, p in unit.parameters.items()}
+        self._transport = transport
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `Weights`."""
+        whole = self._parameters.pop(name).detach().contiguous()
+        self._transport.broadcast(whole)
+        return whole.view(-1)[start:stop]
+
+
+@dataclass
+class OwnSlice:
+    """A slice of a trainable parameter and the place where its gradient arrives."""
+
+    piece: Slice
+    parameter: nn.Parameter
+    gradient: torch.Tensor
+
+
+class OwnSlices:
+    """All slices of this rank.
+
+    Args:
+        transport: Hosts the shards of `layouts`.
+        layouts: Of the flat arrays.
+
+    Attributes:
+        trainable: In the order of the layouts; empty slices included, so that all ranks have the same list.
+    """
+
+    def __init__(self, transport: Transport, layouts: Sequence[FlatLayout]) -> None:
+        self._transport = transport
+        self._layouts = layouts
+        # Optimizers work in fp32 at least.
+        dtype = torch.promote_types(transport.param_dtype, torch.float32)
+        self._masters = [
+            self._window(i) if dtype == transport.param_dtype or not layout.trainable else self._window(i).to(dtype)
+            for i, layout in enumerate(layouts)
+        ]
+        self.trainable = [
+            OwnSlice(piece, nn.Parameter(_part(self._masters[i], piece)), _part(transport.gradient_shard(i), piece))
+            for i, layout in enumerate(layouts)
+            if layout.trainable
+            for piece in layout.slices(transport.rank)
+        ]
+
+    @torch.no_grad()
+    def load(self, weights: Weights) -> None:
+        """Fill this rank's slices. Local, or what reading the weights is; `write` shows them to others."""
+        for i, layout in enumerate(self._layouts):
+            for piece in layout.slices(self._transport.rank):
+                _part(self._masters[i], piece).copy_(weights.read(piece.spec.name, piece.start, piece.stop))
+
+    def attach_gradients(self) -> None:
+        """Let `.grad` show what has arrived. Local, after point A."""
+        for own in self.trainable:
+            own.parameter.grad = own.gradient.to(own.parameter.dtype)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Cast the parameters into their windows and clear the gradients. Local, before point B."""
+        for i, layout in enumerate(self._layouts):
+            if self._masters[i] is not self._window(i):
+                self._window(i).copy_(self._masters[i])
+            if layout.trainable:
+                self._transport.gradient_shard(i).zero_()
+
+    def detach(self) -> None:
+        """Let the slices keep their values when the windows go. Local."""
+        for own in self.trainable:
+            own.parameter.data = own.parameter.data.clone()
+            own.parameter.grad = None
+        self.trainable = []
+        self._masters = []
+
+    def _window(self, i: int) -> torch.Tensor:
+        return self._transport.parameter_shard(i)
+
+
+def _part(shard: torch.Tensor, piece: Slice) -> torch.Tensor:
+    return shard[piece.offset : piece.offset + piece.numel]

@@ -1,0 +1,88 @@
+"""Attention over packed sequences: none attends to another; the cost grows with the square of each, not of the pack.
+
+A microbatch is one row of several sequences end to end. With padding-free inputs Hugging Face's models hand the
+boundaries (`cu_seq_lens_q`) down to the attention function; `packed_attention` computes each sequence for itself.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+#: The name under which models are asked to use it (`attn_implementation`).
+IMPLEMENTATION = "odc_packed"
+#: Kinds of layers whose state does not run across sequences, so that packing is safe with this attention.
+PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+#: Arguments of other models' attention that would change the result and are not served here.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend causally within each sequence; the signature is that of transformers' attention functions. Local.
+
+    Args:
+        module: The layer.
+        query: `[batch, heads, tokens, head_dim]`.
+        key: `[batch, key_value_heads, tokens, head_dim]`.
+        value: Like `key`.
+        attention_mask: Must be None: inputs have no padding.
+        dropout: Probability to drop an attention weight.
+        scaling: Of the scores; by default one over the root of `head_dim`.
+        sliding_window: How many tokens back a token sees, itself included; None for all.
+        cu_seq_lens_q: `[sequences + 1]` int32, boundaries in a batch of one row; None if each row is one sequence.
+        **kwargs: Others that transformers passes on.
+
+    Returns:
+        `[batch, tokens, heads, head_dim]` and no attention weights.
+    """
+    given = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        given.append("a layer that is not causal")
+    if given or attention_mask is not None:
+        raise ValueError(
+            f"packed attention serves plain causal layers without padding, got {given or 'an attention mask'}"
+        )
+    boundaries = [0, query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
+    lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
+    parts = [
+        _causal(q, k, v, dropout, scaling, sliding_window)
+        for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    ]
+    return torch.cat(parts, 2).transpose(1, 2), None
+
+
+def _causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    num_tokens = q.shape[2]
+    grouped = q.shape[1] != k.shape[1]
+    if window is None or num_tokens <= window:
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, True, scale=scaling, enable_gqa=grouped)
+    distance = torch.arange(num_tokens, device=q.device)
+    distance = distance[:, None] - distance[None, :]
+    mask = (distance >= 0) & (distance < window)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scaling, enable_gqa=grouped)
+
+
+def register() -> None:
+    """Make the function known to transformers. Local; a second call does nothing."""
+    AttentionInterface.register(IMPLEMENTATION, packed_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Causality is in the function itself; a mask would cost the square of the pack."""

@@ -1,0 +1,314 @@
+"""A training run: the parts put together, and the loop.
+
+set up    collective: all ranks agree on configuration, data and model, and allocate windows
+step      one minibatch: microbatches (one-sided), A, N if gradients are clipped, optimizer (local), B
+finish    collective: every rank's totals are gathered
+"""
+
+import math
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from odc_mpi.api import shard_model
+from odc_mpi.comm.world import World
+from odc_mpi.data.cost import flops_cost
+from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.loader import Batch, Loader, Minibatch
+from odc_mpi.errors import TrainingError, UserError
+from odc_mpi.shard import model as sharded
+from odc_mpi.shard.optim import build_optimizer, schedule_factor
+from odc_mpi.train import models
+from odc_mpi.train.config import Config, ModelConfig, OptimConfig, dump
+from odc_mpi.train.metrics import MetricsWriter, ProgressReporter, StepMetrics, Summary, write_summary
+from odc_mpi.train.rundir import open_run_directory
+
+#: What every rank tells the others at point A: its part of the loss, and seconds.
+_TOLD = ("loss", "busy_s", "fetch_s", "accumulate_s")
+
+
+@dataclass
+class Inputs:
+    """What a run is made from, checked and not yet distributed."""
+
+    dataset: Dataset
+    model: models.BuiltModel
+    loader: Loader
+
+
+def train(config: Config, world: World) -> dict[str, Any]:
+    """Run a configuration from the first step to the last. Collective.
+
+    Args:
+        config: As `config.load` returns it.
+        world: The ranks.
+
+    Returns:
+        The summary, the same on every rank but for times.
+
+    Raises:
+        AgreedError: Settings, data and model do not fit together; raised on every rank before anything is written.
+        TrainingError: Too many steps in a row had gradients that are not finite; raised on every rank.
+    """
+    world.timeout_s = config.comm.timeout_s
+    torch.set_num_threads(config.run.threads or max(1, _usable_cores() // world.local_size))
+    inputs = world.agree(lambda: open_inputs(config, world))
+    run_dir = Path(config.run.dir)
+    with inputs.dataset:
+        trainer = Trainer(config, world, inputs)
+        # Not earlier: whatever is wrong has to be found before anything is written.
+        world.agree(lambda: open_run_directory(run_dir, dump(config)) if world.rank == 0 else None)
+        with Log(run_dir, config.run.steps, speaks=world.rank == 0) as log:
+            for _ in range(config.run.steps):
+                log.step(trainer.step())
+            return log.finish(trainer.facts())
+
+
+def open_inputs(config: Config, world: World) -> Inputs:
+    """Open the data set, build the model without its weights, and check that they fit. Local.
+
+    Raises:
+        UserError: Something is missing, damaged, or does not fit.
+    """
+    dataset = Dataset(config.data.path)
+    built = build_model(config.model, config.run.seed)
+    if dataset.vocab_size > built.vocab_size:
+        raise UserError(
+            f"data.path: {config.data.path} was prepared with a tokenizer of {dataset.vocab_size} tokens, the model "
+            f"knows {built.vocab_size}: prepare it with the model's own tokenizer, or raise model.config.vocab_size"
+        )
+    longest = int(dataset.lengths.max())
+    positions = getattr(built.module.config, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"data.path: {config.data.path} has a sequence of {longest} tokens, the model's max_position_embeddings is "
+            f"{positions}: prepare the data with --max-length {positions}"
+        )
+    loader = Loader(
+        dataset,
+        minibatch_sequences=config.data.minibatch_sequences,
+        max_tokens_per_microbatch=config.data.max_tokens_per_microbatch,
+        balance=config.data.balance,
+        seed=config.run.seed,
+        rank=world.rank,
+        size=world.size,
+        cost=flops_cost(built.num_multiplying, built.num_layers, built.attention_size),
+    )
+    return Inputs(dataset, built, loader)
+
+
+def build_model(config: ModelConfig, seed: int) -> models.BuiltModel:
+    """Build the model that a configuration names. Local."""
+    if config.path is not None:
+        return models.from_directory(Path(config.path))
+    assert config.config is not None, "config.load requires one of model.path and model.config"
+    return models.from_config(config.config, seed)
+
+
+class Trainer:
+    """The model, its optimizer and the step. Making one is collective.
+
+    Args:
+        config: Of the run.
+        world: The ranks.
+        inputs: What `open_inputs` returned.
+    """
+
+    def __init__(self, config: Config, world: World, inputs: Inputs) -> None:
+        self._config = config
+        self._world = world
+        self._loader = inputs.loader
+        self._done = 0
+        self._skipped_in_a_row = 0
+        self.model = shard_model(
+            inputs.model.module,
+            world,
+            param_dtype=getattr(torch, config.model.param_dtype),
+            reduce_dtype=getattr(torch, config.model.reduce_dtype),
+            activation_checkpointing=config.model.gradient_checkpointing,
+            weights=inputs.model.weights,
+        ).train()
+        self._start_collectives = self.model.num_collectives
+        self.optimizer = _optimizer(config.optim, self.model)
+
+    def step(self) -> StepMetrics:
+        """Train on the next minibatch. Collective, at the ordering points only.
+
+        Returns:
+            What happened, the same on every rank but for `step_s` and `tokens_per_s`.
+
+        Raises:
+            TrainingError: More than `run.max_skipped_steps` in a row were skipped.
+        """
+        began = time.perf_counter()
+        learning_rate = self._set_learning_rate()
+        minibatch = next(self._loader)
+        totals = self._run_microbatches(minibatch)
+        max_norm = self._config.optim.max_grad_norm
+        norm = self.model.clip_grad_norm_(max_norm) if max_norm else None
+        finite = totals.finite and (norm is None or math.isfinite(norm))
+        if finite:
+            self.optimizer.step()
+        self.model.publish()
+        self._done += 1
+        self._count_skipped(finite)
+        step_s = time.perf_counter() - began
+        return _metrics(self._done, minibatch, totals, norm, learning_rate, step_s, finite)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the summary tells besides the steps. Collective."""
+        model, steps = self.model, max(1, self._done)
+        own = [model.peak_parameter_bytes, model.fetch_wait_s, model.accumulate_wait_s, model.boundary_wait_s]
+        everyone = np.array(self._world.gather_objects(own))
+        fetch_s, accumulate_s, boundary_s = (float(seconds) for seconds in everyone[:, 1:].mean(axis=0))
+        return {
+            "world_size": self._world.size,
+            "num_nodes": self._world.num_nodes,
+            "transport": self._config.comm.transport,
+            "reduction": "accumulate",
+            "balance": self._config.data.balance,
+            "zero_copy": "off",
+            "progress": "off",
+            "param_dtype": self._config.model.param_dtype,
+            "peak_parameter_bytes": int(everyone[:, 0].max()),
+            "collectives_per_minibatch": (model.num_collectives - self._start_collectives) / steps,
+            "fetch_wait_s": fetch_s,
+            "accumulate_wait_s": accumulate_s,
+            "boundary_wait_s": boundary_s,
+            "mpi_library": self._world.mpi_library,
+            "run_dir": self._config.run.dir,
+        }
+
+    def _run_microbatches(self, minibatch: Minibatch) -> sharded.Minibatch:
+        """Forward and backward of this rank's microbatches: nobody waits until the end, which is point A."""
+        model = self.model
+        with model.minibatch(*_TOLD) as totals:
+            began, fetch_s, accumulate_s = time.perf_counter(), model.fetch_wait_s, model.accumulate_wait_s
+            for batch in minibatch:
+                totals.values["loss"] += self._run_microbatch(minibatch, batch)
+            totals.values["fetch_s"] = model.fetch_wait_s - fetch_s
+            totals.values["accumulate_s"] = model.accumulate_wait_s - accumulate_s
+            totals.values["busy_s"] = time.perf_counter() - began
+        return totals
+
+    def _run_microbatch(self, minibatch: Minibatch, batch: Batch) -> float:
+        # Random numbers belong to the sequences, not to the rank that happens to run them.
+        torch.manual_seed(_seed(self._config.run.seed, minibatch.data_epoch, int(batch.indices[0])))
+        loss = self.model(**batch.inputs).loss * (batch.num_tokens / minibatch.num_tokens)
+        loss.backward()
+        return loss.item()
+
+    def _set_learning_rate(self) -> float:
+        optim = self._config.optim
+        factor = schedule_factor(optim.lr_scheduler_type, self._done, optim.warmup_steps, self._config.run.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = optim.learning_rate * factor
+        return optim.learning_rate * factor
+
+    def _count_skipped(self, finite: bool) -> None:
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row > self._config.run.max_skipped_steps:
+            raise TrainingError(
+                f"step {self._done}: the gradient was not finite in {self._skipped_in_a_row} steps in a row, more than "
+                f"run.max_skipped_steps ({self._config.run.max_skipped_steps}): lower optim.learning_rate or look at "
+                "the data"
+            )
+
+
+class Log:
+    """Where rank 0 tells of the run; on other ranks it only counts.
+
+    Args:
+        run_dir: Of the run.
+        steps: Of the run.
+        speaks: Whether this is the rank that writes and prints.
+    """
+
+    def __init__(self, run_dir: Path, steps: int, *, speaks: bool) -> None:
+        self._summary = Summary()
+        self._run_dir = run_dir
+        self._stack = ExitStack()
+        self._writer = self._stack.enter_context(MetricsWriter(run_dir)) if speaks else None
+        self._reporter = self._stack.enter_context(ProgressReporter(steps)) if speaks else None
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Take a finished step. Local."""
+        self._summary.add(metrics)
+        if self._writer and self._reporter:
+            self._writer.write(metrics)
+            self._reporter.report(metrics)
+
+    def finish(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Write and show the summary. Local."""
+        # The facts come last: waits measured in whole over all ranks replace the sum of what the steps told.
+        summary = self._summary.finish(facts) | facts
+        if self._reporter:
+            write_summary(self._run_dir, summary)
+            self._reporter.finish(summary)
+        return summary
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def _metrics(
+    step: int,
+    minibatch: Minibatch,
+    totals: sharded.Minibatch,
+    norm: float | None,
+    learning_rate: float,
+    step_s: float,
+    finite: bool,
+) -> StepMetrics:
+    busy_s = totals.per_rank("busy_s")
+    slowest_s = float(busy_s.max())
+    return StepMetrics(
+        step=step,
+        loss=totals.total("loss"),
+        grad_norm=norm,
+        learning_rate=learning_rate,
+        num_tokens=minibatch.num_tokens,
+        num_input_tokens=minibatch.num_input_tokens,
+        step_s=step_s,
+        tokens_per_s=minibatch.num_input_tokens / step_s,
+        idle_fraction=1.0 - float(busy_s.mean()) / slowest_s if slowest_s > 0 else 0.0,
+        microbatches_min=min(minibatch.num_microbatches),
+        microbatches_max=max(minibatch.num_microbatches),
+        slowest_rank=int(busy_s.argmax()),
+        skipped=not finite,
+        fetch_wait_s=float(totals.per_rank("fetch_s").mean()),
+        accumulate_wait_s=float(totals.per_rank("accumulate_s").mean()),
+        boundary_wait_s=slowest_s - float(busy_s.mean()),
+    )
+
+
+def _optimizer(config: OptimConfig, model: sharded.ShardedModel) -> torch.optim.Optimizer:
+    settings: dict[str, dict[str, Any]] = {
+        "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},
+        "sgd": {"momentum": config.momentum},
+    }
+    return build_optimizer(
+        config.optimizer,
+        model.named_shard_parameters(),
+        model.parameter_shapes(),
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        **settings[config.optimizer],
+    )
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _seed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)

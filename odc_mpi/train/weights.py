@@ -1,0 +1,165 @@
+"""Where a transformers model's initial weights come from: a seeded draw, or safetensors files.
+
+Both are a `shard.slices.Weights`: they give slices of parameters, and never hold the whole model.
+"""
+
+import copy
+import hashlib
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from odc_mpi.errors import UserError, in_one_line
+
+#: transformers' own file names.
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class DrawnWeights:
+    """Parameters as the model's own initialisation draws them, module by module.
+
+    Every module is seeded by its name, so a value depends neither on the number of ranks nor on what was read before.
+    The last module is kept, since its parameters are read in turn.
+
+    Args:
+        module: On the meta device.
+        seed: Of the run.
+    """
+
+    def __init__(self, module: transformers.PreTrainedModel, seed: int) -> None:
+        self._model = module
+        # A copy of the tree: the module's own parameters are about to be replaced by placeholders. It is on the meta
+        # device and costs no memory.
+        self._modules = dict(copy.deepcopy(module).named_modules())
+        self._seed = seed
+        self._drawn: tuple[str, nn.Module] | None = None
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `Weights`. Local."""
+        owner, _, key = name.rpartition(".")
+        if self._drawn is None or self._drawn[0] != owner:
+            self._drawn = owner, self._draw(owner)
+        parameter = self._drawn[1]._parameters[key]
+        assert parameter is not None
+        part = parameter.detach().view(-1)[start:stop]
+        if part.isnan().any():
+            raise UserError(
+                f"model.config: {type(self._model).__name__} gives {name} no initial values; use model.path"
+            )
+        return part
+
+    def draw_buffers(self) -> None:
+        """Give the model's buffers, such as rotary frequencies, real memory and their initial values. Local."""
+        for name, submodule in self._model.named_modules():
+            if any(buffer is not None and buffer.is_meta for buffer in submodule._buffers.values()):
+                drawn = self._draw(name)
+                submodule._buffers.update(drawn._buffers)
+                # Some modules keep a buffer a second time under another attribute's name.
+                submodule.__dict__.update({k: v for k, v in drawn.__dict__.items() if isinstance(v, torch.Tensor)})
+
+    @torch.no_grad()
+    def _draw(self, name: str) -> nn.Module:
+        module = copy.copy(self._modules[name])
+        module._parameters = {k: _nan_like(p) for k, p in module._parameters.items()}
+        module._buffers = {k: _real(b) for k, b in module._buffers.items()}
+        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+            self._model._init_weights(module)
+        return module
+
+
+class StoredWeights:
+    """Parameters in safetensors files, of which only the wanted slices are read.
+
+    Args:
+        path: A Hugging Face model directory.
+        module: The model that they are for.
+
+    Raises:
+        UserError: Files are missing or damaged; a parameter is missing or has another shape.
+    """
+
+    def __init__(self, path: Path, module: transformers.PreTrainedModel) -> None:
+        self._path = path
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._file_of = self._index()
+        self._stored: dict[str, str] = {}
+        for name, parameter in module.named_parameters():
+            self._stored[name] = self._find(name, module.base_model_prefix)
+            shape = list(self._slice(self._stored[name]).get_shape())
+            if shape != list(parameter.shape):
+                raise UserError(
+                    f"model.path: the configuration gives {name} the shape {list(parameter.shape)}, "
+                    f"{self._path} stores {shape}"
+                )
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `Weights`. Local; reads the rows that the slice touches."""
+        stored = self._slice(self._stored[name])
+        shape = stored.get_shape()
+        if start >= stop:
+            return torch.empty(0)
+        row_numel = max(1, int(torch.Size(shape[1:]).numel()))
+        first = start // row_numel
+        rows = stored[first : -(-stop // row_numel)] if shape else stored[...]
+        return rows.reshape(-1)[start - first * row_numel : stop - first * row_numel]
+
+    def load_buffers(self, module: nn.Module) -> None:
+        """Fill persistent buffers that the files have. Local."""
+        for name, buffer in module.named_buffers():
+            if name in self._file_of:
+                buffer.copy_(self._slice(name)[...])
+
+    def _index(self) -> dict[str, str]:
+        """Return in which file every stored tensor is."""
+        try:
+            if (self._path / _INDEX).is_file():
+                return dict(json.loads((self._path / _INDEX).read_text())["weight_map"])
+            if (self._path / _WEIGHTS).is_file():
+                return dict.fromkeys(self._open(_WEIGHTS).keys(), _WEIGHTS)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"model.path: {self._path / _INDEX} is not an index of weights: {in_one_line(error)}"
+            ) from error
+        raise UserError(
+            f"model.path: expected {_WEIGHTS} or {_INDEX} in {self._path}, found neither (pickled weights are not read)"
+        )
+
+    def _find(self, name: str, prefix: str) -> str:
+        # A file saved from the bare base model leaves its prefix out.
+        for candidate in (name, name.removeprefix(f"{prefix}.")):
+            if candidate in self._file_of:
+                return candidate
+        raise UserError(f"model.path: {self._path} stores no weights for {name}")
+
+    def _slice(self, stored: str) -> Any:
+        try:
+            return self._open(self._file_of[stored]).get_slice(stored)
+        except SafetensorError as error:
+            raise UserError(f"model.path: {self._path / self._file_of[stored]}: {in_one_line(error)}") from error
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = self._stack.enter_context(safe_open(self._path / file, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"model.path: cannot read {self._path / file}: {in_one_line(error)}") from error
+        return self._files[file]
+
+
+def _nan_like(parameter: nn.Parameter | None) -> nn.Parameter | None:
+    if parameter is None:
+        return None
+    return nn.Parameter(torch.full(parameter.shape, float("nan")), requires_grad=parameter.requires_grad)
+
+
+def _real(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    return torch.empty_like(buffer, device="cpu") if buffer is not None and buffer.is_meta else buffer

@@ -1,0 +1,43 @@
+"""What all tests share: under mpiexec one voice, and no rank left waiting for one that failed."""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+RANK = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
+SIZE = int(os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    if SIZE > 1:
+        # Ranks that share pytest's own directory clean it up under each other's feet.
+        config.option.basetemp = tempfile.mkdtemp(prefix=f"odc_mpi-rank{RANK}-")
+
+
+def pytest_sessionstart(session):
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if RANK and reporter is not None:
+        reporter._tw._file = Path(os.devnull).open("w")  # noqa: SIM115 - as long as the process
+
+
+def pytest_unconfigure(config):
+    if SIZE > 1:
+        shutil.rmtree(config.option.basetemp, ignore_errors=True)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    if SIZE > 1 and report.failed:
+        from mpi4py import MPI
+
+        # The other ranks would wait for this one in the next collective call, until the launch's deadline.
+        print(f"\nrank {RANK} of {SIZE}: {item.nodeid} failed in {call.when}\n{report.longreprtext}", file=sys.stderr)
+        sys.stderr.flush()
+        sys.stdout.flush()
+        MPI.COMM_WORLD.Abort(1)

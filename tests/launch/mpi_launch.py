@@ -1,0 +1,80 @@
+"""Real launches: mpiexec in a process group of its own, with a deadline, so that nothing stays behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_BESIDE = Path(sys.executable).with_name("mpiexec")
+MPIEXEC = str(_BESIDE) if _BESIDE.exists() else shutil.which("mpiexec")
+
+
+@dataclass
+class Finished:
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def lines(self):
+        """Both streams without what launchers add."""
+        noise = ("===", "|", "BAD TERMINATION", "YOUR APPLICATION", "prterun", "---", "Abort(", "MPI_ABORT", "Proc:")
+        return [line for line in (self.out + self.err).splitlines() if line.strip() and not line.startswith(noise)]
+
+
+def environment(**changes):
+    pass_on = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "PMIX", "OMPI_COMM", "PYTEST"))}
+    return (
+        pass_on
+        | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_osc": "^ucx",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "HF_HUB_OFFLINE": "1",
+        }
+        | {k: str(v) for k, v in changes.items()}
+    )
+
+
+def start(ranks, *command, cwd=None, **env):
+    """Start python with these arguments on some ranks; on one without a launcher if `ranks` is 0."""
+    launcher = [MPIEXEC, "-n", str(ranks)] if ranks else []
+    return subprocess.Popen(
+        [*launcher, sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        cwd=cwd,
+        env=environment(**env),
+        start_new_session=True,
+    )
+
+
+def finish(process, timeout_s=90):
+    """Wait for the end; beyond the deadline everything that was started is killed and the test fails."""
+    began = time.monotonic()
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"did not end within {timeout_s} s\n{out}\n{err}") from None
+    return Finished(process.returncode, out, err, time.monotonic() - began)
+
+
+def launch(ranks, *command, timeout_s=90, cwd=None, **env):
+    return finish(start(ranks, *command, cwd=cwd, **env), timeout_s)
+
+
+def odc_mpi(ranks, *arguments, **options):
+    return launch(ranks, "-m", "odc_mpi", *arguments, **options)

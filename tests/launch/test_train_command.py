@@ -1,0 +1,144 @@
+"""`odc-mpi train` as a person runs it: what it leaves, what it says, how it ends."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from mpi_launch import finish, launch, odc_mpi, start
+
+from odc_mpi.train import config as configuration
+
+SUMMARY = {
+    "world_size",
+    "steps",
+    "loss_first",
+    "loss_last",
+    "tokens",
+    "tokens_per_s",
+    "transport",
+    "reduction",
+    "balance",
+    "zero_copy",
+    "progress",
+    "idle_fraction",
+    "fetch_wait_s",
+    "accumulate_wait_s",
+    "boundary_wait_s",
+    "peak_parameter_bytes",
+    "collectives_per_minibatch",
+    "mpi_library",
+}
+
+
+def read_losses(run_dir):
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [0, 2, 3])
+def test_a_run_and_what_it_leaves(config, tmp_path, ranks):
+    done = odc_mpi(ranks, "train", "--config", config)
+    assert done.code == 0, done.err
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY
+    assert summary["world_size"] == max(1, ranks)
+    assert summary["steps"] == 8
+    assert summary["collectives_per_minibatch"] == 3
+    assert summary["loss_last"] < summary["loss_first"]
+    losses = read_losses(run)
+    assert len(losses) == 8
+    assert [losses[0], losses[-1]] == [summary["loss_first"], summary["loss_last"]]
+    assert configuration.load(run / "config.yaml") == configuration.load(config)
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "summary.json"}
+    assert len(re.findall(r"^\s*\d/8 ", done.out, re.M)) == 8, "a line per step, from one rank"
+    assert "loss first -> last" in done.out
+
+
+def test_without_clipping_there_are_two_collectives(config, tmp_path):
+    assert odc_mpi(2, "train", "--config", config, "--optim.max_grad_norm", "0").code == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["collectives_per_minibatch"] == 2
+
+
+def test_a_second_run_keeps_the_first_ones_records(config, tmp_path):
+    run = tmp_path / "run"
+    for _ in range(2):
+        assert odc_mpi(0, "train", "--config", config, "--run.steps", 3).code == 0
+    assert len(read_losses(run)) == 3
+    assert read_losses(run / "earlier-1") == read_losses(run)
+
+
+def mistake(done, *words):
+    """Check that a mistake is told once, in one line, and ends with exit code 2."""
+    told = [line for line in done.lines if "error:" in line]
+    assert done.code == 2, (done.code, done.out, done.err)
+    assert len(told) == 1, done.lines
+    assert "Traceback" not in done.err
+    for word in words:
+        assert word in told[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data.balanse", "lb_mini"], ["data.balanse", "data.balance"]),
+        (["--data.path", "/nowhere/x.h5"], ["data.path", "/nowhere/x.h5"]),
+        (["--nonsense"], ["--nonsense"]),
+    ],
+    ids=["configuration", "data", "argument"],
+)
+def test_mistakes_are_told_by_one_rank(config, tmp_path, arguments, words):
+    mistake(odc_mpi(2, "train", "--config", config, *arguments), *words)
+    assert not (tmp_path / "run").exists(), "something was written before the mistake was found"
+
+
+def test_a_mistake_that_one_rank_meets_alone(config, tmp_path):
+    """Rank 1 does not see the data set, as on a node where it was not copied to."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "from odc_mpi import cli\n"
+        "from odc_mpi.comm.world import MPI\n"
+        "path = sys.argv[2] if MPI.COMM_WORLD.rank == 0 else '/nowhere.h5'\n"
+        "sys.exit(cli.main(['train', '--config', sys.argv[1], '--data.path', path]))\n"
+    )
+    data = configuration.load(config).data.path
+    mistake(launch(2, script, config, data), "/nowhere.h5", "(on rank 1)")
+
+
+def test_gradients_that_stay_infinite_end_the_run(config, tmp_path):
+    done = odc_mpi(
+        2,
+        "train",
+        "--config",
+        config,
+        "--optim.learning_rate",
+        "1e30",
+        "--run.max_skipped_steps",
+        "2",
+        "--run.steps",
+        9,
+    )
+    assert done.code == 1
+    assert "Traceback" not in done.err
+    assert len([line for line in done.lines if "run.max_skipped_steps" in line]) == 1
+    assert "skipped: non-finite gradient" in done.out
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in lines[-2:]] == [True, True]
+
+
+def test_the_quickstart_configuration_is_valid():
+    path = Path(__file__).parents[2] / "jobs" / "quickstart.yaml"
+    loaded = configuration.load(path)
+    assert yaml.safe_load(configuration.dump(loaded))["model"]["config"]["model_type"] == "qwen2"
+
+
+def test_interrupt_ends_all_ranks(config):
+    process = start(2, "-m", "odc_mpi", "train", "--config", config, "--run.steps", 100000)
+    for line in process.stdout:
+        if "5/100000" in line:
+            break
+    process.terminate()
+    assert finish(process, 30).code != 0

@@ -1,0 +1,37 @@
+"""Worlds and small data for tests that run under mpiexec, on any number of ranks."""
+
+import numpy as np
+import pytest
+
+from odc_mpi.comm.world import World
+from odc_mpi.data.dataset import DatasetWriter
+
+VOCAB = 61
+
+
+@pytest.fixture(scope="session")
+def world():
+    """One world for all tests; a rank that others wait for in vain ends the launch after a minute."""
+    with World(timeout_s=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def shared_dir(world, tmp_path_factory):
+    """A directory that all ranks see, rank 0's."""
+    return world.gather_objects(tmp_path_factory.mktemp("shared"))[0]
+
+
+@pytest.fixture(scope="session")
+def dataset_path(world, shared_dir):
+    """Forty random sequences of 2 to 40 tokens; about a third of the tokens is not trained."""
+    path = shared_dir / "random.h5"
+    if world.rank == 0:
+        rng = np.random.default_rng(7)
+        with DatasetWriter(path, vocab_size=VOCAB, tokenizer="none", source="random") as writer:
+            for length in rng.integers(2, 41, size=40):
+                mask = rng.random(length) < 0.7
+                mask[-1] = True
+                writer.append(rng.integers(0, VOCAB, size=length).astype(np.uint32), mask)
+    world.gather_objects(None)
+    return path

@@ -1,0 +1,158 @@
+"""Training over windows gives the losses and parameters of a plain loop on one process."""
+
+import itertools
+
+import plain
+import pytest
+import torch
+
+from odc_mpi.data.loader import Loader
+from odc_mpi.train import config as configuration
+from odc_mpi.train import models
+from odc_mpi.train.trainer import Trainer, open_inputs
+
+pytestmark = pytest.mark.mpi
+
+STEPS = 5
+QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def configure(dataset_path, **changes):
+    settings = {
+        "data.path": dataset_path,
+        "data.minibatch_sequences": 7,
+        "data.max_tokens_per_microbatch": 64,
+        "optim.learning_rate": 1e-2,
+        "optim.weight_decay": 0.1,
+        "optim.warmup_steps": 2,
+        "optim.max_grad_norm": 0.5,
+        # AdamW divides by the gradient's own size: where that is rounding noise (a key's bias has no effect at all), it
+        # would blow the noise up to a full step. A larger epsilon keeps the comparison about gradients.
+        "optim.adam_epsilon": 1e-3,
+        "run.steps": STEPS,
+        "run.threads": 1,
+    } | {f"model.config.{key}": value for key, value in QWEN2.items()}
+    settings |= changes
+    return configuration.load(None, [f"--{key}={value}" for key, value in settings.items()])
+
+
+def expected(config, dataset, freeze=()):
+    """The plain loop's losses and parameters; also what is frozen stays."""
+    reference = plain.model(models.from_config(config.model.config, config.run.seed), config.model.config)
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_(not any(word in name for word in freeze))
+    draw = Loader(
+        dataset,
+        minibatch_sequences=config.data.minibatch_sequences,
+        max_tokens_per_microbatch=config.data.max_tokens_per_microbatch,
+        seed=config.run.seed,
+    )
+    minibatches = [minibatch.indices for minibatch in itertools.islice(draw, config.run.steps)]
+    losses = plain.train(reference, dataset, minibatches, config.optim)
+    return losses, reference.state_dict()
+
+
+def run(config, world, freeze=()):
+    inputs = open_inputs(config, world)
+    for name, parameter in inputs.model.module.named_parameters():
+        parameter.requires_grad_(not any(word in name for word in freeze))
+    trainer = Trainer(config, world, inputs)
+    metrics = [trainer.step() for _ in range(config.run.steps)]
+    state = trainer.model.state_dict()
+    world.gather_objects(None)  # state_dict is one-sided: nobody frees windows that another still reads
+    trainer.model.close()
+    return inputs.dataset, metrics, state
+
+
+def assert_close(actual, wanted):
+    assert actual.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(actual[name], wanted[name], rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("balance", ["local_sort", "lb_mini"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, tied):
+    changes = {"data.balance": balance, "model.config.tie_word_embeddings": str(tied).lower()}
+    config = configure(dataset_path, **changes)
+    dataset, metrics, state = run(config, world)
+    losses, parameters = expected(config, dataset)
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert_close(state, parameters)
+    start = models.from_config(config.model.config, config.run.seed).weights
+    for name in ("model.embed_tokens.weight", "model.layers.2.mlp.down_proj.weight"):
+        first = start.read(name, 0, state[name].numel()).view(state[name].shape)
+        moved = (state[name] - first).norm() / first.norm()
+        assert moved > 1e-2, f"{name} hardly moved ({moved:.1e}): whatever stood still would agree"
+
+
+@pytest.mark.parametrize(
+    "freeze",
+    [("embed_tokens",), ("layers.1.",), ("mlp", "layers.0.self_attn.q_proj"), ("layers",)],
+    ids=["embedding", "a unit", "parts of units", "all units"],
+)
+def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze):
+    config = configure(dataset_path, **{"model.config.tie_word_embeddings": "false"})
+    dataset, metrics, state = run(config, world, freeze)
+    losses, parameters = expected(config, dataset, freeze)
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert_close(state, parameters)
+
+
+def test_activation_checkpointing_changes_nothing(world, dataset_path):
+    config = configure(dataset_path, **{"model.gradient_checkpointing": "true"})
+    dataset, metrics, state = run(config, world)
+    losses, parameters = expected(config, dataset)
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert_close(state, parameters)
+
+
+def test_sums_in_fp64(world, dataset_path):
+    config = configure(dataset_path, **{"model.reduce_dtype": "float64"})
+    dataset, metrics, state = run(config, world)
+    losses, parameters = expected(config, dataset)
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert_close(state, parameters)
+
+
+def test_bf16_parameters_follow_the_fp32_run(world, dataset_path):
+    """Parameters travel and compute in bf16, 8 bits of mantissa; the masters keep what small updates add up to."""
+    config = configure(dataset_path, **{"model.param_dtype": "bfloat16"})
+    dataset, metrics, state = run(config, world)
+    losses, parameters = expected(config, dataset)
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=2e-2)
+    for name, wanted in parameters.items():
+        difference = (state[name].float() - wanted).norm() / wanted.norm().clamp_min(1e-3)
+        assert difference < 0.2, name
+
+
+def test_fewer_sequences_than_ranks(world, dataset_path):
+    """Some ranks have no microbatch at all; nothing is lost and nobody hangs."""
+    config = configure(dataset_path, **{"data.minibatch_sequences": 1})
+    dataset, metrics, state = run(config, world)
+    losses, parameters = expected(config, dataset)
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert_close(state, parameters)
+    assert all(m.microbatches_max == 1 and m.microbatches_min == (1 if world.size == 1 else 0) for m in metrics)
+
+
+def test_initial_weights_do_not_depend_on_the_number_of_ranks(world, dataset_path):
+    config = configure(dataset_path)
+    built = models.from_config(config.model.config, config.run.seed)
+    trainer = Trainer(config, world, open_inputs(config, world))
+    state = trainer.model.state_dict()
+    for name, shape in trainer.model.parameter_shapes().items():
+        drawn = built.weights.read(name, 0, state[name].numel()).view(shape)
+        assert torch.equal(state[name], drawn), name
+    world.gather_objects(None)
+    trainer.model.close()

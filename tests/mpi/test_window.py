@@ -1,0 +1,148 @@
+"""Windows move the right elements: against exact sums, odd sizes, more ranks than elements."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from odc_mpi.comm import window
+from odc_mpi.comm.window import WindowTransport
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+
+pytestmark = pytest.mark.mpi
+
+SIZES = [1, 7, 33, 1000, 65_537]
+
+
+@pytest.fixture
+def make(world):
+    made = []
+
+    def build(sizes=SIZES, param_dtype=torch.float32, reduce_dtype=torch.float32, trainable=True):
+        transport = WindowTransport(world, param_dtype, reduce_dtype)
+        specs = [[ParameterSpec(f"p{i}", (numel,), trainable)] for i, numel in enumerate(sizes)]
+        transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
+        made.append(transport)
+        return transport
+
+    yield build
+    for transport in made:
+        transport.close()
+        transport.close()
+
+
+def write_own_parameters(transport, values):
+    for index, layout in enumerate(transport.layouts):
+        start, stop = layout.owned(transport.rank)
+        transport.parameter_shard(index)[: stop - start] = values[index][start:stop]
+    transport.publish_parameters()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_rank_fetches_what_the_owners_wrote(make, dtype):
+    transport = make(param_dtype=dtype, reduce_dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randn(numel, generator=generator).to(dtype) for numel in SIZES]
+    write_own_parameters(transport, values)
+    for index, wanted in enumerate(values):
+        fetched = transport.fetch(index).wait()
+        assert torch.equal(fetched, wanted)
+        transport.release(fetched)
+
+
+def test_fetches_follow_a_publication(make):
+    transport = make()
+    for generation in range(1, 4):
+        write_own_parameters(transport, [torch.full((numel,), float(generation)) for numel in SIZES])
+        fetched = transport.fetch(4).wait()
+        assert torch.equal(fetched, torch.full((SIZES[4],), float(generation)))
+        transport.release(fetched)
+        transport.complete_gradients(np.zeros(1))  # nobody may still fetch while an owner writes the next
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype):
+    """Integers, so that the sum is exact whatever the order of arrival; each push covers a stretch of its own."""
+    transport = make(reduce_dtype=dtype)
+    rounds = 5
+    wanted = [torch.zeros(numel, dtype=torch.float64) for numel in SIZES]
+    for rank in range(world.size):
+        for number in range(rounds):
+            for index, numel in enumerate(SIZES):
+                rng = np.random.default_rng([rank, number, index])
+                start, stop = sorted(rng.integers(0, numel + 1, size=2).tolist())
+                values = torch.from_numpy(rng.integers(-1000, 1000, size=stop - start)).to(dtype)
+                wanted[index][start:stop] += values
+                if rank == world.rank:
+                    transport.accumulate(index, values, start).wait()
+    transport.complete_gradients(np.zeros(1))
+    for index, layout in enumerate(transport.layouts):
+        start, stop = layout.owned(world.rank)
+        own = transport.gradient_shard(index)
+        assert torch.equal(own[: stop - start].double(), wanted[index][start:stop])
+        assert not own[stop - start :].any(), "padding was written to"
+
+
+def test_long_messages_are_cut(make, world, monkeypatch):
+    monkeypatch.setattr(window, "MAX_MESSAGE_NUMEL", 100)
+    transport = make([5000])
+    values = torch.arange(5000, dtype=torch.float32)
+    write_own_parameters(transport, [values])
+    fetched = transport.fetch(0).wait()
+    assert torch.equal(fetched, values)
+    transport.accumulate(0, fetched).wait()
+    transport.complete_gradients(np.zeros(1))
+    start, stop = transport.layouts[0].owned(world.rank)
+    assert torch.equal(transport.gradient_shard(0)[: stop - start], values[start:stop] * world.size)
+
+
+def test_reports_and_sums_reach_everyone(make, world):
+    transport = make([10])
+    reports = transport.complete_gradients(np.array([world.rank, 0.5]))
+    assert reports.tolist() == [[rank, 0.5] for rank in range(world.size)]
+    assert transport.sum_over_ranks(np.array([1.0, world.rank])).tolist() == [world.size, sum(range(world.size))]
+
+
+def test_broadcast_takes_rank_0s(make, world):
+    transport = make([10])
+    for dtype in (torch.int64, torch.bfloat16, torch.bool):
+        tensor = torch.full((3, 5), world.rank == 0, dtype=dtype)
+        transport.broadcast(tensor)
+        assert torch.equal(tensor, torch.ones(3, 5, dtype=dtype))
+    scalar = torch.tensor(world.rank + 1.0)
+    transport.broadcast(scalar)
+    assert scalar == 1.0
+
+
+def test_frozen_arrays_have_no_gradient_window(make):
+    transport = make([100], trainable=False)
+    with pytest.raises(KeyError):
+        transport.gradient_shard(0)
+
+
+def test_only_what_mpi_can_add_is_reduced(world):
+    with pytest.raises(ValueError, match="reduce_dtype must be one of"):
+        WindowTransport(world, torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_computing_owner_is_not_waited_for(make, world):
+    """The last rank computes without entering MPI; the others fetch from it and push to it meanwhile."""
+    transport = make([100_000 * world.size])
+    fetched = transport.fetch(0).wait()
+    transport.release(fetched)
+    transport.publish_parameters()
+    busy_s, finished = 1.5, None
+    began = time.perf_counter()
+    if world.rank == world.size - 1:
+        while time.perf_counter() - began < busy_s:
+            torch.randn(1000).sum()
+    else:
+        fetched = transport.fetch(0).wait()
+        transport.accumulate(0, fetched).wait()
+        finished = time.perf_counter() - began
+        transport.release(fetched)
+    transport.complete_gradients(np.zeros(1))
+    if finished is not None:
+        assert finished < busy_s / 2, "the fetch or the push waited for its target"

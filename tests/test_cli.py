@@ -1,0 +1,123 @@
+"""The command line in this process, on one rank: mistakes of all kinds are one line and exit code 2."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+from odc_mpi import __version__, cli
+from odc_mpi.data.dataset import Dataset, DatasetWriter
+
+QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    data = tmp_path / "data.h5"
+    with DatasetWriter(data, vocab_size=60, tokenizer="none", source="random") as writer:
+        for length in (5, 20, 30):
+            writer.append(np.arange(length, dtype=np.uint32), np.ones(length, dtype=bool))
+    settings = {
+        "model": {"config": QWEN2},
+        "data": {"path": str(data), "minibatch_sequences": 2, "max_tokens_per_microbatch": 64},
+        "run": {"steps": 2, "dir": str(tmp_path / "run"), "threads": 1},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data.balanse", "lb_mini"], ["data.balanse", "data.balance"]),
+        (["--run.steps", "many"], ["run.steps", "many"]),
+        (["--run.steps"], ["run.steps"]),
+        (["--data.path", "/nowhere/x.h5"], ["data.path", "/nowhere/x.h5"]),
+        (["--data.path", __file__], ["data.path", __file__]),
+        (["--data.max_tokens_per_microbatch", "10"], ["data.max_tokens_per_microbatch", "10", "20"]),
+        (["--model.config.vocab_size", "50"], ["vocab_size", "60", "50"]),
+        (["--model.config.max_position_embeddings", "16"], ["max_position_embeddings", "16", "30"]),
+        (["--model.config.hiden_size", "8"], ["model.config.hiden_size", "hidden_size"]),
+        (["--model.config.hidden_size", "wide"], ["model.config", "hidden_size"]),
+        (["--model.config.model_type", "qwen22"], ["model_type", "qwen22", "qwen2"]),
+        (["--model.config.model_type", "mamba"], ["model.config"]),
+        (["--model.path", "/nowhere"], ["model.path", "model.config"]),
+        (["--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
+        (["--run.dir", "/proc/nowhere"], ["run.dir", "/proc/nowhere"]),
+        (["extra"], ["extra"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
+)
+def test_mistakes_in_training(config, tmp_path, capsys, arguments, words):
+    assert cli.main(["train", "--config", str(config), *arguments]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1, told
+    assert told[0].startswith("odc-mpi: error: ")
+    for word in words:
+        assert word in told[0]
+    assert not (tmp_path / "run").exists(), "something was written before the mistake was found"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["COMMAND"]),
+        (["tran"], ["tran", "train"]),
+        (["prepare"], ["SOURCE"]),
+        (["prepare", "/nowhere.jsonl", "out.h5"], ["--tokenizer"]),
+        (["prepare", "stdlib", "out.h5", "--max-length", "0"], ["--max-length"]),
+        (["prepare", "stdlib", "out.h5", "--overlong", "burn"], ["--overlong", "burn"]),
+        (["prepare", "stdlib", "out.h5", "--colour"], ["--colour"]),
+    ],
+)
+def test_mistakes_elsewhere(tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1, told
+    for word in words:
+        assert word in told[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_on_one_rank(config, tmp_path, capsys):
+    assert cli.main(["train", "--config", str(config)]) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 1
+    assert "loss first -> last" in capsys.readouterr().out
+
+
+def test_prepare_says_what_it_did(tmp_path, capsys):
+    source = tmp_path / "lines.jsonl"
+    source.write_text('{"text": "abc abc abc"}\n' * 3)
+    assert cli.main(["prepare", "stdlib", str(tmp_path / "std.h5"), "--vocab-size", "300", "--max-length", "50"]) == 0
+    said = capsys.readouterr()
+    assert "truncated to --max-length" in said.out
+    out = tmp_path / "lines.h5"
+    assert cli.main(["prepare", str(source), str(out), "--tokenizer", str(tmp_path / "std.tokenizer")]) == 0
+    with Dataset(out) as dataset:
+        assert len(dataset) == 3
+
+
+def test_help_names_every_setting(capsys):
+    assert cli.main(["train", "--help"]) == 0
+    said = capsys.readouterr().out
+    for setting in ("data.minibatch_sequences", "optim.learning_rate", "comm.timeout_s", "run.max_skipped_steps"):
+        assert setting in said
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert __version__ in capsys.readouterr().out
