@@ -58,16 +58,14 @@ def train(config: Config, world: World) -> dict[str, Any]:
     """
     world.timeout_s = config.comm.timeout_s
     torch.set_num_threads(config.run.threads or max(1, _usable_cores() // world.local_size))
-    inputs = world.agree(lambda: open_inputs(config, world))
+    trainer = Trainer(config, world, world.agree(lambda: open_inputs(config, world)))
     run_dir = Path(config.run.dir)
-    with inputs.dataset:
-        trainer = Trainer(config, world, inputs)
-        # Not earlier: whatever is wrong has to be found before anything is written.
-        world.agree(lambda: open_run_directory(run_dir, dump(config)) if world.rank == 0 else None)
-        with Log(run_dir, config.run.steps, speaks=world.rank == 0) as log:
-            for _ in range(config.run.steps):
-                log.step(trainer.step())
-            return log.finish(trainer.facts())
+    # Not earlier: whatever is wrong has to be found before anything is written.
+    world.agree(lambda: open_run_directory(run_dir, dump(config)) if world.rank == 0 else None)
+    with trainer, Log(run_dir, config.run.steps, speaks=world.rank == 0) as log:
+        for _ in range(config.run.steps):
+            log.step(trainer.step())
+        return log.finish(trainer.facts())
 
 
 def open_inputs(config: Config, world: World) -> Inputs:
@@ -112,7 +110,7 @@ def build_model(config: ModelConfig, seed: int) -> models.BuiltModel:
 
 
 class Trainer:
-    """The model, its optimizer and the step. Making one is collective.
+    """The model, its optimizer and the step; leaving it as a context closes the data set. Making one is collective.
 
     Args:
         config: Of the run.
@@ -123,6 +121,7 @@ class Trainer:
     def __init__(self, config: Config, world: World, inputs: Inputs) -> None:
         self._config = config
         self._world = world
+        self._dataset = inputs.dataset
         self._loader = inputs.loader
         self._done = 0
         self._skipped_in_a_row = 0
@@ -160,6 +159,12 @@ class Trainer:
         self._count_skipped(finite)
         step_s = time.perf_counter() - began
         return _metrics(self._done, minibatch, totals, norm, learning_rate, step_s, finite)
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._dataset.close()
 
     def facts(self) -> dict[str, Any]:
         """Return what the summary tells besides the steps. Collective."""

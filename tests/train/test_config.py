@@ -320,4 +320,4 @@ def test_the_jobs_that_come_along_are_valid(job):
 def test_the_quick_start_is_the_small_qwen2():
     config = load(JOBS / "quickstart.yaml", ["--run.steps", "2"])
     assert config.model.config is not None and config.model.config["model_type"] == "qwen2"
-    assert (config.optim.learning_rate, config.run.steps) == (3e-3, 2)
+    assert config.run.steps == 2

@@ -1,5 +1,6 @@
 """Models from a configuration and from a directory: values, slices, and everything that can be wrong with either."""
 
+import itertools
 import json
 import re
 import shutil
@@ -97,13 +98,13 @@ class TestFromConfig:
                 parameter.copy_(built.weights.read(name, 0, parameter.numel()).view(parameter.shape))
         model = shard(built).eval()
         tokens, bounds = torch.arange(30)[None] % 64, [0, 9, 10, 30]
-        positions = torch.cat([torch.arange(b - a) for a, b in zip(bounds, bounds[1:], strict=False)])[None]
+        positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(bounds)])[None]
         lengths = torch.tensor(bounds, dtype=torch.int32)
         with torch.no_grad():
             packed = model(
                 input_ids=tokens, position_ids=positions, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths
             ).logits
-            for first, stop in zip(bounds, bounds[1:], strict=False):
+            for first, stop in itertools.pairwise(bounds):
                 alone = reference(input_ids=tokens[:, first:stop], use_cache=False).logits
                 torch.testing.assert_close(packed[:, first:stop], alone, rtol=1e-4, atol=1e-5)
 
