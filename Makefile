@@ -42,7 +42,7 @@ test-serial: $(READY)
 test-mpi: $(READY)
 	set -e; for ranks in 1 2 3 4; do \
 	    echo "== $$ranks ranks, $(MPI)"; \
-	    OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --with-mpi --only-mpi tests/mpi; \
+	    OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --color=no --with-mpi --only-mpi tests/mpi; \
 	done
 
 lint: $(READY)

@@ -1,0 +1,212 @@
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from odc_mpi.comm.transport import PARAMETER_DTYPES, REDUCE_DTYPES, LocalGroup, LocalTransport
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
+
+
+def make_layouts(size: int) -> list[FlatLayout]:
+    shapes = [[(3, 5), (70,)], [(1,)], [(0,)], [(400,)]]
+    return [
+        FlatLayout.build(f"u{i}", [ParameterSpec(f"{i}.{k}", shape, True) for k, shape in enumerate(unit)], size)
+        for i, unit in enumerate(shapes)
+    ]
+
+
+def run(size: int, work: Callable[[LocalTransport], Any], **dtypes: torch.dtype) -> list[Any]:
+    """Run every rank in a thread; a failing one breaks the barrier for the others."""
+    group = LocalGroup(size, timeout_s=10.0)
+
+    def rank(r: int) -> Any:
+        try:
+            transport = LocalTransport(group, r, **dtypes)
+            transport.allocate(make_layouts(size))
+            return work(transport)
+        except BaseException:
+            group.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(rank, r) for r in range(size)]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]
+
+
+@SIZES
+@pytest.mark.parametrize("param_dtype", PARAMETER_DTYPES)
+@pytest.mark.parametrize("reduce_dtype", REDUCE_DTYPES)
+def test_shards_begin_as_zeros_of_the_right_kind(
+    size: int, param_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> None:
+    def work(transport: LocalTransport) -> None:
+        for i, layout in enumerate(transport.layouts):
+            for shard, dtype in (
+                (transport.parameter_shard(i), param_dtype),
+                (transport.gradient_shard(i), reduce_dtype),
+            ):
+                assert shard.shape == (layout.shard_numel,) and shard.dtype == dtype and not shard.any()
+        numel = sum(layout.shard_numel for layout in transport.layouts)
+        assert transport.parameter_shard_bytes == numel * param_dtype.itemsize
+
+    run(size, work, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+
+
+@SIZES
+def test_a_fetch_brings_every_owner_s_part(size: int) -> None:
+    def work(transport: LocalTransport) -> None:
+        for i, layout in enumerate(transport.layouts):
+            first, last = layout.owned(transport.rank)
+            transport.parameter_shard(i).fill_(-1)  # beyond the array's end
+            transport.parameter_shard(i)[: last - first] = torch.arange(first, last) + 1000 * i
+        transport.publish_parameters()
+        for i, layout in enumerate(transport.layouts):
+            array = transport.fetch(i).wait()
+            assert torch.equal(array, (torch.arange(layout.numel) + 1000 * i).float())
+            transport.release(array)
+        assert not transport.buffers._lent
+
+    run(size, work)
+
+
+@SIZES
+def test_a_push_adds_to_every_owner_s_part(size: int) -> None:
+    pushes: list[list[tuple[int, int, torch.Tensor]]] = []
+    for rank in range(size):
+        rng = random.Random(rank)
+        pushes.append([])
+        for _ in range(30):
+            i = rng.randrange(4)
+            numel = make_layouts(size)[i].numel
+            start = rng.randint(0, numel)
+            gradient = torch.randint(-9, 9, (rng.randint(0, numel - start),)).float()
+            pushes[rank].append((i, start, gradient))
+
+    def work(transport: LocalTransport) -> list[torch.Tensor]:
+        for i, start, gradient in pushes[transport.rank]:
+            before = gradient.clone()
+            transport.accumulate(i, gradient, start).wait()
+            assert torch.equal(gradient, before)
+        transport.complete_gradients(np.zeros(1))
+        return [transport.gradient_shard(i).clone() for i in range(4)]
+
+    ranks = run(size, work)
+    for i, layout in enumerate(make_layouts(size)):
+        expected = torch.zeros(size * layout.shard_numel)
+        for own in pushes:
+            for k, start, gradient in own:
+                if k == i:
+                    expected[start : start + gradient.numel()] += gradient
+        assert torch.equal(torch.cat([shards[i] for shards in ranks]), expected)
+
+
+@SIZES
+def test_pushes_at_the_same_time_lose_nothing(size: int) -> None:
+    def work(transport: LocalTransport) -> float:
+        ones = torch.ones(transport.layouts[3].numel)
+        for _ in range(100):
+            transport.accumulate(3, ones)
+        transport.complete_gradients(np.zeros(1))
+        first, last = transport.layouts[3].owned(transport.rank)
+        shard = transport.gradient_shard(3)[: last - first]
+        assert bool((shard == 100 * size).all())
+        return float(shard.sum())
+
+    assert sum(run(size, work)) == 100 * size * 400
+
+
+@SIZES
+def test_reports_reach_all_in_the_order_of_ranks(size: int) -> None:
+    def work(transport: LocalTransport) -> None:
+        for step in range(20):
+            own = np.array([transport.rank, step, 0.5])
+            reports = transport.complete_gradients(own)
+            own[:] = -1  # reports are copies
+            np.testing.assert_array_equal(reports, [[rank, step, 0.5] for rank in range(size)])
+
+    run(size, work)
+
+
+@SIZES
+def test_sums_are_the_same_on_every_rank_to_the_last_bit(size: int) -> None:
+    values = [0.1, 1e16, -1e16, 0.7][:size]
+
+    def work(transport: LocalTransport) -> bytes:
+        return transport.sum_over_ranks(np.array([values[transport.rank], 1.0])).tobytes()
+
+    sums = run(size, work)
+    assert len(set(sums)) == 1
+    assert np.frombuffer(sums[0])[1] == size
+
+
+@SIZES
+def test_broadcast_is_rank_0_s(size: int) -> None:
+    def work(transport: LocalTransport) -> None:
+        for shape in ((), (3, 4), (0,)):
+            tensor = torch.full(shape, float(transport.rank + 5))
+            transport.broadcast(tensor)
+            assert torch.equal(tensor, torch.full(shape, 5.0))
+
+    run(size, work)
+
+
+def test_collectives_at_ordering_points_are_counted() -> None:
+    def work(transport: LocalTransport) -> int:
+        transport.broadcast(torch.zeros(1))
+        transport.fetch(0).wait()
+        transport.accumulate(0, torch.ones(3)).wait()
+        assert transport.num_collectives == 0
+        transport.complete_gradients(np.zeros(2))
+        transport.sum_over_ranks(np.zeros(2))
+        transport.publish_parameters()
+        return transport.num_collectives
+
+    assert run(2, work) == [3, 3]
+
+
+def test_publishing_waits_for_all() -> None:
+    written = [False, False, False]
+
+    def work(transport: LocalTransport) -> None:
+        threading.Event().wait(0.05 * transport.rank)
+        written[transport.rank] = True
+        transport.publish_parameters()
+        assert all(written)
+
+    run(3, work)
+
+
+def test_closing_twice() -> None:
+    def work(transport: LocalTransport) -> None:
+        transport.close()
+        transport.close()
+
+    run(2, work)
+
+
+def test_a_lost_rank_ends_the_others() -> None:
+    group = LocalGroup(2, timeout_s=0.1)
+    with pytest.raises(threading.BrokenBarrierError):
+        LocalTransport(group, 0).allocate([])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn])
+def test_a_param_dtype_that_cannot_travel(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"param_dtype must be one of .*, got {dtype}"):
+        LocalTransport(LocalGroup(1), 0, param_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
+def test_a_reduce_dtype_that_mpi_cannot_add(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=rf"reduce_dtype must be one of .*what MPI can add.*, got {dtype}"):
+        LocalTransport(LocalGroup(1), 0, reduce_dtype=dtype)

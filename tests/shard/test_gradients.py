@@ -1,0 +1,186 @@
+import math
+
+import pytest
+import torch
+from ranks import RecordingTransport, run_ranks
+
+from odc_mpi.comm.transport import Pending
+from odc_mpi.shard.gradients import GradientPusher
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.shard.unit import Unit
+
+SHAPES = {"a": (3, 5), "b": (40,), "c": (), "d": (2, 2, 3), "e": (0, 4)}
+
+
+def make_unit(transport: RecordingTransport) -> Unit:
+    layout = FlatLayout.build("u", [ParameterSpec(name, shape, True) for name, shape in SHAPES.items()], transport.size)
+    transport.allocate([layout])
+    return Unit("u", [layout], [0])
+
+
+def reduced(ranks: list[tuple[FlatLayout, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Whole gradients out of the shards."""
+    layout = ranks[0][0]
+    flat = torch.cat([shard for _, shard in ranks])
+    used = torch.zeros_like(flat, dtype=torch.bool)
+    for slot in layout.slots:
+        used[slot.start : slot.stop] = True
+    assert not flat[~used].any(), "padding was touched"
+    return {slot.spec.name: flat[slot.start : slot.stop].view(slot.spec.shape) for slot in layout.slots}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("names", [list("abcde"), ["a"], ["b", "d"], ["d", "a"], ["c"], ["e"], ["e", "c"], []], ids=str)
+def test_gradients_arrive_where_they_belong(size: int, names: list[str]) -> None:
+    gradients = [{name: torch.randn(shape, dtype=torch.float64) for name, shape in SHAPES.items()} for _ in range(size)]
+
+    def work(transport: RecordingTransport) -> tuple[FlatLayout, torch.Tensor]:
+        unit, pusher = make_unit(transport), GradientPusher(transport)
+        pusher.start()
+        own = gradients[transport.rank]
+        pusher.push(unit, list("abcde"), [own[name] if name in names else None for name in "abcde"])
+        pusher.push(unit, names, [own[name] * 2 for name in names])
+        pusher.finish()
+        return unit.layouts[0], transport.gradient_shard(0)
+
+    def settled(transport: RecordingTransport) -> tuple[FlatLayout, torch.Tensor]:
+        layout, shard = work(transport)
+        transport.publish_parameters()
+        return layout, shard
+
+    for name, gradient in reduced(run_ranks(size, settled)).items():
+        expected = sum(own[name] * 3 for own in gradients) if name in names else torch.zeros_like(gradient)
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_whatever_form_a_gradient_has() -> None:
+    base = torch.randn(5, 3)
+    forms = {
+        "a": base.t(),
+        "b": torch.tensor(2.5, dtype=torch.float64).expand(40),
+        "c": torch.tensor(1.25, dtype=torch.bfloat16),
+        "d": torch.randn(3, 2, 2).permute(1, 2, 0),
+    }
+
+    def work(transport: RecordingTransport) -> None:
+        unit, pusher = make_unit(transport), GradientPusher(transport)
+        pusher.start()
+        pusher.push(unit, list(forms), list(forms.values()))
+        pusher.push(unit, ["a"], [base.t().to_sparse()])
+        indices = torch.tensor([[0, 2, 2]])
+        values = torch.tensor([1.0, 2.0, 4.0])
+        pusher.push(unit, ["b"], [torch.sparse_coo_tensor(indices, values, (40,), check_invariants=True)])
+        pusher.finish()
+        arrived = reduced([(unit.layouts[0], transport.gradient_shard(0))])
+        assert arrived["a"].dtype == torch.float32
+        torch.testing.assert_close(arrived["a"], base.t() * 2)
+        twice_indexed = torch.full((40,), 2.5)
+        twice_indexed[0] += 1.0
+        twice_indexed[2] += 6.0
+        torch.testing.assert_close(arrived["b"], twice_indexed)
+        assert float(arrived["c"]) == 1.25
+        torch.testing.assert_close(arrived["d"], forms["d"])
+
+    run_ranks(1, work, torch.float32, torch.float32)
+
+
+def test_only_the_stretch_with_gradients_travels() -> None:
+    sent: list[tuple[int, int]] = []
+
+    class Measuring(RecordingTransport):
+        def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+            sent.append((start, gradient.numel()))
+            return super().accumulate(index, gradient, start)
+
+    def work(transport: RecordingTransport) -> None:
+        unit, pusher = make_unit(transport), GradientPusher(transport)
+        pusher.start()
+        pusher.push(unit, list("abcde"), [None, torch.ones(40), torch.tensor(1.0), None, None])
+        pusher.push(unit, ["d"], [torch.ones(2, 2, 3)])
+        pusher.push(unit, ["e"], [torch.ones(0, 4)])
+        pusher.push(unit, list("abcde"), [None] * 5)
+        pusher.finish()
+
+    run_ranks(1, work, transport=Measuring)
+    assert sent == [(32, 64 + 1), (128, 12)]
+
+
+def test_a_push_is_waited_for_before_its_memory_is_used_again() -> None:
+    """Also where the network reads the gradient late."""
+
+    class Late(RecordingTransport):
+        def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+            send = super().accumulate
+
+            class OnTheWay:
+                def wait(self) -> None:
+                    send(index, gradient, start)
+
+            return OnTheWay()
+
+    def work(transport: RecordingTransport) -> None:
+        unit, pusher = make_unit(transport), GradientPusher(transport)
+        pusher.start()
+        for i in range(1, 6):
+            pusher.push(unit, ["b"], [torch.full((40,), float(i))])
+            assert len(transport.names("push")) == i - 1  # one on its way
+        pusher.finish()
+        assert torch.equal(
+            reduced([(unit.layouts[0], transport.gradient_shard(0))])["b"], torch.full((40,), 15.0).double()
+        )
+
+    run_ranks(1, work, transport=Late)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_finite_tells_of_every_push_since_the_start(value: float) -> None:
+    def work(transport: RecordingTransport) -> None:
+        unit, pusher = make_unit(transport), GradientPusher(transport)
+        for bad in (False, True, False):
+            pusher.start()
+            assert pusher.finite
+            pusher.push(unit, ["b"], [torch.ones(40)])
+            assert pusher.finite
+            gradient = torch.ones(40)
+            gradient[17] = value if bad else 1e38
+            pusher.push(unit, ["a", "b"], [torch.ones(3, 5), gradient])
+            pusher.push(unit, ["c"], [torch.tensor(1.0)])
+            assert pusher.finite is not bad
+            pusher.finish()
+
+    run_ranks(1, work)
+
+
+def test_the_buffer_s_old_content_is_no_gradient() -> None:
+    """Padding and parameters without a gradient between two that have one are zero, whatever the buffer held."""
+
+    def work(transport: RecordingTransport) -> None:
+        unit, pusher = make_unit(transport), GradientPusher(transport)
+        pusher.start()
+        pusher.push(unit, ["a", "b", "c", "d"], [torch.full(SHAPES[name], math.nan) for name in "abcd"])
+        pusher.finish()
+        transport.gradient_shard(0).zero_()
+        pusher.start()
+        for _ in range(3):
+            pusher.push(unit, ["d", "a"], [torch.ones(2, 2, 3), torch.ones(3, 5)])
+        pusher.finish()
+        assert pusher.finite
+        arrived = reduced([(unit.layouts[0], transport.gradient_shard(0))])
+        assert torch.equal(arrived["a"], torch.full((3, 5), 3.0).double())
+        assert not arrived["b"].any() and not arrived["c"].any()
+
+    run_ranks(1, work)
+
+
+def test_no_push_before_the_start_or_after_the_end() -> None:
+    def work(transport: RecordingTransport) -> None:
+        unit, pusher = make_unit(transport), GradientPusher(transport)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"backward outside of `with model.minibatch\(\):`"):
+                pusher.push(unit, ["a"], [torch.ones(3, 5)])
+            pusher.start()
+            pusher.push(unit, ["a"], [torch.ones(3, 5)])
+            pusher.finish()
+        assert transport.names("push") == ["u", "u"]
+
+    run_ranks(1, work)

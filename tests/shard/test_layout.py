@@ -1,0 +1,108 @@
+import random
+
+import pytest
+import torch
+
+from odc_mpi.shard.layout import ALIGNMENT_NUMEL, FlatLayout, ParameterSpec
+
+SHAPES = [(), (1,), (0,), (3, 0), (31,), (32,), (33,), (5, 7), (2, 3, 4), (64, 3), (127,), (257,)]
+
+
+def random_layout(rng: random.Random) -> FlatLayout:
+    shapes = [rng.choice(SHAPES) for _ in range(rng.randint(1, 6))]
+    specs = [ParameterSpec(f"p{i}", shape, True) for i, shape in enumerate(shapes)]
+    return FlatLayout.build("unit", specs, rng.randint(1, 9))
+
+
+LAYOUTS = [random_layout(random.Random(seed)) for seed in range(200)]
+
+
+@pytest.mark.parametrize(("shape", "numel"), [((), 1), ((1,), 1), ((0,), 0), ((3, 0, 2), 0), ((2, 3, 4), 24)], ids=str)
+def test_numel_of_a_spec(shape: tuple[int, ...], numel: int) -> None:
+    assert ParameterSpec("p", shape, True).numel == numel
+
+
+def test_slots_follow_each_other_aligned_and_as_close_as_alignment_allows() -> None:
+    for layout in LAYOUTS:
+        end = 0
+        for slot in layout.slots:
+            assert slot.start % ALIGNMENT_NUMEL == 0
+            assert 0 <= slot.start - end < ALIGNMENT_NUMEL
+            end = slot.stop
+        assert layout.numel == end
+
+
+def test_shards_cover_the_flat_array_exactly_once() -> None:
+    for layout in LAYOUTS:
+        covered = [i for rank in range(layout.num_owners) for i in range(*layout.owned(rank))]
+        assert covered == list(range(layout.numel))
+
+
+def test_shards_are_aligned_and_no_larger_than_alignment_asks() -> None:
+    for layout in LAYOUTS:
+        assert layout.shard_numel % ALIGNMENT_NUMEL == 0 and layout.shard_numel > 0
+        assert layout.shard_numel * layout.num_owners >= layout.numel
+        assert layout.shard_numel - ALIGNMENT_NUMEL < max(1, -(-layout.numel // layout.num_owners))
+        for rank in range(layout.num_owners):
+            start, stop = layout.owned(rank)
+            assert stop - start <= layout.shard_numel
+            assert start == stop or start == rank * layout.shard_numel
+
+
+def test_slices_reassemble_every_parameter() -> None:
+    for layout in LAYOUTS:
+        flat = torch.arange(layout.numel) + 1
+        values = {slot.spec.name: flat[slot.start : slot.stop] for slot in layout.slots}
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in values}
+        for rank in range(layout.num_owners):
+            first, last = layout.owned(rank)
+            shard = torch.zeros(layout.shard_numel, dtype=flat.dtype)
+            shard[: last - first] = flat[first:last]
+            slices = layout.slices(rank)
+            assert [piece.spec for piece in slices] == [slot.spec for slot in layout.slots]
+            for piece in slices:
+                assert 0 <= piece.start <= piece.stop <= piece.spec.numel
+                assert piece.offset >= 0 and (piece.numel == 0 or piece.offset + piece.numel <= layout.shard_numel)
+                part = shard[piece.offset : piece.offset + piece.numel]
+                assert torch.equal(part, values[piece.spec.name][piece.start : piece.stop])
+                parts[piece.spec.name].append(part)
+        for name, value in values.items():
+            assert torch.equal(torch.cat(parts[name]), value)
+
+
+def test_owners_of_a_stretch_are_those_who_own_an_element_of_it() -> None:
+    rng = random.Random(1)
+    for layout in LAYOUTS:
+        for _ in range(20):
+            start = rng.randint(0, layout.numel)
+            stop = rng.randint(start, layout.numel)
+            expected = [
+                rank
+                for rank in range(layout.num_owners)
+                if max(start, layout.owned(rank)[0]) < min(stop, layout.owned(rank)[1])
+            ]
+            assert list(layout.owners(start, stop)) == expected
+
+
+def test_a_unit_smaller_than_the_number_of_ranks_leaves_shards_empty() -> None:
+    layout = FlatLayout.build("tiny", [ParameterSpec("a", (2,), True), ParameterSpec("b", (), True)], 5)
+    assert [layout.owned(rank) for rank in range(5)] == [(0, 32), (32, 33), (33, 33), (33, 33), (33, 33)]
+    assert [[piece.numel for piece in layout.slices(rank)] for rank in range(5)] == [
+        [2, 0],
+        [0, 1],
+        [0, 0],
+        [0, 0],
+        [0, 0],
+    ]
+
+
+def test_parameters_without_elements() -> None:
+    layout = FlatLayout.build("none", [ParameterSpec("a", (0, 3), False)], 3)
+    assert layout.numel == 0 and not layout.trainable
+    assert all(piece.numel == 0 for rank in range(3) for piece in layout.slices(rank))
+    assert list(layout.owners(0, 0)) == []
+
+
+def test_trainable_and_frozen_do_not_mix() -> None:
+    with pytest.raises(AssertionError, match="arrays of their own"):
+        FlatLayout.build("mixed", [ParameterSpec("a", (1,), True), ParameterSpec("b", (1,), False)], 2)

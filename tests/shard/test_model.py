@@ -1,0 +1,741 @@
+"""The minibatch and its boundary, initial values, the state, the end."""
+
+import copy
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity import adamw, assert_same_state, check_parity, in_turn, sgd, squares, train_plain, vectors
+from ranks import RecordingTransport, run_ranks
+from torch import nn, optim
+from zoo import WIDTH, Block, Layer, Stack, Transformer
+
+from odc_mpi.shard.model import ShardedModel
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
+INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
+
+
+def stack(num_layers: int = 2) -> nn.Module:
+    return Stack(num_layers).double()
+
+
+def shard(module: nn.Module, transport: RecordingTransport, **settings: Any) -> ShardedModel:
+    return ShardedModel(copy.deepcopy(module), transport, **{"units": [Layer], **settings})
+
+
+def work_once(model: Any) -> None:
+    squares(model, (INPUT,)).backward()
+
+
+# Ordering
+
+
+@SIZES
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_only_collectives_of_a_minibatch_are_its_ordering_points(size: int, clip: bool) -> None:
+    ranks = check_parity(
+        Stack(2),
+        vectors(2, WIDTH, steps=4),
+        size,
+        units=[Layer],
+        max_norm=0.5 if clip else None,
+        assign=lambda step, i, size: min(i, size - 1) if step else 0,
+    )
+    points = ["A", "N", "B"] if clip else ["A", "B"]
+    for rank in ranks:
+        collectives = rank.transport.collectives()
+        start = collectives.index("B") + 1
+        assert set(collectives[: start - 1]) == {"allocate", "broadcast"}
+        assert collectives[start:] == 4 * points
+        assert rank.model.num_collectives == 1 + 4 * len(points)
+    if size == 4:
+        assert not ranks[3].losses  # this one had nothing to do, and met the others all the same
+        assert not ranks[3].transport.names("push")
+
+
+def test_pushes_lie_between_b_and_a_and_fetches_too() -> None:
+    for rank in check_parity(Stack(2), vectors(2, WIDTH), 2, units=[Layer]):
+        operations = [operation for operation, _ in rank.transport.log]
+        assert operations[-4:] == ["B", "fetch", "fetch", "fetch"]  # the state, at the end
+        inside = False
+        for operation in operations[operations.index("B") :]:
+            if operation in ("A", "B"):
+                inside = operation == "B"
+            else:
+                assert inside is (operation != "N")
+
+
+def test_nobody_waits_before_a() -> None:
+    """One rank does all its work before the other begins its minibatch."""
+    module, done = stack(), threading.Event()
+
+    def work(transport: RecordingTransport) -> dict[str, torch.Tensor]:
+        model = shard(module, transport)
+        optimizer = sgd(model.shard_parameters())
+        if transport.rank == 1:
+            assert done.wait(10.0), "rank 0 waited for rank 1"
+        with model.minibatch():
+            for _ in range(3 if transport.rank == 0 else 1):
+                work_once(model)
+            done.set()
+        optimizer.step()
+        model.publish()
+        return model.state_dict()
+
+    plain = copy.deepcopy(module)
+    train_plain(plain, [[(INPUT,)] * 4], make_optimizer=sgd, max_norm=None)
+    for state in run_ranks(2, work):
+        assert_same_state(state, plain.state_dict(), 1e-12)
+
+
+def test_calls_in_the_wrong_order() -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        before = model.num_collectives
+        with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) belongs 'after A.*', this model is 'after B"):
+            model.clip_grad_norm_(1.0)
+        with pytest.raises(RuntimeError, match=r"publish\(\) belongs 'after A.*', this model is 'after B"):
+            model.publish()
+        with model.minibatch():
+            with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) belongs .* is 'inside a minibatch'"):
+                model.clip_grad_norm_(1.0)
+            with pytest.raises(RuntimeError, match=r"publish\(\) belongs .* is 'inside a minibatch'"):
+                model.publish()
+            with pytest.raises(RuntimeError, match=r"minibatch\(\) belongs .*'inside a minibatch'"), model.minibatch():
+                raise AssertionError("entered")
+            work_once(model)
+        complete = r"minibatch\(\) belongs 'after B.*', this model is 'after A"
+        with pytest.raises(RuntimeError, match=complete), model.minibatch():
+            raise AssertionError("entered")
+        assert model.num_collectives == before + 1
+        model.clip_grad_norm_(1.0)
+        model.clip_grad_norm_(1.0)
+        model.publish()
+        with model.minibatch():
+            work_once(model)
+        model.publish()
+
+    run_ranks(2, work)
+
+
+def test_backward_at_the_wrong_time() -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        outside = "backward outside of `with model.minibatch\\(\\):`"
+        with pytest.raises(RuntimeError, match=outside):
+            work_once(model)
+        with model.minibatch():
+            late, later, latest = (squares(model, (INPUT,)) for _ in range(3))
+            work_once(model)
+        gradients = [p.grad.clone() for p in model.shard_parameters()]
+        with pytest.raises(RuntimeError, match=outside):
+            late.backward()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.shard_parameters(), gradients, strict=True))
+        model.publish()
+        with pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
+            later.backward()
+        with model.minibatch():
+            assert not any(transport.gradient_shard(i).any() for i in range(len(transport.layouts)))
+            with pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
+                latest.backward()
+
+    run_ranks(1, work)
+
+
+def test_a_forward_needs_no_minibatch() -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        expected = module(INPUT)
+        assert torch.equal(model(INPUT), expected)
+        with model.minibatch():
+            work_once(model)
+        assert torch.equal(model(INPUT), expected)
+
+    run_ranks(2, work)
+
+
+@SIZES
+def test_an_exception_in_a_minibatch_meets_nobody(size: int) -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        before = list(transport.collectives())
+        with pytest.raises(ZeroDivisionError), model.minibatch():
+            work_once(model)
+            raise ZeroDivisionError
+        assert transport.collectives() == before
+        with pytest.raises(RuntimeError, match="inside a minibatch"):
+            model.publish()
+
+    run_ranks(size, work)
+
+
+def test_a_forward_that_failed_leaves_nothing_behind() -> None:
+    class Failing(Layer):
+        fail = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            if self.fail:
+                raise MemoryError
+            return y
+
+    module = nn.Sequential(*(Failing() for _ in range(4))).double()
+    plain = copy.deepcopy(module)
+    train_plain(plain, [[(INPUT,)]], make_optimizer=sgd, max_norm=None)
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport, units=[Failing])
+        optimizer = sgd(model.shard_parameters())
+        with model.minibatch():
+            model.module[2].fail = True
+            with pytest.raises(MemoryError):
+                work_once(model)
+            model.module[2].fail = False
+            assert all(unit.num_calls == 0 for unit in model.units)
+            work_once(model)
+        optimizer.step()
+        model.publish()
+        assert_same_state(model.state_dict(), plain.state_dict(), 1e-12)
+
+    run_ranks(1, work)
+
+
+# What ranks tell each other
+
+
+@SIZES
+def test_numbers_of_a_minibatch(size: int) -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> float:
+        model = shard(module, transport)
+        for factor in (1.0, 10.0):
+            with model.minibatch("loss", "tokens") as minibatch:
+                minibatch.values["tokens"] += 5
+                minibatch.values["loss"] += 0.1 * factor * (transport.rank + 1)
+                minibatch.values["tokens"] += transport.rank
+            model.publish()
+            np.testing.assert_array_equal(minibatch.per_rank("tokens"), 5.0 + np.arange(size))
+            np.testing.assert_array_equal(minibatch.per_rank("loss"), 0.1 * factor * np.arange(1, size + 1))
+            assert minibatch.total("tokens") == 5 * size + size * (size - 1) / 2
+            assert minibatch.finite
+        return minibatch.total("loss")
+
+    assert len(set(run_ranks(size, work))) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_known_to_all(size: int, value: float) -> None:
+    module = stack()
+    plain = copy.deepcopy(module)
+    train_plain(plain, [[(INPUT,)] * size], make_optimizer=adamw, max_norm=None)
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        optimizer = adamw(model.shard_parameters())
+        before = model.state_dict()
+        with model.minibatch() as minibatch:
+            loss = squares(model, (INPUT,))
+            (loss * value if transport.rank == size - 1 else loss).backward()
+        assert minibatch.finite is False
+        model.publish()  # without a step
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        with model.minibatch() as minibatch:
+            work_once(model)
+        assert minibatch.finite is True
+        optimizer.step()
+        model.publish()
+        assert_same_state(model.state_dict(), plain.state_dict(), 1e-9)
+
+    run_ranks(size, work)
+
+
+def test_publishing_without_a_step_forgets_the_gradients() -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> list[torch.Tensor]:
+        model = shard(module, transport)
+        found = []
+        for _ in range(2):
+            with model.minibatch():
+                work_once(model)
+            found.append(torch.cat([p.grad for p in model.shard_parameters()]).clone())
+            model.publish()
+        return found
+
+    for first, second in run_ranks(2, work):
+        assert first.any()
+        torch.testing.assert_close(first, second)
+
+
+# Initial values
+
+
+@SIZES
+def test_rank_0_s_values_count(size: int) -> None:
+    modules = [Transformer(2, tied=True) for _ in range(4)]
+    for i, module in enumerate(modules):
+        module.register_buffer("scale", torch.full((3,), float(i)))
+        module.register_buffer("table", torch.arange(6.0).view(2, 3).t() + i, persistent=False)
+        module.steps = nn.Parameter(torch.tensor([i, i]), requires_grad=False)
+    expected = copy.deepcopy(modules[0]).double()
+
+    def work(transport: RecordingTransport) -> None:
+        module = modules[transport.rank].double()
+        model = ShardedModel(module, transport)
+        assert_same_state(model.state_dict(), expected.state_dict(), 0.0)
+        assert torch.equal(module.table, expected.table) and torch.equal(module.steps, expected.steps)
+
+    run_ranks(size, work)
+
+
+class Drawn:
+    """Weights by name, of their own type; notes what is read."""
+
+    def __init__(self, module: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.values = {
+            name: torch.randn(p.shape, generator=generator, dtype=torch.float32)
+            for name, p in module.named_parameters()
+        }
+        self.reads: list[tuple[str, int, int]] = []
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        self.reads.append((name, start, stop))
+        return self.values[name].flatten()[start:stop]
+
+
+@SIZES
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_weights_from_elsewhere_are_read_slice_by_slice(size: int, device: str) -> None:
+    with torch.device(device):
+        modules = [Transformer(2, tied=True) for _ in range(size)]
+    numels = {name: p.numel() for name, p in modules[0].named_parameters()}
+
+    def work(transport: RecordingTransport) -> list[tuple[str, int, int]]:
+        module = modules[transport.rank]
+        drawn = Drawn(module)
+        model = ShardedModel(module, transport, weights=drawn)
+        assert transport.names("broadcast") == []
+        state = model.state_dict()
+        for name, value in drawn.values.items():
+            assert torch.equal(state[name], value.double())
+        assert torch.isfinite(model(torch.tensor([[1, 2, 3]]))).all()
+        return drawn.reads
+
+    reads = run_ranks(size, work)
+    names = [name for name, _, _ in reads[0]]
+    assert sorted(names) == sorted(numels)
+    assert all([name for name, _, _ in own] == names for own in reads)
+    for i, name in enumerate(names):
+        assert [k for own in reads for k in range(*own[i][1:])] == list(range(numels[name]))
+
+
+def test_parameters_without_values() -> None:
+    with torch.device("meta"):
+        module = Transformer(1)
+
+    def work(transport: RecordingTransport) -> None:
+        with pytest.raises(ValueError, match=r"embedding.weight is on the meta device: expected `weights`"):
+            ShardedModel(module, transport)
+        assert transport.layouts == ()
+
+    run_ranks(1, work)
+
+
+def test_nothing_to_train() -> None:
+    def work(transport: RecordingTransport) -> None:
+        for module in (stack().requires_grad_(False), nn.ReLU()):
+            with pytest.raises(ValueError, match=f"{type(module).__name__} has none to train"):
+                ShardedModel(module, transport, units=[])
+
+    run_ranks(1, work)
+
+
+def test_units_that_match_nothing() -> None:
+    def work(transport: RecordingTransport) -> None:
+        with pytest.raises(ValueError, match="no submodule is 'Blok'"):
+            ShardedModel(stack(), transport, units=["Blok"])
+
+    run_ranks(1, work)
+
+
+@pytest.mark.xfail(strict=True, reason="a complex parameter is neither sharded nor refused, and never trained")
+def test_a_parameter_that_would_not_be_trained() -> None:
+    module = nn.Linear(2, 2)
+    module.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+    def work(transport: RecordingTransport) -> None:
+        with pytest.raises(ValueError, match="turn"):
+            ShardedModel(module, transport)
+
+    run_ranks(1, work)
+
+
+# The state and the module itself
+
+
+def with_buffers(tied: bool) -> nn.Module:
+    module = Transformer(2, tied=tied)
+    module.register_buffer("steps", torch.tensor(7))
+    module.blocks[0].register_buffer("mask", torch.eye(3))
+    module.blocks[1].register_buffer("scratch", torch.eye(3), persistent=False)
+    module.blocks[1].flag = nn.Parameter(torch.tensor([True]), requires_grad=False)
+    module.blocks[0].scale = nn.Parameter(torch.tensor(0.5))
+    module.blocks[0].qkv.weight.requires_grad_(False)
+    return module
+
+
+@SIZES
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_state_is_the_plain_module_s(size: int, tied: bool) -> None:
+    module = with_buffers(tied).double()
+    expected = module.state_dict()
+    assert "blocks.1.scratch" not in expected and "blocks.1.flag" in expected
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport, units=[Block])
+        state = model.state_dict()
+        assert_same_state(state, expected, 0.0)
+        assert [value.dtype for value in state.values()] == [value.dtype for value in expected.values()]
+        assert not any(value.requires_grad for value in state.values())
+        copy.deepcopy(module).load_state_dict(state)
+        # A copy: changing it changes nothing.
+        for value in state.values():
+            value.zero_()
+        assert_same_state(model.state_dict(), expected, 0.0)
+
+    run_ranks(size, work)
+
+
+def test_one_rank_alone_may_ask_for_the_state() -> None:
+    module, asked = stack(), threading.Event()
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        if transport.rank == 1:
+            assert_same_state(model.state_dict(), module.state_dict(), 0.0)
+            asked.set()
+        assert asked.wait(10.0)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.xfail(strict=True, reason="state_dict() expects nothing but tensors")
+def test_a_state_of_a_part_that_is_not_a_tensor() -> None:
+    class Noted(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"note": [1, 2]}
+
+        def set_extra_state(self, state: Any) -> None:
+            assert state == {"note": [1, 2]}
+
+    module = Noted(2, 2).double()
+
+    def work(transport: RecordingTransport) -> None:
+        state = ShardedModel(module, transport, units=[]).state_dict()
+        assert state["_extra_state"] == {"note": [1, 2]}
+
+    run_ranks(1, work)
+
+
+def test_the_module_s_own_state_and_parameters_are_refused() -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        with pytest.raises(RuntimeError, match="parameters are sharded: expected state_dict"):
+            model.module.state_dict()
+        model.state_dict()
+        with pytest.raises(RuntimeError, match="parameters are sharded: expected state_dict"):
+            model.module.state_dict()
+        with pytest.raises(TypeError, match=r"give the optimizer model.shard_parameters\(\)"):
+            optim.SGD(model.parameters())
+
+    run_ranks(1, work)
+
+
+@pytest.mark.parametrize("param_dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_placeholders(param_dtype: torch.dtype) -> None:
+    module = with_buffers(tied=True)
+    originals = {name: (p.shape, p.requires_grad) for name, p in module.named_parameters() if p.is_floating_point()}
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport, units=[Block])
+        stand_ins = {name: p for name, p in model.module.named_parameters() if p.is_floating_point()}
+        stand_ins.pop("head.weight", None)  # tied, and each place has a placeholder of its own
+        assert {name: (p.shape, p.requires_grad) for name, p in stand_ins.items()} == originals
+        for p in stand_ins.values():
+            assert p.dtype == param_dtype and bool(p.isnan().all())
+            assert p.untyped_storage().nbytes() == param_dtype.itemsize
+        assert transport.names("fetch") == []
+        assert not model.module.embedding.weight.isnan().any()
+        assert transport.names("fetch") == ["(root)"]
+
+    run_ranks(1, work, param_dtype, torch.float64)
+
+
+@SIZES
+def test_names_and_shapes_of_slices(size: int) -> None:
+    module = with_buffers(tied=True).double()
+    expected = {name: tuple(p.shape) for name, p in module.named_parameters() if p.is_floating_point()}
+
+    def work(transport: RecordingTransport) -> dict[str, torch.Tensor]:
+        model = shard(module, transport, units=[Block])
+        assert model.parameter_shapes() == expected
+        named = model.named_shard_parameters()
+        assert [id(p) for _, p in named] == [id(p) for p in model.shard_parameters()]
+        assert [unit.name for unit in model.units] == ["", "blocks.0", "blocks.1"]
+        return {name: p.detach().clone() for name, p in named}
+
+    ranks = run_ranks(size, work)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    for own in ranks:
+        assert list(own) == list(ranks[0]) and set(own) == set(trained)
+    for name, p in trained.items():
+        assert torch.equal(torch.cat([own[name] for own in ranks]), p.detach().flatten())
+
+
+def test_train_and_eval_reach_the_module() -> None:
+    def work(transport: RecordingTransport) -> None:
+        model = shard(stack(), transport)
+        assert model.eval() is model and not model.module.layers[0].training
+        assert model.train() is model and model.module.layers[0].training
+
+    run_ranks(1, work)
+
+
+def test_hooks_of_modules_run() -> None:
+    seen: list[str] = []
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(stack(), transport)
+        layer = model.module.layers[1]
+        layer.register_forward_pre_hook(lambda module, args: seen.append("before"))
+        layer.register_forward_hook(lambda module, args, output: seen.append("after"))
+        layer.register_full_backward_hook(lambda module, inputs, outputs: seen.append("backward"))
+        with model.minibatch():
+            work_once(model)
+
+    run_ranks(1, work)
+    assert seen == ["before", "after", "backward"]
+
+
+# Buffers
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("largest", torch.tensor(0.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.largest = torch.maximum(self.largest, x.detach().abs().amax())
+        return torch.tanh(self.linear(self.norm(x)))
+
+
+@SIZES
+def test_buffers_are_the_rank_s_own(size: int) -> None:
+    """Each rank's are those of a plain module that has seen the rank's microbatches."""
+    module = nn.Sequential(Normed(), Normed())
+    minibatches = vectors(5, WIDTH, steps=4)
+    ranks = check_parity(module, minibatches, size, units=[Normed])
+    states: list[dict[str, torch.Tensor]] = []
+
+    class Following(nn.Module):
+        """The plain module, with the buffers of one rank for each microbatch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+            self.numbers: Iterator[int] = iter(
+                [in_turn(step, i, size) for step, minibatch in enumerate(minibatches) for i in range(len(minibatch))]
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rank = next(self.numbers)
+            for name, buffer in self.inner.named_buffers():
+                buffer.copy_(states[rank][name])
+            result = self.inner(x)
+            states[rank] = {name: buffer.clone() for name, buffer in self.inner.named_buffers()}
+            return result
+
+    module = nn.Sequential(*(copy.deepcopy(part) for part in module)).double()
+    states = [{name: buffer.clone() for name, buffer in module.named_buffers()} for _ in range(size)]
+    train_plain(Following(), minibatches)
+    for rank, expected in zip(ranks, states, strict=True):
+        found = dict(rank.model.module.named_buffers())
+        assert list(found) == list(expected)
+        for name, buffer in expected.items():
+            torch.testing.assert_close(found[name], buffer, msg=name)
+            assert name.endswith("largest") or torch.equal(rank.state[name], found[name])
+
+
+# Precision
+
+
+def keep_masters(
+    module: nn.Module, dtype: torch.dtype, minibatches: list[list[Any]], masters_dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, torch.Tensor], nn.Module]:
+    """Plain mixed precision: fp32 masters, forward and backward with copies in `dtype`, gradients summed in fp32."""
+    masters = {name: nn.Parameter(p.detach().clone().to(masters_dtype)) for name, p in module.named_parameters()}
+    working = copy.deepcopy(module).to(dtype)
+    optimizer = adamw(masters.values())
+
+    def publish() -> None:
+        for name, p in working.named_parameters():
+            p.data.copy_(masters[name].data)
+            p.grad = None
+
+    publish()
+    for minibatch in minibatches:
+        for master in masters.values():
+            master.grad = torch.zeros_like(master)
+        for batch in minibatch:
+            squares(working, batch).backward()
+            for name, p in working.named_parameters():
+                masters[name].grad += p.grad.to(masters_dtype)
+                p.grad = None
+        nn.utils.clip_grad_norm_(masters.values(), 0.5)
+        optimizer.step()
+        publish()
+    return {name: master.detach() for name, master in masters.items()}, working
+
+
+@SIZES
+@pytest.mark.parametrize("activation_checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_parameters_with_fp32_masters(size: int, dtype: torch.dtype, activation_checkpointing: bool) -> None:
+    module = Stack(3)
+    minibatches = vectors(4, WIDTH, steps=4, dtype=dtype)
+    masters, working = keep_masters(module, dtype, minibatches)
+    narrow, _ = keep_masters(module, dtype, minibatches, masters_dtype=dtype)
+
+    def work(transport: RecordingTransport) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        model = shard(module, transport, activation_checkpointing=activation_checkpointing)
+        optimizer = adamw(model.shard_parameters())
+        for step, minibatch in enumerate(minibatches):
+            with model.minibatch():
+                for i, batch in enumerate(minibatch):
+                    if in_turn(step, i, size) == transport.rank:
+                        squares(model, batch).backward()
+            model.clip_grad_norm_(0.5)
+            optimizer.step()
+            model.publish()
+        return {name: p.detach().clone() for name, p in model.named_shard_parameters()}, model.state_dict()
+
+    ranks = run_ranks(size, work, dtype, torch.float32)
+    unlike = 0.0
+    for name, master in masters.items():
+        found = torch.cat([own[name] for own, _ in ranks])
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, master.flatten(), rtol=1e-4, atol=1e-5)
+        difference = narrow[name].flatten().float() - found
+        unlike = max(unlike, float(difference.nan_to_num(nan=1.0).abs().max()))
+        for _, state in ranks:
+            assert state[name].dtype == dtype
+            torch.testing.assert_close(state[name], dict(working.named_parameters())[name].detach())
+    assert unlike > 1e-4, "the comparison cannot tell masters from none"
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "tolerance"),
+    [
+        (torch.float64, torch.float64, 1e-10),
+        (torch.float32, torch.float64, 2e-5),
+        (torch.float32, torch.float32, 2e-5),
+        (torch.float64, torch.float32, 1e-4),
+    ],
+)
+@SIZES
+def test_precisions(size: int, param_dtype: torch.dtype, reduce_dtype: torch.dtype, tolerance: float) -> None:
+    check_parity(
+        Stack(2),
+        vectors(4, WIDTH, dtype=param_dtype),
+        size,
+        units=[Layer],
+        make_optimizer=sgd,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        tolerance=tolerance,
+    )
+
+
+def test_sums_are_as_precise_as_reduce_dtype() -> None:
+    """A thousandth part of each of many microbatches counts beside one large gradient, in fp64 only."""
+    module = nn.Linear(1, 1, bias=False)
+
+    def work(transport: RecordingTransport) -> float:
+        model = shard(module, transport, units=[])
+        with model.minibatch():
+            for factor in [2.0**24, *[1.0] * 8, -(2.0**24)]:
+                model(torch.full((1, 1), factor, dtype=transport.param_dtype)).sum().backward()
+        return float(torch.cat([p.grad for p in model.shard_parameters()])[0])
+
+    assert run_ranks(1, work, torch.float32, torch.float64) == [8.0]
+    assert run_ranks(1, work, torch.float32, torch.float32) == [0.0]
+
+
+# The end
+
+
+@SIZES
+def test_closing_keeps_the_slices(size: int) -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        optimizer = adamw(model.shard_parameters())
+        with model.minibatch():
+            work_once(model)
+        optimizer.step()
+        model.publish()
+        slices = model.shard_parameters()
+        before = [p.detach().clone() for p in slices]
+        assert transport.rank or any(p.numel() for p in slices)
+        transport.publish_parameters()  # all have looked
+        model.close()
+        assert all(torch.equal(p.detach(), b) and p.grad is None for p, b in zip(slices, before, strict=True))
+        assert model.shard_parameters() == []
+        assert transport._group.parameters[transport.rank] == []
+        model.close()
+        assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in slices]
+
+    run_ranks(size, work)
+
+
+def test_waiting_is_measured() -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        with model.minibatch():
+            if transport.rank == 0:
+                work_once(model)
+            else:
+                threading.Event().wait(0.2)
+        if transport.rank == 0:
+            assert model.boundary_wait_s > 0.1 and model.fetch_wait_s > 0 and model.accumulate_wait_s > 0
+        else:
+            assert model.fetch_wait_s == 0 == model.accumulate_wait_s
+        model.publish()
+
+    run_ranks(2, work)

@@ -1,0 +1,246 @@
+"""How much of the parameters a rank holds, and how often it fetches them."""
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from parity import adamw, squares
+from ranks import RecordingTransport, run_ranks
+from torch import nn
+from zoo import WIDTH, Layer, Stack
+
+from odc_mpi.shard.model import ShardedModel
+
+NUM_LAYERS = 12
+INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
+ITEM_BYTES = 8
+LAYERS = [f"layers.{i}" for i in range(NUM_LAYERS)]
+
+
+class Train:
+    """Trains a stack of equal layers on a rank."""
+
+    def __init__(
+        self, transport: RecordingTransport, module: nn.Module, units: Any = (Layer,), **settings: Any
+    ) -> None:
+        self.transport = transport
+        self.model = ShardedModel(copy.deepcopy(module), transport, units=units, **settings)
+        self.optimizer = adamw(self.model.shard_parameters())
+
+    def steps(self, num_steps: int, num_microbatches: int = 2) -> None:
+        for _ in range(num_steps):
+            with self.model.minibatch():
+                for _ in range(num_microbatches):
+                    squares(self.model, (INPUT,)).backward()
+            self.optimizer.step()
+            self.model.publish()
+
+    def layout_bytes(self, name: str) -> int:
+        return ITEM_BYTES * sum(layout.numel for layout in self.transport.layouts if layout.name == name)
+
+    @property
+    def shard_bytes(self) -> int:
+        return ITEM_BYTES * sum(layout.shard_numel for layout in self.transport.layouts)
+
+    @property
+    def bound(self) -> int:
+        """Own shards, the root and two other units."""
+        return self.shard_bytes + self.layout_bytes("(root)") + 2 * self.layout_bytes("layers.0")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}], ids=["", "checkpointing"])
+def test_no_more_than_the_root_and_two_units(size: int, settings: dict[str, Any]) -> None:
+    module = Stack(NUM_LAYERS).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module, **settings)
+        assert train.model.peak_parameter_bytes == train.shard_bytes
+        train.steps(3)
+        assert train.bound < train.shard_bytes + NUM_LAYERS / 2 * train.layout_bytes("layers.0")
+        assert train.model.peak_parameter_bytes <= train.bound
+        train.model.state_dict()
+        with torch.no_grad():
+            train.model(INPUT)
+        train.steps(2, num_microbatches=1)
+        assert train.model.peak_parameter_bytes <= train.bound
+
+    run_ranks(size, work)
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_the_bound_holds_wherever_the_root_is_touched(where: str) -> None:
+    """Units before the root, or after it, and of another size than the root."""
+
+    class OneSided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
+            self.big = nn.Linear(WIDTH, 5 * WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.big(x)[:, :WIDTH] if where == "first" else x
+            for layer in self.layers:
+                x = layer(x)
+            return self.big(x) if where == "last" else x
+
+    module = OneSided().double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module)
+        train.steps(3)
+        assert train.model.peak_parameter_bytes <= train.bound
+
+    run_ranks(2, work)
+
+
+def test_losses_that_a_user_keeps_keep_no_parameters() -> None:
+    module = Stack(NUM_LAYERS).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module)
+        with train.model.minibatch():
+            losses = [squares(train.model, (INPUT,)) for _ in range(3)]  # graphs with all that they saved
+            assert train.model.peak_parameter_bytes <= train.bound
+            for loss in losses:
+                loss.backward()
+        assert train.model.peak_parameter_bytes <= train.bound
+
+    run_ranks(2, work)
+
+
+def test_buffers_are_used_again() -> None:
+    module = Stack(NUM_LAYERS).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module)
+        pool = transport.buffers
+        seen: set[int] = set()
+        fetch = transport.start_fetch
+
+        def noting(index: int, buffer: torch.Tensor) -> Any:
+            seen.add(buffer.untyped_storage().data_ptr())
+            return fetch(index, buffer)
+
+        transport.start_fetch = noting  # type: ignore[method-assign]
+        train.steps(3)
+        assert len(seen) == 3  # the root's and two others
+        assert not pool._lent and len(pool._idle) == 3
+
+    run_ranks(2, work)
+
+
+def test_gradients_on_their_way_take_two_buffers() -> None:
+    module = Stack(NUM_LAYERS).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module)
+        train.steps(2)
+        largest = max(train.layout_bytes("(root)"), train.layout_bytes("layers.0"))
+        assert train.model._pusher._buffers.peak_bytes <= 2 * largest
+
+    run_ranks(1, work)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fetches_of_a_forward_and_a_backward(size: int) -> None:
+    module = Stack(NUM_LAYERS).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module)
+        with train.model.minibatch():
+            transport.log.clear()
+            loss = squares(train.model, (INPUT,))
+            assert transport.names("fetch") == ["(root)", *LAYERS]
+            transport.log.clear()
+            loss.backward()
+            # The last two are still there; then each in reverse order, once.
+            assert transport.names("fetch") == LAYERS[-3::-1]
+            assert transport.names("push") == [*LAYERS[::-1], "(root)"]
+            transport.log.clear()
+            squares(train.model, (INPUT,)).backward()
+            # Those of the last backward's end are this forward's beginning. The root stayed.
+            assert transport.names("fetch") == [*LAYERS[2:], *LAYERS[-3::-1]]
+            assert sorted(transport.names("push")) == sorted([*LAYERS, "(root)"])
+
+    run_ranks(size, work)
+
+
+def test_fetches_with_activation_checkpointing() -> None:
+    module = Stack(NUM_LAYERS).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module, activation_checkpointing=True)
+        with train.model.minibatch():
+            transport.log.clear()
+            loss = squares(train.model, (INPUT,))
+            assert transport.names("fetch") == ["(root)", *LAYERS]
+            loss.backward()
+            # Recomputing a layer and going back through it is one use.
+            assert transport.names("fetch") == ["(root)", *LAYERS, *LAYERS[-3::-1]]
+            assert sorted(transport.names("push")) == sorted([*LAYERS, "(root)"])
+
+    run_ranks(1, work)
+
+
+def test_the_root_is_fetched_once_per_minibatch() -> None:
+    module = Stack(NUM_LAYERS).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module)
+        for num_microbatches in (1, 3, 0, 2):
+            transport.log.clear()
+            train.steps(1, num_microbatches)
+            assert transport.names("fetch").count("(root)") == min(1, num_microbatches)
+
+    run_ranks(2, work)
+
+
+def test_nothing_is_fetched_for_a_backward_that_needs_no_parameters() -> None:
+    """The gradient of the first layer's weight takes its input, not its weight."""
+    module = nn.Sequential(Layer(), Layer(), Layer(), Layer()).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module)
+        with train.model.minibatch():
+            transport.log.clear()
+            squares(train.model, (INPUT,)).backward()
+            assert transport.names("fetch") == ["0", "1", "2", "3", "1"]
+
+    run_ranks(1, work)
+
+
+def test_everything_is_released_at_the_end_of_a_minibatch() -> None:
+    module = Stack(NUM_LAYERS).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module)
+        with train.model.minibatch():
+            squares(train.model, (INPUT,)).backward()
+        assert not transport.buffers._lent
+        gc.collect()
+        transport.buffers.clear()
+        assert transport.buffers._held_bytes == 0
+
+    run_ranks(2, work)
+
+
+def test_recurrent_modules_keep_none_of_their_weights() -> None:
+    class Recurrent(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for rnn in self:
+                x = rnn(x)[0]
+            return x
+
+    module = Recurrent(*(nn.GRU(WIDTH, WIDTH) for _ in range(5))).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, module, units=[nn.GRU])
+        train.steps(2)
+        with torch.no_grad():
+            train.model(INPUT)
+        assert train.model.peak_parameter_bytes <= train.shard_bytes + 2 * train.layout_bytes("0")
+
+    run_ranks(2, work)

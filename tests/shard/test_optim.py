@@ -1,0 +1,267 @@
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from parity import vectors
+from ranks import RecordingTransport, run_ranks
+from torch import nn, optim
+from zoo import WIDTH, Layer, Stack
+
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.shard.optim import (
+    ELEMENTWISE,
+    build_optimizer,
+    clip_coefficient,
+    require_elementwise,
+    schedule_factor,
+    squared_norm,
+)
+
+
+class Lamb(optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        raise AssertionError("refused before")
+
+
+class Sign(optim.Optimizer):
+    elementwise = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= 0.01 * p.grad.sign()
+
+
+def one_parameter() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2, 2))]
+
+
+@pytest.mark.parametrize("kind", [*ELEMENTWISE, Sign], ids=lambda kind: kind.__name__)
+def test_elementwise_optimizers_pass(kind: type[optim.Optimizer]) -> None:
+    require_elementwise(kind(one_parameter()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (optim.LBFGS, "inner products"),
+        (optim.Adafactor, "rows and columns"),
+        (optim.Muon, "whole matrices"),
+        (Lamb, "norm of a whole parameter"),
+        (optim.SparseAdam, "not known to be element-wise"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_others_are_refused_with_a_reason(kind: type[optim.Optimizer], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__} cannot train sharded parameters.*{reason}"):
+        require_elementwise(kind(one_parameter()))
+
+
+def test_all_of_torch_s_elementwise_optimizers_give_the_same_on_slices() -> None:
+    """What `ELEMENTWISE` claims: a step on the parts of a parameter is a step on the whole."""
+    for kind in ELEMENTWISE:
+        whole = nn.Parameter(torch.randn(6, 5, dtype=torch.float64))
+        parts = [nn.Parameter(part.clone()) for part in whole.detach().flatten().split([7, 0, 20, 3])]
+        optimizers = [kind([whole], lr=0.1), kind(parts, lr=0.1)]
+        for _ in range(4):
+            whole.grad = torch.randn_like(whole)
+            for part, gradient in zip(parts, whole.grad.flatten().split([7, 0, 20, 3]), strict=True):
+                part.grad = gradient.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        torch.testing.assert_close(torch.cat([p.detach() for p in parts]), whole.detach().flatten(), msg=kind.__name__)
+
+
+def sharded(transport: RecordingTransport, module: nn.Module) -> ShardedModel:
+    return ShardedModel(copy.deepcopy(module).double(), transport, units=[Layer])
+
+
+def one_minibatch(model: ShardedModel) -> None:
+    with model.minibatch():
+        model(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
+
+
+@pytest.mark.parametrize("make", [optim.LBFGS, optim.Adafactor, Lamb], ids=lambda make: make.__name__)
+def test_a_step_on_slices_is_refused(make: Any) -> None:
+    module = Stack(1)
+
+    def work(transport: RecordingTransport) -> None:
+        model = sharded(transport, module)
+        optimizer = make(model.shard_parameters())
+        one_minibatch(model)
+        with pytest.raises(ValueError, match="cannot train sharded parameters"):
+            optimizer.step(lambda: torch.zeros(()))
+
+    run_ranks(2, work)
+
+
+def test_a_step_on_other_parameters_is_not_looked_at() -> None:
+    module = Stack(1)
+
+    def work(transport: RecordingTransport) -> None:
+        model = sharded(transport, module)
+        other = nn.Parameter(torch.ones(2, 2))
+        other.grad = torch.ones(2, 2)
+        optim.Adafactor([other]).step()
+        assert not torch.equal(other, torch.ones(2, 2))
+        mixed = optim.Adafactor([other])
+        mixed.add_param_group({"params": model.shard_parameters()[:1]})
+        with pytest.raises(ValueError, match="Adafactor"):
+            mixed.step()
+
+    run_ranks(2, work)
+
+
+def test_an_optimizer_that_calls_itself_elementwise_steps() -> None:
+    module = Stack(1)
+
+    def work(transport: RecordingTransport) -> None:
+        model = sharded(transport, module)
+        before = torch.cat([p.detach().clone() for p in model.shard_parameters()])
+        optimizer = Sign(model.shard_parameters())
+        one_minibatch(model)
+        optimizer.step()
+        assert not torch.equal(torch.cat(list(model.shard_parameters())), before)
+
+    run_ranks(2, work)
+
+
+def test_a_closed_model_looks_at_no_optimizer() -> None:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    module, before = Stack(1), len(hooks)
+
+    def work(transport: RecordingTransport) -> None:
+        model = sharded(transport, module)
+        assert len(hooks) == before + 1
+        slices = model.shard_parameters()
+        model.close()
+        assert len(hooks) == before
+        for p in slices:
+            p.grad = torch.ones_like(p)
+        optim.Adafactor(slices).step()
+
+    run_ranks(1, work)
+
+
+# Clipping
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e6])
+def test_clipping_is_that_of_torch(size: int, max_norm: float) -> None:
+    module = Stack(2).double()
+    minibatches = vectors(3, WIDTH, steps=1, microbatches=1)
+    plain = copy.deepcopy(module)
+    (100 * plain(*minibatches[0][0]).pow(2)).sum().backward()
+    norm = float(nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
+    expected = {name: p.grad.flatten() for name, p in plain.named_parameters()}
+
+    def work(transport: RecordingTransport) -> tuple[float, dict[str, torch.Tensor]]:
+        model = sharded(transport, module)
+        with model.minibatch():
+            if transport.rank == size - 1:
+                (100 * model(*minibatches[0][0]).pow(2)).sum().backward()
+        returned = model.clip_grad_norm_(max_norm)
+        return returned, {name: p.grad.clone() for name, p in model.named_shard_parameters()}
+
+    ranks = run_ranks(size, work)
+    assert len({returned for returned, _ in ranks}) == 1
+    assert ranks[0][0] == pytest.approx(norm, rel=1e-12)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(torch.cat([gradients[name] for _, gradients in ranks]), gradient)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
+def test_gradients_that_clipping_leaves_alone(size: int, value: float) -> None:
+    module = Stack(1)
+
+    def work(transport: RecordingTransport) -> tuple[float, list[torch.Tensor], list[torch.Tensor]]:
+        model = sharded(transport, module)
+        with model.minibatch() as minibatch:
+            model(torch.ones(1, WIDTH, dtype=torch.float64)).sum().mul(value).backward()
+        before = [p.grad.clone() for p in model.shard_parameters()]
+        norm = model.clip_grad_norm_(0.1)
+        assert minibatch.finite is math.isfinite(value)
+        return norm, before, [p.grad for p in model.shard_parameters()]
+
+    ranks = run_ranks(size, work)
+    for norm, before, after in ranks:
+        assert norm == 0.0 if value == 0.0 else not math.isfinite(norm)
+        for b, a in zip(before, after, strict=True):
+            assert torch.equal(b.nan_to_num(7.0, 8.0, 9.0), a.nan_to_num(7.0, 8.0, 9.0))
+    assert str(ranks[0][0]) == str(ranks[-1][0])
+
+
+def test_the_norm_is_added_up_in_fp64() -> None:
+    gradients = [torch.full((10_000,), 1e-3), torch.zeros(0), torch.full((3,), 1e20), torch.tensor([-1e20])]
+    assert squared_norm(gradients) == pytest.approx(4e40, rel=1e-6)  # fp32 ends at 3.4e38
+    assert squared_norm([torch.full((100_000,), 0.1, dtype=torch.float32)]) == pytest.approx(1000.0, rel=1e-7)
+    assert squared_norm([]) == 0.0 == squared_norm([torch.zeros(0)])
+
+
+@pytest.mark.parametrize(
+    ("norm", "max_norm", "expected"),
+    [(0.0, 1.0, 1.0), (0.5, 1.0, 1.0), (2.0, 1.0, 1.0 / (2.0 + 1e-6)), (math.inf, 1.0, 1.0), (math.nan, 1.0, 1.0)],
+)
+def test_clip_coefficient(norm: float, max_norm: float, expected: float) -> None:
+    assert clip_coefficient(norm, max_norm) == expected
+
+
+# Settings
+
+
+def test_weight_decay_goes_by_the_whole_shape() -> None:
+    shapes = {"matrix": (3, 4), "bias": (4,), "scalar": (), "kernel": (2, 2, 3, 3)}
+    named = [(name, nn.Parameter(torch.ones(5))) for name in shapes]  # slices, all of one dimension
+    names = {id(p): name for name, p in named}
+    optimizer = build_optimizer("adamw", named, shapes, weight_decay=0.3, lr=0.1, betas=(0.8, 0.9), eps=1e-6)
+    assert isinstance(optimizer, optim.AdamW)
+    groups = [([names[id(p)] for p in group["params"]], group["weight_decay"]) for group in optimizer.param_groups]
+    assert groups == [(["matrix", "kernel"], 0.3), (["bias", "scalar"], 0.0)]
+    assert all(
+        (group["lr"], group["betas"], group["eps"]) == (0.1, (0.8, 0.9), 1e-6) for group in optimizer.param_groups
+    )
+
+
+def test_sgd_and_groups_without_parameters() -> None:
+    named = iter([("matrix", nn.Parameter(torch.ones(5)))])
+    optimizer = build_optimizer("sgd", named, {"matrix": (5, 1)}, weight_decay=0.3, lr=0.1, momentum=0.5)
+    assert isinstance(optimizer, optim.SGD) and len(optimizer.param_groups) == 1
+    assert optimizer.param_groups[0]["momentum"] == 0.5 and optimizer.param_groups[0]["weight_decay"] == 0.3
+    with pytest.raises(KeyError):
+        build_optimizer("muon", [], {}, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize(("warmup_steps", "steps"), [(0, 10), (4, 10), (9, 10), (10, 10), (0, 1)])
+def test_schedules(kind: str, warmup_steps: int, steps: int) -> None:
+    factors = [schedule_factor(kind, step, warmup_steps, steps) for step in range(steps + 1)]
+    assert all(0.0 <= factor <= 1.0 for factor in factors)
+    rising = factors[:warmup_steps]
+    assert rising == pytest.approx([(i + 1) / (warmup_steps + 1) for i in range(warmup_steps)])
+    rest = factors[warmup_steps:]
+    assert rest[0] == 1.0
+    assert rest == sorted(rest, reverse=True)
+    if kind == "constant":
+        assert set(rest) == {1.0}
+    elif steps > warmup_steps:
+        assert rest[-1] == pytest.approx(0.0, abs=1e-12)
+        assert schedule_factor(kind, steps + 5, warmup_steps, steps) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_schedules_halfway() -> None:
+    assert schedule_factor("linear", 6, 2, 10) == 0.5
+    assert schedule_factor("linear", 4, 2, 10) == 0.75
+    assert schedule_factor("cosine", 6, 2, 10) == pytest.approx(0.5)
+    assert schedule_factor("cosine", 4, 2, 10) == pytest.approx(0.5 * (1 + math.sqrt(0.5)))

@@ -1,0 +1,149 @@
+import pytest
+import torch
+from torch import nn
+from zoo import Block, Layer, Stack, Transformer
+
+from odc_mpi.shard.partition import UnitChoice, partition, whole_on_every_rank
+
+
+def names(module: nn.Module, units: list[UnitChoice] | None = None) -> dict[str, list[str]]:
+    """The parameters of every unit, by dotted name."""
+    return {unit.name: list(unit.parameters) for unit in partition(module, units)[0]}
+
+
+class Pair(nn.Module):
+    def __init__(self, a: nn.Module, b: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b = a, b
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+def test_the_default_is_no_split_modules_and_the_root_has_the_rest() -> None:
+    module = Transformer(2)
+    units = names(module)
+    assert list(units) == ["", "blocks.0", "blocks.1"]
+    assert units[""] == ["embedding.weight", "norm.weight", "norm.bias", "head.weight"]
+    assert units["blocks.1"] == [f"blocks.1.{name}" for name, _ in module.blocks[1].named_parameters()]
+
+
+def test_classes_names_and_instances_choose_alike() -> None:
+    module = Transformer(2)
+    expected = names(module)
+    assert names(module, [Block]) == expected
+    assert names(module, ["Block"]) == expected
+    assert names(module, [module.blocks[1], module.blocks[0]]) == expected
+    assert names(module, ["Block", Block, module.blocks[0]]) == expected
+
+
+def test_an_instance_chooses_itself_only() -> None:
+    module = Transformer(2)
+    units = names(module, [module.blocks[1]])
+    assert list(units) == ["", "blocks.1"]
+    assert "blocks.0.qkv.weight" in units[""]
+
+
+def test_a_class_chooses_its_subclasses_and_a_name_does_not() -> None:
+    class Special(Layer):
+        pass
+
+    module = Pair(Special(), Layer())
+    assert list(names(module, [Layer])) == ["a", "b"]
+    assert list(names(module, ["Layer"])) == ["", "b"]
+
+
+def test_without_units_all_is_the_root() -> None:
+    assert list(names(Stack(2))) == [""]
+    assert list(names(Transformer(2), [])) == [""]
+
+
+def test_a_nested_unit_takes_its_parameters_from_the_one_around_it() -> None:
+    units = names(Transformer(1), [Block, nn.Linear])
+    assert units["blocks.0"] == [
+        f"blocks.0.{norm}.{kind}" for norm in ("norm1", "norm2") for kind in ("weight", "bias")
+    ]
+    assert units["blocks.0.mlp.0"] == ["blocks.0.mlp.0.weight", "blocks.0.mlp.0.bias"]
+    assert list(units) == ["", "blocks.0", *(f"blocks.0.{n}" for n in ("qkv", "out", "mlp.0", "mlp.2")), "head"]
+
+
+def test_units_come_in_the_module_s_order() -> None:
+    module = Stack(3)
+    assert list(names(module, [module.last, module.layers[2], module.layers[0]])) == [
+        "",
+        "layers.0",
+        "layers.2",
+        "last",
+    ]
+
+
+def test_a_unit_without_parameters_is_none() -> None:
+    assert list(names(Transformer(1), [nn.GELU, Block])) == ["", "blocks.0"]
+
+
+def test_every_parameter_is_in_one_unit() -> None:
+    module = Transformer(3, tied=True)
+    for units in (None, [], [Block, nn.Linear], [nn.LayerNorm], [nn.Embedding, nn.Linear]):
+        held = [name for parameters in names(module, units).values() for name in parameters]
+        assert sorted(held) == sorted(name for name, _ in module.named_parameters())
+
+
+@pytest.mark.parametrize("choice", ["Blok", nn.Conv2d, nn.Linear(1, 1), Transformer], ids=str)
+def test_a_choice_that_matches_nothing(choice: UnitChoice) -> None:
+    with pytest.raises(ValueError, match="units: expected classes or submodules of Transformer"):
+        partition(Transformer(1), [choice])
+
+
+@pytest.mark.parametrize("choice", [nn.ModuleList, "ModuleList"])
+def test_a_module_that_is_never_called(choice: UnitChoice) -> None:
+    with pytest.raises(ValueError, match="blocks is a ModuleList, which is never called itself"):
+        partition(Transformer(1), [choice])
+
+
+def test_tied_within_a_unit_stays_there() -> None:
+    module = Pair(Pair(nn.Linear(3, 3), nn.Linear(3, 3)), Layer(3))
+    module.a.b.weight = module.a.a.weight
+    units, places = partition(module, [module.a])
+    assert {unit.name: list(unit.parameters) for unit in units} == {
+        "": ["b.linear.weight", "b.linear.bias"],
+        "a": ["a.a.weight", "a.a.bias", "a.b.bias"],
+    }
+    assert [(place.name, place.full_name) for place in places if place.key == "weight"][:2] == [
+        ("a.a.weight", "a.a.weight"),
+        ("a.a.weight", "a.b.weight"),
+    ]
+
+
+def test_tied_across_units_goes_to_the_root() -> None:
+    module = Pair(Layer(3), Layer(3))
+    module.b.linear.weight = module.a.linear.weight
+    assert names(module, [Layer]) == {"": ["a.linear.weight"], "a": ["a.linear.bias"], "b": ["b.linear.bias"]}
+
+
+def test_tied_with_the_root_goes_to_the_root() -> None:
+    module = Transformer(1, tied=True)
+    assert names(module, [nn.Embedding, nn.Linear])[""][0] == "embedding.weight"
+
+
+def test_a_shared_module_is_one_unit_under_its_first_name() -> None:
+    layer = Layer(3)
+    units, _ = partition(Pair(layer, layer), [Layer])
+    assert [(unit.name, list(unit.parameters)) for unit in units] == [("a", ["a.linear.weight", "a.linear.bias"])]
+
+
+def test_what_is_not_floating_point_is_left_alone() -> None:
+    module = Layer(3)
+    module.steps = nn.Parameter(torch.tensor(3), requires_grad=False)
+    module.register_buffer("scale", torch.ones(2))
+    module.register_buffer("scratch", torch.ones(2), persistent=False)
+    module.register_parameter("absent", None)
+    assert names(module) == {"": ["linear.weight", "linear.bias"]}
+    assert sorted(name for name, _ in whole_on_every_rank(module)) == ["scale", "scratch", "steps"]
+
+
+def test_trainable_and_frozen_are_described_apart() -> None:
+    module = Layer(3)
+    module.linear.bias.requires_grad_(False)
+    (unit,), _ = partition(module, None)
+    assert [(s.name, s.shape, s.requires_grad) for s in unit.specs(True)] == [("linear.weight", (3, 3), True)]
+    assert [(s.name, s.shape, s.requires_grad) for s in unit.specs(False)] == [("linear.bias", (3,), False)]

@@ -1,0 +1,186 @@
+import pytest
+import torch
+from ranks import RecordingTransport, run_ranks
+from torch import nn
+
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.shard.partition import UnitParameters
+from odc_mpi.shard.slices import ModuleWeights, OwnSlices
+
+SHAPES = {"a": (5, 7), "b": (), "c": (0, 2), "d": (70,)}
+FROZEN = {"f": (3, 4)}
+ALL = SHAPES | FROZEN
+SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
+
+
+class Table:
+    """Weights by name; notes what is read."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.values = {name: torch.randn(shape, generator=generator) for name, shape in ALL.items()}
+        self.reads: list[tuple[str, int, int]] = []
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        self.reads.append((name, start, stop))
+        return self.values[name].flatten()[start:stop]
+
+
+def make_slices(transport: RecordingTransport) -> tuple[OwnSlices, list[FlatLayout]]:
+    layouts = [
+        FlatLayout.build("t", [ParameterSpec(name, shape, True) for name, shape in SHAPES.items()], transport.size),
+        FlatLayout.build("f", [ParameterSpec(name, shape, False) for name, shape in FROZEN.items()], transport.size),
+    ]
+    transport.allocate(layouts)
+    return OwnSlices(transport, layouts), layouts
+
+
+def whole(transport: RecordingTransport, layouts: list[FlatLayout]) -> dict[str, torch.Tensor]:
+    """All parameters as others see them."""
+    found = {}
+    for i, layout in enumerate(layouts):
+        flat = transport.fetch(i).wait()
+        found |= {slot.spec.name: flat[slot.start : slot.stop].view(slot.spec.shape) for slot in layout.slots}
+    return found
+
+
+@SIZES
+def test_weights_are_read_once_and_shown_to_all(size: int) -> None:
+    def work(transport: RecordingTransport) -> list[tuple[str, int, int]]:
+        slices, layouts = make_slices(transport)
+        table = Table()
+        slices.load(table)
+        slices.write()
+        transport.publish_parameters()
+        for name, value in whole(transport, layouts).items():
+            assert torch.equal(value, table.values[name].double())
+        return table.reads
+
+    reads = run_ranks(size, work)
+    for own in reads:
+        assert [name for name, _, _ in own] == list(ALL)
+    for i, name in enumerate(ALL):
+        elements = [k for own in reads for k in range(*own[i][1:])]
+        assert elements == list(range(Table().values[name].numel()))
+
+
+@SIZES
+def test_all_ranks_have_the_same_list_of_slices(size: int) -> None:
+    def work(transport: RecordingTransport) -> list[tuple[str, int]]:
+        slices, _ = make_slices(transport)
+        assert all(own.parameter.shape == (own.piece.numel,) == own.gradient.shape for own in slices.trainable)
+        return [(own.piece.spec.name, own.piece.numel) for own in slices.trainable]
+
+    ranks = run_ranks(size, work)
+    assert all([name for name, _ in own] == list(SHAPES) for own in ranks)
+    assert [sum(own[i][1] for own in ranks) for i in range(4)] == [35, 1, 0, 70]
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "master"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_the_optimizer_sees_fp32_at_least(param_dtype: torch.dtype, master: torch.dtype) -> None:
+    def work(transport: RecordingTransport) -> None:
+        slices, layouts = make_slices(transport)
+        table = Table()
+        slices.load(table)
+        assert {own.parameter.dtype for own in slices.trainable} == {master}
+        slices.write()
+        transport.publish_parameters()
+        for name, value in whole(transport, layouts).items():
+            assert value.dtype == param_dtype and torch.equal(value, table.values[name].to(param_dtype))
+        for own in slices.trainable:
+            # The master keeps what the window has no bits for.
+            expected = table.values[own.piece.spec.name].flatten()[own.piece.start : own.piece.stop].to(master)
+            assert torch.equal(own.parameter.detach(), expected)
+            shared = (
+                own.parameter.untyped_storage().data_ptr() == transport.parameter_shard(0).untyped_storage().data_ptr()
+            )
+            assert shared is (param_dtype == master)
+
+    run_ranks(2, work, param_dtype, torch.float32)
+
+
+def test_small_steps_add_up_in_the_master() -> None:
+    def work(transport: RecordingTransport) -> None:
+        slices, layouts = make_slices(transport)
+        for own in slices.trainable:
+            own.parameter.data.fill_(1.0)
+        for _ in range(100):
+            for own in slices.trainable:
+                own.parameter.data.add_(1e-4)  # bf16 has steps of 2**-7 after 1
+            slices.write()
+        transport.publish_parameters()
+        assert float(whole(transport, layouts)["b"]) == float(torch.tensor(1.01).bfloat16())
+
+    run_ranks(2, work, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "casts"),
+    [
+        (torch.float32, torch.float32, False),
+        (torch.bfloat16, torch.float32, False),
+        (torch.float64, torch.float64, False),
+        (torch.float32, torch.float64, True),
+        (torch.float64, torch.float32, True),
+    ],
+)
+def test_grad_shows_what_has_arrived_and_writing_clears_it(
+    param_dtype: torch.dtype, reduce_dtype: torch.dtype, casts: bool
+) -> None:
+    def work(transport: RecordingTransport) -> None:
+        slices, layouts = make_slices(transport)
+        gradient = torch.arange(float(layouts[0].numel), dtype=reduce_dtype)
+        assert all(own.parameter.grad is None for own in slices.trainable)
+        if transport.rank == 0:
+            transport.accumulate(0, gradient)
+        transport.publish_parameters()
+        slices.attach_gradients()
+        for own, slot in zip(slices.trainable, layouts[0].slots, strict=True):
+            assert own.parameter.grad.dtype == own.parameter.dtype
+            expected = gradient[slot.start + own.piece.start : slot.start + own.piece.stop]
+            assert torch.equal(own.parameter.grad, expected.to(own.parameter.dtype))
+            shared = own.parameter.grad.untyped_storage().data_ptr() == own.gradient.untyped_storage().data_ptr()
+            assert shared is not casts
+        slices.write()
+        assert not transport.gradient_shard(0).any()
+
+    run_ranks(3, work, param_dtype, reduce_dtype)
+
+
+def test_detached_slices_keep_their_values_and_let_the_windows_go() -> None:
+    def work(transport: RecordingTransport) -> None:
+        slices, _ = make_slices(transport)
+        slices.load(Table())
+        parameters = [own.parameter for own in slices.trainable]
+        slices.attach_gradients()
+        before = [p.detach().clone() for p in parameters]
+        slices.detach()
+        transport.parameter_shard(0).fill_(float("nan"))
+        assert all(torch.equal(p.detach(), b) for p, b in zip(parameters, before, strict=True))
+        assert all(p.grad is None for p in parameters)
+        assert slices.trainable == []
+
+    run_ranks(2, work)
+
+
+@SIZES
+def test_module_weights_are_rank_0_s(size: int) -> None:
+    def work(transport: RecordingTransport) -> None:
+        transport.allocate([])
+        parameter = nn.Parameter(torch.full((3, 4), float(transport.rank)) + torch.arange(4.0))
+        transposed = nn.Parameter(torch.full((2, 3), float(transport.rank)).t())
+        unit = UnitParameters("u", nn.Linear(1, 1), {"p": parameter, "t": transposed})
+        weights = ModuleWeights([unit], transport)
+        start, stop = 2 + transport.rank, 7 + transport.rank  # each rank its own part
+        assert torch.equal(weights.read("p", start, stop), torch.arange(4.0).repeat(3)[start:stop])
+        assert torch.equal(weights.read("t", 0, 0), torch.empty(0))
+
+    run_ranks(size, work)

@@ -1,0 +1,233 @@
+import gc
+import weakref
+from collections.abc import Sequence
+
+import pytest
+import torch
+from ranks import RecordingTransport, run_ranks
+from torch import nn
+
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.shard.unit import MAX_READY_UNITS, OnDemandParameters, ReadyUnits, Unit, UnitState, placeholder
+
+
+def specs(name: str, *shapes: tuple[int, ...], trainable: bool = True) -> list[ParameterSpec]:
+    return [ParameterSpec(f"{name}.{i}", shape, trainable) for i, shape in enumerate(shapes)]
+
+
+def host(transport: RecordingTransport, parts: Sequence[tuple[str, Sequence[list[ParameterSpec]]]]) -> list[Unit]:
+    """Units of the given arrays; every element of every array has a value of its own, and padding is -1."""
+    units: list[Unit] = []
+    layouts: list[FlatLayout] = []
+    for name, arrays in parts:
+        own = [FlatLayout.build(name or "(root)", array, transport.size) for array in arrays]
+        units.append(Unit(name, own, range(len(layouts), len(layouts) + len(own))))
+        layouts += own
+    transport.allocate(layouts)
+    for i, layout in enumerate(layouts):
+        transport.parameter_shard(i).fill_(-1)
+        for piece in layout.slices(transport.rank):
+            values = torch.arange(piece.start, piece.stop) + value_of(piece.spec.name)
+            transport.parameter_shard(i)[piece.offset : piece.offset + piece.numel] = values
+    transport.publish_parameters()
+    return units
+
+
+def value_of(name: str) -> int:
+    return sum(map(ord, name)) * 1000
+
+
+def simple(transport: RecordingTransport, count: int) -> tuple[list[Unit], ReadyUnits]:
+    """A root and some units of one array."""
+    names = ["", *(f"u{i}" for i in range(count))]
+    return host(transport, [(name, [specs(name, (3, 5), (7,))]) for name in names]), ReadyUnits(transport)
+
+
+def states(units: Sequence[Unit]) -> str:
+    return "".join(unit.state.value[0] for unit in units)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_ready_unit_has_every_parameter_whole(size: int) -> None:
+    shapes = [(), (0, 3), (5, 7), (33,), (2, 3, 4)]
+
+    def work(transport: RecordingTransport) -> None:
+        (unit,) = host(transport, [("u", [specs("t", *shapes), specs("f", (3,), (40,), trainable=False)])])
+        ReadyUnits(transport).require(unit)
+        assert list(unit.slots) == ["t.0", "t.1", "t.2", "t.3", "t.4", "f.0", "f.1"]
+        for name, (_, slot) in unit.slots.items():
+            parameter = unit.parameter(name)
+            expected = (torch.arange(slot.spec.numel) + value_of(name)).double().view(slot.spec.shape)
+            assert torch.equal(parameter, expected)
+            assert parameter.is_contiguous() and not parameter.requires_grad and parameter.grad_fn is None
+
+    run_ranks(size, work)
+
+
+def test_a_unit_s_states() -> None:
+    def work(transport: RecordingTransport) -> None:
+        (unit,), _ = simple(transport, 0)
+        assert unit.is_root and unit.state is UnitState.SHARDED and unit.storage_pointers() == []
+        unit.start_fetch(transport)
+        assert unit.state is UnitState.FETCHING
+        with pytest.raises(AssertionError):
+            unit.start_fetch(transport)
+        with pytest.raises(AssertionError):
+            unit.release(transport)
+        unit.wait()
+        assert unit.state is UnitState.READY and len(unit.storage_pointers()) == 1
+        with pytest.raises(AssertionError):
+            unit.wait()
+        unit.release(transport)
+        assert unit.state is UnitState.SHARDED and unit.storage_pointers() == []
+
+    run_ranks(2, work)
+
+
+def test_the_longest_unused_unit_goes_and_the_root_stays() -> None:
+    assert MAX_READY_UNITS == 2
+
+    def work(transport: RecordingTransport) -> None:
+        units, ready = simple(transport, 4)
+        for unit in units[:3]:
+            ready.require(unit)
+        assert states(units) == "rrrss"
+        ready.require(units[1])  # used again: now units[2] is the longest unused
+        ready.require(units[3])
+        assert states(units) == "rrsrs"
+        ready.require(units[4])
+        assert states(units) == "rssrr"
+        ready.require(units[4])
+        ready.require(units[3])
+        ready.require(units[2])
+        assert states(units) == "rsrrs"
+        assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3", "u1"]
+
+    run_ranks(1, work)
+
+
+def test_a_unit_in_use_stays() -> None:
+    def work(transport: RecordingTransport) -> None:
+        units, ready = simple(transport, 5)
+        with units[1].in_use(), units[2].in_use(), units[2].in_use():
+            for unit in units[1:]:
+                ready.require(unit)
+            assert states(units) == "srrsrr"
+        ready.require(units[3])
+        assert states(units) == "sssrsr"
+        with pytest.raises(ZeroDivisionError), units[3].in_use():
+            raise ZeroDivisionError
+        assert units[3].num_calls == 0
+
+    run_ranks(1, work)
+
+
+def test_find_tells_the_unit_a_tensor_looks_into() -> None:
+    def work(transport: RecordingTransport) -> None:
+        arrays = [specs("t", (3, 5)), specs("f", (4,), trainable=False)]
+        (unit,) = host(transport, [("u", arrays)])
+        ready = ReadyUnits(transport)
+        ready.require(unit)
+        parameter = unit.parameter("t.0")
+        for tensor in (parameter, parameter.t(), parameter[1:, 2], parameter.view(torch.int64)):
+            assert ready.find(tensor) == (unit, 0)
+        assert ready.find(unit.parameter("f.0")) == (unit, 1)
+        assert ready.find(parameter.clone()) is None
+        assert ready.find(torch.empty(0)) is None
+        assert ready.find(torch.eye(2).to_sparse()) is None
+        # What `look` could not show again.
+        assert ready.find(torch.view_as_complex(unit.parameter("f.0").view(2, 2)).conj()) is None
+        ready.release_all()
+        assert ready.find(parameter) is None
+
+    run_ranks(1, work)
+
+
+def test_look_repeats_offset_shape_and_stride() -> None:
+    def work(transport: RecordingTransport) -> None:
+        (unit,), ready = simple(transport, 0)
+        ready.require(unit)
+        view = unit.parameter(".0").t()[1:4, ::2]
+        again = unit.look(0, view.dtype, int(view.storage_offset()), view.shape, view.stride())
+        assert torch.equal(again, view) and again.data_ptr() == view.data_ptr()
+
+    run_ranks(1, work)
+
+
+def test_expire_releases_all_and_counts() -> None:
+    def work(transport: RecordingTransport) -> None:
+        units, ready = simple(transport, 2)
+        for unit in units:
+            ready.require(unit)
+        ready.release_all()
+        assert (states(units), ready.generation) == ("sss", 0)
+        ready.require(units[0])
+        ready.expire()
+        assert (states(units), ready.generation) == ("sss", 1)
+        transport.parameter_shard(0).fill_(5)
+        ready.require(units[0])
+        assert bool((units[0].parameter(".1") == 5).all())
+
+    run_ranks(1, work)
+
+
+def test_a_late_reader_of_a_released_unit_sees_what_it_saw() -> None:
+    def work(transport: RecordingTransport) -> None:
+        units, ready = simple(transport, 6)
+        ready.require(units[1])
+        late = units[1].parameter("u0.0")
+        before = late.clone()
+        for unit in units[2:]:
+            ready.require(unit)
+        assert units[1].state is UnitState.SHARDED
+        assert torch.equal(late, before)
+
+    run_ranks(1, work)
+
+
+def test_on_demand_parameters_are_found_by_key_only() -> None:
+    asked: list[str] = []
+
+    def find(name: str) -> torch.Tensor:
+        asked.append(name)
+        return torch.full((2,), 7.0)
+
+    module = nn.Linear(2, 2)
+    module.register_parameter("absent", None)
+    module.own = nn.Parameter(torch.ones(1))
+    items = dict(module._parameters) | {"weight": placeholder(module.weight, torch.float32)}
+    module.__dict__["_parameters"] = OnDemandParameters(items, find, {"weight": "a.b.weight"})
+    assert torch.equal(module.weight, torch.full((2,), 7.0)) and asked == ["a.b.weight"]
+    assert torch.equal(module._parameters["weight"], torch.full((2,), 7.0))
+    asked.clear()
+    assert module.absent is None and torch.equal(module.own, torch.ones(1))
+    assert [name for name, _ in module.named_parameters()] == ["weight", "bias", "own"]
+    assert bool(dict(module.named_parameters())["weight"].isnan().all())
+    assert asked == []
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (4,), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_placeholder(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> None:
+    for device in ("cpu", "meta"):
+        original = nn.Parameter(torch.ones(shape, device=device), requires_grad=requires_grad)
+        stand_in = placeholder(original, dtype)
+        assert isinstance(stand_in, nn.Parameter) and stand_in.requires_grad is requires_grad
+        assert (stand_in.shape, stand_in.dtype, stand_in.device.type) == (shape, dtype, "cpu")
+        assert bool(stand_in.isnan().all())
+        assert stand_in.untyped_storage().nbytes() == dtype.itemsize
+
+
+def test_a_released_unit_holds_no_memory() -> None:
+    def work(transport: RecordingTransport) -> None:
+        (unit,), ready = simple(transport, 0)
+        ready.require(unit)
+        array = weakref.ref(unit._arrays[0])
+        ready.release_all()
+        gc.collect()
+        assert array() is None
+        transport.buffers.clear()
+        assert transport.buffers._held_bytes == 0
+
+    run_ranks(1, work)
