@@ -12,7 +12,9 @@ Note: saved parameters
 
 Note: recomputation
     Activation checkpointing runs a unit's forward again inside the backward, under hooks of its own that must see every
-    saved tensor. So `SavedTensors` steps in at the outermost call only, and never inside a backward.
+    saved tensor. So `SavedTensors` steps in at the outermost call only, and never inside a backward. As under any
+    hooks, what a user's own `checkpoint(f, x, x)` gives to `f` again are two tensors; an `f` that asks whether they are
+    one (nn.MultiheadAttention does) then fails with a CheckpointError.
 """
 
 from collections.abc import Callable, Iterator, Sequence

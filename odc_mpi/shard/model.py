@@ -9,6 +9,7 @@
 Nothing else here communicates, but for `ShardedModel()`, which is collective, and `state_dict`, which is one-sided.
 """
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -87,7 +88,8 @@ class ShardedModel:
         activation_checkpointing: Keep only the inputs of each unit for the backward, and run its forward again there.
 
     Raises:
-        ValueError: Nothing to train, a choice of units that matches nothing, parameters without values.
+        ValueError: Nothing to train, a choice of units that matches nothing, parameters without values or complex, an
+            embedding with `max_norm`.
 
     Attributes:
         module: The module; calling it is calling the model. Its `parameters()` are placeholders.
@@ -119,7 +121,7 @@ class ShardedModel:
         calls, saved = UnitCalls(self._ready, self._pusher.push), SavedTensors(self._ready)
         self._slices.load(weights or ModuleWeights(parts, transport))
         replicate(module, transport)
-        self._guard = place_on_demand(module, places, self.units, transport.param_dtype, calls)
+        self._guard = place_on_demand(places, self.units, transport.param_dtype, calls)
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, calls, saved, activation_checkpointing)
         self._check_handle = register_optimizer_step_pre_hook(self._check_optimizer)
@@ -140,6 +142,8 @@ class ShardedModel:
 
     def shard_parameters(self) -> list[nn.Parameter]:
         """Return this rank's slices of all trainable parameters, to give to an optimizer. Local.
+
+        After a minibatch each has a `.grad`; one that no rank used has a gradient of zero, not None.
 
         Each is `[n]`, a stretch of the flattened parameter, empty where this rank owns nothing of it; every rank has
         the same number of them, in the same order. In fp32, or in `param_dtype` if that is wider.
@@ -202,18 +206,19 @@ class ShardedModel:
         self._slices.write()
         self._at_boundary(self._transport.publish_parameters)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """Return parameters, in `param_dtype`, and persistent buffers, whole and copied, by the module's names.
 
         One-sided: any rank may call it alone, but not between points A and B. The caller needs room for all of it.
         """
         with self._guard.lifted():
-            state: dict[str, torch.Tensor] = {k: v.detach().clone() for k, v in self.module.state_dict().items()}
+            state = dict(self.module.state_dict())
+        placed = {place.full_name: place.name for place in self._places}
+        state |= {name: copy.deepcopy(value) for name, value in state.items() if name not in placed}
         for unit in self.units:
             self._ready.require(unit)
-            for place in self._places:
-                if place.name in unit.slots:
-                    state[place.full_name] = unit.parameter(place.name).clone()
+            whole = {name: unit.parameter(name).clone() for name in unit.slots}
+            state |= {full_name: whole[name] for full_name, name in placed.items() if name in whole}
         return state
 
     @property
@@ -264,6 +269,12 @@ class ShardedModel:
 
 
 def _check(module: nn.Module, parts: list[UnitParameters], weights: Weights | None) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise ValueError(f"{name} is {parameter.dtype}: expected trainable parameters to be real floating-point")
+    for name, submodule in module.named_modules():
+        if getattr(submodule, "max_norm", None) is not None and isinstance(submodule, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(f"{name} has max_norm, which changes weights in the forward: that of a copy would be lost")
     parameters = {name: p for part in parts for name, p in part.parameters.items()}
     if not any(p.requires_grad for p in parameters.values()):
         raise ValueError(f"expected a module with trainable parameters, {type(module).__name__} has none to train")

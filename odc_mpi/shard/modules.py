@@ -1,9 +1,9 @@
 """What happens to the module itself: parameters on demand, calls of units, a guard against saving placeholders."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,11 +16,16 @@ from odc_mpi.shard.unit import OnDemandParameters, Unit, placeholder
 
 
 class StateDictGuard:
-    """Refuses `module.state_dict()`, which would save placeholders; `ShardedModel.state_dict` lifts it."""
+    """Refuses the `state_dict()` of modules, which would save placeholders; `ShardedModel.state_dict` lifts it.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        modules: That have placeholders.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._lifted = False
-        module.register_state_dict_pre_hook(self._refuse)
+        for module in modules:
+            module.register_state_dict_pre_hook(self._refuse)
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
@@ -48,23 +53,28 @@ def replicate(module: nn.Module, transport: Transport) -> None:
 
 
 def place_on_demand(
-    module: nn.Module, places: Sequence[Place], units: Sequence[Unit], dtype: torch.dtype, calls: UnitCalls
+    places: Sequence[Place], units: Sequence[Unit], dtype: torch.dtype, calls: UnitCalls
 ) -> StateDictGuard:
-    """Replace the module's parameters by such that are fetched when touched. Local."""
+    """Replace parameters by such that are fetched when touched. Local."""
     unit_of = {name: unit for unit in units for name in unit.slots}
 
     def find(name: str) -> torch.Tensor:
         return calls.parameter(unit_of[name], name)
 
-    for submodule in {place.module: None for place in places}:
-        names = {place.key: place.name for place in places if place.module is submodule}
-        items = {
-            k: placeholder(p, dtype) if p is not None and k in names else p for k, p in submodule._parameters.items()
-        }
-        submodule.__dict__["_parameters"] = OnDemandParameters(items, find, names)
+    names: dict[nn.Module, dict[str, str]] = {}
+    for place in places:
+        names.setdefault(place.module, {})[place.key] = place.name
+    # One for all places of a tied parameter, as it was one parameter.
+    shown: dict[str, nn.Parameter] = {}
+    for submodule, keys in names.items():
+        for key, name in keys.items():
+            if name not in shown:
+                shown[name] = placeholder(cast(nn.Parameter, submodule._parameters[key]), dtype)
+        items = {key: shown[keys[key]] if key in keys else p for key, p in submodule._parameters.items()}
+        submodule.__dict__["_parameters"] = OnDemandParameters(items, find, keys)
         if isinstance(submodule, nn.RNNBase):
             _refresh_flat_weights(submodule)
-    return StateDictGuard(module)
+    return StateDictGuard(names)
 
 
 def wrap_forward(module: nn.Module, unit: Unit, calls: UnitCalls, saved: SavedTensors, checkpointing: bool) -> None:
@@ -77,7 +87,9 @@ def wrap_forward(module: nn.Module, unit: Unit, calls: UnitCalls, saved: SavedTe
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            return checkpoint(functools.partial(call, **kwargs), *args, use_reentrant=False)
+            # The arguments stay in the closure: given to `checkpoint`, they would come back as tensors of their own,
+            # and attention whose query, key and value are one tensor would take another way than in the forward.
+            return checkpoint(functools.partial(call, *args, **kwargs), use_reentrant=False)
         return call(*args, **kwargs)
 
     inner = recomputed if checkpointing and not unit.is_root else call

@@ -59,7 +59,7 @@ def partition(module: nn.Module, units: Iterable[UnitChoice] | None) -> tuple[li
 
     Returns:
         The units that have parameters, the root first and then in the module's order, and all places where those hang,
-        the second names of tied parameters included.
+        the second names of tied parameters and of shared modules included.
 
     Raises:
         ValueError: A choice matches no submodule, or a module that is never called.
@@ -68,7 +68,7 @@ def partition(module: nn.Module, units: Iterable[UnitChoice] | None) -> tuple[li
     places: list[Place] = []
     holders: dict[nn.Parameter, str] = {}
     first_names: dict[nn.Parameter, str] = {}
-    for owner, prefix, submodule in _walk(module, chosen):
+    for owner, prefix, submodule in _walk(module, {unit: name for name, unit in chosen.items()}):
         for key, parameter in submodule._parameters.items():
             if parameter is None or not parameter.is_floating_point():
                 continue
@@ -115,12 +115,15 @@ def _matches(module: nn.Module, choice: UnitChoice) -> bool:
     return isinstance(module, choice)
 
 
-def _walk(module: nn.Module, chosen: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield every submodule with the name of the innermost unit around it ("" for the root) and its own name."""
-    for name, submodule in module.named_modules():
-        parts = name.split(".")
-        around = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-        yield next((prefix for prefix in around if prefix in chosen), ""), name, submodule
+def _walk(
+    module: nn.Module, unit_names: dict[nn.Module, str], name: str = "", unit: str = ""
+) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield every submodule with the innermost unit around it ("" for the root) and its own name, under each it has."""
+    unit = unit_names.get(module, unit)
+    yield unit, name, module
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, unit_names, f"{name}.{key}" if name else key, unit)
 
 
 def whole_on_every_rank(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

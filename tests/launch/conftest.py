@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import yaml
-from mpi_launch import MPIEXEC
+from mpi_launch import MPIEXEC, end_all
 
 from odc_mpi.data.dataset import DatasetWriter
 
@@ -13,6 +13,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "launch" in item.path.parts:
                 item.add_marker(pytest.mark.skip(reason="no mpiexec beside python or on the PATH"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running():
+    yield
+    end_all()
 
 
 @pytest.fixture(scope="session")

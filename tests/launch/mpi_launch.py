@@ -45,10 +45,13 @@ def environment(**changes):
     )
 
 
+_started = []
+
+
 def start(ranks, *command, cwd=None, **env):
     """Start python with these arguments on some ranks; on one without a launcher if `ranks` is 0."""
     launcher = [MPIEXEC, "-n", str(ranks)] if ranks else []
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*launcher, sys.executable, *map(str, command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -58,6 +61,21 @@ def start(ranks, *command, cwd=None, **env):
         env=environment(**env),
         start_new_session=True,
     )
+    _started.append(process)
+    return process
+
+
+def end_all():
+    """End what a test that failed on the way left running."""
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            # Launchers end their ranks, which are in process groups of their own, when asked to.
+            process.terminate()
+            try:
+                process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def finish(process, timeout_s=90):
@@ -66,8 +84,8 @@ def finish(process, timeout_s=90):
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
+        process.terminate()
+        out, err = process.communicate(timeout=20)
         raise AssertionError(f"did not end within {timeout_s} s\n{out}\n{err}") from None
     return Finished(process.returncode, out, err, time.monotonic() - began)
 

@@ -374,7 +374,6 @@ def test_units_that_match_nothing() -> None:
     run_ranks(1, work)
 
 
-@pytest.mark.xfail(strict=True, reason="a complex parameter is neither sharded nor refused, and never trained")
 def test_a_parameter_that_would_not_be_trained() -> None:
     module = nn.Linear(2, 2)
     module.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
@@ -382,6 +381,14 @@ def test_a_parameter_that_would_not_be_trained() -> None:
     def work(transport: RecordingTransport) -> None:
         with pytest.raises(ValueError, match="turn"):
             ShardedModel(module, transport)
+
+    run_ranks(1, work)
+
+
+def test_weights_that_a_forward_changes_are_refused() -> None:
+    def work(transport: RecordingTransport) -> None:
+        with pytest.raises(ValueError, match="max_norm"):
+            ShardedModel(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), transport)
 
     run_ranks(1, work)
 
@@ -435,7 +442,6 @@ def test_one_rank_alone_may_ask_for_the_state() -> None:
     run_ranks(2, work)
 
 
-@pytest.mark.xfail(strict=True, reason="state_dict() expects nothing but tensors")
 def test_a_state_of_a_part_that_is_not_a_tensor() -> None:
     class Noted(nn.Linear):
         def get_extra_state(self) -> Any:
@@ -739,3 +745,23 @@ def test_waiting_is_measured() -> None:
         model.publish()
 
     run_ranks(2, work)
+
+
+def test_no_part_of_the_module_saves_placeholders() -> None:
+    def work(transport: RecordingTransport) -> None:
+        model = ShardedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), transport, units=[nn.Linear])
+        for part in (model.module, model.module[1]):
+            with pytest.raises(RuntimeError, match="sharded"):
+                part.state_dict()
+
+    run_ranks(1, work)
+
+
+def test_a_tied_parameter_counts_once() -> None:
+    def work(transport: RecordingTransport) -> None:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        module[1].weight = module[0].weight
+        model = ShardedModel(module, transport)
+        assert [name for name, _ in model.module.named_parameters()] == ["0.weight", "0.bias", "1.bias"]
+
+    run_ranks(1, work)
