@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import transformers
 import yaml
 
 from odc_mpi import __version__, cli
@@ -121,3 +122,19 @@ def test_version(capsys):
         cli.main(["--version"])
     assert stop.value.code == 0
     assert __version__ in capsys.readouterr().out
+
+
+def test_a_model_and_data_with_different_tokenizers(tmp_path, capsys):
+    for name, size in (("one", "300"), ("two", "310")):
+        arguments = ["prepare", "stdlib", str(tmp_path / f"{name}.h5"), "--vocab-size", size, "--max-length", "60"]
+        assert cli.main(arguments) == 0
+    model = tmp_path / "one.tokenizer"
+    config = transformers.AutoConfig.for_model(**QWEN2 | {"vocab_size": 320})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    arguments = ["train", "--model.path", str(model), "--run.dir", str(tmp_path / "run"), "--run.steps", "1"]
+    capsys.readouterr()
+    assert cli.main([*arguments, "--data.path", str(tmp_path / "two.h5")]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert "another tokenizer" in told[0]
+    assert cli.main([*arguments, "--data.path", str(tmp_path / "one.h5")]) == 0

@@ -7,13 +7,16 @@
 | `offsets`            | int64  | [n + 1]      | where each sequence begins, and the end                          |
 | `num_trained_tokens` | int32  | [n]          | trained tokens of each, without its first: nothing predicts that |
 
-Attributes: `format`, `version`, `vocab_size`, `max_token_id`, `tokenizer` (a directory's name), `source`. They are
-written last: a file without them was never finished.
+Attributes: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (a digest of which token has which number),
+`tokenizer` (a directory's name), `source`. They are written last: a file without them was never finished.
 
 No communication. Any number of ranks may have the file open, for reading only.
 """
 
+import hashlib
+import json
 import operator
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -31,6 +34,11 @@ _BUFFERED_TOKENS = 1 << 20  # written at once; bounds the writer's memory
 _TYPES = {"tokens": np.uint32, "loss_mask": np.uint8, "offsets": np.int64, "num_trained_tokens": np.int32}
 
 
+def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
+    """Return a digest that two tokenizers share if and only if they number the same tokens alike. Local."""
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+
+
 class DatasetWriter:
     """Writes sequences one after the other; memory stays bounded. A context manager.
 
@@ -44,7 +52,7 @@ class DatasetWriter:
         max_token_id: The largest token.
     """
 
-    def __init__(self, path: Path, *, vocab_size: int, tokenizer: str, source: str) -> None:
+    def __init__(self, path: Path, *, vocab_size: int, tokenizer: str, source: str, vocabulary: str = "") -> None:
         """Create the file.
 
         Local.
@@ -54,12 +62,18 @@ class DatasetWriter:
             vocab_size: Tokens of the tokenizer.
             tokenizer: Name of the tokenizer's directory, for people.
             source: What the text came from, for people.
+            vocabulary: What `vocabulary_digest` says of the tokenizer; empty if that is not known.
 
         Raises:
             OSError: The file exists or cannot be created.
         """
         self.num_sequences = self.num_tokens = self.num_trained_tokens = self.longest = self.max_token_id = 0
-        self._attributes = {"vocab_size": vocab_size, "tokenizer": tokenizer, "source": source}
+        self._attributes = {
+            "vocab_size": vocab_size,
+            "tokenizer": tokenizer,
+            "source": source,
+            "vocabulary": vocabulary,
+        }
         self._file = h5py.File(path, "x", locking=False)
         for name, dtype in _TYPES.items():
             self._file.create_dataset(name, shape=(0,), maxshape=(None,), chunks=(_CHUNK,), dtype=dtype)
@@ -130,6 +144,7 @@ class Dataset:
         num_trained_tokens: Trained tokens of each sequence without its first, int64 [n].
         vocab_size: Tokens of the tokenizer.
         max_token_id: The largest token in the file; a model needs more embeddings than this.
+        vocabulary: The tokenizer's `vocabulary_digest`; empty if the writer did not know it.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -154,6 +169,7 @@ class Dataset:
             self._check_counts()
             self.vocab_size = int(self._file.attrs["vocab_size"])
             self.max_token_id = int(self._file.attrs["max_token_id"])
+            self.vocabulary = str(self._file.attrs.get("vocabulary", ""))
         except BaseException:
             self.close()
             raise

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from odc_mpi.data import jsonl, stdlib
-from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.dataset import DatasetWriter, vocabulary_digest
 from odc_mpi.data.encode import Encoded, encode
 from odc_mpi.data.jsonl import Example, Fields, Pair
 from odc_mpi.data.staging import staging
@@ -138,7 +138,11 @@ def prepare(
             loaded = load_tokenizer(tokenizer)
         if source == STDLIB:  # a file shows its own progress
             examples = progress.track(examples, description="tokenising")
-        names = {"tokenizer": directory.resolve().name, "source": Path(source).name}
+        names = {
+            "tokenizer": directory.resolve().name,
+            "source": Path(source).name,
+            "vocabulary": vocabulary_digest(loaded.get_vocab()),
+        }
         with DatasetWriter(parts.dataset, vocab_size=len(loaded), **names) as writer:
             for sequence in limit.apply(_encode_all(loaded, examples)):
                 writer.append(sequence.tokens, sequence.loss_mask)

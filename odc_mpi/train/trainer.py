@@ -19,8 +19,9 @@ import torch
 from odc_mpi.api import shard_model
 from odc_mpi.comm.world import World
 from odc_mpi.data.cost import flops_cost
-from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.dataset import Dataset, vocabulary_digest
 from odc_mpi.data.loader import Batch, Loader, Minibatch
+from odc_mpi.data.prepare import load_tokenizer
 from odc_mpi.errors import TrainingError, UserError
 from odc_mpi.shard import model as sharded
 from odc_mpi.shard.optim import build_optimizer, schedule_factor
@@ -76,11 +77,7 @@ def open_inputs(config: Config, world: World) -> Inputs:
     """
     dataset = Dataset(config.data.path)
     built = build_model(config.model, config.run.seed)
-    if dataset.vocab_size > built.vocab_size:
-        raise UserError(
-            f"data.path: {config.data.path} was prepared with a tokenizer of {dataset.vocab_size} tokens, the model "
-            f"knows {built.vocab_size}: prepare it with the model's own tokenizer, or raise model.config.vocab_size"
-        )
+    _check_vocabulary(config, dataset, built)
     longest = int(dataset.lengths.max())
     positions = getattr(built.module.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
@@ -99,6 +96,22 @@ def open_inputs(config: Config, world: World) -> Inputs:
         cost=flops_cost(built.num_multiplying, built.num_layers, built.attention_size),
     )
     return Inputs(dataset, built, loader)
+
+
+def _check_vocabulary(config: Config, dataset: Dataset, built: models.BuiltModel) -> None:
+    if dataset.vocab_size > built.vocab_size:
+        raise UserError(
+            f"data.path: {config.data.path} was prepared with a tokenizer of {dataset.vocab_size} tokens, the model "
+            f"knows {built.vocab_size}: prepare it with the model's own tokenizer, or raise model.config.vocab_size"
+        )
+    path = config.model.path
+    if path is None or not dataset.vocabulary or not (Path(path) / "tokenizer.json").is_file():
+        return  # The numbers of tokens are all there is to compare.
+    if vocabulary_digest(load_tokenizer(Path(path)).get_vocab()) != dataset.vocabulary:
+        raise UserError(
+            f"data.path: {config.data.path} was prepared with another tokenizer than that in model.path: prepare it "
+            f"with --tokenizer {path}"
+        )
 
 
 def build_model(config: ModelConfig, seed: int) -> models.BuiltModel:
