@@ -60,6 +60,7 @@ def test_layout_is_plain_hdf5(write_dataset: Write) -> None:
             "max_token_id": 9,
             "tokenizer": "none",
             "source": "test",
+            "vocabulary": "",
         }
 
 
