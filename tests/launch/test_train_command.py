@@ -83,7 +83,7 @@ def mistake(done, *words):
     [
         (["--data.balanse", "lb_mini"], ["data.balanse", "data.balance"]),
         (["--data.path", "/nowhere/x.h5"], ["data.path", "/nowhere/x.h5"]),
-        (["--nonsense"], ["--nonsense"]),
+        (["--nonsense"], ["unknown setting nonsense"]),
     ],
     ids=["configuration", "data", "argument"],
 )
