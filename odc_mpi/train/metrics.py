@@ -1,4 +1,4 @@
-"""What a run tells about itself: seconds by name, a line per step, progress on the terminal, a summary.
+"""What a run tells about itself: a line per step, progress on the terminal, a summary.
 
 Nothing here communicates: the trainer reduces over ranks what has to be, and rank 0 hands it in. What is written:
 ``metrics.jsonl`` (one JSON object per step) and ``summary.json`` in the run directory, and standard output.
@@ -42,42 +42,6 @@ _FACTS = (
     *("world_size", "transport", "reduction", "balance", "zero_copy", "progress"),
     *("peak_parameter_bytes", "collectives_per_minibatch", "mpi_library"),
 )
-
-
-class Spans:
-    """Seconds by name, for one thread. Local.
-
-    ``with spans("fetch_wait"): ...`` adds to that name and costs about a microsecond. A span inside another one counts
-    for both.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    def __call__(self, name: str) -> "_Span":
-        """Return a context manager that adds the seconds of its block to ``name``."""
-        return _Span(self._seconds, name)
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds by name since the last call, and begin anew. A span still open goes to the next call."""
-        taken = dict(self._seconds)
-        self._seconds.clear()
-        return taken
-
-
-class _Span:
-    __slots__ = ("_name", "_seconds", "_start")
-
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self._seconds = seconds
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._start = perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        spent_s = perf_counter() - self._start
-        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + spent_s
 
 
 @dataclass(frozen=True)

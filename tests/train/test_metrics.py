@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from odc_mpi.errors import UserError
 from odc_mpi.train.metrics import (
     MetricsWriter,
     ProgressReporter,
-    Spans,
     StepMetrics,
     Summary,
     closing_table,
@@ -74,47 +72,6 @@ def no_constant(name: str):
 
 def strict_json(text: str):
     return json.loads(text, parse_constant=no_constant)
-
-
-class TestSpans:
-    def test_seconds_add_up_by_name(self):
-        spans = Spans()
-        for _ in range(2):
-            with spans("slow"):
-                time.sleep(0.01)
-        with spans("fast"):
-            pass
-        taken = spans.take()
-        assert taken.keys() == {"slow", "fast"}
-        assert 0.02 <= taken["slow"] < 0.2
-        assert 0 <= taken["fast"] < 0.005
-
-    def test_taking_begins_anew_and_leaves_open_spans_to_the_next(self):
-        spans = Spans()
-        with spans("open"):
-            with spans("inner"):
-                pass
-            taken = spans.take()
-            assert taken.keys() == {"inner"}
-        assert taken.keys() == {"inner"}
-        assert spans.take().keys() == {"open"}
-        assert spans.take() == {}
-
-    def test_an_error_passes_and_its_seconds_count(self):
-        spans = Spans()
-        with pytest.raises(KeyError), spans("failed"):
-            raise KeyError
-        assert "failed" in spans.take()
-
-    def test_a_span_costs_microseconds(self):
-        spans, count, best_s = Spans(), 2000, float("inf")
-        for _ in range(5):  # the best of five: other processes share the cores
-            start = time.perf_counter()
-            for _ in range(count):
-                with spans("x"):
-                    pass
-            best_s = min(best_s, time.perf_counter() - start)
-        assert best_s / count < 10e-6
 
 
 class TestMetricsWriter:
