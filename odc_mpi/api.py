@@ -49,9 +49,12 @@ def shard_model(
     if reduce_dtype is None:
         reduce_dtype = torch.promote_types(param_dtype, torch.float32)
     transport = WindowTransport(world, param_dtype, reduce_dtype)
-    return ShardedModel(
+    model = ShardedModel(
         module, transport, units=units, weights=weights, activation_checkpointing=activation_checkpointing
     )
+    # Before the windows go, the slices must let go of them.
+    world.on_close(model.close)
+    return model
 
 
 def _own_dtype(module: nn.Module) -> torch.dtype:

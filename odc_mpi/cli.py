@@ -6,6 +6,7 @@
 """
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if all(os.environ.get(variable, "0") == "0" for variable in _RANK_VARIABLES):
             _say(error)
         return 2
+    except KeyboardInterrupt:
+        print("odc-mpi: interrupted", file=sys.stderr)
+        return 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -109,7 +113,9 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.help:
         print("usage: odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]\n\n" + configuration.help_text())
         return 0
-    # Not before here: importing what uses MPI starts it, and torch and transformers take seconds.
+    # Not before here: torch and transformers take seconds. In this order: the last starts MPI, and a rank that fails to
+    # import anything after that would leave the others waiting.
+    importlib.import_module("odc_mpi.train.models")
     from odc_mpi.comm.world import World, abort
     from odc_mpi.train.trainer import train
 

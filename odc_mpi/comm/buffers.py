@@ -8,9 +8,6 @@ unit's parameters, at worst it costs memory.
 
 import torch
 
-#: References to a storage at which only the pool looks: its tensor, and the Python object that asks.
-_OWN_REFERENCES = 2
-
 
 class BufferPool:
     """Lends flat host buffers and takes them back.
@@ -65,5 +62,13 @@ class BufferPool:
 
 
 def _is_unseen(whole: torch.Tensor) -> bool:
-    storage = whole.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= _OWN_REFERENCES
+    return _references(whole) <= _OWN_REFERENCES
+
+
+def _references(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+#: References to a storage at which only the pool looks. Counted, since torch's bookkeeping has changed before.
+_OWN_REFERENCES = _references(torch.empty(1))

@@ -25,7 +25,7 @@ from odc_mpi.comm.world import World
 #: How reduced elements are described to MPI. Nothing else may be summed: bf16 would be added as bytes.
 _MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
 #: One message carries at most this many elements: counts are C ints in many MPI libraries.
-MAX_MESSAGE_NUMEL = 1 << 28
+MAX_MESSAGE_NUMEL = 1 << 27
 
 
 class Window:
@@ -45,10 +45,10 @@ class Window:
             info = MPI.Info.Create({"same_size": "true", "same_disp_unit": "true"})
             self._win = MPI.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, info, world.comm)
             info.Free()
+            self._win.Lock_all(MPI.MODE_NOCHECK)
         self.tensor = torch.frombuffer(self._win.tomemory(), dtype=dtype, count=numel)
         # Also the first touch, which would otherwise slow down the first fetch.
         self.tensor.zero_()
-        self._win.Lock_all(MPI.MODE_NOCHECK)
 
     def get(self, target: int, buffer: np.ndarray) -> None:
         """Start to read the first elements of a rank's shard into bytes. One-sided; `flush` completes it."""
@@ -113,6 +113,10 @@ class WindowTransport(Transport):
         num_bytes = self.parameter_shard_bytes + trainable * self.reduce_dtype.itemsize
         self._world.require_shared_memory(num_bytes, "the parameter and gradient windows")
         self._world.on_close(self.close)
+        # One for each point: a rank that leaves one out waits at the next, where its deadline names it, instead of
+        # taking the others' numbers for what they are not.
+        with self._world.deadline("duplicating the communicator"):
+            self._at_a, self._at_n, self._at_b = (self._world.comm.Dup() for _ in range(3))
         for index, layout in enumerate(layouts):
             self._parameters.append(Window(self._world, layout.shard_numel, self.param_dtype))
             if layout.trainable:
@@ -129,45 +133,49 @@ class WindowTransport(Transport):
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
         layout, window = self.layouts[index], self._parameters[index]
         data = buffer.view(torch.uint8).numpy()
-        for owner in self._peers:
-            start, stop = layout.owned(owner)
-            if start < stop and owner != self.rank:
-                window.get(owner, data[start * buffer.itemsize : stop * buffer.itemsize])
+        what = f"fetching unit {layout.name}"
+        with self._world.deadline(what):
+            for owner in self._peers:
+                start, stop = layout.owned(owner)
+                if start < stop and owner != self.rank:
+                    window.get(owner, data[start * buffer.itemsize : stop * buffer.itemsize])
         start, stop = layout.owned(self.rank)
         buffer[start:stop].copy_(window.tensor[: stop - start])
-        return _Flush(window.flush, self._world, f"fetching unit {layout.name}")
+        return _Flush(window.flush, self._world, what)
 
     def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
         layout, window = self.layouts[index], self._gradients[index]
         assert gradient.dtype == self.reduce_dtype
         values, stop = gradient.numpy(), start + gradient.numel()
         owners = layout.owners(start, stop)
-        for owner in self._peers:
-            if owner in owners:
-                first, last = layout.owned(owner)
-                begin, end = max(start, first), min(stop, last)
-                window.accumulate(owner, begin - first, values[begin - start : end - start])
-        return _Flush(window.flush_local, self._world, f"accumulating the gradient of unit {layout.name}")
+        what = f"accumulating the gradient of unit {layout.name}"
+        with self._world.deadline(what):
+            for owner in self._peers:
+                if owner in owners:
+                    first, last = layout.owned(owner)
+                    begin, end = max(start, first), min(stop, last)
+                    window.accumulate(owner, begin - first, values[begin - start : end - start])
+        return _Flush(window.flush_local, self._world, what)
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
         with self._world.deadline("flushing gradients"):
             for window in self._gradients.values():
                 window.flush()
-        reports = self._allgather(report, "meeting at point A, gradients complete")
+        reports = self._allgather(self._at_a, report, "meeting at point A, gradients complete")
         for window in self._gradients.values():
             window.sync()
         return reports
 
     def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:  # noqa: D102
         # An all-gather summed here: some libraries' all-reduce adds in an order that differs from rank to rank.
-        return self._allgather(values, "meeting at point N, norm").sum(axis=0)
+        return self._allgather(self._at_n, values, "meeting at point N, norm").sum(axis=0)
 
     def publish_parameters(self) -> None:  # noqa: D102
         windows = [*self._parameters, *self._gradients.values()]
         for window in windows:
             window.sync()
         self.num_collectives += 1
-        self._world.wait(self._world.comm.Ibarrier(), "meeting at point B, parameters published")
+        self._world.wait(self._at_b.Ibarrier(), "meeting at point B, parameters published")
         for window in windows:
             window.sync()
 
@@ -178,13 +186,17 @@ class WindowTransport(Transport):
         with self._world.deadline("freeing the windows"):
             for window in [*reversed(self._gradients.values()), *reversed(self._parameters)]:
                 window.free()
+            if self._parameters:
+                for comm in (self._at_a, self._at_n, self._at_b):
+                    comm.Free()
         self._gradients, self._parameters = {}, []
+        self.buffers.clear()
 
-    def _allgather(self, values: np.ndarray, what: str) -> np.ndarray:
+    def _allgather(self, comm: MPI.Intracomm, values: np.ndarray, what: str) -> np.ndarray:
         values = np.ascontiguousarray(values, dtype=np.float64)
         everyone = np.empty((self.size, values.size))
         self.num_collectives += 1
-        self._world.wait(self._world.comm.Iallgather(values, everyone), what)
+        self._world.wait(comm.Iallgather(values, everyone), what)
         return everyone
 
 

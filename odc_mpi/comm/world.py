@@ -7,11 +7,11 @@ end.
 
 import atexit
 import os
+import re
 import shutil
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -57,24 +57,26 @@ class World:
     def __init__(self, comm: MPI.Intracomm | None = None, *, timeout_s: float = 600.0) -> None:
         if not timeout_s > 0:
             raise UserError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-        self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
-        self.rank = self.comm.Get_rank()
-        self.size = self.comm.Get_size()
-        self._node_comm = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_rank = self._node_comm.Get_rank()
-        self.local_size = self._node_comm.Get_size()
-        # The lowest rank of each node stands for it.
-        leader = self._node_comm.bcast(self.rank)
-        leaders = sorted(set(self.comm.allgather(leader)))
+        _check_launcher()
+        self._watchdog = Watchdog(timeout_s, self._expired)
+        self.rank = MPI.COMM_WORLD.Get_rank()  # for the message of a deadline before the communicator is there
+        _install_excepthook()
+        with self.deadline("starting up"):
+            self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+            self.rank = self.comm.Get_rank()
+            self.size = self.comm.Get_size()
+            self._node_comm = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
+            self.local_rank = self._node_comm.Get_rank()
+            self.local_size = self._node_comm.Get_size()
+            # The lowest rank of each node stands for it.
+            leader = self._node_comm.bcast(self.rank)
+            leaders = sorted(set(self.comm.allgather(leader)))
         self.node = leaders.index(leader)
         self.num_nodes = len(leaders)
         if self.local_rank == 0:
             _unlink_startup_memory()
-        self._watchdog = Watchdog(timeout_s, self._expired)
         self._resources: list[Callable[[], None]] = []
         self._closed = False
-        if self.size > 1 and sys.excepthook is sys.__excepthook__:
-            sys.excepthook = _abort_on_exception
         atexit.register(self.close)
 
     @property
@@ -134,6 +136,27 @@ class World:
             raise AgreedError(message if len(failed) == self.size else f"{message} (on rank {rank})")
         return result  # type: ignore[return-value]
 
+    def require_same(self, value: str, what: str) -> None:
+        """Check that all ranks have the same. Collective; for start-up.
+
+        Args:
+            value: This rank's.
+            what: For the message.
+
+        Raises:
+            AgreedError: On every rank, naming the first that differs from rank 0.
+        """
+        values = self.gather_objects(value)
+        differing = [rank for rank in range(self.size) if values[rank] != values[0]]
+        if differing:
+            raise AgreedError(f"{what}: expected the same on every rank, rank {differing[0]} has another than rank 0")
+
+    def cores_per_rank(self) -> int:
+        """Return how many of the cores that the ranks of this node may use fall to each, at least 1. Collective."""
+        masks = self.gather_objects((self.node, os.sched_getaffinity(0)))
+        cores = set().union(*(mask for node, mask in masks if node == self.node))
+        return max(1, len(cores) // self.local_size)
+
     def gather_objects(self, value: T) -> list[T]:
         """Give every rank every rank's value, in rank order. Collective; for start-up and the end, not for steps."""
         with self.deadline("gathering from all ranks"):
@@ -165,7 +188,8 @@ class World:
             UserError: There is too little; raised on every rank.
         """
         wanted = np.array([num_bytes], dtype=np.int64)
-        self._node_comm.Allreduce(MPI.IN_PLACE, wanted)
+        with self.deadline("adding up the shared memory that is wanted"):
+            self._node_comm.Allreduce(MPI.IN_PLACE, wanted)
         self.agree(lambda: _check_shared_memory(int(wanted[0]), self.local_size, what))
 
     def on_close(self, free: Callable[[], None]) -> None:
@@ -230,9 +254,20 @@ def _unlink_startup_memory() -> None:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return
-    for name in {line.split()[-1] for line in lines if "/dev/shm/mpich_shm_" in line}:
+    for name in {line.split()[-1] for line in lines if re.search(r"/dev/shm/mpich_shm_\w+$", line)}:
         with suppress(OSError):
             Path(name).unlink()
+
+
+def _check_launcher() -> None:
+    """Notice a launcher that belongs to another MPI, under which every process believes to be rank 0 of 1. Local."""
+    sizes = {name: int(os.environ.get(name) or 1) for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")}
+    name, size = max(sizes.items(), key=lambda item: item[1])
+    if size > 1 and MPI.COMM_WORLD.Get_size() == 1:
+        raise UserError(
+            f"the launcher started {size} processes ({name}), but {library_name(MPI.Get_library_version())} sees 1: "
+            "use the mpiexec of the MPI library that this Python environment has"
+        )
 
 
 def _check_shared_memory(wanted: int, local_size: int, what: str) -> None:
@@ -250,8 +285,18 @@ def _check_shared_memory(wanted: int, local_size: int, what: str) -> None:
         )
 
 
-def _abort_on_exception(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> Any:
-    if MPI.Is_finalized():
-        return sys.__excepthook__(kind, error, tb)
-    text = "".join(traceback.format_exception(kind, error, tb))
-    return abort(f"rank {MPI.COMM_WORLD.Get_rank()} failed:\n{text}")
+def _install_excepthook() -> None:
+    """Let an exception that leaves the main program end the job, after whoever reported it before. Local."""
+    report = sys.excepthook
+    if MPI.COMM_WORLD.Get_size() == 1 or getattr(report, "ends_the_job", False):
+        return
+
+    def report_and_abort(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> Any:
+        if MPI.Is_finalized():
+            return report(kind, error, tb)
+        print(f"odc_mpi: rank {MPI.COMM_WORLD.Get_rank()} failed:", file=sys.stderr)
+        report(kind, error, tb)
+        return abort("ending all ranks")
+
+    report_and_abort.ends_the_job = True  # type: ignore[attr-defined]
+    sys.excepthook = report_and_abort

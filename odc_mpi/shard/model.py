@@ -181,6 +181,7 @@ class ShardedModel:
         report = minibatch.report(self._pusher.finite)
         minibatch.receive(self._at_boundary(lambda: self._transport.complete_gradients(report)))
         self._ready.release_all()
+        self._ready.readable = False
         self._slices.attach_gradients()
         self._phase = Phase.COMPLETE
 
@@ -205,6 +206,7 @@ class ShardedModel:
         self._ready.expire()
         self._slices.write()
         self._at_boundary(self._transport.publish_parameters)
+        self._ready.readable = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, in `param_dtype`, and persistent buffers, whole and copied, by the module's names.
@@ -242,7 +244,7 @@ class ShardedModel:
         return self._transport.num_collectives
 
     def close(self) -> None:
-        """Free the windows; slices that an optimizer holds keep their values. Collective."""
+        """Free the windows; slices keep their values. Collective; a second call does nothing."""
         self._check_handle.remove()
         self._ready.expire()
         self._slices.detach()
@@ -266,6 +268,10 @@ class ShardedModel:
         own = {id(parameter) for parameter in self.shard_parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             require_elementwise(optimizer)
+            if self._phase is not Phase.COMPLETE:
+                raise RuntimeError(
+                    f"an optimizer's step belongs {Phase.COMPLETE.value!r}, this model is {self._phase.value!r}"
+                )
 
 
 def _check(module: nn.Module, parts: list[UnitParameters], weights: Weights | None) -> None:

@@ -96,7 +96,13 @@ class OwnSlices:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Cast the parameters into their windows and clear the gradients. Local, before point B."""
+        """Cast the parameters into their windows and clear the gradients. Local, before point B.
+
+        From here on others add to the gradients, so the slices let go of them: an optimizer's `zero_grad` must not
+        clear what has arrived for the next minibatch.
+        """
+        for own in self.trainable:
+            own.parameter.grad = None
         for i, layout in enumerate(self._layouts):
             if self._masters[i] is not self._window(i):
                 self._window(i).copy_(self._masters[i])

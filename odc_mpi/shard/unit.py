@@ -121,6 +121,7 @@ class ReadyUnits:
 
     Attributes:
         generation: Counts publications: what was fetched before the last one is stale.
+        readable: Whether parameters may be fetched: not between A and B, when their owners write them.
         fetch_wait_s: Seconds spent waiting for fetches since the start.
     """
 
@@ -130,6 +131,7 @@ class ReadyUnits:
         self._ready: dict[Unit, None] = {}
         self._by_pointer: dict[int, tuple[Unit, int]] = {}
         self.generation = 0
+        self.readable = True
         self.fetch_wait_s = 0.0
 
     def require(self, unit: Unit) -> None:
@@ -139,6 +141,11 @@ class ReadyUnits:
                 del self._ready[unit]
                 self._ready[unit] = None
             return
+        if not self.readable:
+            raise RuntimeError(
+                "parameters were used between the end of a minibatch and publish(), while their owners may be writing "
+                "them: evaluate or save after publish()"
+            )
         self._make_room()
         start = time.perf_counter()
         unit.start_fetch(self._transport)
@@ -192,6 +199,11 @@ class OnDemandParameters(dict[str, Any]):
         super().__init__(placeholders)
         self._find = find
         self._names = names
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self._names:
+            raise RuntimeError(f"{self._names[key]} is sharded: expected changes to its slices, not a new parameter")
+        super().__setitem__(key, value)
 
     def __getitem__(self, key: str) -> torch.Tensor | None:
         name = self._names.get(key)

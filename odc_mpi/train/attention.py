@@ -16,6 +16,12 @@ from transformers.masking_utils import AttentionMaskInterface
 IMPLEMENTATION = "odc_packed"
 #: Kinds of layers whose state does not run across sequences, so that packing is safe with this attention.
 PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+class UnpackableError(ValueError):
+    """A model asks for attention that packed sequences cannot be given."""
+
+
 #: Arguments of other models' attention that would change the result and are not served here.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
@@ -43,26 +49,31 @@ def packed_attention(
         dropout: Probability to drop an attention weight.
         scaling: Of the scores; by default one over the root of `head_dim`.
         sliding_window: How many tokens back a token sees, itself included; None for all.
-        cu_seq_lens_q: `[sequences + 1]` int32, boundaries in a batch of one row; None if each row is one sequence.
+        cu_seq_lens_q: `[sequences + 1]` int32, on the host, boundaries in a batch of one row.
         **kwargs: Others that transformers passes on.
 
     Returns:
         `[batch, tokens, heads, head_dim]` and no attention weights.
+
+    Raises:
+        UnpackableError: The layer wants more than causal attention, or the model did not hand the boundaries down.
     """
     given = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
         given.append("a layer that is not causal")
-    if given or attention_mask is not None:
-        raise ValueError(
-            f"packed attention serves plain causal layers without padding, got {given or 'an attention mask'}"
-        )
-    boundaries = [0, query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
+    if attention_mask is not None:
+        given.append("an attention mask")
+    if cu_seq_lens_q is None:
+        given.append("no boundaries of sequences (cu_seq_lens_q)")
+    if given or cu_seq_lens_q is None:
+        raise UnpackableError(f"packed attention serves plain causal layers without padding, got {', '.join(given)}")
+    boundaries = cu_seq_lens_q.tolist()
     lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
     parts = [
         _causal(q, k, v, dropout, scaling, sliding_window)
         for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     ]
-    return torch.cat(parts, 2).transpose(1, 2), None
+    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
 
 def _causal(

@@ -39,6 +39,8 @@ _NOT_NEGATIVE = Check("0 or more", lambda value: value >= 0)
 _ONE_OR_MORE = Check("1 or more", lambda value: value >= 1)
 _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
 _SEED = Check("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
+_TOKENS = Check("from 1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
+_THREADS = Check("from 0 to 1024", lambda value: 0 <= value <= 1024)
 _NOT_EMPTY = Check("not empty", lambda value: value != "")
 
 
@@ -62,7 +64,7 @@ class DataConfig:
     path: Annotated[str, "data set in HDF5, as odc-mpi prepare writes it", _NOT_EMPTY]
     balance: Annotated[Literal["local_sort", "lb_mini"], "how sequences are dealt out to ranks"] = "lb_mini"
     minibatch_sequences: Annotated[int, "sequences per step, over all ranks", _ONE_OR_MORE] = 16
-    max_tokens_per_microbatch: Annotated[int, "tokens in one forward and backward on one rank", _ONE_OR_MORE] = 4096
+    max_tokens_per_microbatch: Annotated[int, "tokens in one forward and backward on one rank", _TOKENS] = 4096
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class RunConfig:
     dir: Annotated[str, "directory for everything the run writes", _NOT_EMPTY] = "runs/run"
     seed: Annotated[int, "seed of the new model's weights and of the order of the data", _SEED] = 0
     device: Annotated[Literal["cpu"], "where ranks compute"] = "cpu"
-    threads: Annotated[int, "torch threads per rank; 0: the node's cores divided by its ranks", _NOT_NEGATIVE] = 0
+    threads: Annotated[int, "torch threads per rank; 0: the node's cores divided by its ranks", _THREADS] = 0
     max_skipped_steps: Annotated[int, "steps in a row that may be skipped for a non-finite gradient", _NOT_NEGATIVE] = (
         10
     )

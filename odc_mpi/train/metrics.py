@@ -82,8 +82,11 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
     def write(self, metrics: StepMetrics) -> None:
         """Append a line and flush it, so that a run which dies leaves all its finished steps. nan and inf are null."""
-        self._file.write(json.dumps(_finite(asdict(metrics)), allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(_finite(asdict(metrics)), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"run.dir: cannot write {self._file.name}: {error.strerror}") from None
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""

@@ -73,7 +73,7 @@ def from_directory(path: Path) -> BuiltModel:
         raise UserError(f"model.path: expected a Hugging Face model directory with {_CONFIG}, {path} has none")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers validates with exceptions of many kinds
         raise UserError(f"model.path: {path / _CONFIG} is not usable: {in_one_line(error)}") from error
     module = _on_meta(config, "model.path")
     weights = StoredWeights(path, module)
@@ -103,7 +103,10 @@ def _config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
         raise UserError(
             f"model.config.model_type: transformers knows no {kind!r}{_hint(str(kind), transformers.CONFIG_MAPPING)}"
         )
-    default = transformers.AutoConfig.for_model(kind)
+    try:
+        default = transformers.AutoConfig.for_model(kind)
+    except Exception as error:  # some families have no default configuration
+        raise UserError(f"model.config.model_type: transformers makes no {kind} alone: {in_one_line(error)}") from error
     known = [*default.to_dict(), *default.attribute_map]
     unknown = next((key for key in settings if key not in known), None)
     if unknown is not None:
@@ -136,4 +139,29 @@ def _on_meta(config: transformers.PreTrainedConfig, setting: str) -> transformer
         raise UserError(
             f"{setting}: {type(module).__name__} takes no attention function, so it cannot train on packed sequences"
         )
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"{setting}: the weights are quantised, expected float32, bfloat16 or float16 to train")
+    try:
+        _try_packed(module)
+    except attention.UnpackableError as error:
+        raise UserError(f"{setting}: {type(module).__name__} cannot train on packed sequences: {error}") from error
     return module
+
+
+def _try_packed(module: transformers.PreTrainedModel) -> None:
+    """Run two sequences of two tokens through a model on the meta device, which computes nothing but shapes. Local.
+
+    Raises:
+        UnpackableError: The model asks for attention that packed sequences cannot be given.
+    """
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
+    # The mask of ones keeps transformers from looking for sequences in the positions, which have no values here.
+    inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    try:
+        module(**inputs, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
+    except attention.UnpackableError:
+        raise
+    except Exception:
+        # Whoever looks at values, such as a router of experts, cannot run without; that says nothing about packing.
+        return

@@ -27,7 +27,7 @@ from odc_mpi.shard import model as sharded
 from odc_mpi.shard.optim import build_optimizer, schedule_factor
 from odc_mpi.train import models
 from odc_mpi.train.config import Config, ModelConfig, OptimConfig, dump
-from odc_mpi.train.metrics import MetricsWriter, ProgressReporter, StepMetrics, Summary, write_summary
+from odc_mpi.train.metrics import MetricsWriter, ProgressReporter, StepMetrics, Summary, terminal_width, write_summary
 from odc_mpi.train.rundir import open_run_directory
 
 #: What every rank tells the others at point A: its part of the loss, and seconds.
@@ -54,18 +54,26 @@ def train(config: Config, world: World) -> dict[str, Any]:
         The summary, the same on every rank but for times.
 
     Raises:
-        AgreedError: Settings, data and model do not fit together; raised on every rank before anything is written.
+        AgreedError: Settings, data and model do not fit together, or not all ranks see the same; raised on every rank
+            before anything is written.
         TrainingError: Too many steps in a row had gradients that are not finite; raised on every rank.
     """
     world.timeout_s = config.comm.timeout_s
-    torch.set_num_threads(config.run.threads or max(1, _usable_cores() // world.local_size))
-    trainer = Trainer(config, world, world.agree(lambda: open_inputs(config, world)))
+    cores = world.cores_per_rank()
+    if config.run.threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(config.run.threads or cores)
+    world.require_same(dump(config), "the configuration")
+    inputs = world.agree(lambda: open_inputs(config, world))
+    world.require_same(inputs.dataset.digest(), f"data.path: {config.data.path}")
+    trainer = Trainer(config, world, inputs)
+    del inputs  # the weights that it can read have been read
     run_dir = Path(config.run.dir)
     # Not earlier: whatever is wrong has to be found before anything is written.
-    world.agree(lambda: open_run_directory(run_dir, dump(config)) if world.rank == 0 else None)
+    world.agree(lambda: _open_run(run_dir, config) if world.rank == 0 else None)
     with trainer, Log(run_dir, config.run.steps, speaks=world.rank == 0) as log:
         for _ in range(config.run.steps):
             log.step(trainer.step())
+            trainer.check_skipped()
         return log.finish(trainer.facts())
 
 
@@ -154,9 +162,6 @@ class Trainer:
 
         Returns:
             What happened, the same on every rank but for `step_s` and `tokens_per_s`.
-
-        Raises:
-            TrainingError: More than `run.max_skipped_steps` in a row were skipped.
         """
         began = time.perf_counter()
         learning_rate = self._set_learning_rate()
@@ -169,7 +174,7 @@ class Trainer:
             self.optimizer.step()
         self.model.publish()
         self._done += 1
-        self._count_skipped(finite)
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         step_s = time.perf_counter() - began
         return _metrics(self._done, minibatch, totals, norm, learning_rate, step_s, finite)
 
@@ -216,7 +221,7 @@ class Trainer:
         return totals
 
     def _run_microbatch(self, minibatch: Minibatch, batch: Batch) -> float:
-        # Random numbers belong to the sequences, not to the rank that happens to run them.
+        # Random numbers belong to the microbatch, not to the rank that happens to run it.
         torch.manual_seed(_seed(self._config.run.seed, minibatch.data_epoch, int(batch.indices[0])))
         loss = self.model(**batch.inputs).loss * (batch.num_tokens / minibatch.num_tokens)
         loss.backward()
@@ -229,14 +234,23 @@ class Trainer:
             group["lr"] = optim.learning_rate * factor
         return optim.learning_rate * factor
 
-    def _count_skipped(self, finite: bool) -> None:
-        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+    def check_skipped(self) -> None:
+        """End a run that goes nowhere. Local, with the same outcome on every rank.
+
+        Raises:
+            TrainingError: More than `run.max_skipped_steps` steps in a row were skipped.
+        """
         if self._skipped_in_a_row > self._config.run.max_skipped_steps:
             raise TrainingError(
                 f"step {self._done}: the gradient was not finite in {self._skipped_in_a_row} steps in a row, more than "
                 f"run.max_skipped_steps ({self._config.run.max_skipped_steps}): lower optim.learning_rate or look at "
                 "the data"
             )
+
+
+def _open_run(run_dir: Path, config: Config) -> None:
+    terminal_width()  # a wrong ODC_MPI_PROGRESS shows here
+    open_run_directory(run_dir, dump(config))
 
 
 class Log:
@@ -322,10 +336,6 @@ def _optimizer(config: OptimConfig, model: sharded.ShardedModel) -> torch.optim.
         weight_decay=config.weight_decay,
         **settings[config.optimizer],
     )
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _seed(*numbers: int) -> int:

@@ -19,10 +19,15 @@ from odc_mpi.errors import UserError, in_one_line
 
 #: transformers' own file names.
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Stored types that are read as they are, in the names of safetensors.
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class DrawnWeights:
     """Parameters as the model's own initialisation draws them, module by module.
+
+    What a family's initialisation changes from a parent module afterwards (GPT-2 scales its residual projections by
+    depth) is not seen here.
 
     Every module is seeded by its name, so a value depends neither on the number of ranks nor on what was read before.
     The last module is kept, since its parameters are read in turn.
@@ -94,7 +99,13 @@ class StoredWeights:
         self._stored: dict[str, str] = {}
         for name, parameter in module.named_parameters():
             self._stored[name] = self._find(name, module.base_model_prefix)
-            shape = list(self._slice(self._stored[name]).get_shape())
+            stored = self._slice(self._stored[name])
+            if stored.get_dtype() not in _FLOATS:
+                raise UserError(
+                    f"model.path: {self._path} stores {name} as {stored.get_dtype()}, expected one of "
+                    f"{', '.join(_FLOATS)}: quantised weights cannot be trained"
+                )
+            shape = list(stored.get_shape())
             if shape != list(parameter.shape):
                 raise UserError(
                     f"model.path: the configuration gives {name} the shape {list(parameter.shape)}, "
@@ -125,7 +136,9 @@ class StoredWeights:
                 return dict(json.loads((self._path / _INDEX).read_text())["weight_map"])
             if (self._path / _WEIGHTS).is_file():
                 return dict.fromkeys(self._open(_WEIGHTS).keys(), _WEIGHTS)
-        except (ValueError, KeyError, TypeError) as error:
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"model.path: {self._path / _INDEX} is not an index of weights: {in_one_line(error)}"
             ) from error

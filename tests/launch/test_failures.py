@@ -109,3 +109,71 @@ except odc_mpi.UserError as error:
     assert done.code == 0, done.err
     assert done.out.count("/dev/shm has") == 2
     assert "room for the parameter and gradient windows" in done.out
+
+
+def test_a_point_that_one_rank_leaves_out_is_named(tmp_path):
+    """The others' numbers must not be taken for the norm: the run ends at the deadline instead of going wrong."""
+    text = """
+import odc_mpi, torch
+world = odc_mpi.World(timeout_s=3)
+model = odc_mpi.shard_model(torch.nn.Linear(4, 4), world)
+for step in range(3):
+    with model.minibatch("loss") as totals:
+        model(torch.ones(1, 4)).sum().backward()
+    if world.rank == 0:
+        model.clip_grad_norm_(1.0)
+    model.publish()
+    print("passed", step)
+"""
+    done = launch(2, script(tmp_path, text), timeout_s=60)
+    assert done.code != 0
+    assert "meeting at point" in done.err
+    assert "passed 1" not in done.out
+
+
+def test_a_closed_world_leaves_slices_that_can_be_read(tmp_path):
+    text = """
+import odc_mpi, torch
+with odc_mpi.World(timeout_s=20) as world:
+    model = odc_mpi.shard_model(torch.nn.Linear(4, 4), world)
+    slices = model.shard_parameters()
+    before = [p.tolist() for p in slices]
+assert [p.tolist() for p in slices] == before
+model.close()
+print("fine")
+"""
+    done = launch(2, script(tmp_path, text), timeout_s=60)
+    assert done.code == 0, done.err
+    assert done.out.count("fine") == 2
+
+
+def test_ranks_with_different_data_are_told(tmp_path, data, config):
+    text = f"""
+import shutil, sys
+from odc_mpi import cli
+from odc_mpi.comm.world import MPI
+from odc_mpi.data.dataset import Dataset, DatasetWriter
+path = "{tmp_path}/other.h5"
+if MPI.COMM_WORLD.rank == 1:
+    with Dataset("{data}") as whole, DatasetWriter(path, vocab_size=60, tokenizer="none", source="other") as writer:
+        for i in range(len(whole) - 1):
+            writer.append(*whole[i])
+else:
+    shutil.copy("{data}", path.replace("other", "same"))
+path = path if MPI.COMM_WORLD.rank == 1 else path.replace("other", "same")
+import os
+os.makedirs("{tmp_path}/at%d" % MPI.COMM_WORLD.rank)
+os.chdir("{tmp_path}/at%d" % MPI.COMM_WORLD.rank)
+shutil.copy(path, "data.h5")
+sys.exit(cli.main(["train", "--config", "{config}", "--data.path", "data.h5"]))
+"""
+    done = launch(2, script(tmp_path, text))
+    assert done.code == 2, done.err
+    assert len([line for line in done.lines if "rank 1 has another than rank 0" in line]) == 1
+
+
+def test_a_launcher_of_another_mpi_is_noticed(tmp_path):
+    text = "from odc_mpi import World\nWorld()\n"
+    done = launch(0, script(tmp_path, text), OMPI_COMM_WORLD_SIZE=4, MPI4PY_RC_INITIALIZE="1")
+    assert done.code != 0
+    assert "the launcher started 4 processes" in done.err

@@ -137,7 +137,7 @@ def test_backward_at_the_wrong_time() -> None:
             late, later, latest = (squares(model, (INPUT,)) for _ in range(3))
             work_once(model)
         gradients = [p.grad.clone() for p in model.shard_parameters()]
-        with pytest.raises(RuntimeError, match=outside):
+        with pytest.raises(RuntimeError, match=r"evaluate or save after publish\(\)"):
             late.backward()
         assert all(torch.equal(p.grad, g) for p, g in zip(model.shard_parameters(), gradients, strict=True))
         model.publish()
@@ -160,9 +160,60 @@ def test_a_forward_needs_no_minibatch() -> None:
         assert torch.equal(model(INPUT), expected)
         with model.minibatch():
             work_once(model)
+        model.publish()
         assert torch.equal(model(INPUT), expected)
 
     run_ranks(2, work)
+
+
+def test_nobody_reads_parameters_while_owners_write_them() -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        with model.minibatch():
+            work_once(model)
+        for use in (lambda: model(INPUT), model.state_dict):
+            with pytest.raises(RuntimeError, match=r"evaluate or save after publish\(\)"):
+                use()
+        model.publish()
+        model(INPUT)
+
+    run_ranks(2, work)
+
+
+def test_an_optimizer_steps_between_a_and_b_only() -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        optimizer = torch.optim.SGD(model.shard_parameters(), lr=0.1)
+        for parameter in model.shard_parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(RuntimeError, match="an optimizer's step belongs"):
+            optimizer.step()
+        with model.minibatch():
+            work_once(model)
+        optimizer.step()
+        model.publish()
+        assert all(parameter.grad is None for parameter in model.shard_parameters())
+        with model.minibatch():
+            work_once(model)
+            arrived = [transport.gradient_shard(i).clone() for i in range(len(transport.layouts))]
+            optimizer.zero_grad(set_to_none=False)
+            assert all(torch.equal(transport.gradient_shard(i), wanted) for i, wanted in enumerate(arrived))
+        model.publish()
+
+    run_ranks(1, work)
+
+
+def test_a_new_parameter_cannot_take_a_sharded_ones_place() -> None:
+    def work(transport: RecordingTransport) -> None:
+        model = ShardedModel(nn.Linear(2, 2), transport)
+        with pytest.raises(RuntimeError, match="weight is sharded"):
+            model.module.weight = nn.Parameter(torch.zeros(2, 2))
+
+    run_ranks(1, work)
 
 
 @SIZES

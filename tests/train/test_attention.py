@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from odc_mpi.train.attention import packed_attention
+from odc_mpi.train.attention import UnpackableError, packed_attention
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 
@@ -42,12 +42,9 @@ def test_values_and_gradients(boundaries, window):
         torch.testing.assert_close(one, other)
 
 
-def test_without_bounds_each_row_is_a_sequence():
-    inputs = draw(6, batch=3)
-    actual, _ = packed_attention(None, *inputs, None, scaling=0.3)
-    for row in range(3):
-        wanted = written_out(*(x[row : row + 1] for x in inputs), [0, 6], scaling=0.3)
-        torch.testing.assert_close(actual[row : row + 1], wanted)
+def test_a_model_that_loses_the_bounds_is_refused():
+    with pytest.raises(UnpackableError, match="no boundaries"):
+        packed_attention(None, *draw(6), None)
 
 
 def test_the_cost_grows_with_the_squares_of_the_sequences(monkeypatch):
@@ -68,9 +65,9 @@ def test_the_cost_grows_with_the_squares_of_the_sequences(monkeypatch):
 @pytest.mark.parametrize("given", [{"softcap": 30.0}, {"s_aux": torch.ones(HEADS)}, {"is_causal": False}])
 def test_what_would_change_the_result_is_refused(given):
     with pytest.raises(ValueError, match="packed attention serves plain causal layers"):
-        packed_attention(None, *draw(4), None, **given)
+        packed_attention(None, *draw(4), None, cu_seq_lens_q=torch.tensor([0, 4]), **given)
 
 
 def test_a_mask_is_refused():
     with pytest.raises(ValueError, match="an attention mask"):
-        packed_attention(None, *draw(4), torch.ones(1, 1, 4, 4))
+        packed_attention(None, *draw(4), torch.ones(1, 1, 4, 4), cu_seq_lens_q=torch.tensor([0, 4]))

@@ -118,6 +118,9 @@ class TestFromConfig:
             ({"model_type": "mamba", "num_hidden_layers": 1}, "packed sequences"),
             ({"model_type": "vit"}, "model.config"),
             (LLAMA | {"num_attention_heads": 5}, "model.config"),
+            (LLAMA | {"model_type": "nemotron"}, "no boundaries"),
+            (LLAMA | {"model_type": "gemma2"}, "softcap"),
+            ({"model_type": "bert", "num_hidden_layers": 1}, "not causal"),
         ],
     )
     def test_mistakes(self, settings, words):
@@ -141,7 +144,8 @@ class TestFromDirectory:
         model = shard(models.from_directory(saved)).eval()
         tokens = torch.arange(20)[None]
         with torch.no_grad():
-            actual, wanted = model(input_ids=tokens).logits, reference(input_ids=tokens).logits
+            bounds = torch.tensor([0, 20], dtype=torch.int32)
+            actual, wanted = model(input_ids=tokens, cu_seq_lens_q=bounds).logits, reference(input_ids=tokens).logits
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
     def test_only_rows_that_a_slice_touches_are_read(self, saved, monkeypatch):
@@ -199,6 +203,8 @@ class TestFromDirectory:
         stored, settings = load_file(file), json.loads(config.read_text())
         save_file({name: t for name, t in stored.items() if "norm" not in name}, file, {"format": "pt"})
         refused("no weights for model.layers.0.input_layernorm.weight")
+        save_file(stored | {"model.norm.weight": torch.ones(32, dtype=torch.int8)}, file, {"format": "pt"})
+        refused("quantised")
         save_file(stored | {"model.norm.weight": torch.ones(31)}, file, {"format": "pt"})
         refused("stores [31]")
         file.write_bytes(file.read_bytes()[:5000])
@@ -209,6 +215,8 @@ class TestFromDirectory:
         (copy / "model.safetensors.index.json").write_text("{}")
         refused("not an index")
         config.write_text("{ not json")
+        refused("not usable")
+        config.write_text(json.dumps(settings | {"hidden_size": "wide"}))
         refused("not usable")
         config.write_text(json.dumps(settings | {"model_type": "qwen22"}))
         refused("not usable")
