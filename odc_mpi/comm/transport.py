@@ -72,7 +72,7 @@ class Transport(ABC):
         num_collectives: Collective operations so far at the ordering points.
     """
 
-    #: What `summary.json` and `comm.transport` call it.
+    #: What `comm.transport` calls it.
     name: str
 
     def __init__(self, rank: int, size: int, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:

@@ -96,14 +96,17 @@ def test_a_mistake_that_one_rank_meets_alone(config, tmp_path):
     """Rank 1 does not see the data set, as on a node where it was not copied to."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys\n"
+        "import os, shutil, sys\n"
         "from odc_mpi import cli\n"
         "from odc_mpi.comm.world import MPI\n"
-        "path = sys.argv[2] if MPI.COMM_WORLD.rank == 0 else '/nowhere.h5'\n"
-        "sys.exit(cli.main(['train', '--config', sys.argv[1], '--data.path', path]))\n"
+        "os.mkdir(f'node{MPI.COMM_WORLD.rank}')\n"
+        "os.chdir(f'node{MPI.COMM_WORLD.rank}')\n"
+        "if MPI.COMM_WORLD.rank == 0:\n"
+        "    shutil.copy(sys.argv[2], 'here.h5')\n"
+        "sys.exit(cli.main(['train', '--config', sys.argv[1], '--data.path', 'here.h5']))\n"
     )
     data = configuration.load(config).data.path
-    mistake(launch(2, script, config, data), "/nowhere.h5", "(on rank 1)")
+    mistake(launch(2, script, config, data, cwd=tmp_path), "here.h5", "(on rank 1)")
 
 
 def test_gradients_that_stay_infinite_end_the_run(config, tmp_path):

@@ -100,8 +100,9 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, 
     [("embed_tokens",), ("layers.1.",), ("mlp", "layers.0.self_attn.q_proj"), ("layers",)],
     ids=["embedding", "a unit", "parts of units", "all units"],
 )
-def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze):
-    config = configure(dataset_path, **{"model.config.tie_word_embeddings": "false"})
+@pytest.mark.parametrize("balance", ["local_sort", "lb_mini"])
+def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze, balance):
+    config = configure(dataset_path, **{"data.balance": balance, "model.config.tie_word_embeddings": "false"})
     dataset, metrics, state = run(config, world, freeze)
     losses, parameters = expected(config, dataset, freeze)
     assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
