@@ -69,9 +69,11 @@ class Transport(ABC):
 
     Attributes:
         buffers: Where fetches land; its peak tells the parameter memory beyond the shards.
+        copies: Whether a fetch moves bytes; False: it is a view of memory that is there already.
         num_collectives: Collective operations so far at the ordering points.
     """
 
+    copies = True
     #: What `comm.transport` calls it.
     name: str
 

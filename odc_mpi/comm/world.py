@@ -52,6 +52,9 @@ class World:
         local_size: Ranks on this node.
         node: This node's number, from 0, in the order of its lowest rank.
         num_nodes: Nodes of the job.
+        node_ranks: The ranks of this node, by local rank.
+        comm: All ranks; this world's own.
+        node_comm: The ranks of this node.
     """
 
     def __init__(self, comm: MPI.Intracomm | None = None, *, timeout_s: float = 600.0) -> None:
@@ -65,12 +68,13 @@ class World:
             self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
             self.rank = self.comm.Get_rank()
             self.size = self.comm.Get_size()
-            self._node_comm = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
-            self.local_rank = self._node_comm.Get_rank()
-            self.local_size = self._node_comm.Get_size()
+            self.node_comm = MPI.Intracomm(self.comm.Split_type(MPI.COMM_TYPE_SHARED))
+            self.local_rank = self.node_comm.Get_rank()
+            self.local_size = self.node_comm.Get_size()
             # The lowest rank of each node stands for it.
-            leader = self._node_comm.bcast(self.rank)
+            leader = self.node_comm.bcast(self.rank)
             leaders = sorted(set(self.comm.allgather(leader)))
+            self.node_ranks = self.node_comm.allgather(self.rank)
         self.node = leaders.index(leader)
         self.num_nodes = len(leaders)
         if self.local_rank == 0:
@@ -101,14 +105,20 @@ class World:
         """
         return self._watchdog.watch(what)
 
-    def wait(self, request: MPI.Request, what: str) -> None:
+    def wait(self, request: MPI.Request, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Wait for a non-blocking operation within the deadline, leaving the core to others. Local.
 
         A blocking call would spin: with more ranks than cores it would take time from a rank that computes.
+
+        Args:
+            request: Of the operation.
+            what: What is waited for, to follow "while".
+            meanwhile: Called again and again while this rank waits.
         """
         with self.deadline(what):
             start = time.perf_counter()
             while not request.Test():
+                meanwhile()
                 if time.perf_counter() - start > SPIN_S:
                     time.sleep(SLEEP_S)
 
@@ -189,7 +199,7 @@ class World:
         """
         wanted = np.array([num_bytes], dtype=np.int64)
         with self.deadline("adding up the shared memory that is wanted"):
-            self._node_comm.Allreduce(MPI.IN_PLACE, wanted)
+            self.node_comm.Allreduce(MPI.IN_PLACE, wanted)
         self.agree(lambda: _check_shared_memory(int(wanted[0]), self.local_size, what))
 
     def on_close(self, free: Callable[[], None]) -> None:
@@ -205,7 +215,7 @@ class World:
         with self.deadline("closing the world"):
             while self._resources:
                 self._resources.pop()()
-            self._node_comm.Free()
+            self.node_comm.Free()
             self.comm.Free()
         self._watchdog.close()
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from odc_mpi.comm import window
+from odc_mpi.comm import rma
+from odc_mpi.comm.rma import SharedWindow
 from odc_mpi.comm.window import WindowTransport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
@@ -15,12 +16,17 @@ pytestmark = pytest.mark.mpi
 SIZES = [1, 7, 33, 1000, 65_537]
 
 
+@pytest.fixture(params=[True, False], ids=["zero-copy", "copies"])
+def zero_copy(request):
+    return request.param
+
+
 @pytest.fixture
-def make(world):
+def make(world, zero_copy):
     made = []
 
     def build(sizes=SIZES, param_dtype=torch.float32, reduce_dtype=torch.float32, trainable=True):
-        transport = WindowTransport(world, param_dtype, reduce_dtype)
+        transport = WindowTransport(world, param_dtype, reduce_dtype, zero_copy=zero_copy)
         specs = [[ParameterSpec(f"p{i}", (numel,), trainable)] for i, numel in enumerate(sizes)]
         transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
         made.append(transport)
@@ -85,7 +91,7 @@ def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype):
 
 
 def test_long_messages_are_cut(make, world, monkeypatch):
-    monkeypatch.setattr(window, "MAX_MESSAGE_NUMEL", 100)
+    monkeypatch.setattr(rma, "MAX_MESSAGE_NUMEL", 100)
     transport = make([5000])
     values = torch.arange(5000, dtype=torch.float32)
     write_own_parameters(transport, [values])
@@ -124,6 +130,35 @@ def test_frozen_arrays_have_no_gradient_window(make):
 def test_only_what_mpi_can_add_is_reduced(world):
     with pytest.raises(ValueError, match="reduce_dtype must be one of"):
         WindowTransport(world, torch.bfloat16, torch.bfloat16)
+
+
+def test_a_zero_copy_fetch_is_the_owners_memory(make, world, zero_copy):
+    """Whoever is on the node sees a store without any fetch; a copy does not change any more."""
+    transport = make([1000])
+    write_own_parameters(transport, [torch.zeros(1000)])
+    fetched = transport.fetch(0).wait()
+    assert transport.copies == (not zero_copy)
+    transport.complete_gradients(np.zeros(1))
+    write_own_parameters(transport, [torch.arange(1000.0)])
+    assert torch.equal(fetched, torch.arange(1000.0) if zero_copy else torch.zeros(1000))
+    transport.release(fetched)
+    assert transport.buffers.peak_bytes == (0 if zero_copy else 4000)
+    transport.complete_gradients(np.zeros(1))
+
+
+def test_a_shared_window_shows_the_node_in_rank_order(world):
+    for numel in (1, 33, 4097):
+        window = SharedWindow(world, numel, torch.float32)
+        window.tensor.fill_(world.rank + 1)
+        window.sync()
+        world.gather_objects(None)
+        window.sync()
+        wanted = torch.arange(1.0, world.size + 1).repeat_interleave(numel)
+        assert torch.equal(window.whole, wanted)
+        for rank in range(world.size):
+            assert torch.equal(window.near(rank), torch.full((numel,), rank + 1.0))
+        world.gather_objects(None)
+        window.free()
 
 
 @pytest.mark.mpi(min_size=2)
