@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.reduction import AccumulateReduction, Reduction
 from odc_mpi.comm.rma import Flush, ReadableWindow, SharedWindow, Window
 from odc_mpi.comm.transport import Done, Fetch, Layout, Pending, Transport
@@ -34,6 +35,7 @@ class WindowTransport(Transport):
         reduce_dtype: As for any transport.
         zero_copy: Whether ranks of a node read each other's parameters in place.
         reduction: How gradients reach their owners; made when the arrays are known.
+        progress: Whether a thread serves other ranks while this one computes.
     """
 
     name = "window"
@@ -46,6 +48,7 @@ class WindowTransport(Transport):
         *,
         zero_copy: bool = True,
         reduction: Callable[[World, Sequence[Layout], torch.dtype], Reduction] = AccumulateReduction,
+        progress: bool = False,
     ) -> None:
         super().__init__(world.rank, world.size, param_dtype, reduce_dtype)
         self._world = world
@@ -53,6 +56,8 @@ class WindowTransport(Transport):
         self._make_reduction = reduction
         self._parameters: list[ReadableWindow] = []
         self._reduction: Reduction | None = None
+        self._wants_progress = progress
+        self._progress: ProgressThread | None = None
         self.copies = True
         # Each rank begins with the next one, so that not all of them ask rank 0 first.
         self._peers = [(world.rank + 1 + i) % world.size for i in range(world.size)]
@@ -72,6 +77,8 @@ class WindowTransport(Transport):
             self._parameters.append(self._window_type(self._world, layout.shard_numel, self.param_dtype))
         self.copies = any(window.whole is None for window in self._parameters)
         self._reduction = self._make_reduction(self._world, layouts, self.reduce_dtype)
+        if self._wants_progress:
+            self._progress = ProgressThread(self._world, self._reduction.serve)
         # Nobody may push into a window that its owner is still clearing.
         self.publish_parameters()
 
@@ -93,6 +100,7 @@ class WindowTransport(Transport):
             super().release(fetched)
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
+        self._serve()
         layout, window = self.layouts[index], self._parameters[index]
         data = buffer.view(torch.uint8).numpy()
         what = f"fetching unit {layout.name}"
@@ -111,6 +119,7 @@ class WindowTransport(Transport):
         return Flush(self._world, window.flush, what)
 
     def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
+        self._serve()
         return self._reducing.push(index, gradient, start)
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
@@ -136,18 +145,26 @@ class WindowTransport(Transport):
         if self._reduction is None:
             return
         with self._world.deadline("freeing the windows"):
+            if self._progress is not None:
+                self._progress.close()
             self._reduction.free()
             for window in reversed(self._parameters):
                 window.free()
             for comm in (self._at_a, self._at_n, self._at_b):
                 comm.Free()
-        self._reduction, self._parameters = None, []
+        self._reduction, self._progress, self._parameters = None, None, []
         self.buffers.clear()
 
     @property
     def _reducing(self) -> Reduction:
         assert self._reduction is not None, "windows are allocated first, and not used after they are freed"
         return self._reduction
+
+    def _serve(self) -> None:
+        """Do the owner's part, also of what a progress thread did not come to yet."""
+        if self._progress is not None:
+            self._progress.check()
+        self._reducing.serve()
 
     def _sync(self) -> None:
         for window in self._parameters:
@@ -158,5 +175,5 @@ class WindowTransport(Transport):
         values = np.ascontiguousarray(values, dtype=np.float64)
         everyone = np.empty((self.size, values.size))
         self.num_collectives += 1
-        self._world.wait(comm.Iallgather(values, everyone), what, meanwhile=self._reducing.serve)
+        self._world.wait(comm.Iallgather(values, everyone), what, meanwhile=self._serve)
         return everyone

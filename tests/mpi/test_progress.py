@@ -1,0 +1,102 @@
+"""A thread that serves others while its rank computes."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from odc_mpi.comm.progress import ProgressThread
+from odc_mpi.comm.window import WindowTransport
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+
+pytestmark = pytest.mark.mpi
+
+BUSY_S = 1.5
+
+
+def read_from_a_computing_rank(world):
+    """Seconds that rank 0 needs to read from the last rank, which computes for BUSY_S without calling MPI.
+
+    The window is one over memory of our own: on host memory both libraries then carry a Get by messages, on one node
+    too, so that the target has to drive them.
+    """
+    memory = np.full(1000, world.rank + 1.0)
+    window = MPI.Win.Create(memory, 8, MPI.INFO_NULL, world.comm)
+    window.Lock_all(MPI.MODE_NOCHECK)
+    world.gather_objects(None)
+    began = time.perf_counter()
+    took = None
+    if world.rank == world.size - 1:
+        while time.perf_counter() - began < BUSY_S:
+            np.dot(memory, memory)
+    elif world.rank == 0:
+        time.sleep(0.2)  # until the other has left the meeting above, in which it would still serve
+        values = np.zeros(1000)
+        window.Get(values, world.size - 1)
+        window.Flush(world.size - 1)
+        took = time.perf_counter() - began
+        assert (values == world.size).all()
+    world.gather_objects(None)
+    window.Unlock_all()
+    window.Free()
+    return took
+
+
+@pytest.mark.mpi(min_size=2)
+def test_without_it_a_computing_rank_is_waited_for(world):
+    took = read_from_a_computing_rank(world)
+    assert took is None or took > BUSY_S / 2, "this window shows nothing about progress"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_with_it_nobody_waits(world):
+    progress = ProgressThread(world, serve=lambda: None)
+    took = read_from_a_computing_rank(world)
+    progress.close()
+    assert took is None or took < BUSY_S / 3
+
+
+def test_it_serves_again_and_again_until_it_is_closed(world):
+    looks = []
+    progress = ProgressThread(world, serve=lambda: looks.append(threading.current_thread().name))
+    time.sleep(0.3)
+    progress.close()
+    seen = len(looks)
+    assert seen >= 10
+    assert set(looks) == {"odc_mpi-progress"}
+    time.sleep(0.05)
+    assert len(looks) == seen
+    progress.close()
+
+
+def test_what_ends_the_thread_is_raised_by_the_main_thread(world):
+    def fail():
+        raise KeyError("slot 7")
+
+    progress = ProgressThread(world, serve=fail)
+    progress._thread.join(10)
+    assert not progress._thread.is_alive()
+    with pytest.raises(RuntimeError, match="the progress thread failed: 'slot 7'"):
+        progress.check()
+    with pytest.raises(RuntimeError, match="slot 7"):
+        progress.close()
+
+
+def test_a_transport_has_one_and_says_when_it_failed(world):
+    layout = FlatLayout.build("unit", [ParameterSpec("p", (100,), True)], world.size)
+    transport = WindowTransport(world, progress=True)
+    transport.allocate([layout])
+    transport.accumulate(0, torch.ones(100)).wait()
+    transport.complete_gradients(np.zeros(1))
+    start, stop = layout.owned(world.rank)
+    assert torch.equal(transport.gradient_shard(0)[: stop - start], torch.full((stop - start,), float(world.size)))
+    transport._reduction.serve = lambda: 1 / 0
+    transport._progress._serve = transport._reduction.serve
+    transport._progress._thread.join(10)
+    with pytest.raises(RuntimeError, match="the progress thread failed: division by zero"):
+        transport.accumulate(0, torch.ones(100))
+    transport._progress._failure = None
+    transport.close()
