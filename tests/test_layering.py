@@ -30,7 +30,7 @@ KEPT_IN = {
     "transformers": {"train.models", "train.weights", "train.attention", "data.prepare"},
     "safetensors": {"train.weights"},
     "rich": {"cli", "train.metrics", "data.prepare"},
-    "yaml": {"train.config"},
+    "yaml": {"train.dialect"},
 }
 
 

@@ -4,15 +4,13 @@ Here live the dataclasses, one line of meaning per field, and the way from a YAM
 arguments to a checked `Config` and back. What a setting does lives in the module that uses it. Nothing here
 communicates: every rank reads the same file and comes to the same `Config` or to the same error.
 
-The reader is our own, over PyYAML's safe loader, because every mistake has to become one line that names the source,
-the setting and the cure. Two of YAML 1.1's rules are changed: ``1e-4`` and ``-.1`` are numbers, and a key given twice
-is an error.
+The reader is our own, over PyYAML's safe loader (`train.dialect`), because every mistake has to become one line that
+names the source, the setting and the cure.
 """
 
 import difflib
 import functools
 import json
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +18,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
 from odc_mpi.errors import UserError
+from odc_mpi.train import dialect
 
 
 class Check(NamedTuple):
@@ -72,7 +69,10 @@ class CommConfig:
     """How ranks exchange parameters and gradients."""
 
     transport: Annotated[Literal["window"], "one-sided MPI windows"] = "window"
-    reduction: Annotated[Literal["auto", "accumulate"], "how gradients reach their owners"] = "auto"
+    reduction: Annotated[Literal["auto", "accumulate", "mailbox"], "how gradients reach their owners"] = "auto"
+    mailbox_bytes: Annotated[int, "mailbox: memory for gradients on their way to this rank", _ONE_OR_MORE] = 64 << 20
+    zero_copy: Annotated[Literal["auto", "off"], "read parameters of the same node in place"] = "auto"
+    progress: Annotated[Literal["auto", "off", "thread"], "serve other ranks while this one computes"] = "auto"
     timeout_s: Annotated[float, "seconds to wait for a rank before the run fails", _POSITIVE] = 600.0
 
 
@@ -153,7 +153,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 def dump(config: Config) -> str:
     """Write a configuration as YAML, all values with the defaults, such that `load` reads an equal one. Local."""
-    return yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
+    return dialect.write(asdict(config))
 
 
 def help_text() -> str:
@@ -165,31 +165,6 @@ def help_text() -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
-
-
-class _Loader(yaml.SafeLoader):
-    """The safe loader, with numbers like 1e-4 and -.1, and without doubled keys."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
-                seen.add(key.value)
-        return node
-
-
-class _Dumper(yaml.SafeDumper):
-    """The safe dumper, with the numbers of `_Loader`."""
-
-
-# Both halves have to agree on what a number is: were only the loader to read 1e3 as one, the dumper would write the
-# text "1e3" without quotes.
-_NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$")
-for _half in (_Loader, _Dumper):
-    _half.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
 def _sections() -> dict[str, Any]:
@@ -212,15 +187,7 @@ def _build(name: str, section: Any, values: dict[str, Any]) -> Any:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as error:
-        raise UserError(f"{path}: expected a configuration file, got: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date like 2026-02-31
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}, line {mark.line + 1}" if mark else f"{path}"
-        problem = " ".join((getattr(error, "problem", None) or str(error)).split())
-        raise UserError(f"{place}: expected YAML, got: {problem}") from None
+    document = dialect.read_file(path)
     if document is not None and not isinstance(document, dict):
         raise UserError(f"{path}: expected a mapping of the sections {', '.join(_sections())}, got {_show(document)}")
     return {key: _checked(str(path), key, value) for key, value in _leaves(document or {})}
@@ -252,11 +219,11 @@ def _override(values: dict[str, Any], key: str, text: str) -> None:
     mapping = _mapping_of(key)
     if mapping:
         names = key.removeprefix(f"{mapping}.").split(".")
-        values[mapping] = _with_entry(values.get(mapping), mapping, names, _parse(text))
+        values[mapping] = _with_entry(values.get(mapping), mapping, names, dialect.read_value(text))
     else:
         kinds = _kinds(_known(_ARGUMENTS, key).type)
         verbatim = any(kind is str or get_origin(kind) is Literal for kind in kinds)
-        value = text if verbatim and not (text == "null" and types.NoneType in kinds) else _parse(text)
+        value = text if verbatim and not (text == "null" and types.NoneType in kinds) else dialect.read_value(text)
         values[key] = _checked(_ARGUMENTS, key, value)
 
 
@@ -274,15 +241,6 @@ def _with_entry(mapping: Any, key: str, names: list[str], value: Any) -> dict[st
     if deeper:
         value = _with_entry(mapping.get(name), f"{key}.{name}", deeper, value)
     return {**mapping, name: value}
-
-
-def _parse(text: str) -> Any:
-    """Read an argument as YAML would, or as the text it is: the type check then tells what was expected."""
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError):
-        return text
-    return text if text.strip() == "" else value
 
 
 def _known(source: str, key: str) -> _Setting:

@@ -1,0 +1,68 @@
+"""The YAML that settings are written in: the safe kind, without two of YAML 1.1's traps.
+
+``1e-4`` and ``-.1`` are numbers, and a key given twice is an error. Nothing here knows what the settings are.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from odc_mpi.errors import UserError
+
+
+def read_file(path: Path) -> Any:
+    """Read a document. Local.
+
+    Raises:
+        UserError: The file cannot be read or is no YAML, in one line that names it.
+    """
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise UserError(f"{path}: expected a configuration file, got: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date like 2026-02-31
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}, line {mark.line + 1}" if mark else f"{path}"
+        problem = " ".join((getattr(error, "problem", None) or str(error)).split())
+        raise UserError(f"{place}: expected YAML, got: {problem}") from None
+
+
+def read_value(text: str) -> Any:
+    """Read an argument as YAML would, or as the text it is: the type check then tells what was expected. Local."""
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError):
+        return text
+    return text if text.strip() == "" else value
+
+
+def write(document: Any) -> str:
+    """Write a document such that `read_file` reads an equal one. Local."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, with numbers like 1e-4 and -.1, and without doubled keys."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """The safe dumper, with the numbers of `_Loader`."""
+
+
+# Both halves have to agree on what a number is: were only the loader to read 1e3 as one, the dumper would write the
+# text "1e3" without quotes.
+_NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$")
+for _half in (_Loader, _Dumper):
+    _half.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
