@@ -1,0 +1,188 @@
+"""What the runtime uses on an MPI stack, decided from what a probe found there. Pure: no MPI, the same on every rank.
+
+    window      shared memory on each node where that works, else `Win.Allocate`
+    zero_copy   a fetch is a view, where the shards of a node lie side by side and can be read in place
+    reduction   Accumulate where it is one-sided, or not much slower than Put; else Put into a mailbox
+    progress    a thread that serves peers, where Get or the reduction waits for a target that computes
+
+A setting that is not `auto` wins. Every choice has its reason, with the figure that led to it.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from odc_mpi.comm.report import Operation, Peer, Report
+from odc_mpi.errors import UserError
+
+#: Accumulate may be slower than Put by this much: a mailbox puts, and its owner then adds on its own time.
+LEAST_SHARE_OF_PUT = 0.25
+#: A thread that serves peers calls MPI beside the one that computes.
+THREADS_NEEDED = "MPI_THREAD_MULTIPLE"
+
+_WHERE = {"same_node": "on the same node", "other_node": "on the other node"}
+_NAMES = {"get": "Get", "put": "Put", "accumulate": "Accumulate", "fetch_and_op": "Fetch_and_op"}
+_SETTINGS = {
+    "zero_copy": ("auto", "off"),
+    "reduction": ("auto", "accumulate", "mailbox"),
+    "progress": ("auto", "off", "thread"),
+}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The settings `comm.zero_copy`, `comm.reduction` and `comm.progress`.
+
+    Raises:
+        UserError: A value that the setting does not have.
+    """
+
+    zero_copy: str = "auto"
+    reduction: str = "auto"
+    progress: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, values in _SETTINGS.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise UserError(f"comm.{name}: expected {' or '.join(values)}, got {value}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is used, and why in a few words."""
+
+    choice: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the runtime uses."""
+
+    window: Choice
+    zero_copy: Choice
+    reduction: Choice
+    progress: Choice
+
+    def one_line(self) -> str:
+        """Return all choices with their reasons, for a log. Local."""
+        named = [(name.replace("_", "-"), getattr(self, name)) for name in ("zero_copy", "reduction", "progress")]
+        return "; ".join(f"{name} {made.choice} ({made.reason})" for name, made in named)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold. Local."""
+        return asdict(self)
+
+
+def decide(report: Report, wishes: Wishes = Wishes()) -> Decision:  # noqa: B008 - frozen
+    """Choose what the runtime uses. Local.
+
+    Args:
+        report: Of a probe; what it could not answer counts against the operation.
+        wishes: What the settings ask for.
+
+    Raises:
+        UserError: A setting asks for what this MPI does not grant.
+    """
+    zero_copy = _zero_copy(report, wishes.zero_copy)
+    reduction = _reduction(report, wishes.reduction)
+    progress = _progress(report, wishes.progress, reduction.choice)
+    return Decision(_window(report, zero_copy), zero_copy, reduction, progress)
+
+
+def seconds(value: float) -> str:
+    """Write a time with two digits and a unit, such as "3.1 s", "0.21 ms" or "1.5 us". Local."""
+    for limit, unit, scale in ((1.0, "s", 1.0), (1e-4, "ms", 1e3), (0.0, "us", 1e6)):
+        if value >= limit:
+            break
+    scaled = value * scale
+    return f"{scaled:.0f} {unit}" if scaled >= 10 else f"{scaled:.2g} {unit}"
+
+
+def _window(report: Report, zero_copy: Choice) -> Choice:
+    if zero_copy.choice == "on":
+        return Choice("allocate_shared", "parameters in memory that a node's ranks share, gradients from Win.Allocate")
+    return Choice("allocate", f"zero-copy is off: {zero_copy.reason}")
+
+
+def _zero_copy(report: Report, wish: str) -> Choice:
+    if wish != "auto":
+        return Choice(wish, "set by comm.zero_copy")
+    shared = report.shared_memory
+    if shared.readable is None or shared.contiguous is None:
+        return Choice("off", "Win.Allocate_shared gave no answer")
+    if not shared.readable:
+        return Choice("off", "a rank cannot read its neighbour's shared memory in place")
+    if not shared.contiguous:
+        return Choice("off", "the ranks' pieces of shared memory do not lie side by side")
+    if shared.load_s is None:
+        return Choice("on", "the only rank of its node reads its own memory")
+    return Choice("on", f"a node's ranks read each other in place, 64 bytes in {seconds(shared.load_s)}")
+
+
+def _reduction(report: Report, wish: str) -> Choice:
+    if wish != "auto":
+        return Choice(wish, "set by comm.reduction")
+    peers = report.peers.existing()
+    if not peers:
+        return Choice("accumulate", "there is no peer")
+    against = [text for kind, peer in peers.items() if (text := _against_accumulate(kind, peer))]
+    if against and all(peer.put.idle_s is None for peer in peers.values()):
+        return Choice("accumulate", f"{against[0]}, nor did Put")
+    if against:
+        return Choice("mailbox", against[0])
+    waiting = [kind for kind, peer in peers.items() if not peer.accumulate.one_sided]
+    if not waiting:
+        return Choice("accumulate", "Accumulate is one-sided towards all peers")
+    return Choice("accumulate", f"Accumulate to a peer {_speeds(waiting[0], peers[waiting[0]])}")
+
+
+def _against_accumulate(kind: str, peer: Peer) -> str | None:
+    """Return why Accumulate will not do towards these peers, or None."""
+    adding, putting = peer.accumulate, peer.put
+    if adding.idle_s is None:
+        return f"Accumulate to a peer {_WHERE[kind]} gave no answer"
+    if adding.one_sided or putting.gb_per_s is None:
+        return None
+    if adding.gb_per_s is not None and adding.gb_per_s >= LEAST_SHARE_OF_PUT * putting.gb_per_s:
+        return None
+    return f"Accumulate to a peer {_speeds(kind, peer)}"
+
+
+def _speeds(kind: str, peer: Peer) -> str:
+    adding, putting = peer.accumulate.gb_per_s or 0.0, peer.put.gb_per_s or 0.0
+    return f"{_WHERE[kind]} moves {adding:.2g} GB/s, Put {putting:.2g}"
+
+
+def _progress(report: Report, wish: str, reduction: str) -> Choice:
+    granted = report.thread_level or "no answer"
+    if wish == "thread" and granted != THREADS_NEEDED:
+        raise UserError(
+            f"comm.progress: thread needs {THREADS_NEEDED}, {report.library} grants {granted}: set it to off or auto"
+        )
+    if wish != "auto":
+        return Choice(wish, "set by comm.progress")
+    peers = report.peers.existing()
+    if not peers:
+        return Choice("off", "there is no peer to serve")
+    needed = ("get", "accumulate" if reduction == "accumulate" else "put")
+    waiting = [
+        _waits(kind, name, operation)
+        for kind, peer in peers.items()
+        for name in needed
+        if not (operation := getattr(peer, name)).one_sided
+    ]
+    if not waiting:
+        return Choice("off", f"{' and '.join(_NAMES[name] for name in needed)} are one-sided towards all peers")
+    if granted != THREADS_NEEDED:
+        return Choice("off", f"warning: {waiting[0]}, but a thread needs {THREADS_NEEDED} and {granted} is granted")
+    return Choice("thread", waiting[0])
+
+
+def _waits(kind: str, name: str, operation: Operation) -> str:
+    """Say that an operation waits for its target, with the figures."""
+    direction = "from" if name == "get" else "to"
+    what = f"{_NAMES[name]} {direction} a peer {_WHERE[kind]}"
+    if operation.one_sided is None or operation.busy_s is None or operation.idle_s is None:
+        return f"{what} gave no answer"
+    return f"{what} waits for the target: {seconds(operation.busy_s)} against {seconds(operation.idle_s)} idle"

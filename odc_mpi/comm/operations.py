@@ -1,0 +1,144 @@
+"""The one-sided operations that a probe tries, each with a record of what should have come of it.
+
+The window holds small whole numbers as float32, so that bytes can be compared and sums are exact, and behind them one
+64-bit counter. An origin keeps a copy of what should be in its target's window.
+"""
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+#: Bytes behind the numbers, for the counter.
+COUNTER_BYTES = 8
+
+
+def pattern(num_bytes: int) -> np.ndarray:
+    """Return the content of a window at first: numbers in which every page differs from the last (251 is prime)."""
+    numbers = np.resize(np.arange(251, dtype=np.float32), (num_bytes - COUNTER_BYTES) // 4)
+    return np.concatenate([numbers.view(np.uint8), np.zeros(COUNTER_BYTES, dtype=np.uint8)])
+
+
+class Peering:
+    """An origin's memory towards one target.
+
+    Args:
+        win: The window, in units of one byte, locked.
+        target: Its rank.
+        num_bytes: Of the target's window, counter included.
+    """
+
+    def __init__(self, win: MPI.Win, target: int, num_bytes: int) -> None:
+        self.win, self.target = win, target
+        self.expected = pattern(num_bytes)
+        self.sent = self.expected[: num_bytes - COUNTER_BYTES].view(np.float32)[::-1].copy().view(np.uint8)
+        # Written, not only allocated: fresh pages would be paid for within the first timed operation.
+        self.received = np.ones(num_bytes, dtype=np.uint8)
+
+    def get(self, num_bytes: int) -> None:
+        """Read the first bytes of the target's window. One-sided."""
+        self.win.Get([self.received[:num_bytes], MPI.BYTE], self.target, (0, num_bytes, MPI.BYTE))
+        self.win.Flush(self.target)
+
+
+class Operation:
+    """One operation towards one target. All methods are one-sided."""
+
+    #: Bytes of a small one.
+    small_bytes = 64
+    #: Whether it exists in large, too.
+    grows = True
+
+    def __init__(self, peering: Peering) -> None:
+        self.peering = peering
+        self.most = 0
+
+    def run(self, num_bytes: int) -> None:
+        """Do it once and complete it at the target."""
+        self.most = max(self.most, num_bytes)
+        self._run(num_bytes)
+        self._note(num_bytes)
+
+    def is_right(self) -> bool:
+        """Read the target's window and compare with what should be there."""
+        self.peering.received[: self.most] = 255
+        self.peering.get(self.most)
+        return np.array_equal(self.peering.received[: self.most], self.peering.expected[: self.most])
+
+    def _run(self, num_bytes: int) -> None:
+        raise NotImplementedError
+
+    def _note(self, num_bytes: int) -> None:
+        """Bring the copy of the target's window up to date."""
+
+
+class Get(Operation):
+    """Reads what the target wrote at the start."""
+
+    def _run(self, num_bytes: int) -> None:
+        self.peering.get(num_bytes)
+
+
+class Put(Operation):
+    """Writes the same numbers in another order."""
+
+    def _run(self, num_bytes: int) -> None:
+        peering = self.peering
+        peering.win.Put([peering.sent[:num_bytes], MPI.BYTE], peering.target, (0, num_bytes, MPI.BYTE))
+        peering.win.Flush(peering.target)
+
+    def is_right(self) -> bool:  # noqa: D102
+        self.peering.expected[: self.most] = self.peering.sent[: self.most]
+        return super().is_right()
+
+
+class Accumulate(Operation):
+    """Adds float32 numbers, few and small enough for every sum to be exact."""
+
+    def __init__(self, peering: Peering) -> None:
+        super().__init__(peering)
+        self._runs: dict[int, int] = {}
+
+    def _run(self, num_bytes: int) -> None:
+        peering, place = self.peering, (0, num_bytes // 4, MPI.FLOAT)
+        values = peering.sent[:num_bytes].view(np.float32)
+        peering.win.Accumulate([values, MPI.FLOAT], peering.target, place, MPI.SUM)
+        peering.win.Flush(peering.target)
+
+    def _note(self, num_bytes: int) -> None:
+        self._runs[num_bytes] = self._runs.get(num_bytes, 0) + 1
+
+    def is_right(self) -> bool:  # noqa: D102
+        for num_bytes, runs in self._runs.items():
+            values = self.peering.sent[:num_bytes].view(np.float32)
+            self.peering.expected[:num_bytes].view(np.float32)[:] += runs * values
+        return super().is_right()
+
+
+class FetchAndOp(Operation):
+    """Draws numbers from the counter."""
+
+    small_bytes = COUNTER_BYTES
+    grows = False
+
+    def __init__(self, peering: Peering) -> None:
+        super().__init__(peering)
+        self._one, self._fetched = np.ones(1, dtype=np.int64), np.empty(1, dtype=np.int64)
+        self._place = peering.expected.size - COUNTER_BYTES
+        self._count, self._right = 0, True
+
+    def _run(self, num_bytes: int) -> None:
+        win, target = self.peering.win, self.peering.target
+        win.Fetch_and_op([self._one, MPI.INT64_T], [self._fetched, MPI.INT64_T], target, self._place, MPI.SUM)
+        win.Flush(target)
+
+    def _note(self, num_bytes: int) -> None:
+        self._right = self._right and self._fetched[0] == self._count
+        self._count += 1
+
+    def is_right(self) -> bool:  # noqa: D102
+        return bool(self._right)
+
+
+#: By their names in a report.
+BY_NAME: dict[str, Any] = {"get": Get, "put": Put, "accumulate": Accumulate, "fetch_and_op": FetchAndOp}

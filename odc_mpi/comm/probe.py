@@ -1,0 +1,242 @@
+"""What this MPI stack really does: nothing in MPI tells (MPI Forum, issue 635), so it is tried.
+
+Communication: the ranks gather who is where; the ranks of each node try shared memory; then one pair for each kind of
+peer tries the operations in turn (trial.py). All ranks have the same report at every moment.
+
+As a program, `python -m odc_mpi.comm.probe FD`, it takes this rank's part and rank 0 writes to the file descriptor what
+is known, a JSON line before each operation and at the end; `odc-mpi doctor` reads it.
+"""
+
+import json
+import os
+import shutil
+import socket
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import mpi4py
+import numpy as np
+from mpi4py import MPI
+
+from odc_mpi.comm import cache
+from odc_mpi.comm.operations import COUNTER_BYTES
+from odc_mpi.comm.report import OPERATIONS, PEER_KINDS, Report, SharedMemory
+from odc_mpi.comm.trial import LARGE_BYTES, Allocate, Budget, Trials, allocate
+from odc_mpi.comm.world import World
+
+#: For a person who asks.
+FULL = Budget(idle_s=0.2, busy_s=0.5, bandwidth_s=1.5)
+#: For the start of a training run.
+QUICK = Budget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.06)
+#: Seconds for one operation in the program, with all its repetitions, before it counts as one without an answer.
+DEADLINE_S = 12.0
+
+_THREAD_LEVELS = {
+    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
+}
+
+#: Hears the report so far and what is tried next: "shared_memory", "KIND.OPERATION", or None when all is done.
+Listener = Callable[[Report, str | None], None]
+
+
+def probe(
+    world: World, budget: Budget = FULL, *, allocate: Allocate = allocate, listen: Listener = lambda report, doing: None
+) -> Report:
+    """Try what there is and return the same report on every rank. Collective.
+
+    Args:
+        world: All of its ranks take part.
+        budget: Time to spend.
+        allocate: Makes the window that is tried.
+        listen: Called on every rank.
+
+    Raises:
+        UserError: /dev/shm has no room for even a small window; on every rank.
+    """
+    nodes = world.gather_objects(world.node)
+    report = Report(
+        library=world.mpi_library,
+        thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+        nodes=world.num_nodes,
+        ranks_per_node=tuple(nodes.count(node) for node in range(world.num_nodes)),
+        shm_bytes=_free_shared_memory(world),
+    )
+    listen(report, "shared_memory")
+    report = replace(report, shared_memory=_try_shared_memory(world))
+    pairs = find_pairs(nodes)
+    if pairs:
+        report = _try_pairs(world, report, pairs, budget, allocate, listen)
+    listen(report, None)
+    return report
+
+
+def quick_report(world: World, cache_it: bool = True) -> Report:
+    """Return the report of a quick probe, or the one kept from a run of the last week on the same stack. Collective.
+
+    Args:
+        world: All of its ranks take part.
+        cache_it: Whether to read and write the cache; rank 0's word counts.
+    """
+    places = world.gather_objects([world.node, socket.gethostname()])
+    key = {
+        "library": MPI.Get_library_version(),
+        "mpi4py": mpi4py.__version__,
+        "settings": cache.settings(),
+        "ranks": places,
+    }
+    kept = cache.load(key) if cache_it and world.rank == 0 else None
+    with world.deadline("hearing of the report that rank 0 kept"):
+        kept = world.comm.bcast(kept)
+    if kept is not None:
+        return replace(kept, shm_bytes=_free_shared_memory(world))
+    report = probe(world, QUICK)
+    if cache_it and world.rank == 0 and not report.problems:
+        cache.store(key, report)
+    return report
+
+
+def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
+    """Choose who tries with whom. Local.
+
+    Args:
+        nodes: The node of each rank.
+
+    Returns:
+        Origin and target for each kind of peer that there is.
+    """
+    pairs = {}
+    for origin, node in enumerate(nodes):
+        if node in nodes[origin + 1 :]:
+            pairs["same_node"] = (origin, nodes.index(node, origin + 1))
+            break
+    away = [rank for rank, node in enumerate(nodes) if node != nodes[0]]
+    if away:
+        pairs["other_node"] = (0, away[0])
+    return pairs
+
+
+def _free_shared_memory(world: World) -> int | None:
+    """Return the free bytes of /dev/shm on the node that has least. Collective."""
+    free = None
+    with suppress(OSError):  # not every system keeps shared memory there
+        free = shutil.disk_usage("/dev/shm").free
+    return min((value for value in world.gather_objects(free) if value is not None), default=None)
+
+
+def _try_shared_memory(world: World) -> SharedMemory:
+    """Let the ranks of each node read each other in place. Collective."""
+    num_bytes = 5000  # no multiple of a page or a cache line: a gap would show
+    with world.deadline("allocating shared memory"):
+        node = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        rank, size = node.Get_rank(), node.Get_size()
+        win = MPI.Win.Allocate_shared(num_bytes, 1, MPI.INFO_NULL, node)
+        win.Lock_all(MPI.MODE_NOCHECK)
+        pieces = [np.frombuffer(win.Shared_query(other)[0], dtype=np.uint8) for other in range(size)]
+        pieces[rank][:] = rank % 251 + 1
+        win.Sync()
+    world.wait(node.Ibarrier(), "writing shared memory")
+    win.Sync()
+    readable = all(piece.size == num_bytes and (piece == other % 251 + 1).all() for other, piece in enumerate(pieces))
+    starts = [piece.ctypes.data for piece in pieces]
+    contiguous = starts == [starts[0] + i * num_bytes for i in range(size)]
+    load_s = _time_of_a_load(pieces[(rank + 1) % size]) if size > 1 else None
+    everywhere = world.gather_objects((readable, contiguous, load_s))
+    pieces.clear()
+    with world.deadline("freeing shared memory"):
+        win.Unlock_all()
+        win.Free()
+        node.Free()
+    return SharedMemory(
+        readable=all(readable for readable, _, _ in everywhere),
+        contiguous=all(contiguous for _, contiguous, _ in everywhere),
+        load_s=max((load_s for *_, load_s in everywhere if load_s is not None), default=None),
+    )
+
+
+def _time_of_a_load(piece: np.ndarray) -> float:
+    """Return the median seconds to copy 64 bytes out of another rank's memory, numpy's own time included."""
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        piece[:64].copy()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _try_pairs(
+    world: World,
+    report: Report,
+    pairs: dict[str, tuple[int, int]],
+    budget: Budget,
+    allocate: Allocate,
+    listen: Listener,
+) -> Report:
+    kinds = [kind for kind in PEER_KINDS if kind in pairs]
+    listen(report, "window")
+    trials = Trials(world, pairs, budget, _most_bytes(world, report, len(kinds)), allocate)
+    # An operation with all kinds of peers before the next one: should it not come back, most is known.
+    for name in OPERATIONS:
+        for kind in kinds:
+            listen(report, f"{kind}.{name}")
+            result = trials.run(name, kind)
+            report = report.with_operation(kind, name, result.operation)
+            if result.problem:
+                report = report.with_problem(f"{kind} {name}: {result.problem}")
+    trials.close()
+    return report
+
+
+def _most_bytes(world: World, report: Report, num_targets: int) -> int:
+    """Return the largest size to try, so that half of /dev/shm stays free. Collective."""
+    world.require_shared_memory(LARGE_BYTES[0] + COUNTER_BYTES, "the window of a probe")
+    if report.shm_bytes is None:
+        return LARGE_BYTES[-1]
+    return max((size for size in LARGE_BYTES if 2 * num_targets * size <= report.shm_bytes), default=LARGE_BYTES[0])
+
+
+class _ProgramsWorld(World):
+    """A world whose late waits do not abort: that would take the answer away. Whoever started us ends us."""
+
+    on_late: Callable[[], None] = staticmethod(lambda: None)
+
+    def _expired(self, what: str) -> None:
+        self.on_late()
+
+
+def main(argv: list[str]) -> None:
+    """Probe, and tell the file descriptor in the argument what is known. Collective."""
+    out = os.fdopen(int(argv[0]), "w")
+    lock = threading.Lock()  # the watchdog tells of a late answer from its own thread
+    known: dict[str, Any] = {}
+
+    def tell(**news: Any) -> None:
+        with lock:
+            known.update(news)
+            if world.rank == 0:
+                out.write(json.dumps(known) + "\n")
+                out.flush()
+
+    world = _ProgramsWorld(timeout_s=DEADLINE_S)
+    world.on_late = lambda: tell(problem=f"no answer within {DEADLINE_S:g} s")  # type: ignore[method-assign]
+    probe(world, FULL, listen=lambda report, doing: tell(report=report.to_dict(), doing=doing))
+    world.close()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except Exception:
+        # Not by way of MPI_Abort: it would end the processes that are to tell the answer.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)

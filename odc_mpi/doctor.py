@@ -1,0 +1,111 @@
+"""`odc-mpi doctor`: what this MPI stack really does, and what the runtime will therefore use.
+
+This process does not start MPI. A child takes its part in the job and tells what it finds as it goes, so that there is
+an answer even if the MPI library crashes or hangs. Communication: that of `comm.probe`, in the children.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from odc_mpi.comm.decision import Decision, decide, seconds
+from odc_mpi.comm.report import OPERATIONS, PEER_KINDS, Operation, Report
+from odc_mpi.launcher import Ending, launched_rank, take_part
+
+#: The process that takes part in MPI.
+PROBE = (sys.executable, "-m", "odc_mpi.comm.probe")
+#: Seconds for all of it: the start of MPI and, typically, 3 s for peers on the same node and 20 s for others.
+DEADLINE_S = 55.0
+#: The other ranks stay longer: a launcher may end all when one ends.
+_LONGER_S = 5.0
+
+_TITLES = {"get": "Get", "put": "Put", "accumulate": "Accumulate", "fetch_and_op": "Fetch_and_op"}
+_KINDS = {"same_node": "same node", "other_node": "other node"}
+_ALONE = "there is no peer to try: run mpiexec -n 2 odc-mpi doctor"
+
+
+def doctor(as_json: bool, *, probe: Sequence[str] = PROBE, deadline_s: float = DEADLINE_S) -> int:
+    """Probe the MPI stack and print what was found, from rank 0. Collective, in the children.
+
+    Args:
+        as_json: Print one JSON object instead of a table.
+        probe: Command of the child.
+        deadline_s: After so many seconds the answer is what is known by then.
+
+    Returns:
+        The exit code: 0 if there was an answer, 1 if MPI did not even start.
+    """
+    rank = launched_rank()
+    ending = take_part(probe, rank, deadline_s + (_LONGER_S if rank else 0.0))
+    if rank:
+        return 0
+    report, untried = _report(ending)
+    decision = decide(report) if report.library else None
+    if as_json:
+        print(json.dumps(report.to_dict() | {"decision": decision and decision.to_dict()}), flush=True)
+    else:
+        _print(report, decision, untried)
+    if ending.failure:
+        print(f"The last lines of the failed process:\n{ending.last_words or '(none)'}", file=sys.stderr, flush=True)
+    return 0 if decision else 1
+
+
+def _report(ending: Ending) -> tuple[Report, dict[str, str]]:
+    """Return the report, and what to write in the rows that have no answer."""
+    news = ending.news or {}
+    report = Report.from_dict(news["report"]) if "report" in news else Report()
+    if not ending.failure:
+        return report, {}
+    doing = news.get("doing") or ("closing" if news else "starting MPI")
+    report = report.with_problem(f"{doing.replace('.', ' ').replace('_', ' ')}: {ending.failure}")
+    return report, {doing: ending.failure}
+
+
+def _print(report: Report, decision: Decision | None, untried: dict[str, str]) -> None:
+    console = Console(highlight=False, soft_wrap=False)
+    if decision is None:
+        console.print(f"MPI gave no answer. {report.problems[-1]}")
+        return
+    layout = " + ".join(str(number) for number in report.ranks_per_node)
+    room = "none" if report.shm_bytes is None else f"{report.shm_bytes / 2**20:,.0f} MiB free"
+    facts = Table.grid(padding=(0, 3))
+    facts.add_row("MPI library", report.library)
+    facts.add_row("thread level", report.thread_level)
+    facts.add_row("nodes, ranks", f"{report.nodes}, {layout}")
+    facts.add_row("/dev/shm", room)
+    console.print(facts, "", sep="\n")
+    if report.ranks == 1:
+        console.print(_ALONE, "", sep="\n")
+    else:
+        console.print(_operations(report, untried), "")
+    chosen = Table("the runtime uses", "", "because", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, choice in decision.to_dict().items():
+        chosen.add_row(name.replace("_", "-"), choice["choice"], choice["reason"])
+    console.print(chosen)
+    for problem in report.problems:
+        console.print(f"Problem: {problem}")
+
+
+def _operations(report: Report, untried: dict[str, str]) -> Table:
+    table = Table("peer", "operation", box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("target idle", "target busy", "GB/s"):
+        table.add_column(title, justify="right")
+    table.add_column("one-sided")
+    nodes_have_peers = {"same_node": max(report.ranks_per_node) > 1, "other_node": report.nodes > 1}
+    for kind in (kind for kind in PEER_KINDS if nodes_have_peers[kind]):
+        for name in OPERATIONS:
+            operation = getattr(getattr(report.peers, kind), name, Operation())
+            table.add_row(_KINDS[kind], _TITLES[name], *_cells(operation, untried.get(f"{kind}.{name}")))
+    return table
+
+
+def _cells(operation: Operation, failure: str | None) -> tuple[Any, ...]:
+    if operation.idle_s is None or operation.busy_s is None or operation.gb_per_s is None:
+        return "", "", "", failure or "not tried"
+    verdict = {True: "yes", False: "no: waits", None: "unsure"}[operation.one_sided]
+    return seconds(operation.idle_s), seconds(operation.busy_s), f"{operation.gb_per_s:.2g}", verdict

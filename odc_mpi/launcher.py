@@ -1,0 +1,257 @@
+"""What an MPI launcher and the processes it started have to do with each other; MPI itself is not started here.
+
+`take_part` starts a process that takes this rank's part in the job, from one that stays outside of MPI and therefore
+survives what happens there. Launchers end all ranks when one of theirs dies, some with SIGKILL, so
+
+- a process stays when its child has crashed, until rank 0 has told the answer,
+- it keeps the child's request to abort the job from the launcher (PMI of MPICH and Slurm; PMIx asks by itself),
+- it tells rank 0's process of the crash, through a socket if both are on one node.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+#: Variables by which launchers tell a process its rank: PMI (MPICH, Slurm), PMIx (Open MPI).
+_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+#: Between looks at the child: Open MPI's launcher kills a second after its SIGTERM.
+_LOOK_S = 0.05
+#: News that are under way when a crash is told: of what was being tried.
+_LAST_NEWS_S = 0.3
+#: How long a process stays after its child's crash where it cannot see whether rank 0 still needs it.
+_STAY_S = 20.0
+_PR_SET_PDEATHSIG = 1
+
+
+def launched_rank() -> int:
+    """Return this process's rank as the launcher tells it, 0 without a launcher. Local; does not start MPI."""
+    told = (os.environ.get(variable, "0") for variable in _RANK_VARIABLES)
+    return next((int(rank) for rank in told if rank.isdecimal() and rank != "0"), 0)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a child's part ended.
+
+    Attributes:
+        news: The last line that it told, decoded; None if there was none.
+        failure: What ended it, such as "crashed (SIGSEGV on rank 1)"; None if it ended by itself, in good order.
+        last_words: The end of what the failed one wrote to its standard streams.
+    """
+
+    news: Any
+    failure: str | None
+    last_words: str
+
+
+def take_part(command: Sequence[str], rank: int, deadline_s: float) -> Ending:
+    """Run a child in this process's place in the job, and see how it ends. Local; the child communicates.
+
+    Args:
+        command: Started with one more argument: the file descriptor to tell news to, a JSON object per line.
+        rank: Of this process. Rank 0 returns as soon as there is an answer; the others when they are not needed.
+        deadline_s: After so many seconds the child is ended.
+    """
+    ended = threading.Event()  # by the launcher
+    previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    notes = _Notes(rank)
+    child = _Child(command)
+    try:
+        if rank == 0:
+            return _until_known(child, notes, ended, deadline_s)
+        return _until_not_needed(child, notes, ended, rank, deadline_s)
+    finally:
+        child.end()
+        notes.close()
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _until_known(child: "_Child", notes: "_Notes", ended: threading.Event, deadline_s: float) -> Ending:
+    deadline = time.monotonic() + deadline_s
+    failure: tuple[str, str] | None = None
+    while failure is None:
+        child.listen(_LOOK_S)
+        if child.news and child.news.get("problem"):
+            failure = child.news["problem"], child.last_words()
+        elif (crash := child.crash(0) or notes.read()) is not None:
+            failure = crash
+        elif child.is_done():
+            return Ending(child.news, None, "")
+        elif ended.is_set():
+            failure = "ended by the launcher", child.last_words()
+        elif time.monotonic() > deadline:
+            failure = f"no answer within {deadline_s:g} s", child.last_words()
+    child.listen(_LAST_NEWS_S)
+    # A launcher ends the others when it sees a crash: whose it was may be told a moment later.
+    failure = notes.read() or failure
+    return Ending(child.news, *failure)
+
+
+def _until_not_needed(
+    child: "_Child", notes: "_Notes", ended: threading.Event, rank: int, deadline_s: float
+) -> Ending:
+    deadline = time.monotonic() + deadline_s
+    while not child.is_done() and not ended.is_set() and time.monotonic() < deadline:
+        child.listen(_LOOK_S)
+    crash = child.crash(rank)
+    if crash is not None:
+        until = time.monotonic() + _STAY_S
+        # With its process ends rank 0's socket.
+        if notes.write(*crash):
+            while notes.is_heard() and time.monotonic() < until:
+                ended.wait(_LOOK_S)
+        else:
+            ended.wait(_STAY_S)
+    return Ending(child.news, crash and crash[0], "")
+
+
+class _Child:
+    """A process in this one's place: it has its environment and its connection to the launcher."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.news: Any = None
+        self._read, write = os.pipe()
+        os.set_inheritable(write, True)
+        self._rest = b""
+        self._noise = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
+        self._pmi = _PmiRelay()
+        libc = ctypes.CDLL(None)
+        self._process = subprocess.Popen(
+            [*command, str(write)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._noise,
+            stderr=self._noise,
+            close_fds=False,
+            env=os.environ | self._pmi.environment,
+            # Whatever ends this process, SIGKILL from the launcher included, ends the child.
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - one thread so far
+        )
+        os.close(write)
+        self._pmi.start()
+
+    def listen(self, timeout_s: float) -> None:
+        """Take what the child tells within this time. Local."""
+        until = time.monotonic() + timeout_s
+        while (left_s := until - time.monotonic()) > 0:
+            if self._read < 0:
+                time.sleep(left_s)
+            elif select.select([self._read], [], [], left_s)[0]:
+                self._take(os.read(self._read, 1 << 16))
+
+    def _take(self, chunk: bytes) -> None:
+        if not chunk:
+            os.close(self._read)
+            self._read = -1
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if lines:
+            self.news = json.loads(lines[-1])
+
+    def is_done(self) -> bool:
+        """Whether it has ended, and everything that it told was taken. Local."""
+        return self._process.poll() is not None and self._read < 0
+
+    def crash(self, rank: int) -> tuple[str, str] | None:
+        """Return how it crashed and its last words, None if it did not. Local."""
+        code = self._process.poll()
+        if not code and not self._pmi.abort_was_asked:
+            return None
+        how = "MPI_Abort" if not code else signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return f"crashed ({how} on rank {rank})", self.last_words()
+
+    def last_words(self, num_lines: int = 6) -> str:
+        """Return the end of what it wrote to its standard streams. Local."""
+        self._noise.seek(max(0, self._noise.seek(0, os.SEEK_END) - 4000))
+        lines = self._noise.read().decode(errors="replace").splitlines()
+        return "\n".join([line for line in lines if line.strip()][-num_lines:])
+
+    def end(self) -> None:
+        """Kill it if it still runs. Local."""
+        self._process.kill()
+        self._process.wait()
+        self._noise.close()
+        if self._read >= 0:
+            os.close(self._read)
+
+
+class _PmiRelay:
+    """Stands between the child and a launcher that speaks PMI over a socket, and swallows requests to abort the job.
+
+    Each message of either version of PMI is written at once and answered before the next. PMIx does without: there the
+    environment stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self.abort_was_asked = False
+        self.environment: dict[str, str] = {}
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        with suppress(ValueError, OSError):
+            self._launcher = int(os.environ.get("PMI_FD", ""))
+            os.set_inheritable(self._launcher, False)
+            self._sockets = socket.socketpair()
+            self._sockets[1].set_inheritable(True)
+            self.environment = {"PMI_FD": str(self._sockets[1].fileno())}
+
+    def start(self) -> None:
+        """Begin to relay, once the child has its end. Local."""
+        if self._sockets is not None:
+            self._sockets[1].close()
+            child = self._sockets[0].fileno()
+            for source, sink in ((child, self._launcher), (self._launcher, child)):
+                threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
+
+    def _relay(self, source: int, sink: int) -> None:
+        with suppress(OSError):  # the other side has ended
+            while message := os.read(source, 1 << 16):
+                if source != self._launcher and b"cmd=abort" in message:
+                    self.abort_was_asked = True
+                else:
+                    os.write(sink, message)
+
+
+class _Notes:
+    """How the processes of one node tell rank 0's of a crash. Its name is that of their common parent, the launcher."""
+
+    def __init__(self, rank: int) -> None:
+        # The zero makes it a name without a file: nothing stays behind.
+        self._name = f"\0odc_mpi-doctor-{os.getuid()}-{os.getppid()}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        if rank == 0:
+            with suppress(OSError):
+                self._socket.bind(self._name)
+
+    def write(self, *note: str) -> bool:
+        """Tell rank 0's process; return whether it is on this node. Local."""
+        try:
+            self._socket.sendto(json.dumps(note).encode(), self._name)
+        except OSError:
+            return False
+        return True
+
+    def is_heard(self) -> bool:
+        """Whether rank 0's process is still there. Local."""
+        return self.write()
+
+    def read(self) -> tuple[str, str] | None:
+        """Return what another process told. Local."""
+        with suppress(OSError, ValueError):
+            while True:
+                note = json.loads(self._socket.recv(1 << 16))
+                if note:
+                    return note[0], note[1]
+        return None
+
+    def close(self) -> None:
+        """Stop listening. Local."""
+        self._socket.close()
