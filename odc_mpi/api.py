@@ -1,10 +1,15 @@
 """Shard a module over the ranks of a world: the choice of transport, and the call that users make."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
+from odc_mpi.comm.decision import Decision, Wishes, decide
+from odc_mpi.comm.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
+from odc_mpi.comm.probe import quick_report
+from odc_mpi.comm.reduction import AccumulateReduction, Reduction
 from odc_mpi.comm.window import WindowTransport
 from odc_mpi.comm.world import World
 from odc_mpi.shard.model import ShardedModel
@@ -21,6 +26,8 @@ def shard_model(
     reduce_dtype: torch.dtype | None = None,
     activation_checkpointing: bool = False,
     weights: Weights | None = None,
+    decision: Decision | None = None,
+    mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
 ) -> ShardedModel:
     """Move a module's parameters into MPI windows, a shard on every rank. Collective.
 
@@ -36,6 +43,8 @@ def shard_model(
             `param_dtype`.
         activation_checkpointing: Keep only the inputs of each unit for the backward, and run its forward again there.
         weights: Where initial parameters come from if not from the module, which may then be on the meta device.
+        decision: How ranks reach each other; by default what `decide_for` finds best.
+        mailbox_bytes: Where gradients go through a mailbox: memory of this rank for those on their way to it.
 
     Returns:
         The model. Gradients of all microbatches of all ranks are summed.
@@ -48,13 +57,51 @@ def shard_model(
         param_dtype = _own_dtype(module)
     if reduce_dtype is None:
         reduce_dtype = torch.promote_types(param_dtype, torch.float32)
-    transport = WindowTransport(world, param_dtype, reduce_dtype)
+    transport = _transport(world, param_dtype, reduce_dtype, decision or decide_for(world), mailbox_bytes)
     model = ShardedModel(
         module, transport, units=units, weights=weights, activation_checkpointing=activation_checkpointing
     )
     # Before the windows go, the slices must let go of them.
     world.on_close(model.close)
     return model
+
+
+def decide_for(
+    world: World, *, zero_copy: str = "auto", reduction: str = "auto", progress: str = "auto"
+) -> Decision:
+    """Find out what this MPI stack does, and decide how ranks reach each other. Collective; takes up to two seconds.
+
+    What was found is kept for the next run on the same stack, in `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi`.
+
+    Args:
+        world: The ranks.
+        zero_copy: auto, or off: ranks of a node do not read each other's parameters in place.
+        reduction: auto, or how gradients reach their owners: accumulate or mailbox.
+        progress: auto, or whether a thread serves other ranks while this one computes: off or thread.
+
+    Raises:
+        UserError: A value that a setting does not have, or that this MPI cannot grant.
+    """
+    wishes = Wishes(zero_copy=zero_copy, reduction=reduction, progress=progress)
+    report = quick_report(world)
+    return world.agree(lambda: decide(report, wishes))
+
+
+def _transport(
+    world: World, param_dtype: torch.dtype, reduce_dtype: torch.dtype, decision: Decision, mailbox_bytes: int
+) -> WindowTransport:
+    reductions: dict[str, Callable[..., Reduction]] = {
+        "accumulate": AccumulateReduction,
+        "mailbox": functools.partial(MailboxReduction, mailbox_bytes=mailbox_bytes),
+    }
+    return WindowTransport(
+        world,
+        param_dtype,
+        reduce_dtype,
+        zero_copy=decision.zero_copy.choice == "on",
+        reduction=reductions[decision.reduction.choice],
+        progress=decision.progress.choice == "thread",
+    )
 
 
 def _own_dtype(module: nn.Module) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""What this MPI stack really does: nothing in MPI tells (MPI Forum, issue 635), so it is tried.
+"""What this MPI stack really does: nothing in MPI tells (the MPI Forum has a proposal, 635), so it is tried.
 
 Communication: the ranks gather who is where; the ranks of each node try shared memory; then one pair for each kind of
 peer tries the operations in turn (trial.py). All ranks have the same report at every moment.

@@ -8,7 +8,6 @@ finish    collective: every rank's totals are gathered
 import math
 import os
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odc_mpi.api import shard_model
+from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.world import World
 from odc_mpi.data.cost import flops_cost
 from odc_mpi.data.dataset import Dataset, vocabulary_digest
@@ -27,7 +26,8 @@ from odc_mpi.shard import model as sharded
 from odc_mpi.shard.optim import build_optimizer, schedule_factor
 from odc_mpi.train import models
 from odc_mpi.train.config import Config, ModelConfig, OptimConfig, dump
-from odc_mpi.train.metrics import MetricsWriter, ProgressReporter, StepMetrics, Summary, terminal_width, write_summary
+from odc_mpi.train.log import Log
+from odc_mpi.train.metrics import StepMetrics, terminal_width
 from odc_mpi.train.rundir import open_run_directory
 
 #: What every rank tells the others at point A: its part of the loss, and seconds.
@@ -70,7 +70,8 @@ def train(config: Config, world: World) -> dict[str, Any]:
     run_dir = Path(config.run.dir)
     # Not earlier: whatever is wrong has to be found before anything is written.
     world.agree(lambda: _open_run(run_dir, config) if world.rank == 0 else None)
-    with trainer, Log(run_dir, config.run.steps, speaks=world.rank == 0) as log:
+    opening = f"{world.mpi_library}, ranks {world.size}, nodes {world.num_nodes}: {trainer.decision.one_line()}"
+    with trainer, Log(run_dir, config.run.steps, opening, speaks=world.rank == 0) as log:
         for _ in range(config.run.steps):
             log.step(trainer.step())
             trainer.check_skipped()
@@ -146,6 +147,10 @@ class Trainer:
         self._loader = inputs.loader
         self._done = 0
         self._skipped_in_a_row = 0
+        comm = config.comm
+        self.decision = decide_for(
+            world, zero_copy=comm.zero_copy, reduction=comm.reduction, progress=comm.progress
+        )
         self.model = shard_model(
             inputs.model.module,
             world,
@@ -153,6 +158,8 @@ class Trainer:
             reduce_dtype=getattr(torch, config.model.reduce_dtype),
             activation_checkpointing=config.model.gradient_checkpointing,
             weights=inputs.model.weights,
+            decision=self.decision,
+            mailbox_bytes=comm.mailbox_bytes,
         ).train()
         self._start_collectives = self.model.num_collectives
         self.optimizer = _optimizer(config.optim, self.model)
@@ -194,10 +201,10 @@ class Trainer:
             "world_size": self._world.size,
             "num_nodes": self._world.num_nodes,
             "transport": self._config.comm.transport,
-            "reduction": "accumulate",
+            "reduction": self.decision.reduction.choice,
             "balance": self._config.data.balance,
-            "zero_copy": "off",
-            "progress": "off",
+            "zero_copy": self.decision.zero_copy.choice,
+            "progress": self.decision.progress.choice,
             "param_dtype": self._config.model.param_dtype,
             "peak_parameter_bytes": int(everyone[:, 0].max()),
             "collectives_per_minibatch": (model.num_collectives - self._start_collectives) / steps,
@@ -251,45 +258,6 @@ class Trainer:
 def _open_run(run_dir: Path, config: Config) -> None:
     terminal_width()  # a wrong ODC_MPI_PROGRESS shows here
     open_run_directory(run_dir, dump(config))
-
-
-class Log:
-    """Where rank 0 tells of the run; on other ranks it only counts.
-
-    Args:
-        run_dir: Of the run.
-        steps: Of the run.
-        speaks: Whether this is the rank that writes and prints.
-    """
-
-    def __init__(self, run_dir: Path, steps: int, *, speaks: bool) -> None:
-        self._summary = Summary()
-        self._run_dir = run_dir
-        self._stack = ExitStack()
-        self._writer = self._stack.enter_context(MetricsWriter(run_dir)) if speaks else None
-        self._reporter = self._stack.enter_context(ProgressReporter(steps)) if speaks else None
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Take a finished step. Local."""
-        self._summary.add(metrics)
-        if self._writer and self._reporter:
-            self._writer.write(metrics)
-            self._reporter.report(metrics)
-
-    def finish(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Write and show the summary. Local."""
-        # The facts come last: waits measured in whole over all ranks replace the sum of what the steps told.
-        summary = self._summary.finish(facts) | facts
-        if self._reporter:
-            write_summary(self._run_dir, summary)
-            self._reporter.finish(summary)
-        return summary
-
-    def __enter__(self) -> "Log":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
 
 def _metrics(
