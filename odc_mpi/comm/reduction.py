@@ -9,8 +9,9 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from odc_mpi.comm.rma import Flush, Window
@@ -19,7 +20,7 @@ from odc_mpi.comm.world import World
 
 
 class Reduction(ABC):
-    """Hosts this rank's gradient shards and brings gradients to those of others. Making one is collective.
+    """Hosts this rank's gradient shards and brings gradients to those of others. Making one is local.
 
     Args:
         world: The ranks.
@@ -36,6 +37,15 @@ class Reduction(ABC):
         self.dtype = dtype
         # Each rank begins with the next one, so that not all of them turn to rank 0 first.
         self.peers = [(world.rank + 1 + i) % world.size for i in range(world.size)]
+
+    @property
+    @abstractmethod
+    def window_bytes(self) -> int:
+        """Bytes that this rank's windows will take of the memory that others can see. Local."""
+
+    @abstractmethod
+    def allocate(self) -> None:
+        """Make the shards and the windows. Collective, once."""
 
     @abstractmethod
     def shard(self, index: int) -> torch.Tensor:
@@ -73,7 +83,27 @@ class Reduction(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Free the memory; nothing may look at the shards any more. Collective."""
+        """Free the memory; nobody may look at the shards or serve any more. Collective."""
+
+    def pieces(self, index: int, gradient: torch.Tensor, start: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Cut a gradient among its owners. Local.
+
+        Args:
+            index: As for `push`.
+            gradient: As for `push`.
+            start: As for `push`.
+
+        Yields:
+            An owner, the first element in its shard, and the values from there on.
+        """
+        assert gradient.dtype == self.dtype
+        layout, values, stop = self.layouts[index], gradient.numpy(), start + gradient.numel()
+        owners = layout.owners(start, stop)
+        for owner in self.peers:
+            if owner in owners:
+                first, last = layout.owned(owner)
+                begin, end = max(start, first), min(stop, last)
+                yield owner, begin - first, values[begin - start : end - start]
 
 
 class AccumulateReduction(Reduction):
@@ -86,25 +116,26 @@ class AccumulateReduction(Reduction):
 
     def __init__(self, world: World, layouts: Sequence[Layout], dtype: torch.dtype) -> None:
         super().__init__(world, layouts, dtype)
-        self._windows = {
-            index: Window(world, layout.shard_numel, dtype) for index, layout in enumerate(layouts) if layout.trainable
-        }
+        self._windows: dict[int, Window] = {}
+
+    @property
+    def window_bytes(self) -> int:  # noqa: D102
+        return sum(layout.shard_numel for layout in self.layouts if layout.trainable) * self.dtype.itemsize
+
+    def allocate(self) -> None:  # noqa: D102
+        for index, layout in enumerate(self.layouts):
+            if layout.trainable:
+                self._windows[index] = Window(self.world, layout.shard_numel, self.dtype)
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._windows[index].tensor
 
     def push(self, index: int, gradient: torch.Tensor, start: int) -> Pending:  # noqa: D102
-        assert gradient.dtype == self.dtype
-        layout, window = self.layouts[index], self._windows[index]
-        values, stop = gradient.numpy(), start + gradient.numel()
-        owners = layout.owners(start, stop)
-        what = f"accumulating the gradient of unit {layout.name}"
+        window = self._windows[index]
+        what = f"accumulating the gradient of unit {self.layouts[index].name}"
         with self.world.deadline(what):
-            for owner in self.peers:
-                if owner in owners:
-                    first, last = layout.owned(owner)
-                    begin, end = max(start, first), min(stop, last)
-                    window.accumulate(owner, begin - first, values[begin - start : end - start])
+            for owner, begin, values in self.pieces(index, gradient, start):
+                window.accumulate(owner, begin, values)
         # At this end only: the buffer may be reused. `flush` completes it at the targets.
         return Flush(self.world, window.flush_local, what)
 

@@ -65,8 +65,8 @@ class WindowTransport(Transport):
     def allocate(self, layouts: Sequence[Layout]) -> None:  # noqa: D102
         assert not self.layouts, "a transport allocates once"
         self.layouts = tuple(layouts)
-        trainable = sum(layout.shard_numel for layout in layouts if layout.trainable)
-        num_bytes = self.parameter_shard_bytes + trainable * self.reduce_dtype.itemsize
+        reduction = self._make_reduction(self._world, layouts, self.reduce_dtype)
+        num_bytes = self.parameter_shard_bytes + reduction.window_bytes
         self._world.require_shared_memory(num_bytes, "the parameter and gradient windows")
         self._world.on_close(self.close)
         # One for each point: a rank that leaves one out waits at the next, where its deadline names it, instead of
@@ -76,9 +76,10 @@ class WindowTransport(Transport):
         for layout in layouts:
             self._parameters.append(self._window_type(self._world, layout.shard_numel, self.param_dtype))
         self.copies = any(window.whole is None for window in self._parameters)
-        self._reduction = self._make_reduction(self._world, layouts, self.reduce_dtype)
+        reduction.allocate()
+        self._reduction = reduction
         if self._wants_progress:
-            self._progress = ProgressThread(self._world, self._reduction.serve)
+            self._progress = ProgressThread(self._world, reduction.serve)
         # Nobody may push into a window that its owner is still clearing.
         self.publish_parameters()
 
@@ -89,6 +90,8 @@ class WindowTransport(Transport):
         return self._reducing.shard(index)
 
     def fetch(self, index: int) -> Fetch:  # noqa: D102
+        # Where the reduction leaves owners a part, they do it in passing too.
+        self._reducing.serve()
         if self.copies:
             return super().fetch(index)
         whole = self._parameters[index].whole

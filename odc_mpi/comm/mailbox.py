@@ -1,0 +1,295 @@
+"""Gradients are put into slots of their owner, and the owner adds them: for networks without a fast MPI_Accumulate.
+
+Every rank hosts an inbox: for each other rank, its pusher, a ring of bytes with one slot behind the other. A slot is a
+header and the elements of a piece of a gradient, as long as they are; a piece that is longer than a quarter of the
+ring is cut. Two counters belong to a ring, both of bytes since the beginning, which only grow:
+
+    sent      in the owner's memory, put there by the pusher: slots up to here are complete
+    done      in the pusher's memory, put there by the owner: slots up to here have been added, their room is free
+
+    push      where there is room: Put of header and elements, Flush, then Put of `sent`
+    serve     the owner compares `sent` with what it has taken, adds the slots in between, and Puts `done`
+    complete  serve once more: all counters were flushed before the ranks met at A
+
+Each side looks at its own memory only. A pusher without room waits and serves its own inbox meanwhile: so two that wait
+for each other both get on. Nobody else adds to a shard, so shards are private memory. One pass over the inbox adds in
+the order of ranks, and each rank's slots in the order in which they were pushed.
+
+Why a counter may be read at any time: everything below the new value was complete before the value was sent, so any
+value up to it is safe. On shared memory eight aligned bytes are stored at once. A network that wrote them one by one
+would show the lower bytes of the new value below the upper ones of the old, on a little-endian machine: at most the new
+value, at times less than the old one, which is taken for no news.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from odc_mpi.comm.reduction import Reduction
+from odc_mpi.comm.rma import Window
+from odc_mpi.comm.transport import Layout, Pending
+from odc_mpi.comm.world import SLEEP_S, SPIN_S, World
+from odc_mpi.errors import UserError
+
+DEFAULT_MAILBOX_BYTES = 64 << 20
+#: Slots and rings begin at multiples of a cache line; half of one is the header: array, start, numel, position.
+SLOT_ALIGNMENT = 64
+HEADER_BYTES = 32
+#: A slot is at most a ring divided by this: so its owner adds one while its pusher fills the next.
+SLOTS_PER_RING = 4
+COUNTER_BYTES = 8
+
+
+class MailboxReduction(Reduction):
+    """MPI_Put into slots of the owners, who add them. Owners take part, whenever they or a thread of theirs serve.
+
+    `push`, its wait and `flush` may be called from one thread at a time, `serve` from any.
+
+    Args:
+        world: The ranks.
+        layouts: As for any reduction.
+        dtype: As for any reduction.
+        mailbox_bytes: At most so much memory holds what other ranks have pushed to this one and it has not added yet.
+
+    Raises:
+        UserError: `mailbox_bytes` is too little for one element of each peer.
+    """
+
+    name = "mailbox"
+
+    def __init__(
+        self,
+        world: World,
+        layouts: Sequence[Layout],
+        dtype: torch.dtype,
+        mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
+    ) -> None:
+        super().__init__(world, layouts, dtype)
+        num_rings = world.size - 1
+        smallest = SLOTS_PER_RING * SLOT_ALIGNMENT
+        if mailbox_bytes < max(1, num_rings * smallest):
+            raise UserError(
+                f"comm.mailbox_bytes must be at least {max(1, num_rings * smallest)} ({smallest} for each of "
+                f"{num_rings} other ranks), got {mailbox_bytes!r}"
+            )
+        trainable = [layout for layout in layouts if layout.trainable]
+        # More than two backward passes put into it would only take room from others.
+        useful = 2 * sum(self._slot_bytes(layout.shard_numel) for layout in trainable)
+        share = mailbox_bytes // max(1, num_rings)
+        self._ring_bytes = max(smallest, min(share, useful)) // smallest * smallest
+        self._max_numel = (self._ring_bytes // SLOTS_PER_RING - HEADER_BYTES) // dtype.itemsize
+        # The counters of all pushers come first in an inbox.
+        self._rings_start = _align(world.size * COUNTER_BYTES)
+        self._inbox_bytes = self._rings_start + num_rings * self._ring_bytes
+        self._rings = {owner: _Ring(owner) for owner in self.peers if owner != world.rank}
+        # What the last Put of a counter carried: untouched until that is flushed.
+        self._sent = np.zeros(world.size, dtype=np.int64)
+        self._taken = np.zeros(world.size, dtype=np.int64)
+        self._unflushed: list[int] = []
+        self._serving = threading.Lock()
+        self._shards: dict[int, torch.Tensor] = {}
+
+    @property
+    def window_bytes(self) -> int:  # noqa: D102
+        return self._inbox_bytes + self._rings_start
+
+    def allocate(self) -> None:  # noqa: D102
+        for index, layout in enumerate(self.layouts):
+            if layout.trainable:
+                self._shards[index] = torch.zeros(layout.shard_numel, dtype=self.dtype)
+        self._values = {index: shard.numpy() for index, shard in self._shards.items()}
+        # Two, so that no two threads ever put into or flush the same: the one that pushes, and the one that serves.
+        self._inbox = Window(self.world, self._inbox_bytes, torch.uint8)
+        self._returns = Window(self.world, self._rings_start, torch.uint8)
+        self._memory = self._inbox.tensor.numpy()
+        self._arrived = self._memory[: self._sent.nbytes].view(np.int64)
+        self._done = self._returns.tensor.numpy()[: self._sent.nbytes].view(np.int64)
+
+    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+        return self._shards[index]
+
+    def push(self, index: int, gradient: torch.Tensor, start: int) -> Pending:  # noqa: D102
+        push = _Push(self, self.layouts[index].name)
+        own = []
+        for owner, begin, values in self.pieces(index, gradient, start):
+            if owner == self.world.rank:
+                own.append((begin, values))
+            else:
+                push.numel += values.size
+                self._rings[owner].pieces.append(_Piece(push, index, begin, values))
+        with self.world.deadline(f"pushing the gradient of unit {push.name}"):
+            self._put_what_fits()
+            with self._serving:
+                for begin, values in own:
+                    self._add(index, begin, values)
+        self.serve()
+        return push
+
+    def flush(self) -> None:  # noqa: D102
+        for ring in self._rings.values():
+            while ring.pieces:
+                ring.pieces[-1].push.wait()
+        with self.world.deadline("flushing gradients"):
+            self._inbox.flush()
+
+    def serve(self) -> None:
+        """Add what has arrived and hand its room back; a few microseconds if nothing has. Local, from any thread."""
+        # Over a network nothing arrives unless somebody calls MPI.
+        self.world.comm.Iprobe()
+        self._inbox.sync()
+        news = bool(self._unflushed) or bool((self._arrived > self._taken).any())
+        if news and self._serving.acquire(blocking=False):  # else another thread is at it
+            try:
+                self._drain()
+            finally:
+                self._serving.release()
+
+    def complete(self) -> None:  # noqa: D102
+        with self.world.deadline("adding the last gradients"), self._serving:
+            self._inbox.sync()
+            self._drain()
+        assert (self._arrived == self._taken).all(), "a rank came to A before its gradients had arrived"
+
+    def sync(self) -> None:
+        """Nothing: shards are private memory. Local."""
+
+    def free(self) -> None:  # noqa: D102
+        del self._memory, self._arrived, self._done
+        self._returns.free()
+        self._inbox.free()
+        self._shards, self._values = {}, {}
+
+    def _wait(self, push: "_Push") -> None:
+        """Return when a push is in its owners' rings."""
+        while push.numel:
+            owner = next(ring.owner for ring in self._rings.values() if any(p.push is push for p in ring.pieces))
+            with self.world.deadline(f"waiting for rank {owner} to take gradients of unit {push.name}"):
+                began = time.perf_counter()
+                while not self._put_what_fits():
+                    # The owner must hear of what is there before it can make room.
+                    self._inbox.flush()
+                    self.serve()
+                    if time.perf_counter() - began > SPIN_S:
+                        time.sleep(SLEEP_S)
+
+    def _put_what_fits(self) -> bool:
+        """Put pieces into their owners' rings as far as there is room; return whether any was."""
+        self._returns.sync()
+        filled = [(ring, headers) for ring in self._rings.values() if (headers := self._fill(ring))]
+        for ring, _ in filled:
+            # A round trip over a network, so one for all slots. It also lets go of the counter of the time before.
+            self._inbox.flush(ring.owner)
+            self._sent[ring.owner] = ring.sent
+            self._inbox.put(ring.owner, self.world.rank * COUNTER_BYTES, _counter(self._sent, ring.owner))
+        return bool(filled)
+
+    def _fill(self, ring: "_Ring") -> list[np.ndarray]:
+        """Start to put pieces into a ring; return their headers, which are to be kept until the flush."""
+        ring.done = max(ring.done, int(self._done[ring.owner]))
+        headers = []
+        while ring.pieces:
+            piece, place = ring.pieces[0], ring.sent % self._ring_bytes
+            # Nor does a slot go round the end of the ring. At least one element fits: 32 bytes lie behind the header.
+            fitting = (self._ring_bytes - place - HEADER_BYTES) // self.dtype.itemsize
+            values = piece.values[: min(self._max_numel, fitting)]
+            num_bytes = self._slot_bytes(values.size)
+            if ring.sent + num_bytes > ring.done + self._ring_bytes:
+                break
+            header = np.array([piece.index, piece.start, values.size, ring.sent], dtype=np.int64)
+            at = self._ring_start(self.world.rank, ring.owner) + place
+            self._inbox.put(ring.owner, at, header.view(np.uint8))
+            self._inbox.put(ring.owner, at + HEADER_BYTES, values.view(np.uint8))
+            headers.append(header)
+            ring.sent += num_bytes
+            piece.push.numel -= values.size
+            piece.start, piece.values = piece.start + values.size, piece.values[values.size :]
+            if not piece.values.size:
+                ring.pieces.popleft()
+        return headers
+
+    def _drain(self) -> None:
+        """Add what has arrived, in the order of ranks. By the holder of the lock only."""
+        with self.world.deadline("handing room in the mailbox back"):
+            # Complete since the last time, as a rule. Only then may a counter be put again.
+            for pusher in self._unflushed:
+                self._returns.flush(pusher)
+            self._unflushed.clear()
+        for pusher in range(self.world.size):
+            sent = int(self._arrived[pusher])
+            if sent > self._taken[pusher]:
+                self._taken[pusher] = self._take(pusher, int(self._taken[pusher]), sent)
+                self._returns.put(pusher, self.world.rank * COUNTER_BYTES, _counter(self._taken, pusher))
+                self._unflushed.append(pusher)
+
+    def _take(self, pusher: int, taken: int, sent: int) -> int:
+        """Add the slots of one pusher from `taken` on; return where the last one ends."""
+        self._inbox.sync()  # no load of a slot may come before that of the counter
+        ring_start = self._ring_start(pusher, self.world.rank)
+        while taken < sent:
+            at = ring_start + taken % self._ring_bytes
+            index, start, numel, position = self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
+            assert position == taken, f"rank {pusher}'s slot {taken} says that it is {position}"
+            at += HEADER_BYTES
+            values = self._memory[at : at + numel * self.dtype.itemsize]
+            self._add(index, start, values.view(self._values[index].dtype))
+            taken += self._slot_bytes(numel)
+        return taken
+
+    def _add(self, index: int, start: int, values: np.ndarray) -> None:
+        # Not torch: its threads would come once more for every thread that serves. inf - inf is no news here.
+        own = self._values[index][start : start + values.size]
+        with np.errstate(all="ignore"):
+            np.add(own, values, out=own)
+
+    def _slot_bytes(self, numel: int) -> int:
+        return _align(HEADER_BYTES + numel * self.dtype.itemsize)
+
+    def _ring_start(self, pusher: int, owner: int) -> int:
+        # An owner has no ring for itself.
+        return self._rings_start + (pusher - (pusher > owner)) * self._ring_bytes
+
+
+@dataclass
+class _Push:
+    """A gradient of which `numel` elements are not in their owners' rings yet."""
+
+    reduction: MailboxReduction
+    name: str
+    numel: int = 0
+
+    def wait(self) -> None:
+        """Return when all are, serving meanwhile. One-sided, but as slow as the slowest owner where rings are full."""
+        self.reduction._wait(self)
+
+
+@dataclass
+class _Piece:
+    """Elements for one owner, from `start` of its shard on, that are not in its ring yet."""
+
+    push: _Push
+    index: int
+    start: int
+    values: np.ndarray
+
+
+@dataclass
+class _Ring:
+    """This rank's ring in an owner's inbox: bytes put and freed since the beginning, and what is to come."""
+
+    owner: int
+    sent: int = 0
+    done: int = 0
+    pieces: deque[_Piece] = field(default_factory=deque)
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
+def _counter(counters: np.ndarray, rank: int) -> np.ndarray:
+    return counters[rank : rank + 1].view(np.uint8)
