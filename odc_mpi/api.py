@@ -20,6 +20,7 @@ def shard_model(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     activation_checkpointing: bool = False,
+    prefetch: int = 1,
     weights: Weights | None = None,
 ) -> ShardedModel:
     """Move a module's parameters into MPI windows, a shard on every rank. Collective.
@@ -35,6 +36,8 @@ def shard_model(
         reduce_dtype: In which gradients are summed: float32 or float64, by default the wider of float32 and
             `param_dtype`.
         activation_checkpointing: Keep only the inputs of each unit for the backward, and run its forward again there.
+        prefetch: How many units to fetch ahead of their use, beside the computation; each beyond the first takes memory
+            for one more unit. With 0 no thread is started; with 1 or more, gradients are pushed from a thread, too.
         weights: Where initial parameters come from if not from the module, which may then be on the meta device.
 
     Returns:
@@ -50,7 +53,12 @@ def shard_model(
         reduce_dtype = torch.promote_types(param_dtype, torch.float32)
     transport = WindowTransport(world, param_dtype, reduce_dtype)
     model = ShardedModel(
-        module, transport, units=units, weights=weights, activation_checkpointing=activation_checkpointing
+        module,
+        transport,
+        units=units,
+        weights=weights,
+        activation_checkpointing=activation_checkpointing,
+        prefetch=prefetch,
     )
     # Before the windows go, the slices must let go of them.
     world.on_close(model.close)

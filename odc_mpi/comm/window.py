@@ -101,6 +101,7 @@ class WindowTransport(Transport):
     ) -> None:
         super().__init__(world.rank, world.size, param_dtype, reduce_dtype)
         self._world = world
+        self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._parameters: list[Window] = []
         self._gradients: dict[int, Window] = {}
         # Each rank begins with the next one, so that not all of them ask rank 0 first.

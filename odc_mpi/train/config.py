@@ -73,6 +73,7 @@ class CommConfig:
 
     transport: Annotated[Literal["window"], "one-sided MPI windows"] = "window"
     reduction: Annotated[Literal["auto", "accumulate"], "how gradients reach their owners"] = "auto"
+    prefetch: Annotated[int, "units fetched ahead of their use, from a thread; 0: no threads", _NOT_NEGATIVE] = 1
     timeout_s: Annotated[float, "seconds to wait for a rank before the run fails", _POSITIVE] = 600.0
 
 

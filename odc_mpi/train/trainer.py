@@ -152,6 +152,7 @@ class Trainer:
             param_dtype=getattr(torch, config.model.param_dtype),
             reduce_dtype=getattr(torch, config.model.reduce_dtype),
             activation_checkpointing=config.model.gradient_checkpointing,
+            prefetch=config.comm.prefetch,
             weights=inputs.model.weights,
         ).train()
         self._start_collectives = self.model.num_collectives

@@ -123,7 +123,7 @@ def test_a_push_is_waited_for_before_its_memory_is_used_again() -> None:
         pusher.start()
         for i in range(1, 6):
             pusher.push(unit, ["b"], [torch.full((40,), float(i))])
-            assert len(transport.names("push")) == i - 1  # one on its way
+            assert len(transport.names("push")) == max(0, i - 2)  # two on their way
         pusher.finish()
         assert torch.equal(
             reduced([(unit.layouts[0], transport.gradient_shard(0))])["b"], torch.full((40,), 15.0).double()
