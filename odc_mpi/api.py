@@ -25,6 +25,7 @@ def shard_model(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     activation_checkpointing: bool = False,
+    prefetch: int = 1,
     weights: Weights | None = None,
     decision: Decision | None = None,
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
@@ -42,6 +43,8 @@ def shard_model(
         reduce_dtype: In which gradients are summed: float32 or float64, by default the wider of float32 and
             `param_dtype`.
         activation_checkpointing: Keep only the inputs of each unit for the backward, and run its forward again there.
+        prefetch: How many units to fetch ahead of their use, beside the computation; each beyond the first takes memory
+            for one more unit. With 0 no thread is started; with 1 or more, gradients are pushed from a thread, too.
         weights: Where initial parameters come from if not from the module, which may then be on the meta device.
         decision: How ranks reach each other; by default what `decide_for` finds best.
         mailbox_bytes: Where gradients go through a mailbox: memory of this rank for those on their way to it.
@@ -59,16 +62,19 @@ def shard_model(
         reduce_dtype = torch.promote_types(param_dtype, torch.float32)
     transport = _transport(world, param_dtype, reduce_dtype, decision or decide_for(world), mailbox_bytes)
     model = ShardedModel(
-        module, transport, units=units, weights=weights, activation_checkpointing=activation_checkpointing
+        module,
+        transport,
+        units=units,
+        weights=weights,
+        activation_checkpointing=activation_checkpointing,
+        prefetch=prefetch,
     )
     # Before the windows go, the slices must let go of them.
     world.on_close(model.close)
     return model
 
 
-def decide_for(
-    world: World, *, zero_copy: str = "auto", reduction: str = "auto", progress: str = "auto"
-) -> Decision:
+def decide_for(world: World, *, zero_copy: str = "auto", reduction: str = "auto", progress: str = "auto") -> Decision:
     """Find out what this MPI stack does, and decide how ranks reach each other. Collective; takes up to two seconds.
 
     What was found is kept for the next run on the same stack, in `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi`.

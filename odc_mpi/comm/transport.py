@@ -69,13 +69,15 @@ class Transport(ABC):
 
     Attributes:
         buffers: Where fetches land; its peak tells the parameter memory beyond the shards.
-        copies: Whether a fetch moves bytes; False: it is a view of memory that is there already.
         num_collectives: Collective operations so far at the ordering points.
     """
 
-    copies = True
     #: What `comm.transport` calls it.
     name: str
+    #: Whether a fetch moves bytes; if not, it is a view of memory that is there already, and nothing is fetched ahead.
+    copies: bool = True
+    #: Whether several threads may fetch and push at a time.
+    threads: bool = True
 
     def __init__(self, rank: int, size: int, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         if param_dtype not in PARAMETER_DTYPES:

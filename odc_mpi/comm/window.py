@@ -52,6 +52,7 @@ class WindowTransport(Transport):
     ) -> None:
         super().__init__(world.rank, world.size, param_dtype, reduce_dtype)
         self._world = world
+        self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._window_type: Callable[[World, int, torch.dtype], ReadableWindow] = SharedWindow if zero_copy else Window
         self._make_reduction = reduction
         self._parameters: list[ReadableWindow] = []
@@ -91,7 +92,7 @@ class WindowTransport(Transport):
 
     def fetch(self, index: int) -> Fetch:  # noqa: D102
         # Where the reduction leaves owners a part, they do it in passing too.
-        self._reducing.serve()
+        self._serve()
         if self.copies:
             return super().fetch(index)
         whole = self._parameters[index].whole
@@ -103,7 +104,6 @@ class WindowTransport(Transport):
             super().release(fetched)
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
-        self._serve()
         layout, window = self.layouts[index], self._parameters[index]
         data = buffer.view(torch.uint8).numpy()
         what = f"fetching unit {layout.name}"

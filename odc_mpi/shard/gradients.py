@@ -2,10 +2,11 @@
 
 Autograd's gradients of one call of a unit are laid into a buffer as the flat array has them, in `reduce_dtype`, and
 added into the owners' shards. Only the stretch between the first and the last parameter with a gradient travels.
-One push may be on its way while the next is prepared.
+A push is on its way while the next gradient is computed and laid out; in a thread where the transport allows it.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,11 @@ import torch
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.transport import Pending, Transport
 from odc_mpi.shard.layout import Slot
+from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.unit import Unit
+
+#: Buffers for gradients: pushes on their way, and the one that is being filled.
+MAX_BUFFERS = 2
 
 
 class GradientPusher:
@@ -21,16 +26,18 @@ class GradientPusher:
 
     Args:
         transport: Reaches the owners.
+        in_thread: Push from a thread, unless one thread only may call the transport.
 
     Attributes:
         finite: Whether every gradient pushed since `start` was finite.
-        accumulate_wait_s: Seconds spent pushing since the beginning.
+        accumulate_wait_s: Seconds that the computation spent pushing, or waiting for pushes, since the beginning.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, in_thread: bool = False) -> None:
         self._transport = transport
+        self._thread = CommunicationThread("odc_mpi-push") if in_thread and transport.threads else None
         self._buffers = BufferPool()
-        self._on_the_way: tuple[Pending, torch.Tensor] | None = None
+        self._on_the_way: deque[tuple[Pending, torch.Tensor]] = deque()
         self._open = False
         self.finite = True
         self.accumulate_wait_s = 0.0
@@ -64,11 +71,17 @@ class GradientPusher:
 
     def finish(self) -> None:
         """Wait until every push has left this rank; allow no more. One-sided."""
-        self._wait()
+        self._wait(0)
         self._open = False
+
+    def close(self) -> None:
+        """Complete what is on its way and end the thread. One-sided; a second call does nothing."""
+        if self._thread is not None:
+            self._thread.close()
 
     def _flatten(self, pieces: Sequence[tuple[Slot, torch.Tensor]]) -> torch.Tensor:
         first, stop = pieces[0][0].start, pieces[-1][0].stop
+        self._wait(MAX_BUFFERS - 1)
         flat = self._buffers.take(stop - first, self._transport.reduce_dtype)
         filled = 0
         for slot, gradient in pieces:
@@ -81,17 +94,17 @@ class GradientPusher:
         return flat
 
     def _send(self, index: int, flat: torch.Tensor, start: int) -> None:
-        self._wait()
         began = time.perf_counter()
-        self._on_the_way = self._transport.accumulate(index, flat, start), flat
+        push = self._transport.accumulate
+        pending = self._thread.start(push, index, flat, start) if self._thread else push(index, flat, start)
+        self._on_the_way.append((pending, flat))
         self.accumulate_wait_s += time.perf_counter() - began
 
-    def _wait(self) -> None:
-        if self._on_the_way is None:
-            return
-        began = time.perf_counter()
-        pending, flat = self._on_the_way
-        pending.wait()
-        self._on_the_way = None
-        self._buffers.give_back(flat)
-        self.accumulate_wait_s += time.perf_counter() - began
+    def _wait(self, num_left: int) -> None:
+        """Wait for the oldest pushes until at most so many are on their way."""
+        while len(self._on_the_way) > num_left:
+            began = time.perf_counter()
+            pending, flat = self._on_the_way.popleft()
+            pending.wait()
+            self._buffers.give_back(flat)
+            self.accumulate_wait_s += time.perf_counter() - began

@@ -1,6 +1,6 @@
 """A module whose parameters are spread over the ranks, and the minibatch with its boundary.
 
-    with model.minibatch():      fetches and pushes, one-sided; nobody waits for anybody
+    with model.minibatch():      fetches and pushes, one-sided, also from threads; nobody waits for anybody
                                  A at the end: gradients complete
     model.clip_grad_norm_(1.0)   N: norm
     optimizer.step()             local, on this rank's slices
@@ -86,10 +86,12 @@ class ShardedModel:
             `_no_split_modules`. What is left is the root unit.
         weights: Where initial parameters come from; by default the module's own, those of rank 0.
         activation_checkpointing: Keep only the inputs of each unit for the backward, and run its forward again there.
+        prefetch: How many units to fetch ahead of their use, where the transport can. With 0 no thread is started;
+            with 1 or more, gradients are pushed from a thread, too.
 
     Raises:
         ValueError: Nothing to train, a choice of units that matches nothing, parameters without values or complex, an
-            embedding with `max_norm`.
+            embedding with `max_norm`, a negative `prefetch`.
 
     Attributes:
         module: The module; calling it is calling the model. Its `parameters()` are placeholders.
@@ -105,7 +107,10 @@ class ShardedModel:
         units: Iterable[UnitChoice] | None = None,
         weights: Weights | None = None,
         activation_checkpointing: bool = False,
+        prefetch: int = 0,
     ) -> None:
+        if prefetch < 0:
+            raise ValueError(f"prefetch: expected a number of units, 0 or more, got {prefetch}")
         parts, places = partition(module, units)
         _check(module, parts, weights)
         self.module = module
@@ -116,8 +121,8 @@ class ShardedModel:
         self.units, layouts = _layouts(parts, transport.size)
         transport.allocate(layouts)
         self._slices = OwnSlices(transport, layouts)
-        self._ready = ReadyUnits(transport)
-        self._pusher = GradientPusher(transport)
+        self._ready = ReadyUnits(transport, prefetch)
+        self._pusher = GradientPusher(transport, in_thread=prefetch > 0)
         calls, saved = UnitCalls(self._ready, self._pusher.push), SavedTensors(self._ready)
         self._slices.load(weights or ModuleWeights(parts, transport))
         replicate(module, transport)
@@ -177,11 +182,12 @@ class ShardedModel:
         minibatch = Minibatch(names)
         # An exception in the enclosed code does not come back here: a rank that failed must not meet the others.
         yield minibatch
+        # Before A: an owner that has passed it may write what a fetch on its way would still read.
+        self._ready.release_all()
+        self._ready.readable = False
         self._pusher.finish()
         report = minibatch.report(self._pusher.finite)
         minibatch.receive(self._at_boundary(lambda: self._transport.complete_gradients(report)))
-        self._ready.release_all()
-        self._ready.readable = False
         self._slices.attach_gradients()
         self._phase = Phase.COMPLETE
 
@@ -246,7 +252,8 @@ class ShardedModel:
     def close(self) -> None:
         """Free the windows; slices keep their values. Collective; a second call does nothing."""
         self._check_handle.remove()
-        self._ready.expire()
+        self._pusher.close()
+        self._ready.close()
         self._slices.detach()
         self._transport.close()
 

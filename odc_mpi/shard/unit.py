@@ -3,16 +3,17 @@
     SHARDED ──fetch──> FETCHING ──wait──> READY ──release──> SHARDED
 
 SHARDED   the whole parameters are nowhere on this rank; it owns a shard of them, in the parameter window
-FETCHING  a buffer is being filled from the owners' windows
+FETCHING  a buffer is being filled from the owners' windows, perhaps in a thread; nobody else touches it
 READY     the buffer holds the whole parameters; tensors look into it
 
-Parameters are immutable between two publications, so a ready unit may stay, be dropped and be fetched again at will:
-`ReadyUnits` keeps the root and the most recently used few. Whoever touches a parameter gets it, fetched if need be:
-modules find them through `OnDemandParameters`, autograd through `shard.autograd`.
+Parameters are immutable between two publications, so a ready unit may stay, be dropped and be fetched again at will,
+also ahead of its use: `ReadyUnits` keeps the root, the most recently used few and those that it expects next. Whoever
+touches a parameter gets it, fetched if need be: modules find them through `OnDemandParameters`, autograd through
+`shard.autograd`.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -22,8 +23,10 @@ from torch import nn
 
 from odc_mpi.comm.transport import Fetch, Transport
 from odc_mpi.shard.layout import FlatLayout, Slot
+from odc_mpi.shard.prefetch import CommunicationThread, FetchOrder
 
-#: Ready units besides the root and those in use: one that computes and one that comes or goes.
+#: Units held besides the root and those in use: one that computes and one that comes or goes. Each unit that is fetched
+#: ahead beyond the first adds one.
 MAX_READY_UNITS = 2
 
 
@@ -70,17 +73,22 @@ class Unit:
         finally:
             self.num_calls -= 1
 
-    def start_fetch(self, transport: Transport) -> None:
-        """Start to fetch the whole parameters. One-sided."""
+    def start_fetch(self, fetch: Callable[[int], Fetch]) -> None:
+        """Start to fetch the whole parameters. One-sided.
+
+        Args:
+            fetch: Starts to fetch one array: a transport's `fetch`, or one that runs beside the computation.
+        """
         assert self.state is UnitState.SHARDED
-        self._fetches = [transport.fetch(index) for index in self.indices]
+        self._fetches = [fetch(index) for index in self.indices]
         self.state = UnitState.FETCHING
 
     def wait(self) -> None:
-        """Complete the fetch. One-sided."""
+        """Complete the fetch; if it fails, the unit is sharded again. One-sided."""
         assert self.state is UnitState.FETCHING
-        self._arrays = [fetch.wait() for fetch in self._fetches]
-        self._fetches = []
+        fetches, self._fetches = self._fetches, []
+        self.state = UnitState.SHARDED
+        self._arrays = [fetch.wait() for fetch in fetches]
         self.state = UnitState.READY
 
     def release(self, transport: Transport) -> None:
@@ -114,10 +122,12 @@ class Unit:
 
 
 class ReadyUnits:
-    """Fetches units when they are needed and releases those that were not used for longest.
+    """Fetches units when they are needed, or shortly before, and releases those that were not used for longest.
 
     Args:
         transport: Hosts the shards.
+        prefetch: How many of the uses that come next to fetch ahead, in a thread. From a transport whose fetches move
+            no bytes, or that one thread only may call, nothing is.
 
     Attributes:
         generation: Counts publications: what was fetched before the last one is stale.
@@ -125,34 +135,36 @@ class ReadyUnits:
         fetch_wait_s: Seconds spent waiting for fetches since the start.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, prefetch: int = 0) -> None:
         self._transport = transport
-        # By use, the longest unused first.
-        self._ready: dict[Unit, None] = {}
+        self._prefetch = prefetch if transport.copies and transport.threads else 0
+        self._max_others = max(MAX_READY_UNITS - 1, self._prefetch)
+        self._thread = CommunicationThread("odc_mpi-fetch") if self._prefetch else None
+        self._order: FetchOrder[Unit] = FetchOrder()
+        # Ready or on their way, by use and by the start of a fetch ahead of it, the oldest first.
+        self._held: dict[Unit, None] = {}
+        self._latest: Unit | None = None
         self._by_pointer: dict[int, tuple[Unit, int]] = {}
         self.generation = 0
         self.readable = True
         self.fetch_wait_s = 0.0
 
     def require(self, unit: Unit) -> None:
-        """Make a unit ready. One-sided."""
-        if unit.state is UnitState.READY:
-            if next(reversed(self._ready)) is not unit:
-                del self._ready[unit]
-                self._ready[unit] = None
+        """Make a unit ready, and start to fetch those that come next. One-sided."""
+        # Asked for every saved tensor: most often the unit is that of the last time, and the root stays anyway.
+        if unit.state is UnitState.READY and (unit is self._latest or unit.is_root):
             return
-        if not self.readable:
-            raise RuntimeError(
-                "parameters were used between the end of a minibatch and publish(), while their owners may be writing "
-                "them: evaluate or save after publish()"
-            )
-        self._make_room()
-        start = time.perf_counter()
-        unit.start_fetch(self._transport)
-        unit.wait()
-        self.fetch_wait_s += time.perf_counter() - start
-        self._ready[unit] = None
-        self._by_pointer |= {pointer: (unit, i) for i, pointer in enumerate(unit.storage_pointers())}
+        if unit.state is UnitState.SHARDED:
+            self._check_readable()
+            self._make_room(unit, self._max_others)
+            self._complete(unit, self._transport.fetch)
+        elif unit.state is UnitState.FETCHING:
+            self._complete(unit)
+        else:
+            self._held[unit] = self._held.pop(unit)
+        self._latest = unit
+        if self._thread is not None:
+            self._look_ahead(unit)
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
         """Return which ready unit, and which of its arrays, a tensor looks into; None if it does not. Local."""
@@ -161,24 +173,71 @@ class ReadyUnits:
         return self._by_pointer.get(tensor.untyped_storage().data_ptr())
 
     def release_all(self) -> None:
-        """Release every unit. Local."""
-        for unit in list(self._ready):
+        """Release every unit, and wait for those on their way. One-sided."""
+        for unit in list(self._held):
             self._release(unit)
+        self._latest = None
+        self._order.restart()
 
     def expire(self) -> None:
-        """Release every unit because parameters are about to change. Local."""
+        """Release every unit because parameters are about to change. One-sided, as `release_all`."""
         self.release_all()
         self.generation += 1
 
-    def _make_room(self) -> None:
-        idle = [unit for unit in self._ready if not unit.is_root and not unit.num_calls]
-        for unit in idle[: max(0, len(idle) - MAX_READY_UNITS + 1)]:
-            self._release(unit)
+    def close(self) -> None:
+        """Release every unit and end the thread. One-sided; a second call does nothing."""
+        if self._thread is not None:
+            self._thread.close()
+        self.expire()
+
+    def _check_readable(self) -> None:
+        if not self.readable:
+            raise RuntimeError(
+                "parameters were used between the end of a minibatch and publish(), while their owners may be writing "
+                "them: evaluate or save after publish()"
+            )
+
+    def _complete(self, unit: Unit, fetch: Callable[[int], Fetch] | None = None) -> None:
+        """Wait for the fetch of a unit, which `fetch` starts if it is not on its way."""
+        self._held.pop(unit, None)  # until it is there: a fetch may fail
+        start = time.perf_counter()
+        if fetch is not None:
+            unit.start_fetch(fetch)
+        unit.wait()
+        self.fetch_wait_s += time.perf_counter() - start
+        self._held[unit] = None
+        self._by_pointer |= {pointer: (unit, i) for i, pointer in enumerate(unit.storage_pointers())}
+
+    def _look_ahead(self, unit: Unit) -> None:
+        """Start to fetch what is likely to be used after this unit, which is used now."""
+        self._order.use(unit)
+        coming = self._order.coming(self._prefetch)
+        for following in coming:
+            if following.state is UnitState.SHARDED:
+                if not following.is_root:
+                    self._make_room(unit, self._max_others - 1, coming)
+                following.start_fetch(self._fetch_in_thread)
+                self._held[following] = None
+
+    def _fetch_in_thread(self, index: int) -> Fetch:
+        assert self._thread is not None
+        buffer = self._transport.buffers.take(self._transport.layouts[index].numel, self._transport.param_dtype)
+        return Fetch(buffer, self._thread.start(self._transport.start_fetch, index, buffer))
+
+    def _make_room(self, unit: Unit, num_others: int, spared: Collection[Unit] = ()) -> None:
+        """Release the longest unused until at most so many are held besides this unit, the root and those in use."""
+        others = [x for x in self._held if not (x is unit or x.is_root or x.num_calls)]
+        idle = [x for x in others if x not in spared]
+        for other in idle[: max(0, len(others) - num_others)]:
+            self._release(other)
 
     def _release(self, unit: Unit) -> None:
+        if unit.state is UnitState.FETCHING:
+            # Guessed wrong. A buffer that is being filled cannot be given back.
+            self._complete(unit)
         for pointer in unit.storage_pointers():
             del self._by_pointer[pointer]
-        del self._ready[unit]
+        del self._held[unit]
         unit.release(self._transport)
 
 

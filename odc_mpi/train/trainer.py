@@ -148,15 +148,14 @@ class Trainer:
         self._done = 0
         self._skipped_in_a_row = 0
         comm = config.comm
-        self.decision = decide_for(
-            world, zero_copy=comm.zero_copy, reduction=comm.reduction, progress=comm.progress
-        )
+        self.decision = decide_for(world, zero_copy=comm.zero_copy, reduction=comm.reduction, progress=comm.progress)
         self.model = shard_model(
             inputs.model.module,
             world,
             param_dtype=getattr(torch, config.model.param_dtype),
             reduce_dtype=getattr(torch, config.model.reduce_dtype),
             activation_checkpointing=config.model.gradient_checkpointing,
+            prefetch=config.comm.prefetch,
             weights=inputs.model.weights,
             decision=self.decision,
             mailbox_bytes=comm.mailbox_bytes,

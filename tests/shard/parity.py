@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ranks import RecordingTransport, run_ranks
+from ranks import LateTransport, RecordingTransport, run_ranks
 from torch import nn, optim
 
 from odc_mpi.shard.model import ShardedModel
@@ -137,21 +137,29 @@ def check_parity(
     reduce_dtype: torch.dtype = torch.float64,
     tolerance: float = 1e-9,
     with_buffers: bool = False,
+    prefetch: int = 0,
     **training: Any,
 ) -> list[Trained]:
-    """Train a module, of `param_dtype`, on one process and as shards; fail where losses or parameters differ."""
+    """Train a module, of `param_dtype`, on one process and as shards; fail where losses or parameters differ.
+
+    With `prefetch` over a transport that is late and that notices what may not be.
+    """
     module = module.to(param_dtype)
     plain = copy.deepcopy(module)
     copies = [copy.deepcopy(module) for _ in range(size)]
 
     def work(transport: RecordingTransport) -> Trained:
         model = ShardedModel(
-            copies[transport.rank], transport, units=units, activation_checkpointing=activation_checkpointing
+            copies[transport.rank],
+            transport,
+            units=units,
+            activation_checkpointing=activation_checkpointing,
+            prefetch=prefetch,
         )
         losses = train_sharded(model, transport, minibatches, **training)
         return Trained(model, transport, model.state_dict(), losses)
 
-    ranks = run_ranks(size, work, param_dtype, reduce_dtype)
+    ranks = run_ranks(size, work, param_dtype, reduce_dtype, LateTransport if prefetch else RecordingTransport)
     training.pop("assign", None)
     expected_losses = train_plain(plain, minibatches, **training)
     losses = {key: value for rank in ranks for key, value in rank.losses.items()}

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.transport import Layout, LocalGroup, LocalTransport, Pending
 
 T = TypeVar("T")
@@ -60,6 +61,86 @@ class RecordingTransport(LocalTransport):
     def broadcast(self, tensor: torch.Tensor) -> None:
         self.log.append(("broadcast", ""))
         super().broadcast(tensor)
+
+
+class LatePool(BufferPool):
+    """Lends buffers full of NaN, and takes none back that an operation still writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_the_way: set[int] = set()
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = super().take(numel, dtype).fill_(float("nan"))
+        self.on_the_way.add(buffer.untyped_storage().data_ptr())
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        assert buffer.untyped_storage().data_ptr() not in self.on_the_way, "given back while being filled"
+        super().give_back(buffer)
+
+
+class LateTransport(RecordingTransport):
+    """Whatever is started happens at the very end of the wait, and what the seam forbids is noticed.
+
+    Attributes:
+        fetch_s: Seconds that a fetch takes.
+        push_s: Seconds that a push takes.
+    """
+
+    fetch_s = 0.001
+    push_s = 0.001
+
+    def allocate(self, layouts: Sequence[Layout]) -> None:
+        self.buffers: LatePool = LatePool()
+        self._between_a_and_b = True
+        super().allocate(layouts)
+
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
+        fill = super().start_fetch
+
+        def arrive() -> None:
+            time.sleep(self.fetch_s)
+            assert not self._between_a_and_b, "fetching between A and B"
+            fill(index, buffer)
+            self.buffers.on_the_way.remove(buffer.untyped_storage().data_ptr())
+
+        return Late(arrive)
+
+    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+        before, send = gradient.clone(), super().accumulate
+
+        def arrive() -> None:
+            time.sleep(self.push_s)
+            assert not self._between_a_and_b, "pushing between A and B"
+            assert torch.equal(before, gradient) or before.isnan().any(), "written to while it was pushed"
+            send(index, gradient, start)
+
+        return Late(arrive)
+
+    def complete_gradients(self, report: np.ndarray) -> np.ndarray:
+        assert not self.buffers.on_the_way, "fetching at point A"
+        self._between_a_and_b = True
+        return super().complete_gradients(report)
+
+    def publish_parameters(self) -> None:
+        assert not self.buffers.on_the_way, "fetching at point B"
+        super().publish_parameters()
+        self._between_a_and_b = False
+
+    def close(self) -> None:
+        assert not self.buffers.on_the_way, "fetching from windows that are freed"
+        super().close()
+
+
+class Late:
+    """An operation that happens when it is waited for."""
+
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        self._arrive = arrive
+
+    def wait(self) -> None:
+        self._arrive()
 
 
 def run_ranks(

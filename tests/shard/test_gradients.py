@@ -1,11 +1,12 @@
 import math
+import time
 
 import pytest
 import torch
-from ranks import RecordingTransport, run_ranks
+from ranks import LateTransport, RecordingTransport, run_ranks
 
 from odc_mpi.comm.transport import Pending
-from odc_mpi.shard.gradients import GradientPusher
+from odc_mpi.shard.gradients import MAX_BUFFERS, GradientPusher
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.unit import Unit
 
@@ -105,31 +106,64 @@ def test_only_the_stretch_with_gradients_travels() -> None:
     assert sent == [(32, 64 + 1), (128, 12)]
 
 
-def test_a_push_is_waited_for_before_its_memory_is_used_again() -> None:
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_push_is_waited_for_before_its_memory_is_used_again(in_thread: bool) -> None:
     """Also where the network reads the gradient late."""
 
-    class Late(RecordingTransport):
-        def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
-            send = super().accumulate
-
-            class OnTheWay:
-                def wait(self) -> None:
-                    send(index, gradient, start)
-
-            return OnTheWay()
-
-    def work(transport: RecordingTransport) -> None:
-        unit, pusher = make_unit(transport), GradientPusher(transport)
+    def work(transport: LateTransport) -> None:
+        unit, pusher = make_unit(transport), GradientPusher(transport, in_thread)
+        transport.publish_parameters()
         pusher.start()
         for i in range(1, 6):
             pusher.push(unit, ["b"], [torch.full((40,), float(i))])
-            assert len(transport.names("push")) == i - 1  # one on its way
+            done = len(transport.names("push"))
+            assert done == max(0, i - 2) or (in_thread and i - 2 <= done <= i)  # two on their way
         pusher.finish()
+        assert len(transport.names("push")) == 5
         assert torch.equal(
             reduced([(unit.layouts[0], transport.gradient_shard(0))])["b"], torch.full((40,), 15.0).double()
         )
+        assert pusher._buffers.peak_bytes == MAX_BUFFERS * 40 * 8 and not pusher._buffers._lent
+        pusher.close()
 
-    run_ranks(1, work, transport=Late)
+    run_ranks(1, work, transport=LateTransport)
+
+
+def test_pushing_in_a_thread_takes_no_time_that_the_computation_has_to_spend() -> None:
+    def work(transport: LateTransport) -> None:
+        transport.push_s = 0.05
+        unit, pusher = make_unit(transport), GradientPusher(transport, in_thread=True)
+        transport.publish_parameters()
+        pusher.start()
+        for _ in range(4):
+            pusher.push(unit, ["b"], [torch.ones(40)])
+            time.sleep(0.05)
+        pusher.finish()
+        assert pusher.accumulate_wait_s < 0.1
+        pusher.start()
+        for _ in range(4):
+            pusher.push(unit, ["b"], [torch.ones(40)])
+        pusher.finish()
+        assert pusher.accumulate_wait_s > 0.19, "there were 0.2 s of pushes and nothing to do meanwhile"
+        pusher.close()
+
+    run_ranks(1, work, transport=LateTransport)
+
+
+def test_a_push_that_fails_in_the_thread_is_told_at_the_end() -> None:
+    class Failing(RecordingTransport):
+        def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+            raise ConnectionError("lost")
+
+    def work(transport: RecordingTransport) -> None:
+        unit, pusher = make_unit(transport), GradientPusher(transport, in_thread=True)
+        pusher.start()
+        pusher.push(unit, ["b"], [torch.ones(40)])
+        with pytest.raises(ConnectionError, match="lost"):
+            pusher.finish()
+        pusher.close()
+
+    run_ranks(1, work, transport=Failing)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from parity import adamw, squares
-from ranks import RecordingTransport, run_ranks
+from ranks import LateTransport, RecordingTransport, run_ranks
 from torch import nn
 from zoo import WIDTH, Layer, Stack
 
@@ -26,6 +26,7 @@ class Train:
         self, transport: RecordingTransport, module: nn.Module, units: Any = (Layer,), **settings: Any
     ) -> None:
         self.transport = transport
+        self.num_others = max(2, 1 + settings.get("prefetch", 0))
         self.model = ShardedModel(copy.deepcopy(module), transport, units=units, **settings)
         self.optimizer = adamw(self.model.shard_parameters())
 
@@ -46,17 +47,28 @@ class Train:
 
     @property
     def bound(self) -> int:
-        """Own shards, the root and two other units."""
-        return self.shard_bytes + self.layout_bytes("(root)") + 2 * self.layout_bytes("layers.0")
+        """Own shards, the root and two other units; one more for each that is fetched ahead beyond the first."""
+        return self.shard_bytes + self.layout_bytes("(root)") + self.num_others * self.layout_bytes("layers.0")
 
 
+#: In a thread too, over a transport whose operations last until they are waited for.
+PREFETCH = pytest.mark.parametrize(
+    ("prefetch", "kind"),
+    [(0, RecordingTransport), (1, LateTransport), (2, LateTransport)],
+    ids=["", "ahead1", "ahead2"],
+)
+
+
+@PREFETCH
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}], ids=["", "checkpointing"])
-def test_no_more_than_the_root_and_two_units(size: int, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_no_more_than_the_root_and_two_units(
+    size: int, checkpointing: bool, prefetch: int, kind: type[RecordingTransport]
+) -> None:
     module = Stack(NUM_LAYERS).double()
 
     def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module, **settings)
+        train = Train(transport, module, activation_checkpointing=checkpointing, prefetch=prefetch)
         assert train.model.peak_parameter_bytes == train.shard_bytes
         train.steps(3)
         assert train.bound < train.shard_bytes + NUM_LAYERS / 2 * train.layout_bytes("layers.0")
@@ -67,11 +79,14 @@ def test_no_more_than_the_root_and_two_units(size: int, settings: dict[str, Any]
         train.steps(2, num_microbatches=1)
         assert train.model.peak_parameter_bytes <= train.bound
 
-    run_ranks(size, work)
+    run_ranks(size, work, transport=kind)
 
 
+@PREFETCH
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_the_bound_holds_wherever_the_root_is_touched(where: str) -> None:
+def test_the_bound_holds_wherever_the_root_is_touched(
+    where: str, prefetch: int, kind: type[RecordingTransport]
+) -> None:
     """Units before the root, or after it, and of another size than the root."""
 
     class OneSided(nn.Module):
@@ -89,18 +104,19 @@ def test_the_bound_holds_wherever_the_root_is_touched(where: str) -> None:
     module = OneSided().double()
 
     def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module)
+        train = Train(transport, module, prefetch=prefetch)
         train.steps(3)
         assert train.model.peak_parameter_bytes <= train.bound
 
-    run_ranks(2, work)
+    run_ranks(2, work, transport=kind)
 
 
-def test_losses_that_a_user_keeps_keep_no_parameters() -> None:
+@PREFETCH
+def test_losses_that_a_user_keeps_keep_no_parameters(prefetch: int, kind: type[RecordingTransport]) -> None:
     module = Stack(NUM_LAYERS).double()
 
     def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module)
+        train = Train(transport, module, prefetch=prefetch)
         with train.model.minibatch():
             losses = [squares(train.model, (INPUT,)) for _ in range(3)]  # graphs with all that they saved
             assert train.model.peak_parameter_bytes <= train.bound
@@ -108,14 +124,15 @@ def test_losses_that_a_user_keeps_keep_no_parameters() -> None:
                 loss.backward()
         assert train.model.peak_parameter_bytes <= train.bound
 
-    run_ranks(2, work)
+    run_ranks(2, work, transport=kind)
 
 
-def test_buffers_are_used_again() -> None:
+@PREFETCH
+def test_buffers_are_used_again(prefetch: int, kind: type[RecordingTransport]) -> None:
     module = Stack(NUM_LAYERS).double()
 
     def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module)
+        train = Train(transport, module, prefetch=prefetch)
         pool = transport.buffers
         seen: set[int] = set()
         fetch = transport.start_fetch
@@ -126,22 +143,23 @@ def test_buffers_are_used_again() -> None:
 
         transport.start_fetch = noting  # type: ignore[method-assign]
         train.steps(3)
-        assert len(seen) == 3  # the root's and two others
-        assert not pool._lent and len(pool._idle) == 3
+        assert len(seen) == 1 + train.num_others  # the root's and two others
+        assert not pool._lent and len(pool._idle) == 1 + train.num_others
 
-    run_ranks(2, work)
+    run_ranks(2, work, transport=kind)
 
 
-def test_gradients_on_their_way_take_two_buffers() -> None:
+@PREFETCH
+def test_gradients_on_their_way_take_two_buffers(prefetch: int, kind: type[RecordingTransport]) -> None:
     module = Stack(NUM_LAYERS).double()
 
     def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module)
+        train = Train(transport, module, prefetch=prefetch)
         train.steps(2)
         largest = max(train.layout_bytes("(root)"), train.layout_bytes("layers.0"))
         assert train.model._pusher._buffers.peak_bytes <= 2 * largest
 
-    run_ranks(1, work)
+    run_ranks(1, work, transport=kind)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -17,6 +17,8 @@ SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
 MODES = pytest.mark.parametrize(
     ("size", "activation_checkpointing"), [(1, True), (2, False), (3, True), (4, False)], ids=["1r", "2", "3r", "4"]
 )
+#: How many units are fetched ahead, in a thread.
+PREFETCH = pytest.mark.parametrize("prefetch", [0, 1, 2], ids="ahead{}".format)
 
 
 @SIZES
@@ -28,13 +30,14 @@ def test_transformer(size: int, optimizer: Any, max_norm: float | None) -> None:
 
 
 @SIZES
+@PREFETCH
 @pytest.mark.parametrize(
     "units",
     [[], [Block], [Block, nn.Linear], [nn.Embedding, nn.Linear, nn.LayerNorm], [nn.LayerNorm]],
     ids=["root", "blocks", "nested", "leaves", "norms"],
 )
-def test_whatever_the_units(size: int, units: list[type]) -> None:
-    check_parity(Transformer(tied=True), tokens(VOCABULARY), size, units=units, loss=next_tokens)
+def test_whatever_the_units(size: int, units: list[type], prefetch: int) -> None:
+    check_parity(Transformer(tied=True), tokens(VOCABULARY), size, units=units, loss=next_tokens, prefetch=prefetch)
 
 
 @SIZES
@@ -64,6 +67,7 @@ def calling(*per_microbatch: tuple[int, ...]) -> list[list[Batch]]:
 
 
 @MODES
+@PREFETCH
 @pytest.mark.parametrize(
     "calls",
     [
@@ -77,9 +81,16 @@ def calling(*per_microbatch: tuple[int, ...]) -> list[list[Batch]]:
     ids=["all", "repeated", "one_rank", "never", "none", "mixed"],
 )
 def test_units_called_more_than_once_or_never(
-    size: int, calls: list[tuple[int, ...]], activation_checkpointing: bool
+    size: int, calls: list[tuple[int, ...]], activation_checkpointing: bool, prefetch: int
 ) -> None:
-    check_parity(Branches(), calling(*calls), size, units=[Layer], activation_checkpointing=activation_checkpointing)
+    check_parity(
+        Branches(),
+        calling(*calls),
+        size,
+        units=[Layer],
+        activation_checkpointing=activation_checkpointing,
+        prefetch=prefetch,
+    )
 
 
 class Choosy(nn.Module):
@@ -94,8 +105,10 @@ class Choosy(nn.Module):
 
 
 @SIZES
-def test_parameters_of_a_unit_that_a_call_does_not_use(size: int) -> None:
-    check_parity(nn.Sequential(*(Choosy() for _ in range(3))), vectors(2, WIDTH, steps=4), size, units=[Choosy])
+@PREFETCH
+def test_parameters_of_a_unit_that_a_call_does_not_use(size: int, prefetch: int) -> None:
+    module = nn.Sequential(*(Choosy() for _ in range(3)))
+    check_parity(module, vectors(2, WIDTH, steps=4), size, units=[Choosy], prefetch=prefetch)
 
 
 class Outside(nn.Module):
@@ -144,6 +157,7 @@ def freeze(module: nn.Module, *prefixes: str) -> nn.Module:
 
 
 @MODES
+@PREFETCH
 @pytest.mark.parametrize(
     "frozen",
     [
@@ -156,11 +170,16 @@ def freeze(module: nn.Module, *prefixes: str) -> nn.Module:
     ],
     ids=",".join,
 )
-def test_frozen_parameters(size: int, frozen: tuple[str, ...], activation_checkpointing: bool) -> None:
+def test_frozen_parameters(size: int, frozen: tuple[str, ...], activation_checkpointing: bool, prefetch: int) -> None:
     module = freeze(Stack(3), *frozen)
     before = {name: p.double().clone() for name, p in module.named_parameters() if name.startswith(frozen)}
     ranks = check_parity(
-        module, vectors(4, WIDTH), size, units=[Layer], activation_checkpointing=activation_checkpointing
+        module,
+        vectors(4, WIDTH),
+        size,
+        units=[Layer],
+        activation_checkpointing=activation_checkpointing,
+        prefetch=prefetch,
     )
     # One push per unit and backward; none for a unit that is wholly frozen.
     trained = {(name.rpartition(".linear")[0] or "(root)") for name, p in module.named_parameters() if p.requires_grad}
@@ -391,10 +410,11 @@ def with_input_gradient(shape: tuple[int, ...]) -> list[list[Batch]]:
 
 
 @MODES
+@PREFETCH
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("where", ["around", "all"])
 def test_users_checkpoint_around_units(
-    size: int, use_reentrant: bool, where: str, activation_checkpointing: bool
+    size: int, use_reentrant: bool, where: str, activation_checkpointing: bool, prefetch: int
 ) -> None:
     check_parity(
         Checkpointed(where, use_reentrant),
@@ -402,6 +422,7 @@ def test_users_checkpoint_around_units(
         size,
         units=[Layer],
         activation_checkpointing=activation_checkpointing,
+        prefetch=prefetch,
     )
 
 
@@ -517,13 +538,14 @@ def mixed_precision(model: Any, batch: Batch) -> torch.Tensor:
 
 
 @MODES
+@PREFETCH
 @pytest.mark.parametrize(
     "loss",
     [offloaded, contrasted, two_backwards, input_gradient, teacher, looked_at_before],
     ids=lambda loss: loss.__name__,
 )
 def test_ways_to_use_a_model(
-    size: int, loss: Callable[[Any, Batch], torch.Tensor], activation_checkpointing: bool
+    size: int, loss: Callable[[Any, Batch], torch.Tensor], activation_checkpointing: bool, prefetch: int
 ) -> None:
     check_parity(
         Stack(4),
@@ -532,6 +554,7 @@ def test_ways_to_use_a_model(
         units=[Layer],
         loss=loss,
         activation_checkpointing=activation_checkpointing,
+        prefetch=prefetch,
     )
 
 
@@ -576,7 +599,8 @@ def test_a_part_without_a_graph_before_one_with_it(size: int) -> None:
 
 
 @SIZES
-def test_evaluation_between_steps(size: int) -> None:
+@PREFETCH
+def test_evaluation_between_steps(size: int, prefetch: int) -> None:
     """Under no_grad and inference_mode, where torch takes its fast path through an encoder layer."""
     evaluated: list[torch.Tensor] = []
 
@@ -596,7 +620,12 @@ def test_evaluation_between_steps(size: int) -> None:
 
     layers = (nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True) for _ in range(3))
     check_parity(
-        nn.Sequential(linear(), *layers), vectors(2, 5, WIDTH), size, units=[nn.TransformerEncoderLayer], loss=loss
+        nn.Sequential(linear(), *layers),
+        vectors(2, 5, WIDTH),
+        size,
+        units=[nn.TransformerEncoderLayer],
+        loss=loss,
+        prefetch=prefetch,
     )
     assert len(evaluated) == 2 * 2 * 7  # two per microbatch, sharded and plain
 
@@ -640,7 +669,8 @@ def test_a_view_of_a_parameter_that_is_conjugated() -> None:
 
 
 @SIZES
-def test_microbatches_fall_to_ranks_at_random(size: int) -> None:
+@PREFETCH
+def test_microbatches_fall_to_ranks_at_random(size: int, prefetch: int) -> None:
     for seed in range(3):
         rng = random.Random(seed)
         minibatches = [
@@ -650,7 +680,14 @@ def test_microbatches_fall_to_ranks_at_random(size: int) -> None:
         ranks = {
             (step, i): rng.randrange(size) for step, batches in enumerate(minibatches) for i in range(len(batches))
         }
-        check_parity(Stack(3), minibatches, size, units=[Layer], assign=lambda step, i, _, ranks=ranks: ranks[step, i])
+        check_parity(
+            Stack(3),
+            minibatches,
+            size,
+            units=[Layer],
+            assign=lambda step, i, _, ranks=ranks: ranks[step, i],
+            prefetch=prefetch,
+        )
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

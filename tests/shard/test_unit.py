@@ -68,10 +68,10 @@ def test_a_unit_s_states() -> None:
     def work(transport: RecordingTransport) -> None:
         (unit,), _ = simple(transport, 0)
         assert unit.is_root and unit.state is UnitState.SHARDED and unit.storage_pointers() == []
-        unit.start_fetch(transport)
+        unit.start_fetch(transport.fetch)
         assert unit.state is UnitState.FETCHING
         with pytest.raises(AssertionError):
-            unit.start_fetch(transport)
+            unit.start_fetch(transport.fetch)
         with pytest.raises(AssertionError):
             unit.release(transport)
         unit.wait()

@@ -1,0 +1,528 @@
+import copy
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parity import squares
+from ranks import Late, LateTransport, RecordingTransport, run_ranks
+from test_unit import simple, states, value_of
+from torch import nn
+from zoo import WIDTH, Layer, Stack
+
+from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.transport import Done, Pending
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.shard.prefetch import CommunicationThread, FetchOrder
+from odc_mpi.shard.unit import ReadyUnits, Unit, UnitState
+
+INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
+
+
+# The order
+
+
+def follow(order: FetchOrder[str], uses: str, count: int = 1) -> list[str]:
+    """After each use, what is expected next."""
+    expected = []
+    for unit in uses:
+        order.use(unit)
+        expected.append("".join(order.coming(count)))
+    return expected
+
+
+def test_an_order_that_is_new_is_not_guessed() -> None:
+    assert follow(FetchOrder(), "abcdcba") == [""] * 7
+
+
+def test_forward_and_backward_are_both_learnt() -> None:
+    order: FetchOrder[str] = FetchOrder()
+    follow(order, "abcdcba")
+    order.restart()
+    assert order.coming(1) == ["a"]
+    assert follow(order, "abcdcba") == ["b", "c", "d", "c", "b", "a", ""]
+    order.restart()
+    assert follow(order, "abcdcba", 2) == ["bc", "cd", "dc", "cb", "ba", "a", ""]
+
+
+def test_the_turn_between_two_microbatches_is_learnt() -> None:
+    order: FetchOrder[str] = FetchOrder()
+    follow(order, "abcdcba" + "bcdcba")
+    order.restart()
+    assert follow(order, "abcdcba", 3) == ["bcd", "cdc", "dcb", "cba", "bab", "abc", "bcd"]
+
+
+def test_a_changed_order_is_learnt_anew() -> None:
+    order: FetchOrder[str] = FetchOrder()
+    for uses in ("abcd", "abcd", "acbd"):
+        order.restart()
+        follow(order, uses)
+    order.restart()
+    assert follow(order, "acbd") == ["c", "b", "d", ""]
+    order.restart()
+    assert follow(order, "abcd") == ["c", "c", "d", ""], "half of the old order is still known"
+    order.restart()
+    assert follow(order, "abcd") == ["b", "c", "d", ""]
+
+
+def test_nothing_follows_across_a_restart() -> None:
+    order: FetchOrder[str] = FetchOrder()
+    follow(order, "ab")
+    order.restart()
+    follow(order, "cd")
+    order.restart()
+    assert follow(order, "abcd") == ["b", "", "", ""]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_any_sequence_is_repeated_where_two_uses_tell_the_next(count: int) -> None:
+    rng = random.Random(count)
+    for _ in range(50):
+        uses = [rng.choice("abcdefgh") for _ in range(12)]
+        pairs = list(zip([None, *uses], uses, strict=False))
+        if len(set(pairs)) < len(pairs):
+            continue
+        order: FetchOrder[str] = FetchOrder()
+        follow(order, "".join(uses))
+        order.restart()
+        wanted = ["".join(uses[i + 1 : i + 1 + count]) for i in range(12)]
+        assert follow(order, "".join(uses), count) == wanted
+
+
+# The thread
+
+
+def test_operations_run_in_their_order_in_one_other_thread() -> None:
+    seen: list[tuple[int, str]] = []
+
+    def operation(i: int) -> Pending:
+        seen.append((i, threading.current_thread().name))
+        return Late(lambda: seen.append((i, "complete")))
+
+    thread = CommunicationThread("some-name")
+    assert not seen
+    pending = [thread.start(operation, i) for i in range(5)]
+    for each in pending:
+        each.wait()
+        each.wait()
+    assert [i for i, _ in seen] == [i for i in range(5) for _ in range(2)]
+    assert {name for _, name in seen} == {"some-name_0", "complete"}
+    thread.close()
+    thread.close()
+    with pytest.raises(RuntimeError):
+        thread.start(operation, 5)
+
+
+def test_closing_completes_what_was_started() -> None:
+    done: list[int] = []
+    thread = CommunicationThread("t")
+    for i in range(3):
+        thread.start(lambda i=i: Late(lambda: (time.sleep(0.02), done.append(i))))
+    thread.close()
+    assert done == [0, 1, 2]
+
+
+@pytest.mark.parametrize("when", ["start", "wait"])
+def test_an_error_is_raised_where_it_is_waited_for(when: str) -> None:
+    def fail() -> Any:
+        raise ValueError(f"at the {when}")
+
+    thread = CommunicationThread("t")
+    bad = thread.start(fail if when == "start" else lambda: Late(fail))
+    good = thread.start(Done)
+    with pytest.raises(ValueError, match=f"at the {when}"):
+        bad.wait()
+    good.wait()
+    thread.close()
+
+
+def test_nobody_looks_at_a_buffer_once_it_was_waited_for() -> None:
+    """Else the pool would now and then take new memory, depending on which thread is faster."""
+    pool, thread = BufferPool(), CommunicationThread("t")
+
+    def fill(buffer: torch.Tensor) -> Pending:
+        return Late(lambda: buffer.fill_(1.0))
+
+    for _ in range(2000):
+        buffer = pool.take(10, torch.float32)
+        thread.start(fill, buffer).wait()
+        pool.give_back(buffer)
+        del buffer
+    assert pool.peak_bytes == 40
+    thread.close()
+
+
+def test_buffers_taken_in_inference_mode_are_filled() -> None:
+    pool, thread = BufferPool(), CommunicationThread("t")
+    for taken, filled in ((True, False), (False, True), (True, True), (False, False)):
+        with torch.inference_mode(taken):
+            buffer = pool.take(10, torch.float32)
+        with torch.inference_mode(filled):
+            thread.start(lambda b=buffer: (b[2:5].copy_(torch.ones(3)), Done())[1]).wait()
+        assert bool((buffer[2:5] == 1).all())
+    thread.close()
+
+
+# Units
+
+
+def ahead(transport: RecordingTransport, count: int, prefetch: int) -> tuple[list[Unit], ReadyUnits]:
+    units, _ = simple(transport, count)
+    return units, ReadyUnits(transport, prefetch)
+
+
+def use(ready: ReadyUnits, units: list[Unit], which: str) -> list[str]:
+    """Require units by number, check what they hold, and return the states after each."""
+    after = []
+    for i in which:
+        unit = units[int(i)]
+        ready.require(unit)
+        for name, (_, slot) in unit.slots.items():
+            expected = (torch.arange(slot.spec.numel) + value_of(name)).double().view(slot.spec.shape)
+            assert torch.equal(unit.parameter(name), expected), f"unit {i} was used before it was there"
+        after.append(states(units))
+    return after
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_next_unit_comes_while_this_one_is_used(size: int) -> None:
+    def work(transport: LateTransport) -> None:
+        units, ready = ahead(transport, 4, 1)
+        use(ready, units, "01234")
+        ready.release_all()
+        assert states(units) == "sssss"
+        transport.log.clear()
+        assert use(ready, units, "01234") == ["rfsss", "rrfss", "rsrfs", "rssrf", "rssrr"]
+        assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3"]
+        ready.close()
+
+    run_ranks(size, work, transport=LateTransport)
+
+
+def test_two_ahead() -> None:
+    def work(transport: LateTransport) -> None:
+        units, ready = ahead(transport, 4, 2)
+        use(ready, units, "01234")
+        ready.release_all()
+        transport.log.clear()
+        assert use(ready, units, "01234") == ["rffss", "rrffs", "rsrff", "rsrrf", "rsrrr"]
+        assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3"]
+        ready.close()
+
+    run_ranks(1, work, transport=LateTransport)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3, 10])
+def test_any_order_brings_what_is_required(prefetch: int) -> None:
+    """Guesses are mostly wrong; never more is held than was promised."""
+
+    def work(transport: LateTransport) -> None:
+        transport.fetch_s = 0.0
+        units, ready = ahead(transport, 6, prefetch)
+        rng = random.Random(prefetch)
+        for _ in range(10):
+            for _ in range(30):
+                (after,) = use(ready, units, rng.choice("0123456"))
+                assert len(after[1:].replace("s", "")) <= 1 + prefetch
+            ready.expire()
+            assert states(units) == "sssssss" and not transport.buffers._lent
+        ready.close()
+
+    run_ranks(1, work, transport=LateTransport)
+
+
+def test_a_wrong_guess_is_given_up() -> None:
+    def work(transport: LateTransport) -> None:
+        units, ready = ahead(transport, 4, 1)
+        use(ready, units, "123")
+        ready.release_all()
+        assert use(ready, units, "1") == ["srfss"]
+        assert use(ready, units, "4") == ["ssfsr"], "in flight, it stays where it is not in the way"
+        ready.release_all()
+        use(ready, units, "1424")
+        ready.release_all()
+        assert use(ready, units, "14") == ["srssf", "ssfsr"]
+        ready.close()
+
+    run_ranks(1, work, transport=LateTransport)
+
+
+def test_a_unit_in_use_is_not_given_up_for_the_next() -> None:
+    def work(transport: LateTransport) -> None:
+        units, ready = ahead(transport, 5, 1)
+        use(ready, units, "12345")
+        ready.release_all()
+        with units[1].in_use():
+            assert use(ready, units, "1234") == ["srfsss", "srrfss", "srsrfs", "srssrf"]
+        ready.close()
+
+    run_ranks(1, work, transport=LateTransport)
+
+
+def test_nothing_comes_after_the_end_of_a_minibatch() -> None:
+    def work(transport: LateTransport) -> None:
+        units, ready = ahead(transport, 4, 2)
+        use(ready, units, "01234")
+        ready.release_all()
+        use(ready, units, "01")
+        assert UnitState.FETCHING in {unit.state for unit in units}
+        ready.readable = False
+        ready.expire()
+        assert states(units) == "sssss" and not transport.buffers.on_the_way and not transport.buffers._lent
+        with pytest.raises(RuntimeError, match="between the end of a minibatch and publish"):
+            ready.require(units[1])
+        assert states(units) == "sssss"
+        ready.close()
+
+    run_ranks(1, work, transport=LateTransport)
+
+
+def threads_of(ready: ReadyUnits) -> int:
+    return 0 if ready._thread is None else len(ready._thread._executor._threads)
+
+
+@pytest.mark.parametrize(("copies", "threads", "prefetch"), [(True, True, 0), (False, True, 2), (True, False, 2)])
+def test_no_thread_where_none_is_of_use_or_allowed(copies: bool, threads: bool, prefetch: int) -> None:
+    def work(transport: RecordingTransport) -> None:
+        transport.copies, transport.threads = copies, threads
+        model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=prefetch)
+        for _ in range(2):
+            with model.minibatch():
+                squares(model, (INPUT,)).backward()
+            model.publish()
+        assert threads_of(model._ready) == 0
+        assert (model._pusher._thread is not None) is (threads and prefetch > 0)
+        model.close()
+
+    run_ranks(1, work)
+
+
+# Whole models
+
+
+def step(model: ShardedModel, num_microbatches: int = 2) -> None:
+    with model.minibatch():
+        for _ in range(num_microbatches):
+            squares(model, (INPUT,)).backward()
+    model.publish()
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_nothing_is_fetched_in_vain(prefetch: int, checkpointing: bool) -> None:
+    """In a model whose units are used in one order, prefetching fetches what is fetched without it."""
+
+    def fetched(ahead: int) -> list[str]:
+        def work(transport: LateTransport) -> list[str]:
+            model = ShardedModel(
+                Stack(6).double(),
+                transport,
+                units=[Layer],
+                prefetch=ahead,
+                activation_checkpointing=checkpointing,
+            )
+            step(model)
+            transport.log.clear()
+            for num_microbatches in (1, 0, 3):
+                step(model, num_microbatches)
+            model.close()
+            return transport.names("fetch")
+
+        return run_ranks(1, work, transport=LateTransport)[0]
+
+    plain, with_prefetch = fetched(0), fetched(prefetch)
+    if prefetch == 1:
+        assert with_prefetch == plain
+    else:
+        assert len(with_prefetch) < len(plain), "there is room for one more unit to stay"
+
+
+def test_a_rank_without_a_microbatch_fetches_nothing_and_starts_no_thread() -> None:
+    def work(transport: LateTransport) -> None:
+        model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=1)
+        for _ in range(3):
+            step(model, 2 if transport.rank else 0)
+        assert bool(transport.names("fetch", "push")) is bool(transport.rank)
+        assert threads_of(model._ready) == (1 if transport.rank else 0)
+        model.close()
+
+    run_ranks(2, work, transport=LateTransport)
+
+
+class Sleepy(Layer):
+    """Computes for 30 ms, forward and backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03)
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: time.sleep(0.03))
+        return y
+
+
+def test_fetches_and_pushes_overlap_with_the_computation() -> None:
+    """Eight units that compute for 30 ms and travel for 30 ms: next to each other, not one after the other."""
+
+    class Slow(LateTransport):
+        fetch_s = 0.03
+        push_s = 0.03
+
+    module = nn.Sequential(*(Sleepy() for _ in range(8))).double()
+
+    def seconds(prefetch: int) -> tuple[float, float, float]:
+        def work(transport: LateTransport) -> tuple[float, float, float]:
+            model = ShardedModel(copy.deepcopy(module), transport, units=[Sleepy], prefetch=prefetch)
+            step(model, 1)
+            fetch_s, push_s, began = model.fetch_wait_s, model.accumulate_wait_s, time.perf_counter()
+            step(model, 1)
+            result = time.perf_counter() - began, model.fetch_wait_s - fetch_s, model.accumulate_wait_s - push_s
+            model.close()
+            return result
+
+        return run_ranks(1, work, transport=Slow)[0]
+
+    # 16 times 30 ms of computation; 8 fetches forward, of which the first has nothing to hide behind, and 5 backward;
+    # 8 pushes, of which the last has nothing to hide behind.
+    total_s, fetch_s, push_s = seconds(0)
+    assert total_s > 0.48 + 0.39 + 0.24 and fetch_s > 0.39 and push_s > 0.24
+    total_s, fetch_s, push_s = seconds(1)
+    assert total_s < 0.85, f"{total_s:.2f} s"
+    assert fetch_s < 0.2 and push_s < 0.12
+
+
+def test_evaluation_and_whole_state_between_minibatches() -> None:
+    module = Stack(6).double()
+
+    def work(transport: LateTransport) -> None:
+        model = ShardedModel(copy.deepcopy(module), transport, units=[Layer], prefetch=2)
+        for _ in range(2):
+            step(model)
+            with torch.inference_mode():
+                first = model(INPUT)
+            with torch.no_grad():
+                assert torch.equal(model(INPUT), first)
+            state = model.state_dict()
+            assert all(torch.equal(state[name], p) for name, p in module.state_dict().items())
+        step(model)  # at its end all have read
+        model.close()
+
+    run_ranks(2, work, transport=LateTransport)
+
+
+# What goes wrong
+
+
+class Failing(LateTransport):
+    """Every operation of one kind on one array fails from some time on."""
+
+    fails = ("", "")
+
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
+        if self.fails == ("fetch", self.layouts[index].name):
+            self.buffers.on_the_way.remove(buffer.untyped_storage().data_ptr())
+            raise ConnectionError("the fetch went wrong")
+        return super().start_fetch(index, buffer)
+
+    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+        if self.fails == ("push", self.layouts[index].name):
+            raise ConnectionError("the push went wrong")
+        return super().accumulate(index, gradient, start)
+
+
+def failing(transport: Failing, module: Callable[[], nn.Module] = lambda: Stack(5).double()) -> ShardedModel:
+    model = ShardedModel(module(), transport, units=[Layer], prefetch=1)
+    step(model)
+    return model
+
+
+@pytest.mark.parametrize("operation", ["fetch", "push"])
+@pytest.mark.parametrize("which", [0, 2, 4])
+def test_an_error_in_a_thread_ends_the_minibatch(operation: str, which: int) -> None:
+    def work(transport: Failing) -> None:
+        model = failing(transport)
+        transport.fails = operation, f"layers.{which}"
+        with pytest.raises(ConnectionError, match=f"the {operation} went wrong"):
+            step(model)
+        model.close()
+
+    run_ranks(1, work, transport=Failing)
+
+
+def test_a_wrong_guess_that_fails_is_told_at_the_end_of_the_minibatch() -> None:
+    def work(transport: Failing) -> None:
+        model = failing(transport)
+        transport.fails = "fetch", "layers.1"
+        with pytest.raises(ConnectionError, match="the fetch went wrong"), model.minibatch():
+            model.module.first(INPUT)
+            model.module.layers[0](INPUT)
+            assert model.units[2].state is UnitState.FETCHING
+        model.close()
+
+    run_ranks(1, work, transport=Failing)
+
+
+def test_an_error_on_one_rank_reaches_the_caller() -> None:
+    def work(transport: Failing) -> None:
+        model = failing(transport)
+        if transport.rank == 1:
+            transport.fails = "fetch", "layers.3"
+        step(model)
+
+    with pytest.raises(ConnectionError, match="the fetch went wrong"):
+        run_ranks(2, work, transport=Failing)
+
+
+def test_a_model_can_be_closed_while_a_fetch_is_on_its_way() -> None:
+    def work(transport: LateTransport) -> None:
+        model = ShardedModel(Stack(5).double(), transport, units=[Layer], prefetch=1)
+        step(model)
+        transport.fetch_s = 0.1
+        with pytest.raises(ZeroDivisionError), model.minibatch():
+            model.module.first(INPUT)
+            model.module.layers[0](INPUT)
+            raise ZeroDivisionError
+        assert transport.buffers.on_the_way
+        model.close()
+        model.close()
+        assert not transport.buffers._lent
+        threads = {*model._ready._thread._executor._threads, *model._pusher._thread._executor._threads}
+        assert {thread.name for thread in threads} == {"odc_mpi-fetch_0", "odc_mpi-push_0"}
+        assert not any(thread.is_alive() for thread in threads)
+
+    run_ranks(1, work, transport=LateTransport)
+
+
+LEAVES = """
+import sys, time, torch
+sys.path[:0] = {path}
+from ranks import LateTransport, run_ranks
+from zoo import Layer, Stack
+from odc_mpi.comm.transport import LocalGroup
+from odc_mpi.shard.model import ShardedModel
+
+transport = LateTransport(LocalGroup(1), 0)
+model = ShardedModel(Stack(5), transport, units=[Layer], prefetch=1)
+for last in (False, True):
+    with model.minibatch():
+        loss = model(torch.ones(1, 8)).sum()
+        loss.backward()
+        if last:
+            transport.fetch_s = transport.push_s = 0.5
+            model.module.layers[2](torch.ones(1, 8)).sum().backward()
+            raise ZeroDivisionError("my own mistake")
+    model.publish()
+"""
+
+
+def test_a_program_that_fails_ends() -> None:
+    """With a push on its way, and without closing anything."""
+    program = LEAVES.format(path=sys.path)
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("ZeroDivisionError: my own mistake"), done.stderr
+    assert time.monotonic() - began < 30
