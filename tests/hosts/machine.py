@@ -10,7 +10,7 @@ The mounts are private to this process and its children, so namespaces and files
 """
 
 import os
-import signal
+import shlex
 import subprocess
 import sys
 import time
@@ -55,7 +55,7 @@ def make_mounts():
 def make_network():
     for name in ADDRESSES:
         run("ip", "netns", "add", name)
-    run(*"ip link add eth0 netns node0 type veth peer name eth0 netns node1".split())
+    run(*["ip", "link", "add", "eth0", "netns", "node0", "type", "veth", "peer", "name", "eth0", "netns", "node1"])
     for name, address in ADDRESSES.items():
         run("ip", "-n", name, "addr", "add", f"{address}/30", "dev", "eth0")
         for interface in ("lo", "eth0"):
@@ -67,24 +67,14 @@ def make_network():
 def launcher(mpiexec, ranks_per_host):
     """The command of either library that reaches the hosts through our agent in place of ssh."""
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=20).stdout
+    hosts = ",".join(f"{name}:{ranks_per_host}" for name in ADDRESSES)
     if "HYDRA" in version:
-        hosts = ",".join(f"{name}:{ranks_per_host}" for name in ADDRESSES)
-        return [
-            mpiexec,
-            "-launcher",
-            "ssh",
-            "-launcher-exec",
-            str(AGENT),
-            "-hosts",
-            hosts,
-            "-n",
-            str(2 * ranks_per_host),
-        ]
-    if "Open MPI" in version:
-        hosts = ",".join(f"{name}:{ranks_per_host}" for name in ADDRESSES)
-        agent = ["--prtemca", "plm_ssh_agent", str(AGENT)]
-        return [mpiexec, *agent, "--host", hosts, "--map-by", "slot:oversubscribe", "-n", str(2 * ranks_per_host)]
-    raise SystemExit(f"{mpiexec}: expected MPICH's (HYDRA) or Open MPI's launcher, got {version!r}")
+        how = ["-launcher", "ssh", "-launcher-exec", str(AGENT), "-hosts", hosts]
+    elif "Open MPI" in version:
+        how = ["--prtemca", "plm_ssh_agent", str(AGENT), "--host", hosts, "--map-by", "slot:oversubscribe"]
+    else:
+        raise SystemExit(f"{mpiexec}: expected MPICH's launcher (HYDRA) or Open MPI's, got {version!r}")
+    return [mpiexec, *how, "-n", str(ranks_per_host * len(ADDRESSES))]
 
 
 def others():
@@ -110,7 +100,8 @@ def main():
     mpiexec, ranks_per_host, *command = sys.argv[1:]
     make_mounts()
     make_network()
-    code = subprocess.run([str(AGENT), "node0", *launcher(mpiexec, int(ranks_per_host)), *command]).returncode
+    line = shlex.join([*launcher(mpiexec, int(ranks_per_host)), *command])
+    code = subprocess.run([str(AGENT), "node0", line]).returncode
     left = left_behind()
     for what in left:
         print(f"two_hosts: the job left behind: {what}", file=sys.stderr)
@@ -118,6 +109,4 @@ def main():
 
 
 if __name__ == "__main__":
-    # The first process of a PID namespace gets no signal that it does not handle.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -4,8 +4,8 @@ By hand, any Python command on two hosts; its output goes to the terminal:
 
     python tests/hosts/two_hosts.py --ranks-per-host 1 -- -m odc_mpi train --config jobs/quickstart.yaml
 
-A host is a network namespace with a host name of its own; `machine.py` makes both and says how. MPI then sees two nodes:
-ranks of one host share memory, ranks of different hosts talk TCP. Files are common to both, as on a cluster.
+A host is a network namespace with a host name of its own, `machine.py` makes both. MPI then sees two nodes: ranks of
+one host share memory, ranks of different hosts talk TCP. Files are common to both, as on a cluster.
 
 Everything of a job lives in one PID namespace with private mounts. The kernel ends all of it together with its first
 process, and that with this one, however it ends: there is nothing to clean up. What a job that *ended by itself* left
@@ -17,12 +17,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "launch"))  # also when run by hand
+sys.path.append(str(HERE.parent / "launch"))  # for a run by hand
+from machine import LEFT_BEHIND  # noqa: E402, F401 - for those who look at exit codes
 from mpi_launch import MPIEXEC, Finished, environment  # noqa: E402
 
 #: The exit code of a launch that reached its deadline, as `timeout` has it.
@@ -58,7 +58,7 @@ def missing():
 
 
 def start(ranks_per_host, *command, cwd=None, pipe=True, **env):
-    """Start python with these arguments on every rank of two hosts; ranks 0 to n-1 are on node0, the others on node1."""
+    """Start python with these arguments on the ranks of two hosts: 0 to n-1 on node0, n to 2n-1 on node1."""
     # The outermost dies with this thread, its child with it, and with that one, a namespace's first, all the rest.
     shell = ["setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     machine = [sys.executable, str(HERE / "machine.py"), MPIEXEC, str(ranks_per_host)]
