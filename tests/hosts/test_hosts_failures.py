@@ -1,0 +1,68 @@
+"""A rank of the second host fails, dies or is late: the job ends on both hosts, soon, and leaves nothing behind."""
+
+import pytest
+from two_hosts import launch
+
+# Two ranks per host: then there is shared memory on each that a dead job could leave behind.
+TRAINS = """
+import os, signal, sys, torch
+import odc_mpi
+world = odc_mpi.World(timeout_s=20)
+model = odc_mpi.shard_model(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]), world)
+for step in range(10**9):
+    with model.minibatch():
+        model(torch.randn(8, 64)).mean().backward()
+        if step == 5 and world.rank == int(sys.argv[1]):
+            print("step 5", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    model.publish()
+"""
+
+RAISES = """
+from odc_mpi import World
+world = World(timeout_s=60)
+world.gather_objects(None)
+if world.rank == world.size - 1:
+    raise KeyError("my own mistake")
+world.gather_objects(None)
+"""
+
+LATE = """
+import time
+from odc_mpi import World
+world = World(timeout_s=2)
+if world.node == 1:
+    time.sleep(60)
+world.gather_objects(None)
+"""
+
+
+def script(tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("victim", [2, 3])
+def test_a_killed_rank_ends_the_job_on_both_hosts(tmp_path, victim):
+    done = launch(2, script(tmp_path, TRAINS), victim, timeout_s=60)
+    assert "step 5" in done.out, done.err
+    assert done.code not in (0, 124), done.err
+    assert "left behind" not in done.err
+    assert done.seconds < 40
+
+
+def test_an_exception_ends_the_job_with_its_traceback(tmp_path):
+    done = launch(2, script(tmp_path, RAISES), timeout_s=50)
+    assert done.code not in (0, 124), done.err
+    assert "rank 3 failed" in done.err
+    assert 'raise KeyError("my own mistake")' in done.err
+    assert "left behind" not in done.err
+    assert done.seconds < 30
+
+
+def test_a_late_host_ends_the_job_at_the_deadline(tmp_path):
+    done = launch(1, script(tmp_path, LATE), timeout_s=50)
+    assert done.code not in (0, 124), done.err
+    assert "rank 0 on node0 waited more than 2 s while gathering from all ranks" in done.err
+    assert "left behind" not in done.err

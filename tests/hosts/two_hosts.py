@@ -1,0 +1,112 @@
+"""Two hosts on one machine, joined by a TCP network, and MPI jobs across them.
+
+By hand, any Python command on two hosts; its output goes to the terminal:
+
+    python tests/hosts/two_hosts.py --ranks-per-host 1 -- -m odc_mpi train --config jobs/quickstart.yaml
+
+A host is a network namespace with a host name of its own, `machine.py` makes both. MPI then sees two nodes: ranks of
+one host share memory, ranks of different hosts talk TCP. Files are common to both, as on a cluster.
+
+Everything of a job lives in one PID namespace with private mounts. The kernel ends all of it together with its first
+process, and that with this one, however it ends: there is nothing to clean up. What a job that *ended by itself* left
+running or left in its /dev/shm is looked up before, and is an error.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "launch"))  # for a run by hand
+from machine import LEFT_BEHIND  # noqa: E402, F401 - for those who look at exit codes
+from mpi_launch import MPIEXEC, Finished, environment  # noqa: E402
+
+#: The exit code of a launch that reached its deadline, as `timeout` has it.
+TIMED_OUT = 124
+
+#: What both libraries need to see a network here, unless the environment says otherwise. Each of them looks below the
+#: host names and finds one kernel.
+NETWORK = {
+    # Of MPICH's two network modules UCX would reach the other host through the common kernel (CMA), not through TCP.
+    "MPIR_CVAR_CH4_NETMOD": "ofi",
+    # The same for Open MPI: with these there is shared memory within a host, and TCP.
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,sm,tcp",
+    "OMPI_MCA_osc": "^ucx",
+}
+
+
+def missing():
+    """Say why there can be no two hosts here; None if there can."""
+    if os.geteuid() != 0:
+        return "two hosts need root"
+    for tool in ("ip", "unshare", "setpriv", "mount"):
+        if shutil.which(tool) is None:
+            return f"two hosts need the program {tool} (Debian: iproute2, util-linux, mount)"
+    if MPIEXEC is None:
+        return "no mpiexec beside python or on the PATH"
+    tried = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", "--net", "--uts", "true"], capture_output=True, text=True
+    )
+    if tried.returncode:
+        return f"two hosts need the right to make namespaces: {tried.stderr.strip()}"
+    return None
+
+
+def start(ranks_per_host, *command, cwd=None, pipe=True, **env):
+    """Start python with these arguments on the ranks of two hosts: 0 to n-1 on node0, n to 2n-1 on node1."""
+    # The outermost dies with this thread, its child with it, and with that one, a namespace's first, all the rest.
+    shell = ["setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    machine = [sys.executable, str(HERE / "machine.py"), MPIEXEC, str(ranks_per_host)]
+    stream = subprocess.PIPE if pipe else None
+    return subprocess.Popen(
+        [*shell, *machine, sys.executable, *map(str, command)],
+        stdout=stream,
+        stderr=stream,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        cwd=cwd,
+        env=environment(**{name: os.environ.get(name, value) for name, value in NETWORK.items()} | env),
+    )
+
+
+def finish(process, timeout_s):
+    """Wait for the end; at the deadline, and on any exception, the kernel ends all processes of both hosts."""
+    began = time.monotonic()
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+        return Finished(process.returncode, out or "", err or "", time.monotonic() - began)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        told = f"{err or ''}\ntwo_hosts: did not end within {timeout_s:g} s, all ranks were killed\n"
+        return Finished(TIMED_OUT, out or "", told, time.monotonic() - began)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def launch(ranks_per_host, *command, timeout_s=60, **options):
+    return finish(start(ranks_per_host, *command, **options), timeout_s)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Run a Python command as an MPI job on two hosts of this machine.")
+    parser.add_argument("--ranks-per-host", type=int, default=1, metavar="N")
+    parser.add_argument("--timeout-s", type=float, default=600, metavar="S", help="the job is killed after this many")
+    parser.add_argument("command", nargs="+", help="what follows `python`, after --: a script, or -m odc_mpi ...")
+    arguments = parser.parse_args()
+    reason = missing()
+    if reason is not None:
+        parser.error(reason)
+    done = launch(arguments.ranks_per_host, *arguments.command, timeout_s=arguments.timeout_s, pipe=False)
+    print(done.err, end="", file=sys.stderr)
+    return done.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
