@@ -47,12 +47,12 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-@pytest.fixture
-def counted(world):
+@pytest.fixture(params=[0, 1], ids="ahead{}".format)
+def counted(world, request):
     torch.manual_seed(1)
     module = nn.Sequential(Block(), Block(), Block(), nn.Linear(16, 1))
     transport = CountingTransport(world)
-    model = ShardedModel(module, transport, units=[Block])
+    model = ShardedModel(module, transport, units=[Block], prefetch=request.param)
     transport.calls.clear()
     transport.num_collectives = 0
     yield model, transport

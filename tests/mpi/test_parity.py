@@ -81,8 +81,13 @@ def assert_close(actual, wanted):
 
 @pytest.mark.parametrize("balance", ["local_sort", "lb_mini"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, tied):
-    changes = {"data.balance": balance, "model.config.tie_word_embeddings": str(tied).lower()}
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, tied, prefetch):
+    changes = {
+        "data.balance": balance,
+        "model.config.tie_word_embeddings": str(tied).lower(),
+        "comm.prefetch": prefetch,
+    }
     config = configure(dataset_path, **changes)
     dataset, metrics, state = run(config, world)
     losses, parameters = expected(config, dataset)
@@ -109,8 +114,9 @@ def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze
     assert_close(state, parameters)
 
 
-def test_activation_checkpointing_changes_nothing(world, dataset_path):
-    config = configure(dataset_path, **{"model.gradient_checkpointing": "true"})
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_activation_checkpointing_changes_nothing(world, dataset_path, prefetch):
+    config = configure(dataset_path, **{"model.gradient_checkpointing": "true", "comm.prefetch": prefetch})
     dataset, metrics, state = run(config, world)
     losses, parameters = expected(config, dataset)
     assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
