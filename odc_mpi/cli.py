@@ -7,7 +7,6 @@
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +14,7 @@ from typing import NoReturn
 
 from odc_mpi import __version__
 from odc_mpi.errors import AgreedError, TrainingError, UserError
-
-#: Variables by which launchers tell a process its rank: PMI (MPICH, Slurm), PMIx (Open MPI).
-_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+from odc_mpi.launcher import launched_rank
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, rest = _parser().parse_known_args(argv)
         if rest and arguments.command != "train":
             raise UserError(f"unknown argument {rest[0]}: see odc-mpi {arguments.command} --help")
-        return {"prepare": _prepare, "train": _train}[arguments.command](arguments, rest)
+        return {"prepare": _prepare, "train": _train, "doctor": _doctor}[arguments.command](arguments, rest)
     except UserError as error:
         # Before MPI is up every rank makes the same mistake; one voice is enough.
-        if all(os.environ.get(variable, "0") == "0" for variable in _RANK_VARIABLES):
+        if launched_rank() == 0:
             _say(error)
         return 2
     except KeyboardInterrupt:
@@ -56,6 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_prepare(commands.add_parser("prepare", help="turn text into tokens on disk", allow_abbrev=False))
+    doctor = commands.add_parser(
+        "doctor", help="what this MPI stack really does; under mpiexec on all its ranks", allow_abbrev=False
+    )
+    doctor.description = "Try the one-sided operations, and say what a run will therefore use."
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
     train = commands.add_parser(
         "train",
         help="train a model; under mpiexec on all its ranks",
@@ -105,6 +107,12 @@ def _prepare(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     )
     print(report.describe())
     return 0
+
+
+def _doctor(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from odc_mpi.doctor import doctor
+
+    return doctor(arguments.json)
 
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

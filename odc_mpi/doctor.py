@@ -7,7 +7,6 @@ an answer even if the MPI library crashes or hangs. Communication: that of `comm
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -21,53 +20,56 @@ from odc_mpi.launcher import Ending, launched_rank, take_part
 PROBE = (sys.executable, "-m", "odc_mpi.comm.probe")
 #: Seconds for all of it: the start of MPI and, typically, 3 s for peers on the same node and 20 s for others.
 DEADLINE_S = 55.0
-#: The other ranks stay longer: a launcher may end all when one ends.
-_LONGER_S = 5.0
+#: Seconds for one operation with all its repetitions, which take 5 s where it waits for its target.
+OPERATION_S = 12.0
 
 _TITLES = {"get": "Get", "put": "Put", "accumulate": "Accumulate", "fetch_and_op": "Fetch_and_op"}
 _KINDS = {"same_node": "same node", "other_node": "other node"}
 _ALONE = "there is no peer to try: run mpiexec -n 2 odc-mpi doctor"
 
 
-def doctor(as_json: bool, *, probe: Sequence[str] = PROBE, deadline_s: float = DEADLINE_S) -> int:
+def doctor(
+    as_json: bool, *, probe: Sequence[str] = PROBE, deadline_s: float = DEADLINE_S, operation_s: float = OPERATION_S
+) -> int:
     """Probe the MPI stack and print what was found, from rank 0. Collective, in the children.
 
     Args:
         as_json: Print one JSON object instead of a table.
         probe: Command of the child.
         deadline_s: After so many seconds the answer is what is known by then.
+        operation_s: And after so many for one operation.
 
     Returns:
         The exit code: 0 if there was an answer, 1 if MPI did not even start.
     """
     rank = launched_rank()
-    ending = take_part(probe, rank, deadline_s + (_LONGER_S if rank else 0.0))
+    ending = take_part(probe, rank, deadline_s, operation_s)
     if rank:
         return 0
-    report, untried = _report(ending)
+    report = _report(ending)
     decision = decide(report) if report.library else None
     if as_json:
         print(json.dumps(report.to_dict() | {"decision": decision and decision.to_dict()}), flush=True)
     else:
-        _print(report, decision, untried)
+        _print(report, decision)
     if ending.failure:
         print(f"The last lines of the failed process:\n{ending.last_words or '(none)'}", file=sys.stderr, flush=True)
     return 0 if decision else 1
 
 
-def _report(ending: Ending) -> tuple[Report, dict[str, str]]:
-    """Return the report, and what to write in the rows that have no answer."""
+def _report(ending: Ending) -> Report:
+    """Return the report, with what ended it."""
     news = ending.news or {}
     report = Report.from_dict(news["report"]) if "report" in news else Report()
     if not ending.failure:
-        return report, {}
+        return report
     doing = news.get("doing") or ("closing" if news else "starting MPI")
-    report = report.with_problem(f"{doing.replace('.', ' ').replace('_', ' ')}: {ending.failure}")
-    return report, {doing: ending.failure}
+    return report.with_problem(f"{doing.replace('.', ' ')}: {ending.failure}")
 
 
-def _print(report: Report, decision: Decision | None, untried: dict[str, str]) -> None:
-    console = Console(highlight=False, soft_wrap=False)
+def _print(report: Report, decision: Decision | None) -> None:
+    # Open MPI gives its ranks a terminal of their own, whatever mpiexec writes to: no colours.
+    console = Console(color_system=None, highlight=False)
     if decision is None:
         console.print(f"MPI gave no answer. {report.problems[-1]}")
         return
@@ -82,7 +84,7 @@ def _print(report: Report, decision: Decision | None, untried: dict[str, str]) -
     if report.ranks == 1:
         console.print(_ALONE, "", sep="\n")
     else:
-        console.print(_operations(report, untried), "")
+        console.print(_operations(report), "")
     chosen = Table("the runtime uses", "", "because", box=box.SIMPLE_HEAD, pad_edge=False)
     for name, choice in decision.to_dict().items():
         chosen.add_row(name.replace("_", "-"), choice["choice"], choice["reason"])
@@ -91,21 +93,22 @@ def _print(report: Report, decision: Decision | None, untried: dict[str, str]) -
         console.print(f"Problem: {problem}")
 
 
-def _operations(report: Report, untried: dict[str, str]) -> Table:
+def _operations(report: Report) -> Table:
     table = Table("peer", "operation", box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("target idle", "target busy", "GB/s"):
         table.add_column(title, justify="right")
     table.add_column("one-sided")
     nodes_have_peers = {"same_node": max(report.ranks_per_node) > 1, "other_node": report.nodes > 1}
+    problems = dict(problem.split(": ", 1) for problem in report.problems)
     for kind in (kind for kind in PEER_KINDS if nodes_have_peers[kind]):
         for name in OPERATIONS:
             operation = getattr(getattr(report.peers, kind), name, Operation())
-            table.add_row(_KINDS[kind], _TITLES[name], *_cells(operation, untried.get(f"{kind}.{name}")))
+            table.add_row(_KINDS[kind], _TITLES[name], *_cells(operation, problems.get(f"{kind} {name}", "not tried")))
     return table
 
 
-def _cells(operation: Operation, failure: str | None) -> tuple[Any, ...]:
+def _cells(operation: Operation, without: str) -> tuple[str, ...]:
     if operation.idle_s is None or operation.busy_s is None or operation.gb_per_s is None:
-        return "", "", "", failure or "not tried"
+        return "", "", "", without
     verdict = {True: "yes", False: "no: waits", None: "unsure"}[operation.one_sided]
     return seconds(operation.idle_s), seconds(operation.busy_s), f"{operation.gb_per_s:.2g}", verdict

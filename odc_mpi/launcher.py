@@ -4,7 +4,7 @@
 survives what happens there. Launchers end all ranks when one of theirs dies, some with SIGKILL, so
 
 - a process stays when its child has crashed, until rank 0 has told the answer,
-- it keeps the child's request to abort the job from the launcher (PMI of MPICH and Slurm; PMIx asks by itself),
+- it keeps the child's request to abort the job from the launcher (PMI of MPICH and Slurm; PMIx has no such place),
 - it tells rank 0's process of the crash, through a socket if both are on one node.
 """
 
@@ -25,12 +25,14 @@ from typing import Any
 
 #: Variables by which launchers tell a process its rank: PMI (MPICH, Slurm), PMIx (Open MPI).
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-#: Between looks at the child: Open MPI's launcher kills a second after its SIGTERM.
-_LOOK_S = 0.05
-#: News that are under way when a crash is told: of what was being tried.
-_LAST_NEWS_S = 0.3
+#: Between looks at the child. Open MPI's launcher sends SIGKILL 0.25 s after its SIGTERM.
+_LOOK_S = 0.03
+#: For news under way when a crash is told: of what was being tried.
+_LAST_NEWS_S = 0.1
 #: How long a process stays after its child's crash where it cannot see whether rank 0 still needs it.
 _STAY_S = 20.0
+#: How long a child may take to end after rank 0's has ended.
+_END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -55,13 +57,14 @@ class Ending:
     last_words: str
 
 
-def take_part(command: Sequence[str], rank: int, deadline_s: float) -> Ending:
+def take_part(command: Sequence[str], rank: int, deadline_s: float, quiet_s: float) -> Ending:
     """Run a child in this process's place in the job, and see how it ends. Local; the child communicates.
 
     Args:
         command: Started with one more argument: the file descriptor to tell news to, a JSON object per line.
         rank: Of this process. Rank 0 returns as soon as there is an answer; the others when they are not needed.
-        deadline_s: After so many seconds the child is ended.
+        deadline_s: Seconds for all of it; then the child is ended.
+        quiet_s: Seconds between two of rank 0's news; then the child is ended.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -69,50 +72,49 @@ def take_part(command: Sequence[str], rank: int, deadline_s: float) -> Ending:
     child = _Child(command)
     try:
         if rank == 0:
-            return _until_known(child, notes, ended, deadline_s)
-        return _until_not_needed(child, notes, ended, rank, deadline_s)
+            return _until_known(child, notes, ended, deadline_s, quiet_s)
+        return _until_not_needed(child, notes, ended, rank, deadline_s + _END_S)
     finally:
         child.end()
         notes.close()
         signal.signal(signal.SIGTERM, previous)
 
 
-def _until_known(child: "_Child", notes: "_Notes", ended: threading.Event, deadline_s: float) -> Ending:
-    deadline = time.monotonic() + deadline_s
-    failure: tuple[str, str] | None = None
-    while failure is None:
+def _until_known(child: "_Child", notes: "_Notes", ended: threading.Event, deadline_s: float, quiet_s: float) -> Ending:
+    deadline, known = time.monotonic() + deadline_s, None
+    quiet_until = deadline
+    while True:
         child.listen(_LOOK_S)
-        if child.news and child.news.get("problem"):
-            failure = child.news["problem"], child.last_words()
-        elif (crash := child.crash(0) or notes.read()) is not None:
-            failure = crash
-        elif child.is_done():
+        if child.news is not known:
+            known, quiet_until = child.news, time.monotonic() + quiet_s
+        crash = child.crash(0) or notes.read()
+        if crash is not None:
+            child.listen(_LAST_NEWS_S)
+            return Ending(child.news, *crash)
+        if child.is_done():
             return Ending(child.news, None, "")
-        elif ended.is_set():
-            failure = "ended by the launcher", child.last_words()
-        elif time.monotonic() > deadline:
-            failure = f"no answer within {deadline_s:g} s", child.last_words()
-    child.listen(_LAST_NEWS_S)
-    # A launcher ends the others when it sees a crash: whose it was may be told a moment later.
-    failure = notes.read() or failure
-    return Ending(child.news, *failure)
+        if ended.is_set():
+            return Ending(child.news, "ended by the launcher", child.last_words())
+        if time.monotonic() > min(deadline, quiet_until):
+            limit_s = quiet_s if quiet_until < deadline else deadline_s
+            return Ending(child.news, f"no answer within {limit_s:g} s", child.last_words())
 
 
-def _until_not_needed(
-    child: "_Child", notes: "_Notes", ended: threading.Event, rank: int, deadline_s: float
-) -> Ending:
+def _until_not_needed(child: "_Child", notes: "_Notes", ended: threading.Event, rank: int, deadline_s: float) -> Ending:
     deadline = time.monotonic() + deadline_s
-    while not child.is_done() and not ended.is_set() and time.monotonic() < deadline:
+    crash, was_heard = None, False
+    while not ended.is_set() and time.monotonic() < deadline:
         child.listen(_LOOK_S)
-    crash = child.crash(rank)
-    if crash is not None:
-        until = time.monotonic() + _STAY_S
-        # With its process ends rank 0's socket.
-        if notes.write(*crash):
-            while notes.is_heard() and time.monotonic() < until:
-                ended.wait(_LOOK_S)
-        else:
-            ended.wait(_STAY_S)
+        if crash is None and (crash := child.crash(rank)):
+            notes.write(*crash)
+            deadline = min(deadline, time.monotonic() + _STAY_S)
+        elif crash is None and child.is_done():
+            break
+        is_heard = notes.is_heard()
+        if was_heard and not is_heard:
+            # Rank 0 has told the answer. If all went well, this rank's child is about to end, too.
+            deadline = min(deadline, time.monotonic() + (0.0 if crash else _END_S))
+        was_heard = was_heard or is_heard
     return Ending(child.news, crash and crash[0], "")
 
 
@@ -134,8 +136,8 @@ class _Child:
             stderr=self._noise,
             close_fds=False,
             env=os.environ | self._pmi.environment,
-            # Whatever ends this process, SIGKILL from the launcher included, ends the child.
-            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - one thread so far
+            # Whatever ends this process, SIGKILL from the launcher included, ends the child. Safe before any thread.
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
         os.close(write)
         self._pmi.start()
@@ -169,7 +171,7 @@ class _Child:
         how = "MPI_Abort" if not code else signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"crashed ({how} on rank {rank})", self.last_words()
 
-    def last_words(self, num_lines: int = 6) -> str:
+    def last_words(self, num_lines: int = 25) -> str:
         """Return the end of what it wrote to its standard streams. Local."""
         self._noise.seek(max(0, self._noise.seek(0, os.SEEK_END) - 4000))
         lines = self._noise.read().decode(errors="replace").splitlines()
@@ -179,6 +181,7 @@ class _Child:
         """Kill it if it still runs. Local."""
         self._process.kill()
         self._process.wait()
+        self._pmi.finalize()
         self._noise.close()
         if self._read >= 0:
             os.close(self._read)
@@ -194,6 +197,7 @@ class _PmiRelay:
     def __init__(self) -> None:
         self.abort_was_asked = False
         self.environment: dict[str, str] = {}
+        self._is_open = False
         self._sockets: tuple[socket.socket, socket.socket] | None = None
         with suppress(ValueError, OSError):
             self._launcher = int(os.environ.get("PMI_FD", ""))
@@ -210,13 +214,30 @@ class _PmiRelay:
             for source, sink in ((child, self._launcher), (self._launcher, child)):
                 threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
 
+    def finalize(self) -> None:
+        """End the connection in good order if the child could not; the launcher would call it a bad end. Local."""
+        # With ranks elsewhere a bad end is wanted: only the launcher can end those, too.
+        is_one_node = os.environ.get("MPI_LOCALNRANKS") == os.environ.get("PMI_SIZE")
+        if self._is_open and is_one_node:
+            with suppress(OSError):
+                os.write(self._launcher, b"cmd=finalize\n")
+
     def _relay(self, source: int, sink: int) -> None:
         with suppress(OSError):  # the other side has ended
             while message := os.read(source, 1 << 16):
-                if source != self._launcher and b"cmd=abort" in message:
+                if source == self._launcher:
+                    os.write(sink, message)
+                elif b"cmd=abort" in message:
                     self.abort_was_asked = True
                 else:
+                    self._follow(message)
                     os.write(sink, message)
+
+    def _follow(self, message: bytes) -> None:
+        if message.startswith(b"cmd=init pmi_version=1 "):
+            self._is_open = True
+        elif message.startswith(b"cmd=finalize"):
+            self._is_open = False
 
 
 class _Notes:
@@ -231,25 +252,21 @@ class _Notes:
             with suppress(OSError):
                 self._socket.bind(self._name)
 
-    def write(self, *note: str) -> bool:
-        """Tell rank 0's process; return whether it is on this node. Local."""
-        try:
-            self._socket.sendto(json.dumps(note).encode(), self._name)
-        except OSError:
-            return False
-        return True
+    def write(self, how: str, last_words: str) -> None:
+        """Tell rank 0's process, if it is on this node. Local."""
+        with suppress(OSError):
+            self._socket.sendto(json.dumps([how, last_words]).encode(), self._name)
 
     def is_heard(self) -> bool:
-        """Whether rank 0's process is still there. Local."""
-        return self.write()
+        """Whether rank 0's process is on this node and still there. Local."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+            return other.connect_ex(self._name) == 0
 
     def read(self) -> tuple[str, str] | None:
         """Return what another process told. Local."""
         with suppress(OSError, ValueError):
-            while True:
-                note = json.loads(self._socket.recv(1 << 16))
-                if note:
-                    return note[0], note[1]
+            how, last_words = json.loads(self._socket.recv(1 << 16))
+            return how, last_words
         return None
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ class Decision:
         return asdict(self)
 
 
-def decide(report: Report, wishes: Wishes = Wishes()) -> Decision:  # noqa: B008 - frozen
+def decide(report: Report, wishes: Wishes = Wishes()) -> Decision:
     """Choose what the runtime uses. Local.
 
     Args:
@@ -92,9 +92,7 @@ def decide(report: Report, wishes: Wishes = Wishes()) -> Decision:  # noqa: B008
 
 def seconds(value: float) -> str:
     """Write a time with two digits and a unit, such as "3.1 s", "0.21 ms" or "1.5 us". Local."""
-    for limit, unit, scale in ((1.0, "s", 1.0), (1e-4, "ms", 1e3), (0.0, "us", 1e6)):
-        if value >= limit:
-            break
+    unit, scale = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-4 else ("us", 1e6)
     scaled = value * scale
     return f"{scaled:.0f} {unit}" if scaled >= 10 else f"{scaled:.2g} {unit}"
 

@@ -89,7 +89,7 @@ class Trials:
             self._win = allocate(world, num_bytes if is_target else operations.COUNTER_BYTES)
             self._win.Lock_all(MPI.MODE_NOCHECK)
             if is_target:
-                np.frombuffer(self._win.tomemory(), dtype=np.uint8)[:] = operations.pattern(num_bytes)
+                np.asarray(self._win.tomemory())[:] = operations.pattern(num_bytes)
             self._win.Sync()
         self._peerings = {
             kind: operations.Peering(self._win, target, num_bytes)
