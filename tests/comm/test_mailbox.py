@@ -1,0 +1,227 @@
+"""The mailbox over a network that does all that MPI allows: late, in any order, and byte by byte."""
+
+import functools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from odc_mpi.comm import mailbox
+from odc_mpi.comm.mailbox import MailboxReduction
+from odc_mpi.errors import UserError
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+
+SIZES = [1, 40, 333, 2000]
+SMALLEST = 256  # bytes of a ring
+
+
+class LateWindow:
+    """Delivers what was put when it is flushed, in any order; of the rest, some at once and some not."""
+
+    def __init__(self, world, numel, dtype):
+        self.tensor = torch.zeros(numel, dtype=dtype)
+        self._rng = np.random.default_rng([world.rank, numel])
+        self._waiting = []
+        self._busy = threading.Lock()
+        # One after the other on every rank, so that the last of each rank is the same.
+        world.group.barrier.wait()
+        world.group.windows[world.rank] = self
+        world.group.barrier.wait()
+        self._everyone = list(world.group.windows)
+
+    def put(self, target, start, values):
+        assert self._busy.acquire(blocking=False), "two threads at a time"
+        self._waiting.append((target, start, values))
+        self._rng.shuffle(self._waiting)
+        self._deliver(self._waiting[len(self._waiting) // 2 :])
+        self._waiting = self._waiting[: len(self._waiting) // 2]
+        self._busy.release()
+
+    def flush(self, target=None):
+        assert self._busy.acquire(blocking=False), "two threads at a time"
+        due = [put for put in self._waiting if target in (None, put[0])]
+        self._waiting = [put for put in self._waiting if target not in (None, put[0])]
+        self._deliver(due)
+        self._busy.release()
+
+    def sync(self):
+        pass
+
+    def free(self):
+        assert not self._waiting or self.tensor.numel() < 100, "gradients were put and never flushed"
+
+    def _deliver(self, puts):
+        for target, start, values in puts:
+            memory = self._everyone[target].tensor.numpy()
+            # Whoever looks meanwhile sees some of the lower bytes new and the upper ones old.
+            pieces = values.reshape(-1, 1) if values.size == 8 else [values]
+            for piece in pieces:
+                memory[start : start + piece.size] = piece
+                start += piece.size
+                time.sleep(0)
+
+
+class Group:
+    def __init__(self, size):
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.windows = [None] * size
+        self.failed = False
+        self._arrived = 0
+        self._lock = threading.Lock()
+
+    def meet(self, serve):
+        """A barrier at which ranks serve while they wait."""
+        with self._lock:
+            self._arrived += 1
+            target = -(-self._arrived // self.size) * self.size
+        while self._arrived < target:
+            serve()
+
+    def world(self, rank):
+        def iprobe():
+            assert not self.failed, "another rank failed"
+            time.sleep(0)
+
+        return SimpleNamespace(
+            rank=rank, size=self.size, group=self, comm=SimpleNamespace(Iprobe=iprobe), deadline=lambda _: nullcontext()
+        )
+
+
+def run_ranks(size, work):
+    """Run `work(rank)` in a thread each; the first failure ends all."""
+    group = Group(size)
+
+    def guarded(rank):
+        try:
+            work(group.world(rank))
+        except BaseException:
+            group.failed = True
+            group.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(guarded, rank) for rank in range(size)]
+    errors = [future.exception() for future in futures if future.exception() is not None]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError) or "another" in str(e)):
+        raise error
+
+
+@pytest.fixture(autouse=True)
+def late_windows(monkeypatch):
+    monkeypatch.setattr(mailbox, "Window", LateWindow)
+
+
+def layouts(size, sizes=SIZES):
+    return [FlatLayout.build(f"unit{i}", [ParameterSpec("p", (n,), True)], size) for i, n in enumerate(sizes)]
+
+
+def drawn(rank, minibatch, dtype):
+    """What a rank pushes in a minibatch: `(array, start, values)`."""
+    rng = np.random.default_rng([rank, minibatch])
+    for _ in range(rng.integers(0, 6)):
+        index = int(rng.integers(len(SIZES)))
+        start, stop = sorted(rng.integers(0, SIZES[index] + 1, size=2).tolist())
+        yield index, start, torch.from_numpy(rng.integers(-1000, 1000, size=stop - start)).to(dtype)
+
+
+def assert_sums(reduction, minibatch):
+    wanted = [torch.zeros(numel, dtype=torch.float64) for numel in SIZES]
+    for rank in range(reduction.world.size):
+        for index, start, values in drawn(rank, minibatch, torch.float64):
+            wanted[index][start : start + len(values)] += values
+    for index, layout in enumerate(reduction.layouts):
+        start, stop = layout.owned(reduction.world.rank)
+        own = reduction.shard(index)
+        assert torch.equal(own[: stop - start].double(), wanted[index][start:stop])
+        assert not own[stop - start :].any(), "padding was written to"
+        own.zero_()
+
+
+def train(world, ring_bytes, dtype, num_minibatches=12, serving_thread=False):
+    reduction = MailboxReduction(world, layouts(world.size), dtype, ring_bytes * max(1, world.size - 1))
+    reduction.allocate()
+    stop = threading.Event()
+
+    def serve():
+        while not stop.wait(1e-4):
+            reduction.serve()
+
+    server = threading.Thread(target=serve)
+    if serving_thread:
+        server.start()
+    try:
+        for minibatch in range(num_minibatches):
+            pushes = [reduction.push(i, values, start) for i, start, values in drawn(world.rank, minibatch, dtype)]
+            for push in reversed(pushes):
+                push.wait()
+            reduction.flush()
+            world.group.meet(reduction.serve)
+            reduction.complete()
+            assert_sums(reduction, minibatch)
+            world.group.barrier.wait()
+    finally:
+        stop.set()
+        if serving_thread:
+            server.join()
+    reduction.free()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("ring_bytes", [SMALLEST, 5 * SMALLEST + 64, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_are_exact(size, ring_bytes, dtype):
+    run_ranks(size, functools.partial(train, ring_bytes=ring_bytes, dtype=dtype))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_another_thread_serves(size):
+    run_ranks(size, functools.partial(train, ring_bytes=SMALLEST, dtype=torch.float32, serving_thread=True))
+
+
+def test_pushes_beyond_the_room_wait_for_their_owner():
+    """Rank 1 does not serve for a while: nothing that lies there is overwritten, and nothing comes twice."""
+
+    def work(world):
+        numel = 4000
+        reduction = MailboxReduction(world, layouts(2, [numel]), torch.float32, SMALLEST)
+        reduction.allocate()
+        gradient = torch.arange(numel, dtype=torch.float32)
+        began = time.perf_counter()
+        if world.rank == 0:
+            for push in [reduction.push(0, gradient, 0) for _ in range(3)]:
+                push.wait()
+            assert time.perf_counter() - began > 0.3, "pushed more than there was room for"
+            reduction.flush()
+        else:
+            time.sleep(0.3)
+        world.group.meet(reduction.serve)
+        reduction.complete()
+        first, last = reduction.layouts[0].owned(world.rank)
+        assert torch.equal(reduction.shard(0)[: last - first], 3 * gradient[first:last])
+
+    run_ranks(2, work)
+
+
+def test_a_mailbox_without_room_for_one_element_of_each_peer_is_refused():
+    world = Group(4).world(0)
+    MailboxReduction(world, layouts(4), torch.float64, 3 * SMALLEST)
+    for wrong in (3 * SMALLEST - 1, 0, -5):
+        with pytest.raises(UserError, match=rf"comm.mailbox_bytes must be at least 768 .* got {wrong}$"):
+            MailboxReduction(world, layouts(4), torch.float64, wrong)
+    with pytest.raises(UserError, match=r"at least 1 .* got 0"):
+        MailboxReduction(Group(1).world(0), layouts(1), torch.float64, 0)
+
+
+def test_memory_is_bounded_by_the_setting_and_by_what_is_of_use():
+    many, few = Group(9).world(0), Group(2).world(0)
+    counters = 2 * 128  # nine of eight bytes each, in lines of 64
+    for mailbox_bytes in (10_000, 1 << 20, 50_000_000):
+        reduction = MailboxReduction(many, layouts(9, [10**9]), torch.float32, mailbox_bytes)
+        assert 0.75 * mailbox_bytes < reduction.window_bytes - counters <= mailbox_bytes
+    assert MailboxReduction(few, layouts(2, [1000]), torch.float32).window_bytes < 6000
