@@ -15,7 +15,7 @@ MAY_SEE = {
     "train": {"api", "data", "shard", "comm.world"},
     "doctor": {"comm.report", "comm.decision", "launcher"},
     "launcher": set(),
-    "api": {"shard", "comm.window", "comm.world"},
+    "api": {"shard", "comm"},
     "shard": {"comm.transport", "comm.buffers", "comm.world"},
     "comm": set(),
     "data": set(),
