@@ -108,7 +108,7 @@ def test_a_job_that_hangs_ends_at_the_deadline(tmp_path):
     done = finish(process, timeout_s=1)
     assert done.code == TIMED_OUT
     assert "did not end within 1 s" in done.err
-    assert done.seconds < 5
+    assert done.seconds < 20
     assert not running(path)
     assert namespaces() == before
 

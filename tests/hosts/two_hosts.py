@@ -15,6 +15,7 @@ running or left in its /dev/shm is looked up before, and is an error.
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -75,19 +76,27 @@ def start(ranks_per_host, *command, cwd=None, pipe=True, **env):
 
 
 def finish(process, timeout_s):
-    """Wait for the end; at the deadline, and on any exception, the kernel ends all processes of both hosts."""
+    """Wait for the end; at the deadline, and on any exception, all processes of both hosts are killed."""
     began = time.monotonic()
     try:
         out, err = process.communicate(timeout=timeout_s)
         return Finished(process.returncode, out or "", err or "", time.monotonic() - began)
     except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
+        end(process)
+        out, err = process.communicate(timeout=20)
         told = f"{err or ''}\ntwo_hosts: did not end within {timeout_s:g} s, all ranks were killed\n"
         return Finished(TIMED_OUT, out or "", told, time.monotonic() - began)
     finally:
-        process.kill()
-        process.wait()
+        end(process)
+
+
+def end(process):
+    """Kill a job, if it still runs, and wait until none of its processes is left."""
+    if process.poll() is None:
+        # Not the outermost: the first of a PID namespace is gone, to its parent, only when all others are.
+        first = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(first[0]) if first else process.pid, signal.SIGKILL)
+        process.wait(timeout=20)
 
 
 def launch(ranks_per_host, *command, timeout_s=60, **options):
