@@ -31,7 +31,7 @@ LARGE_RUNS = 3
 #: Small operations to take the median of, at most.
 SMALL_RUNS = 20
 #: A verdict of "waits" is confirmed by spells this many times as long: the first may have met a core taken by others.
-LONGER = 4
+LONGER = 3
 
 
 @dataclass(frozen=True)
