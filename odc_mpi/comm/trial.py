@@ -1,6 +1,6 @@
 """One pair of ranks tries a one-sided operation, and all hear how it went.
 
-    orders     the origin tells the target, by synchronous sends, to compute for a while or to stop
+    orders     the origin tells the target by messages to compute for a while, to go on waiting, or to stop
     idle       small operations while the target waits politely inside MPI for the next order
     busy       small operations while the target computes and does not enter MPI
     bandwidth  large operations, as for idle
@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from odc_mpi.comm import operations
 from odc_mpi.comm.report import Operation
-from odc_mpi.comm.world import World
+from odc_mpi.comm.world import SLEEP_S, World
 
 #: Bytes of the large operations, in the order in which they are tried.
 LARGE_BYTES = (1 << 16, 1 << 20, 1 << 24)
@@ -31,7 +31,7 @@ LARGE_RUNS = 3
 #: Small operations to take the median of, at most.
 SMALL_RUNS = 20
 #: A verdict of "waits" is confirmed by spells this many times as long: the first may have met a core taken by others.
-LONGER = 4
+LONGER = 3
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,11 @@ class Trials:
         first_s = self._budget.busy_s
         took_s, one_sided, is_sure = 0.0, False, False
         for spell_s in (first_s, LONGER * first_s, LONGER * first_s):
-            self._order(target, compute_s=spell_s)
-            # The target must have left MPI, which on a crowded machine may take it a moment.
-            time.sleep(spell_s / 5)
+            self._begin_spell(target, spell_s)
             began = time.perf_counter()
             took_s = _median(lambda: tried.run(tried.small_bytes), spell_s / 20)
             ended = time.perf_counter()
-            self._order(target)
+            self._order(target, stop=False)
             free = time.perf_counter()
             one_sided, is_sure = ended < free - spell_s / 2, began > free - spell_s
             if is_sure and (one_sided or spell_s > first_s):
@@ -166,10 +164,18 @@ class Trials:
             next_s = min(times) * (LARGE_BYTES[1] // LARGE_BYTES[0])
         return gb_per_s
 
-    def _order(self, target: int, *, compute_s: float = 0.0, stop: bool = False) -> None:
-        """Tell the target what to do once it is back in MPI; return when it has heard."""
-        order = np.array([compute_s, stop], dtype=np.float64)
-        self._world.wait(self._comm.Issend(order, target), "telling the target of a probe what to do")
+    def _begin_spell(self, target: int, spell_s: float) -> None:
+        """Have the target compute, and give it time to leave MPI: on a crowded machine that may take it a moment."""
+        end = time.perf_counter() + spell_s / 5
+        # Not a synchronous send: MPICH over TCP lets the sender know only when the target is back in MPI.
+        self._world.wait(self._comm.Isend(np.array([spell_s, False]), target), "telling the target of a probe")
+        while time.perf_counter() < end:
+            self._comm.Iprobe(target)  # a message may leave only while its sender is in MPI
+            time.sleep(SLEEP_S)
+
+    def _order(self, target: int, *, stop: bool) -> None:
+        """Tell the target to go on waiting, or to stop; return when it is back in MPI and has heard."""
+        self._world.wait(self._comm.Issend(np.array([0.0, stop]), target), "telling the target of a probe")
 
     def _obey(self, origin: int) -> None:
         """Be the target."""
