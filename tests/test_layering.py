@@ -10,9 +10,10 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 #: What each room may import of the others. A module named in full is allowed alone.
 MAY_SEE = {
-    "cli": {"train", "data", "comm"},
+    "cli": {"bench", "train", "data", "comm"},
     "__main__": {"cli"},
     "train": {"api", "data", "shard", "comm.world"},
+    "bench": {"train", "shard", "comm"},
     "api": {"shard", "comm.window", "comm.world"},
     "shard": {"comm.transport", "comm.buffers", "comm.world"},
     "comm": set(),
@@ -21,15 +22,16 @@ MAY_SEE = {
     "__init__": {"errors"},
 }
 #: These know nothing of the project but `errors`, not even their own room.
-ALONE = {"shard.layout", "data.cost", "data.stdlib", "comm.deadline", "comm.buffers"}
+ALONE = {"shard.layout", "data.cost", "data.stdlib", "comm.deadline", "comm.buffers", "bench.launch", "bench.measure"}
 #: Libraries that only these may import.
 KEPT_IN = {
     "mpi4py": {"comm"},
+    "torch.distributed": {"bench.gloo"},
     "h5py": {"data.dataset", "checkpoint"},
     "cupy": {"comm", "native"},
     "transformers": {"train.models", "train.weights", "train.attention", "data.prepare"},
     "safetensors": {"train.weights"},
-    "rich": {"cli", "train.metrics", "data.prepare"},
+    "rich": {"cli", "bench.tables", "train.metrics", "data.prepare"},
     "yaml": {"train.config"},
 }
 

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from odc_mpi.comm.world import World
 
 #: How reduced elements are described to MPI. Nothing else may be summed: bf16 would be added as bytes.
-_MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
+MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
 #: One message carries at most this many elements: counts are C ints in many MPI libraries.
 MAX_MESSAGE_NUMEL = 1 << 27
 
@@ -69,7 +69,7 @@ class Window:
     def __init__(self, world: World, numel: int, dtype: torch.dtype) -> None:
         self._rank = world.rank
         # Sums name their element type; everything else, bf16 included, travels as bytes of the same size.
-        self._element = _MPI_DTYPES.get(dtype, MPI.BYTE)
+        self._element = MPI_DTYPES.get(dtype, MPI.BYTE)
         with world.deadline("allocating a window"):
             # `same_size` lets the library leave out a table of sizes; no other hint was found to matter.
             info = MPI.Info.Create({"same_size": "true", "same_disp_unit": "true"})
