@@ -11,7 +11,13 @@ from rich.text import Text
 from odc_mpi.bench.measure import format_size
 from odc_mpi.bench.transport import GOALS
 
-_FETCHES = {"memcpy": "memcpy", "fetch_copy": "fetch", "mpi_allgather": "MPI_Allgather", "gloo_all_gather": "gloo"}
+_FETCHES = {
+    "memcpy": "memcpy",
+    "fetch_copy": "fetch",
+    "mpi_allgather": "MPI_Allgather",
+    "gloo_all_gather": "gloo",
+    "fetch_zero_copy": "zero-copy",
+}
 _REDUCES = {"mpi_reduce_scatter": "MPI_Reduce_s.", "gloo_reduce_scatter": "gloo"}
 
 
@@ -54,12 +60,14 @@ def _table(headers: Sequence[str]) -> Table:
 def _speeds(columns: Mapping[str, str], result: Mapping[str, Any]) -> Table:
     table = _table(list(columns.values()))
     for size in result["sizes"]:
-        speeds = [size["all_at_once"][name]["gb_per_s"] for name in columns]
-        table.add_row(format_size(size["size_bytes"]), *map(_speed, speeds))
+        table.add_row(format_size(size["size_bytes"]), *(_speed(size["all_at_once"][name]) for name in columns))
     return table
 
 
-def _speed(speed: Mapping[str, float]) -> str:
+def _speed(entry: Mapping[str, Any]) -> str:
+    speed = entry["gb_per_s"]
+    if speed is None:
+        return _time(entry["seconds"]["median"])  # nothing moves
     return f"{speed['median']:.2f} ±{(speed['high'] - speed['low']) / 2 / speed['median']:4.0%}"
 
 

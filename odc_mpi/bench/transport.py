@@ -85,13 +85,15 @@ class Goal:
 
 
 GOALS = (
-    Goal("fetch_of_memcpy", "fetch / memcpy\n>= 0.6", "fetch_copy", lambda entry: entry["of_memcpy"], 0.6),
-    Goal("fetch_of_gloo", "fetch / gloo\n>= 10", "fetch_copy", lambda entry: entry["of_gloo"], 10.0),
-    Goal("accumulate_of_memcpy", "accum. / memcpy\n>= 0.4", "push_accumulate", lambda entry: entry["of_memcpy"], 0.4),
-    Goal("accumulate_of_gloo", "accum. / gloo\n>= 10", "push_accumulate", lambda entry: entry["of_gloo"], 10.0),
+    Goal("fetch_of_memcpy", "fetch /\nmemcpy\n>= 0.6", "fetch_copy", lambda entry: entry["of_memcpy"], 0.6),
+    Goal("fetch_of_gloo", "fetch /\ngloo\n>= 10", "fetch_copy", lambda entry: entry["of_gloo"], 10.0),
+    Goal(
+        "accumulate_of_memcpy", "accumulate\n/ memcpy\n>= 0.4", "push_accumulate", lambda entry: entry["of_memcpy"], 0.4
+    ),
+    Goal("accumulate_of_gloo", "accumulate\n/ gloo\n>= 10", "push_accumulate", lambda entry: entry["of_gloo"], 10.0),
     Goal(
         "zero_copy_us",
-        "zero-copy, us\n< 20",
+        "zero-copy\nus\n< 20",
         "fetch_zero_copy",
         lambda entry: 1e6 * entry["seconds"]["median"],
         20.0,

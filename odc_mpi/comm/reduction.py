@@ -9,13 +9,19 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 
 from odc_mpi.comm.rma import Flush, Window
 from odc_mpi.comm.transport import Layout, Pending
 from odc_mpi.comm.world import World
+
+#: So many ranks of a node can add at once to an array; more were not measured.
+MAX_WINDOWS_PER_ARRAY = 4
+#: MPICH 5.0.2 crashes at about 2000 windows; those of the parameters want room too.
+MAX_WINDOWS = 800
 
 
 class Reduction(ABC):
@@ -79,23 +85,24 @@ class Reduction(ABC):
 class AccumulateReduction(Reduction):
     """MPI_Accumulate(MPI_SUM) into the owners' gradient windows; owners take no part.
 
-    One window per array, because MPICH serialises all Accumulates of a window on a node.
+    MPICH serialises all Accumulates of a window on a node, also those to different owners. There an array has several
+    windows, and each rank has its shard in one of them: two ranks that push 16 MB at once take half of the time.
     """
 
     name = "accumulate"
 
     def __init__(self, world: World, layouts: Sequence[Layout], dtype: torch.dtype) -> None:
         super().__init__(world, layouts, dtype)
-        self._windows = {
-            index: Window(world, layout.shard_numel, dtype) for index, layout in enumerate(layouts) if layout.trainable
-        }
+        trainable = [index for index, layout in enumerate(layouts) if layout.trainable]
+        self._num_windows = windows_per_array(world.mpi_library, world.size, len(trainable))
+        self._windows = {index: self._allocate(layouts[index].shard_numel) for index in trainable}
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
-        return self._windows[index].tensor
+        return self._window(index, self.world.rank).tensor
 
     def push(self, index: int, gradient: torch.Tensor, start: int) -> Pending:  # noqa: D102
         assert gradient.dtype == self.dtype
-        layout, window = self.layouts[index], self._windows[index]
+        layout = self.layouts[index]
         values, stop = gradient.numpy(), start + gradient.numel()
         owners = layout.owners(start, stop)
         what = f"accumulating the gradient of unit {layout.name}"
@@ -104,13 +111,14 @@ class AccumulateReduction(Reduction):
                 if owner in owners:
                     first, last = layout.owned(owner)
                     begin, end = max(start, first), min(stop, last)
+                    window = self._window(index, owner)
                     window.accumulate(owner, begin - first, values[begin - start : end - start])
         # At this end only: the buffer may be reused. `flush` completes it at the targets.
-        return Flush(self.world, window.flush_local, what)
+        return Flush(self.world, lambda: self._flush_local(index), what)
 
     def flush(self) -> None:  # noqa: D102
         with self.world.deadline("flushing gradients"):
-            for window in self._windows.values():
+            for window in self._all_windows():
                 window.flush()
 
     def serve(self) -> None:
@@ -120,10 +128,40 @@ class AccumulateReduction(Reduction):
         self.sync()
 
     def sync(self) -> None:  # noqa: D102
-        for window in self._windows.values():
+        for window in self._all_windows():
             window.sync()
 
     def free(self) -> None:  # noqa: D102
-        for window in reversed(self._windows.values()):
+        for window in reversed(list(self._all_windows())):
             window.free()
         self._windows = {}
+
+    def _allocate(self, numel: int) -> list[Window]:
+        own = self.world.rank % self._num_windows
+        same = self._num_windows == 1
+        return [
+            Window(self.world, numel if i == own else 0, self.dtype, same_size=same) for i in range(self._num_windows)
+        ]
+
+    def _window(self, index: int, owner: int) -> Window:
+        return self._windows[index][owner % self._num_windows]
+
+    def _all_windows(self) -> Iterator[Window]:
+        return chain.from_iterable(self._windows.values())
+
+    def _flush_local(self, index: int) -> None:
+        for window in self._windows[index]:
+            window.flush_local()
+
+
+def windows_per_array(library: str, num_ranks: int, num_arrays: int) -> int:
+    """Return how many windows share out the owners of an array, so that ranks can add at the same time. Local.
+
+    Args:
+        library: What `World.mpi_library` says.
+        num_ranks: Of the world.
+        num_arrays: How many arrays get windows.
+    """
+    if not library.startswith("MPICH"):
+        return 1  # Open MPI has a lock for each target.
+    return max(1, min(num_ranks, MAX_WINDOWS_PER_ARRAY, MAX_WINDOWS // max(1, num_arrays)))
