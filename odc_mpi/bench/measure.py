@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from time import perf_counter
 from typing import TypeVar
 
@@ -52,28 +53,31 @@ def interleaved(variants: Mapping[str, Callable[[], T]], repeats: int) -> dict[s
     return results
 
 
-def seconds(operation: Callable[[], object], times: int, finish: Callable[[], object] = lambda: None) -> float:
-    """Return the seconds that one call takes of `times` in a row, one `finish` after all of them included. Local."""
+def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Callable[[], object]) -> float:
+    """Call `times` operations in turn, then `finish` once. Local, if they are.
+
+    Returns:
+        All the seconds by `times`.
+    """
+    row = list(islice(cycle(operations), times))
     start = perf_counter()
-    for _ in range(times):
+    for operation in row:
         operation()
     finish()
     return (perf_counter() - start) / times
 
 
-def each_for(operation: Callable[[], object], budget_s: float) -> list[float]:
-    """Time single calls, at least one, until `budget_s` are over. Local.
+def each_for(budget_s: float, sample: Callable[[], T]) -> list[T]:
+    """Take samples, at least one, until `budget_s` are over. Local, if they are.
 
     Returns:
-        Seconds of each.
+        What each returned.
     """
-    times: list[float] = []
-    began = perf_counter()
-    while not times or perf_counter() - began < budget_s:
-        start = perf_counter()
-        operation()
-        times.append(perf_counter() - start)
-    return times
+    end = perf_counter() + budget_s
+    samples = [sample()]
+    while perf_counter() < end:
+        samples.append(sample())
+    return samples
 
 
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:

@@ -31,7 +31,7 @@ def transport_tables(result: Mapping[str, Any]) -> Group:
         "Push, all ranks at once: GB/s": _speeds({"memcpy": "memcpy", **pushes, **reduces}, result),
     }
     if result["ranks"] > 1:
-        sections["Rank 0 alone: time of a unit while the others idle -> compute"] = _alone(pushes, result)
+        sections["Rank 0 alone: time while the others idle; as a multiple, while they compute"] = _alone(pushes, result)
     if result["goals"]:
         sections["Goals on one node, and whether they are reached"] = _goals(result)
     parts = (part for title, table in sections.items() for part in (Text(title, "bold"), table))
@@ -76,7 +76,7 @@ def _alone(pushes: Mapping[str, str], result: Mapping[str, Any]) -> Table:
     table = _table(list(columns.values()))
     for size in result["sizes"]:
         times = [size["one_alone"][name] for name in columns]
-        cells = [f"{_time(one['idle_s'])} -> {_time(one['busy_s'])}" for one in times]
+        cells = [f"{_time(one['idle_s'])}; {one['busy_s'] / one['idle_s']:.2f}" for one in times]
         table.add_row(format_size(size["size_bytes"]), *cells)
     return table
 

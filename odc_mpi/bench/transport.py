@@ -1,13 +1,14 @@
 """How fast parameters are fetched and gradients pushed, beside memcpy, MPI's collectives and gloo, in one run.
 
-One size of unit after the other. For each everything is allocated, touched and checked, then measured:
+One size of unit after the other. For each everything is allocated, touched and checked, then measured. There are
+several units of a size, which take turns as a model's do, so that none is found in a core's own cache.
 
     all at once   all ranks do the same at the same time. Each variant in turn, round after round; a sample is some
                   operations in a row, begun together, and the slowest rank's time counts
     one alone     rank 0 fetches and pushes while the others wait for it in MPI (idle), and while they compute and do
                   not enter MPI (busy)
 
-Variants, all of the same unit in fp32:
+Variants, all of units in fp32:
 
     memcpy                   a copy of the unit in private memory, by one core per rank
     fetch_zero_copy          a view of the unit where all ranks are on one node: nothing moves
@@ -27,12 +28,13 @@ GB/s are 10^9 bytes of the *whole unit* per rank and second: what a rank gets fo
     load_average     [before, after], the node's over a minute: above `ranks`, somebody else was computing
     left_out         {variant: reason}
     sizes            a list, as asked for, of
-        size_bytes, crossing_bytes
+        size_bytes, num_units, crossing_bytes
         all_at_once  {variant: {seconds, gb_per_s, of_memcpy, of_gloo}}: seconds of one operation, and GB/s, as
                      {low, median, high}, the quartiles over the rounds; the speed as a multiple of memcpy's and of
                      gloo's own all-gather or reduce-scatter, the median over rounds. Null where it says nothing
-        one_alone    {variant: {idle_s, busy_s, computing_s}}: median seconds of one operation, and how long the others
-                     computed; what waits for a busy target takes about that long. Empty on one rank
+        one_alone    {variant: {idle_s, busy_s, computing_s}}: median seconds of one operation, complete at its targets,
+                     and how long the others computed; what waits for busy targets takes that by `num_units`, or
+                     longer. Empty on one rank
     goals            a list of {goal, size_bytes, variant, figure, expected, reached}; empty unless several ranks
                      share one node
 """
@@ -49,15 +51,15 @@ import torch
 
 from odc_mpi.bench.gloo import Gloo
 from odc_mpi.bench.measure import Spread, each_for, format_size, interleaved, ratio, seconds
-from odc_mpi.bench.variants import Unit, Variant
+from odc_mpi.bench.variants import Units, Variant
 from odc_mpi.comm.collective import Collectives
 from odc_mpi.comm.world import World
 
 #: A sample moves at least this much, so that beginning together and meeting at A (up to 0.4 ms) do not show in it ...
 SAMPLE_BYTES = 64 << 20
 #: ... but has at most so many operations, and so many where no byte moves.
-MAX_OPERATIONS = 1024
-#: A lone rank fetches or pushes for so long, or four times.
+MAX_OPERATIONS = 256
+#: A lone rank fetches or pushes for so long, or each unit four times.
 ALONE_S = 0.1
 #: It begins so long after the last meeting, when the others are computing.
 SETTLE_S = 0.01
@@ -173,31 +175,32 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
 def _measure_size(
     world: World, num_bytes: int, repeats: int, collectives: Collectives, gloo: Gloo | None
 ) -> dict[str, Any]:
-    unit = Unit(world, num_bytes, collectives, gloo)
-    _check(world, unit)
-    samples = {name: partial(_sample, collectives, variant, num_bytes) for name, variant in unit.variants.items()}
+    units = Units(world, num_bytes, collectives, gloo)
+    _check(world, units)
+    samples = {name: partial(_sample, collectives, variant, num_bytes) for name, variant in units.variants.items()}
     interleaved(samples, 1)  # the first touch of whatever the check did not use
     times = _slowest(world, interleaved(samples, repeats))
     alone = {}
     if world.size > 1:
         alone = {
             name: _one_alone(world, collectives, variant)
-            for name, variant in unit.variants.items()
+            for name, variant in units.variants.items()
             if variant.one_sided
         }
-    _check(world, unit)
+    _check(world, units)
     result = {
         "size_bytes": num_bytes,
-        "crossing_bytes": unit.crossing_bytes,
-        "all_at_once": {name: _entry(variant, num_bytes, name, times) for name, variant in unit.variants.items()},
+        "num_units": units.num_units,
+        "crossing_bytes": units.crossing_bytes,
+        "all_at_once": {name: _entry(variant, num_bytes, name, times) for name, variant in units.variants.items()},
         "one_alone": alone,
     }
-    unit.free()
+    units.free()
     return result
 
 
-def _check(world: World, unit: Unit) -> None:
-    for name, variant in unit.variants.items():
+def _check(world: World, units: Units) -> None:
+    for name, variant in units.variants.items():
         right = world.gather_objects(variant.is_right())
         if not all(right):
             raise RuntimeError(f"{name} moved something wrongly, seen by rank {right.index(False)}")
@@ -206,7 +209,7 @@ def _check(world: World, unit: Unit) -> None:
 def _sample(collectives: Collectives, variant: Variant, num_bytes: int) -> float:
     times = max(1, min(MAX_OPERATIONS, SAMPLE_BYTES // num_bytes)) if variant.moves else MAX_OPERATIONS
     collectives.barrier()
-    taken = seconds(variant.operation, times, variant.finish)
+    taken = seconds(variant.operations, times, variant.finish)
     variant.proceed()
     return taken
 
@@ -229,7 +232,7 @@ def _entry(variant: Variant, num_bytes: int, name: str, times: dict[str, list[fl
 
 def _one_alone(world: World, collectives: Collectives, variant: Variant) -> dict[str, float]:
     idle_s = _lone(world, collectives, variant, ALONE_S)
-    budget_s = max(ALONE_S, 4 * idle_s)
+    budget_s = max(ALONE_S, 4 * idle_s * len(variant.operations))
     # What begins in the first half of the others' computation cannot end with it unless it waits for it.
     computing_s = SETTLE_S + 2 * budget_s
     busy_s = _lone(world, collectives, variant, budget_s, computing_s)
@@ -238,21 +241,18 @@ def _one_alone(world: World, collectives: Collectives, variant: Variant) -> dict
 
 def _lone(world: World, collectives: Collectives, variant: Variant, budget_s: float, computing_s: float = 0.0) -> float:
     """Let rank 0 alone fetch or push for a while; return its median seconds to all. Collective."""
-
-    def operation() -> None:
-        variant.operation()
-        variant.complete()
-
     collectives.barrier()
     times: list[float] = []
     if world.rank == 0:
         sleep(SETTLE_S)
-        times = each_for(operation, budget_s)
+        row = len(variant.operations)
+        times = each_for(budget_s, lambda: seconds(variant.operations, row, variant.complete))
     elif computing_s:
         _compute(computing_s)
-    # Idle ranks wait here for rank 0, or at the next barrier: in MPI, and serving if the reduction needs it.
+    # Idle ranks wait here for rank 0, in MPI: at point A, where they serve if the reduction needs it, or the barrier.
     variant.finish()
     variant.proceed()
+    collectives.barrier()
     return world.gather_objects(median(times) if times else 0.0)[0]
 
 

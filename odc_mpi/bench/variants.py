@@ -1,11 +1,13 @@
-"""The ways to move a unit that `odc-mpi bench transport` compares, each over memory that is allocated once per size.
+"""The ways to move a unit that `odc-mpi bench transport` compares, over memory that is allocated once per size.
 
-A row of pushes ends with ordering point A (`finish`) and the next begins with B (`proceed`), as in training. All
-values are small whole numbers, so that every sum can be checked exactly.
+There are several units of a size, which take turns as a model's do: one alone would stay in a core's own cache, which
+no model's units do. A row of pushes ends with ordering point A (`finish`) and the next begins with B (`proceed`), as in
+training. All values are small whole numbers, so that every sum can be checked exactly.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from odc_mpi.bench.gloo import Gloo
 from odc_mpi.comm.collective import Collectives
 from odc_mpi.comm.reduction import AccumulateReduction, Reduction
+from odc_mpi.comm.transport import Layout
 from odc_mpi.comm.window import WindowTransport
 from odc_mpi.comm.world import World
 from odc_mpi.errors import UserError
@@ -21,6 +24,11 @@ from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 #: How gradients reach their owners, by the name that `comm.reduction` has for it.
 REDUCTIONS: Mapping[str, type[Reduction]] = {"accumulate": AccumulateReduction}
+
+#: There are so many units that they hold at least so much, more than the cache of a core ...
+UNITS_BYTES = 16 << 20
+#: ... but at most so many: each has a window per transport.
+MAX_UNITS = 64
 
 
 def _nothing() -> None:
@@ -32,8 +40,8 @@ class Variant:
     """One way to move a unit.
 
     Attributes:
-        operation: Moves it once.
-        is_right: Whether it moves as it should, and did so far. Collective.
+        operations: One for each unit: moves it once.
+        is_right: Whether each unit arrives as it should, and did so far. Collective.
         gloo: The variant of gloo's to compare with.
         moves: Whether bytes move at all.
         one_sided: Whether a lone rank can do it.
@@ -42,7 +50,7 @@ class Variant:
         proceed: Makes ready for the next row, outside of the time. Collective.
     """
 
-    operation: Callable[[], object]
+    operations: Sequence[Callable[[], object]]
     is_right: Callable[[], bool]
     gloo: str | None = None
     moves: bool = True
@@ -52,35 +60,39 @@ class Variant:
     proceed: Callable[[], object] = _nothing
 
 
-class Unit:
-    """A unit of some size in all the memory that the variants need. Making and freeing one is collective.
+class Units:
+    """Units of one size, in all the memory that the variants need. Making and freeing them is collective.
 
     Args:
         world: The ranks.
-        num_bytes: Of the whole unit, a multiple of 4.
+        num_bytes: Of each whole unit, a multiple of 4.
         collectives: MPI's.
         gloo: None where it is left out.
 
     Attributes:
         variants: By name.
-        crossing_bytes: What this rank does not own itself.
+        num_units: How many there are.
+        crossing_bytes: Of a unit, what this rank does not own itself.
 
     Raises:
         UserError: Too little memory, on every rank.
     """
 
     def __init__(self, world: World, num_bytes: int, collectives: Collectives, gloo: Gloo | None) -> None:
-        numel = num_bytes // 4
-        layout = _layout(numel, world.size, trainable=True)
-        _require_memory(world, layout)
-        self.crossing_bytes = 4 * (numel - layout.shard_numel) if world.size > 1 else 0
-        self._world, self._layout = world, layout
+        self.num_units = max(1, min(MAX_UNITS, UNITS_BYTES // num_bytes))
+        self._world, self._layout = world, _layout(num_bytes // 4, world.size, trainable=True)
+        self._units = range(self.num_units)
+        _require_memory(world, self._layout, self.num_units)
+        first, last = self._layout.owned(world.rank)
+        self._owned = last - first
+        self.crossing_bytes = num_bytes - 4 * self._owned
+        # All written here, so touched. Units are padded to equal shards, as the collectives want them.
+        shard_numel = self._layout.shard_numel
+        self._ones = torch.ones(self.num_units, world.size * shard_numel)
+        self._own = torch.full((self.num_units, shard_numel), world.rank + 1.0)
+        self._whole = torch.zeros(world.size * shard_numel)
+        self._sums = torch.zeros(shard_numel)
         self._transports: list[WindowTransport] = []
-        # Written here, so touched. The whole unit, padded to equal shards, as a source and as a destination.
-        self._ones = torch.ones(world.size * layout.shard_numel)
-        self._whole = torch.zeros_like(self._ones)
-        self._own = torch.full((layout.shard_numel,), world.rank + 1.0)
-        self._sums = torch.zeros_like(self._own)
         self.variants = {"memcpy": self._memcpy()}
         self.variants["fetch_zero_copy"] = self._fetch(zero_copy=True)
         self.variants["fetch_copy"] = self._fetch(zero_copy=False)
@@ -98,75 +110,78 @@ class Unit:
         self.variants.clear()
         for transport in reversed(self._transports):
             transport.close()
-        self._ones = self._whole = self._own = self._sums = torch.empty(0)
+        self._ones = self._own = self._whole = self._sums = torch.empty(0)
 
     def _memcpy(self) -> Variant:
-        source, target = self._ones[: self._layout.numel].numpy(), self._whole[: self._layout.numel].numpy()
-
-        def copy() -> None:
-            np.copyto(target, source)
+        numel = self._layout.numel
+        sources, target = self._ones[:, :numel].numpy(), self._whole[:numel].numpy()
 
         def is_right() -> bool:
-            copy()
+            target[:] = 0
+            np.copyto(target, sources[0])
             return bool((target == 1).all())
 
-        return Variant(copy, is_right)
+        return Variant([partial(np.copyto, target, source) for source in sources], is_right)
 
     def _fetch(self, *, zero_copy: bool) -> Variant:
         transport = WindowTransport(self._world, zero_copy=zero_copy)
-        self._transports.append(transport)
-        transport.allocate([_layout(self._layout.numel, self._world.size, trainable=False)])
-        transport.parameter_shard(0).copy_(self._own)
+        self._allocate(transport, trainable=False)
+        for i in self._units:
+            transport.parameter_shard(i).copy_(self._own[i])
         transport.publish_parameters()
 
-        def fetch() -> None:
-            transport.release(transport.fetch(0).wait())
+        def fetch(i: int) -> None:
+            transport.release(transport.fetch(i).wait())
 
-        def is_right() -> bool:
-            fetched = transport.fetch(0).wait()
+        def arrives(i: int) -> bool:
+            fetched = transport.fetch(i).wait()
             right = self._is_whole(fetched)
             transport.release(fetched)
             return right
 
-        return Variant(fetch, is_right, gloo="gloo_all_gather", moves=transport.copies, one_sided=True)
+        return Variant(
+            [partial(fetch, i) for i in self._units],
+            lambda: all(map(arrives, self._units)),
+            gloo="gloo_all_gather",
+            moves=transport.copies,
+            one_sided=True,
+        )
 
     def _gather(self, all_gather: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
         def is_right() -> bool:
             self._whole.zero_()
-            all_gather(self._own, self._whole)
+            all_gather(self._own[0], self._whole)
             return self._is_whole(self._whole)
 
-        return Variant(lambda: all_gather(self._own, self._whole), is_right, gloo="gloo_all_gather")
+        return Variant(
+            [partial(all_gather, shard, self._whole) for shard in self._own], is_right, gloo="gloo_all_gather"
+        )
 
     def _push(self, make: type[Reduction]) -> Variant:
         made: list[Reduction] = []
 
-        def reduction(*arguments: object) -> Reduction:
-            made.append(make(*arguments))  # type: ignore[arg-type]
+        def reduction(world: World, layouts: Sequence[Layout], dtype: torch.dtype) -> Reduction:
+            made.append(make(world, layouts, dtype))
             return made[0]
 
         transport = WindowTransport(self._world, reduction=reduction)
-        self._transports.append(transport)
-        transport.allocate([self._layout])
-        gradient = self._ones[: self._layout.numel]
-        num_pushes = 0
+        self._allocate(transport, trainable=True)
+        num_pushes = np.zeros(self.num_units)
 
-        def push() -> None:
-            nonlocal num_pushes
-            num_pushes += 1
-            transport.accumulate(0, gradient).wait()
+        def push(i: int, gradient: torch.Tensor) -> None:
+            num_pushes[i] += 1
+            transport.accumulate(i, gradient).wait()
 
         def is_right() -> bool:
-            push()
-            # A counts the pushes of all ranks, too.
-            total = transport.complete_gradients(np.array([num_pushes])).sum()
-            first, last = self._layout.owned(self._world.rank)
-            right = bool((transport.gradient_shard(0)[: last - first] == total).all())
+            # A tells how often all ranks have pushed, too.
+            totals = transport.complete_gradients(num_pushes).sum(axis=0)
+            sums = [transport.gradient_shard(i)[: self._owned] for i in self._units]
+            right = all(bool((own == total).all()) for own, total in zip(sums, totals, strict=True))
             transport.publish_parameters()
             return right
 
         return Variant(
-            push,
+            [partial(push, i, self._ones[i, : self._layout.numel]) for i in self._units],
             is_right,
             gloo="gloo_reduce_scatter",
             one_sided=True,
@@ -178,10 +193,18 @@ class Unit:
     def _reduce(self, reduce_scatter: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
         def is_right() -> bool:
             self._sums.zero_()
-            reduce_scatter(self._ones, self._sums)
+            reduce_scatter(self._ones[0], self._sums)
             return bool((self._sums == self._world.size).all())
 
-        return Variant(lambda: reduce_scatter(self._ones, self._sums), is_right, gloo="gloo_reduce_scatter")
+        return Variant(
+            [partial(reduce_scatter, gradient, self._sums) for gradient in self._ones],
+            is_right,
+            gloo="gloo_reduce_scatter",
+        )
+
+    def _allocate(self, transport: WindowTransport, *, trainable: bool) -> None:
+        self._transports.append(transport)
+        transport.allocate([_layout(self._layout.numel, self._world.size, trainable=trainable)] * self.num_units)
 
     def _is_whole(self, array: torch.Tensor) -> bool:
         """Whether every owner's part is there: each wrote its rank, counted from 1."""
@@ -193,12 +216,12 @@ def _layout(numel: int, num_owners: int, *, trainable: bool) -> FlatLayout:
     return FlatLayout.build("bench", [ParameterSpec("weight", (numel,), trainable)], num_owners)
 
 
-def _require_memory(world: World, layout: FlatLayout) -> None:
+def _require_memory(world: World, layout: FlatLayout, num_units: int) -> None:
     """Check that the ranks of this node find room, before the system ends one that does not. Collective."""
-    # Each rank: two whole units and two shards, the buffer of a fetch, and as much again for the libraries' own; all
-    # ranks together: the parameters of each transport, and the gradients of each reduction twice for a mailbox's slots.
-    whole = 4 * world.size * layout.shard_numel
-    wanted = world.local_size * 5 * whole + (2 + 3 * len(REDUCTIONS)) * whole
+    # Each rank: all units and its shards of them, and three times one unit: two to land in, one for a library's own.
+    # All ranks together: the parameters of each transport and the gradients, twice for a mailbox's slots.
+    unit = 4 * world.size * layout.shard_numel
+    wanted = world.local_size * (2 * num_units + 3) * unit + (2 + 3 * len(REDUCTIONS)) * num_units * unit
     world.agree(lambda: _check_available(wanted, world.local_size))
 
 
