@@ -7,14 +7,22 @@
 
 import argparse
 import importlib
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from odc_mpi import __version__
 from odc_mpi.errors import AgreedError, TrainingError, UserError
-from odc_mpi.launcher import launched_rank
+from odc_mpi.launcher import is_launched, launched_rank
+
+if TYPE_CHECKING:
+    from odc_mpi.comm.world import World
+
+#: A benchmark's single wait for another rank lasts at most so long, in seconds: gloo takes a few for 256 MB.
+_WAIT_S = 120
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, rest = _parser().parse_known_args(argv)
         if rest and arguments.command != "train":
             raise UserError(f"unknown argument {rest[0]}: see odc-mpi {arguments.command} --help")
-        return {"prepare": _prepare, "train": _train, "doctor": _doctor}[arguments.command](arguments, rest)
+        commands = {"prepare": _prepare, "train": _train, "doctor": _doctor, "bench": _bench}
+        return commands[arguments.command](arguments, rest)
     except UserError as error:
         # Before MPI is up every rank makes the same mistake; one voice is enough.
         if launched_rank() == 0:
@@ -69,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")
     train.add_argument("-h", "--help", action="store_true", help="show all settings and exit")
+    _add_bench(commands.add_parser("bench", help="measure what this machine achieves", allow_abbrev=False))
     return parser
 
 
@@ -86,6 +96,34 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
         "--completion-field", default="completion", metavar="NAME", help="JSONL field of the completion"
     )
     parser.add_argument("--vocab-size", type=int, default=4096, help="of the tokenizer trained on stdlib")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    transport = benchmarks.add_parser(
+        "transport",
+        help="fetches and pushes beside memcpy, MPI's collectives and gloo",
+        description="GB/s of fetching units and pushing gradients. Starts mpiexec if it is not under it.",
+        allow_abbrev=False,
+    )
+    transport.add_argument("--sizes", metavar="LIST", help="of units, such as 64K,1M,256M; default: 64K to 256M")
+    transport.add_argument("--repeats", type=_positive, default=7, metavar="N", help="rounds; default: 7")
+    transport.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_launch(transport)
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    """Add what is asked of a command that starts mpiexec itself."""
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="to start; default: 2, or mpiexec's")
+    parser.add_argument(
+        "--timeout-s", type=_positive, default=900, metavar="SECONDS", help="until all ends; default: 900"
+    )
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
 
 
 def _prepare(arguments: argparse.Namespace, _: Sequence[str]) -> int:
@@ -124,13 +162,55 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Not before here: torch and transformers take seconds. In this order: the last starts MPI, and a rank that fails to
     # import anything after that would leave the others waiting.
     importlib.import_module("odc_mpi.train.models")
-    from odc_mpi.comm.world import World, abort
+    from odc_mpi.comm.world import World
     from odc_mpi.train.trainer import train
 
     world = World()
+    return _on_ranks(world, lambda: train(world.agree(lambda: configuration.load(arguments.config, overrides)), world))
+
+
+def _bench(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from odc_mpi.bench import launch
+    from odc_mpi.bench.measure import DEFAULT_SIZES, parse_sizes
+
+    sizes = parse_sizes(arguments.sizes or DEFAULT_SIZES)
+    if not is_launched():
+        words = ["bench", "transport", "--sizes", ",".join(map(str, sizes)), "--repeats", str(arguments.repeats)]
+        words += ["--timeout-s", str(arguments.timeout_s), *["--json"][: arguments.json]]
+        try:
+            return launch.run(arguments.ranks or 2, words, timeout_s=arguments.timeout_s)
+        except TimeoutError as error:
+            _say(error)
+            return 1
+    # Not before here, and MPI last: see _train.
+    from odc_mpi.bench.tables import transport_tables
+    from odc_mpi.bench.transport import measure
+    from odc_mpi.comm.world import World
+    from odc_mpi.train.metrics import make_console
+
+    world = World(timeout_s=min(_WAIT_S, arguments.timeout_s))
+
+    def work() -> None:
+        if arguments.ranks not in (None, world.size):
+            raise AgreedError(f"--ranks {arguments.ranks}: mpiexec started {world.size}, leave --ranks out under it")
+        say = (
+            partial(print, "odc-mpi: measuring", file=sys.stderr, flush=True) if world.rank == 0 else lambda line: None
+        )
+        result = measure(world, sizes, arguments.repeats, say)
+        if world.rank == 0 and arguments.json:
+            print(json.dumps(result), flush=True)
+        elif world.rank == 0:
+            make_console().print(transport_tables(result))
+
+    return _on_ranks(world, work)
+
+
+def _on_ranks(world: "World", work: Callable[[], object]) -> int:
+    """Do what all ranks do together, and end in an exit code, alone or with all of them."""
+    from odc_mpi.comm.world import abort
+
     try:
-        config = world.agree(lambda: configuration.load(arguments.config, overrides))
-        train(config, world)
+        work()
     except (AgreedError, TrainingError) as error:
         if world.rank == 0:
             _say(error)

@@ -36,6 +36,11 @@ _END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
+def is_launched() -> bool:
+    """Tell whether a launcher started this process. Local; does not start MPI."""
+    return any(variable in os.environ for variable in _RANK_VARIABLES)
+
+
 def launched_rank() -> int:
     """Return this process's rank as the launcher tells it, 0 without a launcher. Local; does not start MPI."""
     told = (os.environ.get(variable, "0") for variable in _RANK_VARIABLES)

@@ -80,6 +80,14 @@ def test_mistakes_in_training(config, tmp_path, capsys, arguments, words):
         (["prepare", "stdlib", "out.h5", "--max-length", "0"], ["--max-length"]),
         (["prepare", "stdlib", "out.h5", "--overlong", "burn"], ["--overlong", "burn"]),
         (["prepare", "stdlib", "out.h5", "--colour"], ["--colour"]),
+        (["bench"], ["BENCHMARK"]),
+        (["bench", "transprot"], ["transprot", "transport"]),
+        (["bench", "transport", "--sizes", "1.5M"], ["--sizes", "1.5M", "64K,1M,256M"]),
+        (["bench", "transport", "--ranks", "0"], ["--ranks", "'0'"]),
+        (["bench", "transport", "--repeats", "many"], ["--repeats", "'many'"]),
+        (["bench", "transport", "--timeout-s", "-1"], ["--timeout-s", "-1"]),
+        (["bench", "transport", "--size", "1M"], ["--size"]),
+        (["bench", "transport", "more"], ["more"]),
     ],
 )
 def test_mistakes_elsewhere(tmp_path, monkeypatch, capsys, arguments, words):

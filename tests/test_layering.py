@@ -10,8 +10,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 #: What each room may import of the others. A module named in full is allowed alone.
 MAY_SEE = {
-    "cli": {"train", "data", "comm", "doctor", "launcher"},
+    "cli": {"bench", "train", "data", "comm", "doctor", "launcher"},
     "__main__": {"cli"},
+    "bench": {"train", "shard", "comm"},
     "train": {"api", "data", "shard", "comm.world"},
     "doctor": {"comm.report", "comm.decision", "launcher"},
     "launcher": set(),
@@ -23,17 +24,21 @@ MAY_SEE = {
     "__init__": {"errors"},
 }
 #: These know nothing of the project but `errors`, not even their own room.
-ALONE = {"shard.layout", "data.cost", "data.stdlib", "comm.deadline", "comm.buffers", "comm.report"}
+ALONE = {
+    *("shard.layout", "data.cost", "data.stdlib", "comm.deadline", "comm.buffers", "comm.report"),
+    *("bench.launch", "bench.measure"),
+}
 #: These see of their own room only this: no MPI.
 SEE_ALSO = {"comm.decision": {"comm.report"}, "comm.cache": {"comm.report"}}
 #: Libraries that only these may import.
 KEPT_IN = {
     "mpi4py": {"comm"},
+    "torch.distributed": {"bench.gloo"},
     "h5py": {"data.dataset", "checkpoint"},
     "cupy": {"comm", "native"},
     "transformers": {"train.models", "train.weights", "train.attention", "data.prepare"},
     "safetensors": {"train.weights"},
-    "rich": {"cli", "doctor", "train.metrics", "data.prepare"},
+    "rich": {"cli", "bench.tables", "doctor", "train.metrics", "data.prepare"},
     "yaml": {"train.dialect"},
 }
 

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from odc_mpi.comm.world import World
 
 #: How reduced elements are described to MPI. Nothing else may be summed: bf16 would be added as bytes.
-_MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
+MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
 #: One message carries at most this many elements: counts are C ints in many MPI libraries.
 MAX_MESSAGE_NUMEL = 1 << 27
 
@@ -57,8 +57,9 @@ class Window:
 
     Args:
         world: The ranks.
-        numel: Elements per rank, the same on each.
+        numel: Elements of this rank.
         dtype: Of the elements.
+        same_size: Whether all ranks have as many. Otherwise some may have none.
 
     Attributes:
         tensor: This rank's shard, over the window's memory, zero at first.
@@ -66,17 +67,19 @@ class Window:
 
     whole: torch.Tensor | None = None
 
-    def __init__(self, world: World, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, world: World, numel: int, dtype: torch.dtype, *, same_size: bool = True) -> None:
         self._rank = world.rank
         # Sums name their element type; everything else, bf16 included, travels as bytes of the same size.
-        self._element = _MPI_DTYPES.get(dtype, MPI.BYTE)
+        self._element = MPI_DTYPES.get(dtype, MPI.BYTE)
         with world.deadline("allocating a window"):
             # `same_size` lets the library leave out a table of sizes; no other hint was found to matter.
-            info = MPI.Info.Create({"same_size": "true", "same_disp_unit": "true"})
+            info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
             self._win = MPI.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, info, world.comm)
             info.Free()
             self._win.Lock_all(MPI.MODE_NOCHECK)
-        self.tensor = torch.frombuffer(self._win.tomemory(), dtype=dtype, count=numel)
+        self.tensor = torch.empty(0, dtype=dtype)
+        if numel:
+            self.tensor = torch.frombuffer(self._win.tomemory(), dtype=dtype, count=numel)
         # Also the first touch, which would otherwise slow down the first fetch.
         self.tensor.zero_()
 

@@ -1,0 +1,112 @@
+"""Starts a command of ours under mpiexec, for who did not.
+
+Nothing here knows MPI: this process only waits for mpiexec, passes its exit code on, and ends it when asked to end.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from odc_mpi.errors import UserError
+
+#: Open MPI refuses root and more ranks than cores unless told; its UCX component prints an error line per window.
+#: MPICH ignores these.
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_osc": "^ucx",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+#: An mpiexec that was asked to end gets this long to end its ranks, then it is killed; ranks notice that themselves.
+GRACE_S = 10.0
+
+
+def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
+    """Run `odc-mpi` with these arguments on some ranks of this node, and wait for the end. Local.
+
+    The ranks inherit standard output and error. An interrupt or a SIGTERM to this process ends them all.
+
+    Args:
+        ranks: How many.
+        arguments: Of `odc-mpi`.
+        timeout_s: Seconds until everything is ended.
+
+    Returns:
+        The exit code: mpiexec's, or 128 and the number of the signal that killed it.
+
+    Raises:
+        UserError: There is no mpiexec.
+        TimeoutError: It took longer than `timeout_s`; nothing runs any more.
+    """
+    process = subprocess.Popen(
+        command(ranks, arguments),
+        env=environment(os.environ),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C reaches this process alone, which then ends mpiexec in good order
+    )
+    try:
+        with _terminated_as_interrupted():
+            code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{ranks} ranks did not end within {timeout_s:g} s: raise --timeout-s") from None
+    finally:
+        _end(process)
+    return code if code >= 0 else 128 - code
+
+
+def command(ranks: int, arguments: Sequence[str]) -> list[str]:
+    """Return the command line that runs `odc-mpi` on some ranks. Local.
+
+    Raises:
+        UserError: There is no mpiexec.
+    """
+    return [mpiexec(), "-n", str(ranks), sys.executable, "-m", "odc_mpi", *arguments]
+
+
+def mpiexec() -> str:
+    """Return the mpiexec beside the running Python, which belongs to its MPI; else the one on the PATH. Local.
+
+    Raises:
+        UserError: There is none.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    if found is None:
+        raise UserError(f"no mpiexec beside {sys.executable} or on the PATH: install odc_mpi[mpich] or load an MPI")
+    return found
+
+
+def environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for mpiexec: this one's, and Open MPI's settings where they are not set. Local."""
+    return {**_OPEN_MPI, **own}
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Turn SIGTERM into what Ctrl-C raises, so that both end the ranks."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,111 @@
+"""Times to trust on a machine with moods: interleaved rounds, medians, quartiles. Pure, but for the clock."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from time import perf_counter
+from typing import TypeVar
+
+from odc_mpi.errors import UserError
+
+T = TypeVar("T")
+
+#: What is measured if nothing else is asked for.
+DEFAULT_SIZES = "64K,256K,1M,4M,16M,64M,256M"
+
+_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A sample in three numbers.
+
+    Attributes:
+        low: The lower quartile.
+        median: The middle.
+        high: The upper quartile.
+    """
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Summarise at least one value. Local."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(low, median, high)
+
+
+def interleaved(variants: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+    """Call each variant in turn, round after round, so that a slow moment of the machine meets them all alike. Local.
+
+    Returns:
+        What they returned, in order.
+    """
+    results: dict[str, list[T]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, sample in variants.items():
+            results[name].append(sample())
+    return results
+
+
+def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Callable[[], object]) -> float:
+    """Call `times` operations in turn, then `finish` once. Local, if they are.
+
+    Returns:
+        All the seconds by `times`.
+    """
+    row = list(islice(cycle(operations), times))
+    start = perf_counter()
+    for operation in row:
+        operation()
+    finish()
+    return (perf_counter() - start) / times
+
+
+def each_for(budget_s: float, sample: Callable[[], T]) -> list[T]:
+    """Take samples, at least one, until `budget_s` are over. Local, if they are.
+
+    Returns:
+        What each returned.
+    """
+    end = perf_counter() + budget_s
+    samples = [sample()]
+    while perf_counter() < end:
+        samples.append(sample())
+    return samples
+
+
+def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
+    """Return a speed as a multiple of a reference's: the median over rounds of its time by the own time. Local."""
+    return statistics.median(a / b for a, b in zip(reference, times, strict=True))
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Read sizes such as `64K,1M,256M`, in bytes, of whole fp32 elements. Local.
+
+    Raises:
+        UserError: Something else was written.
+    """
+    return [_parse_size(word.strip()) for word in text.split(",")]
+
+
+def format_size(num_bytes: int) -> str:
+    """Write a size the way it is read. Local."""
+    for suffix, scale in reversed(_SUFFIXES.items()):
+        if num_bytes % scale == 0:
+            return f"{num_bytes // scale}{suffix}"
+    return str(num_bytes)
+
+
+def _parse_size(word: str) -> int:
+    scale = _SUFFIXES.get(word[-1:].upper(), 1)
+    digits = word if scale == 1 else word[:-1]
+    num_bytes = int(digits) * scale if digits.isdecimal() and digits.isascii() else 0
+    if num_bytes <= 0 or num_bytes % 4:
+        raise UserError(f"--sizes: expected sizes such as 64K,1M,256M in multiples of 4 bytes, got {word!r}")
+    return num_bytes

@@ -1,0 +1,264 @@
+"""How fast parameters are fetched and gradients pushed, beside memcpy, MPI's collectives and gloo, in one run.
+
+One size of unit after the other. For each everything is allocated, touched and checked, then measured. There are
+several units of a size, which take turns as a model's do, so that none is found in a core's own cache.
+
+    all at once   all ranks do the same at the same time. Each variant in turn, round after round; a sample is some
+                  operations in a row, begun together, and the slowest rank's time counts
+    one alone     rank 0 fetches and pushes while the others wait for it in MPI (idle), and while they compute and do
+                  not enter MPI (busy)
+
+Variants, all of units in fp32:
+
+    memcpy                   a copy of the unit in private memory, by one core per rank
+    fetch_zero_copy          a view of the unit where all ranks are on one node: nothing moves
+    fetch_copy               the unit into a buffer: the own shard copied, the others got from their owners
+    push_NAME                the unit's gradient added into its owners' shards, for each reduction; a sample ends with
+                             ordering point A, so that everything has arrived
+    mpi_allgather, gloo_all_gather            the unit from all shards, as FSDP fetches
+    mpi_reduce_scatter, gloo_reduce_scatter   the unit's gradient into a shard of sums, as FSDP reduces
+
+GB/s are 10^9 bytes of the *whole unit* per rank and second: what a rank gets for its waiting. A rank's own shard, one
+`ranks`-th of the unit, stays in its process; `crossing_bytes` is the rest.
+
+`measure` returns, and `--json` prints, one object:
+
+    benchmark        "transport"
+    library, ranks, nodes, cores_per_rank, repeats, dtype
+    load_average     [before, after], the node's over a minute: above `ranks`, somebody else was computing
+    left_out         {variant: reason}
+    sizes            a list, as asked for, of
+        size_bytes, num_units, crossing_bytes
+        all_at_once  {variant: {seconds, gb_per_s, of_memcpy, of_gloo}}: seconds of one operation, and GB/s, as
+                     {low, median, high}, the quartiles over the rounds; the speed as a multiple of memcpy's and of
+                     gloo's own all-gather or reduce-scatter, the median over rounds. Null where it says nothing
+        one_alone    {variant: {idle_s, busy_s, computing_s}}: median seconds of one operation, complete at its targets,
+                     and how long the others computed; what waits for busy targets takes that by `num_units`, or
+                     longer. Empty on one rank
+    goals            a list of {goal, size_bytes, variant, figure, expected, reached}; empty unless several ranks
+                     share one node
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+
+from odc_mpi.bench.gloo import Gloo
+from odc_mpi.bench.measure import Spread, each_for, format_size, interleaved, ratio, seconds
+from odc_mpi.bench.variants import Units, Variant
+from odc_mpi.comm.collective import Collectives
+from odc_mpi.comm.world import World
+
+#: A sample moves at least this much, so that beginning together and meeting at A (up to 0.4 ms) do not show in it ...
+SAMPLE_BYTES = 64 << 20
+#: ... but has at most so many operations, and so many where no byte moves.
+MAX_OPERATIONS = 256
+#: A lone rank fetches or pushes for so long, or each unit four times.
+ALONE_S = 0.1
+#: It begins so long after the last meeting, when the others are computing.
+SETTLE_S = 0.01
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a variant is to achieve on one node, at every size.
+
+    Attributes:
+        name: In the JSON object.
+        title: For people.
+        variant: Whose figure it is.
+        figure: Reads it from the variant's entry in `all_at_once`; None where it was not measured.
+        expected: The least, or the most.
+        at_least: Which of the two.
+    """
+
+    name: str
+    title: str
+    variant: str
+    figure: Callable[[dict[str, Any]], float | None]
+    expected: float
+    at_least: bool = True
+
+
+GOALS = (
+    Goal("fetch_of_memcpy", "fetch /\nmemcpy\n>= 0.6", "fetch_copy", lambda entry: entry["of_memcpy"], 0.6),
+    Goal("fetch_of_gloo", "fetch /\ngloo\n>= 10", "fetch_copy", lambda entry: entry["of_gloo"], 10.0),
+    Goal(
+        "accumulate_of_memcpy", "accumulate\n/ memcpy\n>= 0.4", "push_accumulate", lambda entry: entry["of_memcpy"], 0.4
+    ),
+    Goal("accumulate_of_gloo", "accumulate\n/ gloo\n>= 10", "push_accumulate", lambda entry: entry["of_gloo"], 10.0),
+    Goal(
+        "zero_copy_us",
+        "zero-copy\nus\n< 20",
+        "fetch_zero_copy",
+        lambda entry: 1e6 * entry["seconds"]["median"],
+        20.0,
+        at_least=False,
+    ),
+)
+
+
+def measure(
+    world: World, sizes: list[int], repeats: int, report: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Measure all variants for units of these sizes. Collective.
+
+    Args:
+        world: The ranks.
+        sizes: In bytes, multiples of 4.
+        repeats: Rounds.
+        report: Called with a line on what comes next.
+
+    Returns:
+        What the module's docstring describes, the same on every rank.
+
+    Raises:
+        UserError: Too little memory for a size, on every rank.
+        RuntimeError: Something was fetched or summed wrongly.
+    """
+    load = os.getloadavg()[0]
+    cores = world.cores_per_rank()
+    torch.set_num_threads(1)  # memcpy and the fetch's own copies by one core per rank, also where there are more
+    collectives = Collectives(world)
+    one_node = world.num_nodes == 1
+    gloo = Gloo(world) if one_node else None
+    results = []
+    for num_bytes in sizes:
+        report(f"units of {format_size(num_bytes)}")
+        results.append(_measure_size(world, num_bytes, repeats, collectives, gloo))
+    if gloo is not None:
+        gloo.close()
+    collectives.free()
+    return {
+        "benchmark": "transport",
+        "library": world.mpi_library,
+        "ranks": world.size,
+        "nodes": world.num_nodes,
+        "cores_per_rank": cores,
+        "repeats": repeats,
+        "dtype": "float32",
+        "load_average": [load, os.getloadavg()[0]],
+        "left_out": {} if one_node else dict.fromkeys(_GLOO, "for ranks of one node only"),
+        "sizes": results,
+        "goals": [goal for result in results for goal in judge(result)] if one_node and world.size > 1 else [],
+    }
+
+
+_GLOO = ("gloo_all_gather", "gloo_reduce_scatter")
+
+
+def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Compare one size's figures with the goals. Local.
+
+    Args:
+        result: An entry of `sizes`.
+
+    Returns:
+        Entries of `goals`.
+    """
+    judged = []
+    for goal in GOALS:
+        figure = goal.figure(result["all_at_once"][goal.variant])
+        if figure is not None:
+            reached = figure >= goal.expected if goal.at_least else figure < goal.expected
+            entry = {"goal": goal.name, "size_bytes": result["size_bytes"], "variant": goal.variant}
+            judged.append(entry | {"figure": figure, "expected": goal.expected, "reached": reached})
+    return judged
+
+
+def _measure_size(
+    world: World, num_bytes: int, repeats: int, collectives: Collectives, gloo: Gloo | None
+) -> dict[str, Any]:
+    units = Units(world, num_bytes, collectives, gloo)
+    _check(world, units)
+    samples = {name: partial(_sample, collectives, variant, num_bytes) for name, variant in units.variants.items()}
+    interleaved(samples, 1)  # the first touch of whatever the check did not use
+    times = _slowest(world, interleaved(samples, repeats))
+    alone = {}
+    if world.size > 1:
+        alone = {
+            name: _one_alone(world, collectives, variant)
+            for name, variant in units.variants.items()
+            if variant.one_sided
+        }
+    _check(world, units)
+    result = {
+        "size_bytes": num_bytes,
+        "num_units": units.num_units,
+        "crossing_bytes": units.crossing_bytes,
+        "all_at_once": {name: _entry(variant, num_bytes, name, times) for name, variant in units.variants.items()},
+        "one_alone": alone,
+    }
+    units.free()
+    return result
+
+
+def _check(world: World, units: Units) -> None:
+    for name, variant in units.variants.items():
+        right = world.gather_objects(variant.is_right())
+        if not all(right):
+            raise RuntimeError(f"{name} moved something wrongly, seen by rank {right.index(False)}")
+
+
+def _sample(collectives: Collectives, variant: Variant, num_bytes: int) -> float:
+    times = max(1, min(MAX_OPERATIONS, SAMPLE_BYTES // num_bytes)) if variant.moves else MAX_OPERATIONS
+    collectives.barrier()
+    taken = seconds(variant.operations, times, variant.finish)
+    variant.proceed()
+    return taken
+
+
+def _slowest(world: World, times: dict[str, list[float]]) -> dict[str, list[float]]:
+    ranks = world.gather_objects(times)
+    return {name: [max(one) for one in zip(*(rank[name] for rank in ranks), strict=True)] for name in times}
+
+
+def _entry(variant: Variant, num_bytes: int, name: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    own = times[name]
+    entry: dict[str, Any] = {"seconds": asdict(Spread.of(own)), "gb_per_s": None, "of_memcpy": None, "of_gloo": None}
+    if variant.moves:
+        entry["gb_per_s"] = asdict(Spread.of([num_bytes / one / 1e9 for one in own]))
+        entry["of_memcpy"] = ratio(times["memcpy"], own)
+        if variant.gloo in times:
+            entry["of_gloo"] = ratio(times[variant.gloo], own)
+    return entry
+
+
+def _one_alone(world: World, collectives: Collectives, variant: Variant) -> dict[str, float]:
+    idle_s = _lone(world, collectives, variant, ALONE_S)
+    budget_s = max(ALONE_S, 4 * idle_s * len(variant.operations))
+    # What begins in the first half of the others' computation cannot end with it unless it waits for it.
+    computing_s = SETTLE_S + 2 * budget_s
+    busy_s = _lone(world, collectives, variant, budget_s, computing_s)
+    return {"idle_s": idle_s, "busy_s": busy_s, "computing_s": computing_s}
+
+
+def _lone(world: World, collectives: Collectives, variant: Variant, budget_s: float, computing_s: float = 0.0) -> float:
+    """Let rank 0 alone fetch or push for a while; return its median seconds to all. Collective."""
+    collectives.barrier()
+    times: list[float] = []
+    if world.rank == 0:
+        sleep(SETTLE_S)
+        row = len(variant.operations)
+        times = each_for(budget_s, lambda: seconds(variant.operations, row, variant.complete))
+    elif computing_s:
+        _compute(computing_s)
+    # Idle ranks wait here for rank 0, in MPI: at point A, where they serve if the reduction needs it, or the barrier.
+    variant.finish()
+    variant.proceed()
+    collectives.barrier()
+    return world.gather_objects(median(times) if times else 0.0)[0]
+
+
+def _compute(duration_s: float) -> None:
+    """Keep a core busy without entering MPI. Local."""
+    matrix = torch.ones(256, 256)
+    end = perf_counter() + duration_s
+    while perf_counter() < end:
+        torch.mm(matrix, matrix)

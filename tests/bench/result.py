@@ -1,0 +1,59 @@
+"""A result of `odc-mpi bench transport` made up for tests: memcpy takes 1 s for a unit of 10 GB, the others more."""
+
+from odc_mpi.bench.transport import judge
+
+SLOWNESS = {
+    "memcpy": 1.0,
+    "fetch_zero_copy": 1e-6,
+    "fetch_copy": 1.25,
+    "mpi_allgather": 2.0,
+    "gloo_all_gather": 12.5,
+    "push_accumulate": 2.5,
+    "push_mailbox": 3.0,
+    "mpi_reduce_scatter": 4.0,
+    "gloo_reduce_scatter": 20.0,
+}
+
+
+def entry(name, size_bytes, slowness=SLOWNESS):
+    time_s, moves = slowness[name], name != "fetch_zero_copy"
+    speed = size_bytes / time_s / 1e9
+    gloo = slowness["gloo_reduce_scatter" if "push" in name or "reduce" in name else "gloo_all_gather"]
+    return {
+        "seconds": {"low": time_s, "median": time_s, "high": time_s},
+        "gb_per_s": {"low": speed * 0.9, "median": speed, "high": speed * 1.1} if moves else None,
+        "of_memcpy": slowness["memcpy"] / time_s if moves else None,
+        "of_gloo": gloo / time_s if moves and name != "memcpy" else None,
+    }
+
+
+def result(sizes=(65536, 1 << 20, 10**10), slowness=SLOWNESS):
+    one = {
+        "fetch_zero_copy": {"idle_s": 1.5e-6, "busy_s": 1.5e-6, "computing_s": 0.2},
+        "fetch_copy": {"idle_s": 0.0205, "busy_s": 0.123456, "computing_s": 0.2},
+        "push_accumulate": {"idle_s": 123.4e-6, "busy_s": 0.9999e-3, "computing_s": 0.2},
+        "push_mailbox": {"idle_s": 0.9, "busy_s": 12.0, "computing_s": 24},
+    }
+    entries = [
+        {
+            "size_bytes": size,
+            "num_units": 1,
+            "crossing_bytes": size // 2,
+            "all_at_once": {name: entry(name, size, slowness) for name in slowness},
+            "one_alone": one,
+        }
+        for size in sizes
+    ]
+    return {
+        "benchmark": "transport",
+        "library": "Open MPI 5.0.11",
+        "ranks": 2,
+        "nodes": 1,
+        "cores_per_rank": 1,
+        "repeats": 7,
+        "dtype": "float32",
+        "load_average": [0.5, 2.04],
+        "left_out": {},
+        "sizes": entries,
+        "goals": [goal for one in entries for goal in judge(one)],
+    }

@@ -1,0 +1,100 @@
+import pytest
+from result import SLOWNESS, result
+from rich.console import Console
+
+from odc_mpi.bench.tables import transport_tables
+from odc_mpi.bench.transport import GOALS, judge
+
+
+def verdicts(**slowness):
+    goals = result([1 << 20], SLOWNESS | slowness)["goals"]
+    return {goal["goal"]: goal["reached"] for goal in goals}
+
+
+def test_goals_that_are_just_reached():
+    assert verdicts(fetch_copy=1 / 0.6, push_accumulate=2.5, gloo_all_gather=10 / 0.6, gloo_reduce_scatter=25.0) == {
+        "fetch_of_memcpy": True,
+        "fetch_of_gloo": True,
+        "accumulate_of_memcpy": True,
+        "accumulate_of_gloo": True,
+        "zero_copy_us": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("goal", "slowness"),
+    [
+        ("fetch_of_memcpy", {"fetch_copy": 1.67}),
+        ("fetch_of_gloo", {"gloo_all_gather": 12.4}),
+        ("accumulate_of_memcpy", {"push_accumulate": 2.51, "gloo_reduce_scatter": 30.0}),
+        ("accumulate_of_gloo", {"gloo_reduce_scatter": 24.9}),
+        ("zero_copy_us", {"fetch_zero_copy": 20e-6}),
+    ],
+)
+def test_a_goal_that_is_just_missed(goal, slowness):
+    reached = verdicts(**{"gloo_all_gather": 20.0, "gloo_reduce_scatter": 25.0} | slowness)
+    assert [name for name, is_reached in reached.items() if not is_reached] == [goal]
+
+
+def test_every_goal_states_the_figure_and_what_was_expected():
+    goals = result([1 << 20])["goals"]
+    assert [goal["goal"] for goal in goals] == [goal.name for goal in GOALS]
+    fetch = goals[0]
+    assert (fetch["figure"], fetch["expected"], fetch["size_bytes"]) == (0.8, 0.6, 1 << 20)
+    assert fetch["variant"] == "fetch_copy"
+
+
+def test_what_was_not_measured_has_no_verdict():
+    """Where several ranks of several nodes share the zero-copy fetch, say, or without gloo."""
+    made = result([1 << 20])
+    for entry in made["sizes"][0]["all_at_once"].values():
+        entry["of_gloo"] = None
+    assert [goal["goal"] for goal in judge(made["sizes"][0])] == [
+        "fetch_of_memcpy",
+        "accumulate_of_memcpy",
+        "zero_copy_us",
+    ]
+
+
+def show(made, width):
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as capture:
+        console.print(transport_tables(made))
+    return capture.get()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_tables_fit(width):
+    shown = show(result(), width)
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    rows = [line.split() for line in shown.splitlines()]
+    assert next(row for row in rows if row[:1] == ["1M"])[:4] == ["1M", "0.00", "±", "10%"]
+    for words in (
+        "Open MPI 5.0.11, 2 ranks on 1 node, 1 core each, 7 rounds",
+        "load of the node: 0.5 before, 2.0 after",
+    ):
+        assert words in shown
+    for cell in (
+        "20.5 ms; 6.02",
+        "123.4 us; 8.10",
+        "900.0 ms; 13.33",
+        "1.0 us",
+        "mailbox",
+        "accumulate",
+    ):
+        assert cell in shown, cell
+    assert "0.8 yes" in shown
+    assert "8 no" in shown, "a goal that is missed is told in words, not by colour alone"
+
+
+def test_tables_of_one_rank_or_several_nodes():
+    made = result()
+    made |= {"ranks": 1, "goals": [], "left_out": {"gloo_all_gather": "for ranks of one node only"}}
+    for size in made["sizes"]:
+        size["one_alone"] = {}
+        del size["all_at_once"]["gloo_all_gather"]
+    shown = show(made, 80)
+    assert "left out: gloo_all_gather, for ranks of one node only" in shown
+    assert "Rank 0 alone" not in shown
+    assert "Goals" not in shown

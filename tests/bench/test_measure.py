@@ -1,0 +1,72 @@
+import pytest
+
+from odc_mpi.bench.measure import DEFAULT_SIZES, Spread, each_for, format_size, interleaved, parse_sizes, ratio, seconds
+from odc_mpi.errors import UserError
+
+
+def test_spread_is_median_and_quartiles():
+    assert Spread.of([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(2.0, 3.0, 4.0)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
+
+
+def test_one_bad_moment_does_not_move_the_median():
+    assert Spread.of([1.0, 1.0, 1.0, 1.0, 900.0]) == Spread(1.0, 1.0, 1.0)
+
+
+def test_variants_take_turns():
+    order = []
+    results = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b") or 2}, 3)
+    assert order == ["a", "b"] * 3
+    assert results == {"a": [None] * 3, "b": [2] * 3}
+
+
+def test_operations_take_turns_and_the_end_is_timed_too(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("odc_mpi.bench.measure.perf_counter", lambda: now[0])
+    order = []
+
+    def take(name, time_s):
+        order.append(name)
+        now[0] += time_s
+
+    operations = [lambda: take("x", 1.0), lambda: take("y", 2.0)]
+    assert seconds(operations, 5, lambda: take("end", 3.0)) == (1 + 2 + 1 + 2 + 1 + 3) / 5
+    assert order == ["x", "y", "x", "y", "x", "end"]
+
+
+def test_samples_until_the_time_is_over(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("odc_mpi.bench.measure.perf_counter", lambda: now[0])
+
+    def sample():
+        now[0] += 0.4
+        return now[0]
+
+    assert each_for(1.0, sample) == pytest.approx([0.4, 0.8, 1.2])
+    assert len(each_for(0.0, sample)) == 1, "one sample even without time"
+
+
+def test_ratio_is_of_rounds_not_of_medians():
+    """A slow round slows both: the ratio does not see it."""
+    assert ratio([1.0, 10.0, 2.0], [2.0, 20.0, 4.0]) == 0.5
+    assert ratio([4.0, 1.0, 1.0], [2.0, 2.0, 1.0]) == 1.0
+
+
+def test_sizes():
+    assert parse_sizes("64K,1M, 2g ,12") == [65536, 1 << 20, 2 << 30, 12]
+    assert [format_size(size) for size in (65536, 1 << 20, 2 << 30, 12, 1536, 1025)] == [
+        "64K",
+        "1M",
+        "2G",
+        "12",
+        "1536",
+        "1025",
+    ]
+    assert parse_sizes(",".join(map(format_size, parse_sizes(DEFAULT_SIZES)))) == parse_sizes(DEFAULT_SIZES)
+    assert (parse_sizes(DEFAULT_SIZES)[0], parse_sizes(DEFAULT_SIZES)[-1]) == (64 << 10, 256 << 20)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-4", "K", "1.5M", "64K,", "64X", "7", "1KK", "²K", "1e6"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(UserError, match="--sizes: expected sizes such as"):
+        parse_sizes(text)

@@ -1,0 +1,151 @@
+"""`odc-mpi bench` as a person runs it: what it prints, how it ends. No figure is compared with another here."""
+
+import json
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from mpi_launch import finish, odc_mpi, start
+
+TINY = ("bench", "transport", "--sizes", "4K,100", "--repeats", 2)
+KEYS = [
+    *("benchmark", "library", "ranks", "nodes", "cores_per_rank", "repeats", "dtype"),
+    *("load_average", "left_out", "sizes", "goals"),
+]
+VARIANTS = [
+    *("memcpy", "fetch_zero_copy", "fetch_copy", "mpi_allgather", "gloo_all_gather"),
+    *("push_accumulate", "push_mailbox", "mpi_reduce_scatter", "gloo_reduce_scatter"),
+]
+GOALS = ["fetch_of_memcpy", "fetch_of_gloo", "accumulate_of_memcpy", "accumulate_of_gloo", "zero_copy_us"]
+
+
+def left_behind():
+    temporary = {path.name for path in Path(tempfile.gettempdir()).glob("odc_mpi-gloo-*")}
+    return temporary | {path.name for path in Path("/dev/shm").glob("*")}
+
+
+def check_size(size, ranks):
+    assert list(size) == ["size_bytes", "num_units", "crossing_bytes", "all_at_once", "one_alone"]
+    assert 0 <= size["crossing_bytes"] < size["size_bytes"]
+    assert size["num_units"] > 1
+    assert set(size["all_at_once"]) == set(VARIANTS)
+    for name, entry in size["all_at_once"].items():
+        assert list(entry) == ["seconds", "gb_per_s", "of_memcpy", "of_gloo"]
+        assert 0 < entry["seconds"]["low"] <= entry["seconds"]["median"] <= entry["seconds"]["high"] < 10
+        if name == "fetch_zero_copy":
+            assert entry["gb_per_s"] is entry["of_memcpy"] is entry["of_gloo"] is None
+            continue
+        speed = entry["gb_per_s"]
+        assert 0 < speed["low"] <= speed["median"] <= speed["high"] < 1000
+        assert entry["of_memcpy"] > 0
+        assert (entry["of_gloo"] is None) == (name == "memcpy")
+    assert size["all_at_once"]["memcpy"]["of_memcpy"] == 1
+    assert set(size["one_alone"]) == (
+        {"fetch_zero_copy", "fetch_copy", "push_accumulate", "push_mailbox"} if ranks > 1 else set()
+    )
+    for entry in size["one_alone"].values():
+        assert list(entry) == ["idle_s", "busy_s", "computing_s"]
+        assert entry["idle_s"] > 0
+        assert 0 < entry["busy_s"] < entry["computing_s"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_json_is_one_object_with_a_fixed_schema(ranks):
+    done = odc_mpi(0, *TINY, "--json", "--ranks", ranks)
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert list(result) == KEYS
+    assert (result["benchmark"], result["ranks"], result["nodes"], result["repeats"]) == ("transport", ranks, 1, 2)
+    assert result["left_out"] == {}
+    assert [size["size_bytes"] for size in result["sizes"]] == [4096, 100]
+    for size in result["sizes"]:
+        check_size(size, ranks)
+    expected = [(goal, size) for size in (4096, 100) for goal in GOALS] if ranks > 1 else []
+    assert [(goal["goal"], goal["size_bytes"]) for goal in result["goals"]] == expected
+    for goal in result["goals"]:
+        assert list(goal) == ["goal", "size_bytes", "variant", "figure", "expected", "reached"]
+        assert goal["figure"] > 0
+
+
+def test_under_mpiexec_it_takes_the_ranks_it_finds():
+    done = odc_mpi(2, *TINY)
+    assert done.code == 0, done.err
+    assert "2 ranks on 1 node" in done.out
+    assert "Goals on one node" in done.out
+    assert "measuring units of 4K" in done.err
+
+
+def test_other_ranks_than_mpiexec_started_are_a_mistake():
+    done = odc_mpi(2, *TINY, "--ranks", 3)
+    assert done.code == 2
+    told = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
+    assert told == ["odc-mpi: error: --ranks 3: mpiexec started 2, leave --ranks out under it"]
+    assert "Traceback" not in done.err
+
+
+def test_too_large_units_are_told_and_the_exit_code_passes_through():
+    done = odc_mpi(0, "bench", "transport", "--sizes", "4096G", "--repeats", 1)
+    assert done.code == 2
+    assert len([line for line in done.err.splitlines() if "MiB of memory are available" in line]) == 1
+    assert "Traceback" not in done.err
+
+
+def ranks_of(process):
+    """The Python processes below a launcher of ours: its ranks."""
+    found, parents = [], {process.pid}
+    for stat in sorted(Path("/proc").glob("[0-9]*/stat"), key=lambda path: int(path.parent.name)):
+        try:
+            name, rest = stat.read_text().partition("(")[2].rsplit(")", 1)
+        except OSError:
+            continue
+        if int(rest.split()[1]) in parents:
+            pid = int(stat.parent.name)
+            parents.add(pid)
+            found += [pid] if name.startswith("python") else []
+    return found
+
+
+def running(ranks):
+    """Start a benchmark that takes long, and return it with its ranks once it measures."""
+    process = start(0, "-m", "odc_mpi", "bench", "transport", "--ranks", ranks, "--sizes", "1M", "--repeats", 100000)
+    for line in process.stderr:
+        if "measuring" in line:
+            break
+    pids = ranks_of(process)
+    assert len(pids) == ranks
+    return process, pids
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_all(number):
+    before = left_behind()
+    process, pids = running(2)
+    process.send_signal(number)
+    assert finish(process, 40).code == 130
+    check_nothing_left(pids, before)
+
+
+def test_a_killed_rank_ends_all():
+    before = left_behind()
+    process, pids = running(3)
+    os.kill(pids[1], signal.SIGKILL)
+    assert finish(process, 60).code != 0
+    check_nothing_left(pids, before)
+
+
+def check_nothing_left(pids, before):
+    # Open MPI's launcher may end a moment before the last of what it killed.
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert left_behind() <= before
+
+
+def test_it_ends_at_its_deadline():
+    done = odc_mpi(0, "bench", "transport", "--sizes", "1M", "--repeats", 100000, "--timeout-s", 8)
+    assert done.code == 1
+    assert "odc-mpi: error: 2 ranks did not end within 8 s: raise --timeout-s" in done.err
