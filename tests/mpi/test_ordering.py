@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from odc_mpi.comm.mailbox import MailboxReduction
+from odc_mpi.comm.reduction import AccumulateReduction
 from odc_mpi.comm.window import WindowTransport
 from odc_mpi.shard.model import ShardedModel
 
@@ -15,8 +17,8 @@ pytestmark = pytest.mark.mpi
 class CountingTransport(WindowTransport):
     """Writes down what is called, and when."""
 
-    def __init__(self, world):
-        super().__init__(world)
+    def __init__(self, world, reduction):
+        super().__init__(world, reduction=reduction)
         self.calls = []
         self.arrivals = []
 
@@ -47,12 +49,16 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-@pytest.fixture(params=[0, 1], ids="ahead{}".format)
+@pytest.fixture(
+    params=[(AccumulateReduction, 0), (AccumulateReduction, 1), (MailboxReduction, 1)],
+    ids=["accumulate", "accumulate ahead", "mailbox ahead"],
+)
 def counted(world, request):
+    reduction, prefetch = request.param
     torch.manual_seed(1)
     module = nn.Sequential(Block(), Block(), Block(), nn.Linear(16, 1))
-    transport = CountingTransport(world)
-    model = ShardedModel(module, transport, units=[Block], prefetch=request.param)
+    transport = CountingTransport(world, reduction)
+    model = ShardedModel(module, transport, units=[Block], prefetch=prefetch)
     transport.calls.clear()
     transport.num_collectives = 0
     yield model, transport

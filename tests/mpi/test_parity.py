@@ -1,11 +1,15 @@
 """Training over windows gives the losses and parameters of a plain loop on one process."""
 
+import functools
 import itertools
 
 import plain
 import pytest
 import torch
 
+from odc_mpi import api
+from odc_mpi.comm.mailbox import MailboxReduction
+from odc_mpi.comm.window import WindowTransport
 from odc_mpi.data.loader import Loader
 from odc_mpi.train import config as configuration
 from odc_mpi.train import models
@@ -117,6 +121,17 @@ def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_activation_checkpointing_changes_nothing(world, dataset_path, prefetch):
     config = configure(dataset_path, **{"model.gradient_checkpointing": "true", "comm.prefetch": prefetch})
+    dataset, metrics, state = run(config, world)
+    losses, parameters = expected(config, dataset)
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert_close(state, parameters)
+
+
+def test_through_mailboxes(world, dataset_path, monkeypatch):
+    """With room for about a tenth of a unit's gradient, and a different number of microbatches on each rank."""
+    reduction = functools.partial(MailboxReduction, mailbox_bytes=1024 * world.size)
+    monkeypatch.setattr(api, "WindowTransport", functools.partial(WindowTransport, reduction=reduction))
+    config = configure(dataset_path, **{"data.balance": "lb_mini"})
     dataset, metrics, state = run(config, world)
     losses, parameters = expected(config, dataset)
     assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)

@@ -1,5 +1,6 @@
 """Windows move the right elements: against exact sums, odd sizes, more ranks than elements."""
 
+import functools
 import time
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from odc_mpi.comm import rma
+from odc_mpi.comm.mailbox import MailboxReduction
+from odc_mpi.comm.reduction import AccumulateReduction
 from odc_mpi.comm.rma import SharedWindow
 from odc_mpi.comm.window import WindowTransport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
@@ -21,12 +24,21 @@ def zero_copy(request):
     return request.param
 
 
+#: With less room than the larger pushes need.
+REDUCTIONS = {"accumulate": AccumulateReduction, "mailbox": functools.partial(MailboxReduction, mailbox_bytes=20_000)}
+both_reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
+
+
 @pytest.fixture
 def make(world, zero_copy):
     made = []
 
-    def build(sizes=SIZES, param_dtype=torch.float32, reduce_dtype=torch.float32, trainable=True):
-        transport = WindowTransport(world, param_dtype, reduce_dtype, zero_copy=zero_copy)
+    def build(
+        sizes=SIZES, param_dtype=torch.float32, reduce_dtype=torch.float32, trainable=True, reduction="accumulate"
+    ):
+        transport = WindowTransport(
+            world, param_dtype, reduce_dtype, zero_copy=zero_copy, reduction=REDUCTIONS[reduction]
+        )
         specs = [[ParameterSpec(f"p{i}", (numel,), trainable)] for i, numel in enumerate(sizes)]
         transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
         made.append(transport)
@@ -67,10 +79,11 @@ def test_fetches_follow_a_publication(make):
         transport.complete_gradients(np.zeros(1))  # nobody may still fetch while an owner writes the next
 
 
+@both_reductions
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype):
+def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, reduction):
     """Integers, so that the sum is exact whatever the order of arrival; each push covers a stretch of its own."""
-    transport = make(reduce_dtype=dtype)
+    transport = make(reduce_dtype=dtype, reduction=reduction)
     rounds = 5
     wanted = [torch.zeros(numel, dtype=torch.float64) for numel in SIZES]
     for rank in range(world.size):
@@ -90,9 +103,10 @@ def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype):
         assert not own[stop - start :].any(), "padding was written to"
 
 
-def test_long_messages_are_cut(make, world, monkeypatch):
+@both_reductions
+def test_long_messages_are_cut(make, world, monkeypatch, reduction):
     monkeypatch.setattr(rma, "MAX_MESSAGE_NUMEL", 100)
-    transport = make([5000])
+    transport = make([5000], reduction=reduction)
     values = torch.arange(5000, dtype=torch.float32)
     write_own_parameters(transport, [values])
     fetched = transport.fetch(0).wait()
@@ -121,8 +135,9 @@ def test_broadcast_takes_rank_0s(make, world):
     assert scalar == 1.0
 
 
-def test_frozen_arrays_have_no_gradient_window(make):
-    transport = make([100], trainable=False)
+@both_reductions
+def test_frozen_arrays_have_no_gradient_shard(make, reduction):
+    transport = make([100], trainable=False, reduction=reduction)
     with pytest.raises(KeyError):
         transport.gradient_shard(0)
 

@@ -1,0 +1,201 @@
+"""Gradients through mailboxes: exact sums with little room, slow owners, threads, and all pushing to all."""
+
+import functools
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from odc_mpi.comm.mailbox import MailboxReduction
+from odc_mpi.comm.window import WindowTransport
+from odc_mpi.errors import UserError
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+
+pytestmark = pytest.mark.mpi
+
+SMALLEST = 256  # bytes of a ring
+
+
+@pytest.fixture
+def make(world):
+    made = []
+
+    def build(sizes, ring_bytes, reduce_dtype=torch.float32):
+        reductions = []
+
+        def reduction(*arguments):
+            mailbox_bytes = ring_bytes * max(1, world.size - 1)
+            reductions.append(MailboxReduction(*arguments, mailbox_bytes=mailbox_bytes))
+            return reductions[-1]
+
+        transport = WindowTransport(world, reduce_dtype=reduce_dtype, reduction=reduction)
+        specs = [[ParameterSpec("p", (numel,), True)] for numel in sizes]
+        transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
+        made.append(transport)
+        return transport, reductions[0]
+
+    yield build
+    for transport in made:
+        transport.close()
+
+
+@contextmanager
+def serving(reduction, pause_s=1e-4):
+    """Have a thread serve, as `comm.progress: thread` does."""
+    stop = threading.Event()
+
+    def serve():
+        while not stop.wait(pause_s):
+            reduction.serve()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+def complete_and_check(transport, wanted):
+    """Pass A, compare this rank's shards with whole arrays, clear them, pass B."""
+    transport.complete_gradients(np.zeros(1))
+    for index, layout in enumerate(transport.layouts):
+        start, stop = layout.owned(transport.rank)
+        own = transport.gradient_shard(index)
+        assert torch.equal(own[: stop - start].double(), wanted[index][start:stop].double())
+        assert not own[stop - start :].any(), "padding was written to"
+        own.zero_()
+    transport.publish_parameters()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ring_bytes", [SMALLEST, 7 * SMALLEST, 1 << 20])
+def test_rings_go_round_through_many_minibatches(make, world, dtype, ring_bytes):
+    """Some megabytes in all through rings of some hundred bytes; the counters go on from minibatch to minibatch."""
+    sizes = [1, 33, 1000, 4099]
+    transport, _ = make(sizes, ring_bytes, dtype)
+    for minibatch in range(15):
+        wanted = [torch.zeros(numel) for numel in sizes]
+        for rank in range(world.size):
+            rng = np.random.default_rng([rank, minibatch])
+            for index, numel in enumerate(sizes):
+                start, stop = sorted(rng.integers(0, numel + 1, size=2).tolist())
+                values = torch.from_numpy(rng.integers(-1000, 1000, size=stop - start))
+                wanted[index][start:stop] += values
+                if rank == world.rank:
+                    transport.accumulate(index, values.to(dtype), start).wait()
+        complete_and_check(transport, wanted)
+
+
+def test_all_push_to_all_at_once_with_the_least_room(make, world):
+    """Everybody has several pushes on the way and no room anywhere: all wait, all serve, all get on."""
+    numel = 3000
+    transport, _ = make([numel, numel], SMALLEST)
+    values = torch.arange(numel, dtype=torch.float32)
+    for minibatch in range(3):
+        pushes = [transport.accumulate(i % 2, values + minibatch, 0) for i in range(6)]
+        for push in reversed(pushes):
+            push.wait()
+        complete_and_check(transport, [3 * world.size * (values + minibatch)] * 2)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_slow_owner_slows_its_pushers_and_loses_nothing(make, world, computes):
+    numel, slow = 40_000, world.size - 1
+    transport, _ = make([numel], 8 * SMALLEST)
+    values = torch.arange(numel, dtype=torch.float32) % 1000
+    began = time.perf_counter()
+    if world.rank == slow:
+        while time.perf_counter() - began < 1.0:
+            torch.randn(1000).sum() if computes else time.sleep(0.1)
+    transport.accumulate(0, values, 0).wait()
+    assert time.perf_counter() - began > 0.9, "more was pushed than there is room for"
+    complete_and_check(transport, [world.size * values])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_owner_that_computes_is_not_waited_for_where_there_is_room(make, world):
+    numel = 10_000 * world.size
+    transport, _ = make([numel], 1 << 20)
+    values = torch.ones(numel)
+    transport.publish_parameters()
+    began = time.perf_counter()
+    if world.rank == world.size - 1:
+        while time.perf_counter() - began < 1.5:
+            torch.randn(1000).sum()
+    else:
+        transport.accumulate(0, values, 0).wait()
+        assert time.perf_counter() - began < 0.75, "the push waited for its owner"
+    complete_and_check(transport, [(world.size - 1) * values])
+
+
+def test_a_thread_serves_while_the_main_thread_pushes(make, world):
+    """Both add to the same shard: the thread what others push, the main thread its own part."""
+    numel = 300_000
+    transport, reduction = make([numel], 1 << 18)
+    values = torch.ones(numel)
+    with serving(reduction):
+        for _ in range(3):
+            for _ in range(20):
+                transport.accumulate(0, values, 0).wait()
+            complete_and_check(transport, [20.0 * world.size * values])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_with_a_thread_that_serves_a_computing_owner_is_not_waited_for(make, world):
+    """Far more than there is room for goes to a rank that computes."""
+    numel = 100_000
+    transport, reduction = make([numel], 1 << 16)
+    values = torch.ones(numel)
+    transport.publish_parameters()
+    began = time.perf_counter()
+    with serving(reduction, 1e-3):
+        if world.rank == world.size - 1:
+            while time.perf_counter() - began < 2.5:
+                torch.randn(1000).sum()
+        else:
+            for _ in range(5):
+                transport.accumulate(0, values, 0).wait()
+            assert time.perf_counter() - began < 2.0, "the pushes waited for their owner"
+        complete_and_check(transport, [5.0 * (world.size - 1) * values])
+
+
+def test_another_thread_pushes_while_the_main_thread_serves(make, world):
+    numel = 50_000
+    transport, reduction = make([numel], 1 << 14)
+    values = torch.ones(numel)
+
+    def push():
+        for _ in range(5):
+            transport.accumulate(0, values, 0).wait()
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    while thread.is_alive():
+        reduction.serve()
+        time.sleep(1e-4)
+    thread.join()
+    complete_and_check(transport, [5.0 * world.size * values])
+
+
+def test_serving_costs_little_when_nothing_has_arrived(make, world):
+    _, reduction = make([1000], 1 << 20)
+    times = []
+    for _ in range(2000):
+        began = time.perf_counter()
+        reduction.serve()
+        times.append(time.perf_counter() - began)
+    assert np.median(times) < 50e-6  # 3 microseconds on an idle machine
+    world.gather_objects(None)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_too_little_room_is_an_error_that_names_the_setting(world):
+    wrong = SMALLEST * (world.size - 1) - 1
+    transport = WindowTransport(world, reduction=functools.partial(MailboxReduction, mailbox_bytes=wrong))
+    with pytest.raises(UserError, match=rf"comm.mailbox_bytes must be at least {wrong + 1} .* got {wrong}$"):
+        transport.allocate([FlatLayout.build("unit", [ParameterSpec("p", (10,), True)], world.size)])
+    transport.close()

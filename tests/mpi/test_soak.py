@@ -1,0 +1,17 @@
+"""A short form of `make soak`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "soak"))
+from soak import MINIBATCHES_PER_LIFE, soak
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_gradient_is_the_exact_sum(world, reduction, seed):
+    assert soak(world, MINIBATCHES_PER_LIFE // 2, seed, (reduction,)) > 0

@@ -1,0 +1,173 @@
+"""Many minibatches of random pushes and fetches, every gradient and parameter checked against the exact value.
+
+    mpiexec -n RANKS python tests/soak/soak.py --minibatches 500
+
+Arrays, sizes, dtypes, the reduction, the room in the mailbox, and whether a thread serves: all are drawn anew every
+few minibatches. Ranks sleep at random, push different numbers of gradients, also none, and have several on their way.
+Values are integers, so that sums are exact in any order; every rank knows from the seed what all others push.
+"""
+
+import argparse
+import functools
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from odc_mpi.comm.mailbox import MailboxReduction
+from odc_mpi.comm.reduction import AccumulateReduction
+from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.world import World
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+
+MINIBATCHES_PER_LIFE = 20
+MAX_NUMEL = 200_000
+MAX_PUSHES = 8
+SMALLEST_RING = 256
+
+
+class Life:
+    """A transport with random arrays, and its minibatches."""
+
+    def __init__(self, world, seed, reduction):
+        # The same draw on every rank.
+        self.world, self.seed = world, seed
+        rng = np.random.default_rng(seed)
+        self.sizes = np.exp(rng.uniform(0, np.log(MAX_NUMEL), size=rng.integers(1, 6))).astype(int).tolist()
+        self.dtype = [torch.float32, torch.float64][rng.integers(2)]
+        self.num_checked = 0
+        room = int(SMALLEST_RING * 4 ** rng.uniform(0, 6)) * max(1, world.size - 1)
+        make = (
+            functools.partial(MailboxReduction, mailbox_bytes=room) if reduction == "mailbox" else AccumulateReduction
+        )
+        self.transport = WindowTransport(
+            world, torch.float32, self.dtype, zero_copy=bool(rng.integers(2)), reduction=self._keep(make)
+        )
+        self.has_thread = bool(rng.integers(2))
+        specs = [[ParameterSpec("p", (numel,), True)] for numel in self.sizes]
+        self.transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
+        self.name = (
+            f"{reduction}, {room if reduction == 'mailbox' else 0} bytes, {self.sizes}, thread {self.has_thread}"
+        )
+
+    def _keep(self, make):
+        def made(*arguments):
+            self.reduction = make(*arguments)
+            return self.reduction
+
+        return made
+
+    @contextmanager
+    def serving(self):
+        """Have a thread serve, if this life has one."""
+        stop = threading.Event()
+
+        def serve():
+            while not stop.wait(1e-3):
+                self.reduction.serve()
+
+        thread = threading.Thread(target=serve)
+        if self.has_thread:
+            thread.start()
+        yield
+        stop.set()
+        if self.has_thread:
+            thread.join()
+
+    def pushes(self, minibatch, rank):
+        """What a rank pushes: `(array, start, values)` each."""
+        rng = np.random.default_rng([*self.seed, minibatch, rank])
+        for _ in range(rng.integers(0, MAX_PUSHES + 1)):
+            index = int(rng.integers(len(self.sizes)))
+            start, stop = sorted(rng.integers(0, self.sizes[index] + 1, size=2).tolist())
+            yield index, start, rng.integers(-1000, 1000, size=stop - start)
+
+    def parameters(self, index, minibatch):
+        """What an array holds in a minibatch."""
+        return torch.arange(minibatch, minibatch + self.sizes[index], dtype=torch.float32)
+
+    def minibatch(self, minibatch):
+        """Push, fetch, pass A, check, pass B."""
+        whims = np.random.default_rng()  # nobody else needs to know when this rank sleeps and what it fetches
+        on_the_way = []
+        for index, start, values in self.pushes(minibatch, self.world.rank):
+            gradient = torch.from_numpy(values).to(self.dtype)
+            on_the_way.append((self.transport.accumulate(index, gradient, start), gradient))
+            time.sleep(whims.choice([0, 1e-4, 2e-3, 5e-2], p=[0.4, 0.3, 0.28, 0.02]))
+            if len(on_the_way) > whims.integers(4):
+                pending, gradient = on_the_way.pop(whims.integers(len(on_the_way)))
+                pending.wait()
+            index = int(whims.integers(len(self.sizes)))
+            fetched = self.transport.fetch(index).wait()
+            assert torch.equal(fetched, self.parameters(index, minibatch)), f"parameters of {self.name}"
+            self.transport.release(fetched)
+        for pending, _ in on_the_way:
+            pending.wait()
+        self.transport.complete_gradients(np.zeros(1))
+        self.check(minibatch)
+        self.publish(minibatch + 1)
+
+    def check(self, minibatch):
+        """Compare this rank's shards with the exact sums, then clear them."""
+        wanted = [np.zeros(numel) for numel in self.sizes]
+        for rank in range(self.world.size):
+            for index, start, values in self.pushes(minibatch, rank):
+                wanted[index][start : start + values.size] += values
+        for index, layout in enumerate(self.transport.layouts):
+            start, stop = layout.owned(self.world.rank)
+            own = self.transport.gradient_shard(index)
+            assert np.array_equal(own[: stop - start].numpy(), wanted[index][start:stop]), f"sums of {self.name}"
+            assert not own[stop - start :].any(), f"padding of {self.name}"
+            own.zero_()
+            self.num_checked += stop - start
+
+    def publish(self, minibatch):
+        """Write the parameters of a minibatch."""
+        for index, layout in enumerate(self.transport.layouts):
+            start, stop = layout.owned(self.world.rank)
+            self.transport.parameter_shard(index)[: stop - start] = self.parameters(index, minibatch)[start:stop]
+        self.transport.publish_parameters()
+
+
+def soak(world, num_minibatches, seed, reductions=("accumulate", "mailbox")):
+    """Run lives until there were enough minibatches, with the reductions by turns; return how many values were checked.
+
+    Raises:
+        AssertionError: A gradient or parameter on this rank is not what it should be.
+    """
+    num_done = num_checked = 0
+    while num_done < num_minibatches:
+        number = num_done // MINIBATCHES_PER_LIFE
+        life = Life(world, [seed, number], reductions[number % len(reductions)])
+        with life.serving():
+            life.publish(0)
+            for minibatch in range(min(MINIBATCHES_PER_LIFE, num_minibatches - num_done)):
+                life.minibatch(minibatch)
+                num_done += 1
+        num_checked += life.num_checked
+        life.transport.close()
+    return num_checked
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Check many minibatches of random pushes against exact sums.")
+    parser.add_argument("--minibatches", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--reduction", choices=["accumulate", "mailbox"], help="both by turns without it")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    reductions = (arguments.reduction,) if arguments.reduction else ("accumulate", "mailbox")
+    with World(timeout_s=120) as world:
+        began = time.perf_counter()
+        num_checked = sum(world.gather_objects(soak(world, arguments.minibatches, arguments.seed, reductions)))
+        if world.rank == 0:
+            print(
+                f"soak: {arguments.minibatches} minibatches on {world.size} ranks, {' and '.join(reductions)}: "
+                f"{num_checked:,} sums exact, {time.perf_counter() - began:.0f} s, {world.mpi_library}"
+            )
+
+
+if __name__ == "__main__":
+    main()
