@@ -124,7 +124,8 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Not before here: torch and transformers take seconds. In this order: the last starts MPI, and a rank that fails to
     # import anything after that would leave the others waiting.
     importlib.import_module("odc_mpi.train.models")
-    from odc_mpi.comm.world import World, abort
+    from odc_mpi.comm.abort import abort
+    from odc_mpi.comm.world import World
     from odc_mpi.train.trainer import train
 
     world = World()

@@ -23,7 +23,7 @@ MAY_SEE = {
     "__init__": {"errors"},
 }
 #: These know nothing of the project but `errors`, not even their own room.
-ALONE = {"shard.layout", "data.cost", "data.stdlib", "comm.deadline", "comm.buffers", "comm.report"}
+ALONE = {"shard.layout", "data.cost", "data.stdlib", "comm.deadline", "comm.lateness", "comm.buffers", "comm.report"}
 #: These see of their own room only this: no MPI.
 SEE_ALSO = {"comm.decision": {"comm.report"}, "comm.cache": {"comm.report"}}
 #: Libraries that only these may import.

@@ -131,13 +131,14 @@ class AccumulateReduction(Reduction):
         return self._windows[index].tensor
 
     def push(self, index: int, gradient: torch.Tensor, start: int) -> Pending:  # noqa: D102
-        window = self._windows[index]
-        what = f"accumulating the gradient of unit {self.layouts[index].name}"
-        with self.world.deadline(what):
+        layout, window = self.layouts[index], self._windows[index]
+        what = f"accumulating the gradient of unit {layout.name}"
+        owners = layout.owners(start, start + gradient.numel())
+        with self.world.deadline(what, owners):
             for owner, begin, values in self.pieces(index, gradient, start):
                 window.accumulate(owner, begin, values)
         # At this end only: the buffer may be reused. `flush` completes it at the targets.
-        return Flush(self.world, window.flush_local, what)
+        return Flush(self.world, window.flush_local, what, owners)
 
     def flush(self) -> None:  # noqa: D102
         with self.world.deadline("flushing gradients"):
