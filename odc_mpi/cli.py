@@ -207,7 +207,7 @@ def _bench(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _on_ranks(world: "World", work: Callable[[], object]) -> int:
     """Do what all ranks do together, and end in an exit code, alone or with all of them."""
-    from odc_mpi.comm.world import abort
+    from odc_mpi.comm.abort import abort
 
     try:
         work()

@@ -10,34 +10,42 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+#: Whatever describes a wait.
+W = TypeVar("W")
 
 
-class Watchdog:
+class Watchdog(Generic[W]):
     """Calls back once if a watched wait outlasts its deadline.
 
     Args:
         timeout_s: Seconds that one wait may last.
         on_expiry: Called from the watchdog's thread with the description of the wait; expected to end the process.
+        on_look: Called from the watchdog's thread at each look, once a second or more often, until then.
     """
 
-    def __init__(self, timeout_s: float, on_expiry: Callable[[str], None]) -> None:
+    def __init__(
+        self, timeout_s: float, on_expiry: Callable[[W], None], on_look: Callable[[], None] = lambda: None
+    ) -> None:
         self.timeout_s = timeout_s
         self._on_expiry = on_expiry
-        self._waits: dict[int, tuple[float, str]] = {}
+        self._on_look = on_look
+        self._waits: dict[int, tuple[float, W]] = {}
         self._tokens = itertools.count()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look, name="odc_mpi-watchdog", daemon=True)
         self._thread.start()
 
     @contextmanager
-    def watch(self, what: str) -> Iterator[None]:
+    def watch(self, wait: W) -> Iterator[None]:
         """Give the enclosed wait a deadline. Local.
 
         Args:
-            what: What is waited for, to follow "while".
+            wait: Describes it.
         """
         token = next(self._tokens)
-        self._waits[token] = (time.monotonic() + self.timeout_s, what)
+        self._waits[token] = (time.monotonic() + self.timeout_s, wait)
         try:
             yield
         finally:
@@ -50,9 +58,10 @@ class Watchdog:
     def _look(self) -> None:
         # A tenth of the deadline is precise enough and costs nothing: this thread wakes at most twenty times a second.
         while not self._closed.wait(min(1.0, max(0.05, self.timeout_s / 10))):
+            self._on_look()
             now = time.monotonic()
             # A copy: other threads add and remove waits while this one looks.
-            late = [what for deadline, what in list(self._waits.values()) if now > deadline]
+            late = [wait for deadline, wait in list(self._waits.values()) if now > deadline]
             if late:
                 self._on_expiry(late[0])
                 return

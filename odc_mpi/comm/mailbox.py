@@ -122,7 +122,8 @@ class MailboxReduction(Reduction):
             else:
                 push.numel += values.size
                 self._rings[owner].pieces.append(_Piece(push, index, begin, values))
-        with self.world.deadline(f"pushing the gradient of unit {push.name}"):
+        owners = [ring.owner for ring in self._rings.values() if ring.pieces]
+        with self.world.deadline(f"pushing the gradient of unit {push.name}", owners):
             self._put_what_fits()
             with self._serving:
                 for begin, values in own:
@@ -168,7 +169,7 @@ class MailboxReduction(Reduction):
         """Return when a push is in its owners' rings."""
         while push.numel:
             owner = next(ring.owner for ring in self._rings.values() if any(p.push is push for p in ring.pieces))
-            with self.world.deadline(f"waiting for rank {owner} to take gradients of unit {push.name}"):
+            with self.world.deadline(f"waiting for room to push the gradient of unit {push.name}", [owner]):
                 began = time.perf_counter()
                 while not self._put_what_fits():
                     # The owner must hear of what is there before it can make room.

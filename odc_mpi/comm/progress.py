@@ -35,7 +35,7 @@ class ProgressThread:
 
     def __init__(self, world: World, serve: Callable[[], None]) -> None:
         self._serve = serve
-        with world.deadline("duplicating the communicator of the progress thread"):
+        with world.meeting("duplicating the communicator of the progress thread"):
             self._comm = world.comm.Dup()
         self._failure: BaseException | None = None
         self._closed = threading.Event()

@@ -138,12 +138,14 @@ class AccumulateReduction(Reduction):
         return self._window(index, self.world.rank).tensor
 
     def push(self, index: int, gradient: torch.Tensor, start: int) -> Pending:  # noqa: D102
-        what = f"accumulating the gradient of unit {self.layouts[index].name}"
-        with self.world.deadline(what):
+        layout = self.layouts[index]
+        what = f"accumulating the gradient of unit {layout.name}"
+        owners = layout.owners(start, start + gradient.numel())
+        with self.world.deadline(what, owners):
             for owner, begin, values in self.pieces(index, gradient, start):
                 self._window(index, owner).accumulate(owner, begin, values)
         # At this end only: the buffer may be reused. `flush` completes it at the targets.
-        return Flush(self.world, lambda: self._flush_local(index), what)
+        return Flush(self.world, lambda: self._flush_local(index), what, owners)
 
     def flush(self) -> None:  # noqa: D102
         with self.world.deadline("flushing gradients"):

@@ -9,7 +9,7 @@ both MPICH and Open MPI make a Get from the same node wait until its target call
 same-node peer uses it: for the way from other nodes into a `SharedWindow`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -71,7 +71,7 @@ class Window:
         self._rank = world.rank
         # Sums name their element type; everything else, bf16 included, travels as bytes of the same size.
         self._element = MPI_DTYPES.get(dtype, MPI.BYTE)
-        with world.deadline("allocating a window"):
+        with world.meeting("allocating a window"):
             # `same_size` lets the library leave out a table of sizes; no other hint was found to matter.
             info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
             self._win = MPI.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, info, world.comm)
@@ -151,7 +151,7 @@ class SharedWindow:
     def __init__(self, world: World, numel: int, dtype: torch.dtype) -> None:
         self._itemsize = dtype.itemsize
         num_bytes = numel * dtype.itemsize
-        with world.deadline("allocating a shared window"):
+        with world.meeting("allocating a shared window"):
             self._shared = MPI.Win.Allocate_shared(num_bytes, dtype.itemsize, MPI.INFO_NULL, world.node_comm)
             self._shared.Lock_all(MPI.MODE_NOCHECK)
         shards = [self._shared.Shared_query(local_rank)[0] for local_rank in range(world.local_size)]
@@ -168,7 +168,7 @@ class SharedWindow:
             self.whole = torch.frombuffer(memory, dtype=dtype)
         self._far: MPI.Win | None = None
         if world.num_nodes > 1:
-            with world.deadline("opening a shared window to other nodes"):
+            with world.meeting("opening a shared window to other nodes"):
                 self._far = MPI.Win.Create(shards[world.local_rank], dtype.itemsize, MPI.INFO_NULL, world.comm)
                 self._far.Lock_all(MPI.MODE_NOCHECK)
 
@@ -208,14 +208,15 @@ class Flush:
         world: Gives the wait its deadline.
         flush: The window's method that completes them.
         what: What is waited for, to follow "while".
+        owners: The ranks at whose memory the operations are; by default any.
     """
 
-    def __init__(self, world: World, flush: Callable[[], None], what: str) -> None:
-        self._world, self._flush, self._what = world, flush, what
+    def __init__(self, world: World, flush: Callable[[], None], what: str, owners: Iterable[int] = ()) -> None:
+        self._world, self._flush, self._what, self._owners = world, flush, what, owners
 
     def wait(self) -> None:
         """Return once they are complete. One-sided."""
-        with self._world.deadline(self._what):
+        with self._world.deadline(self._what, self._owners):
             self._flush()
 
 

@@ -145,6 +145,14 @@ class Transport(ABC):
     def close(self) -> None:
         """Free the shards. Collective; a second call does nothing."""
 
+    def note(self, what: str, microbatch: int = 0) -> None:  # noqa: B027 - nobody need listen
+        """Tell the other ranks what this one is doing, should they wait for it in vain. Local.
+
+        Args:
+            what: Such as "forward of unit layers.3".
+            microbatch: Its number in this minibatch, from 1; 0 outside of microbatches.
+        """
+
     def fetch(self, index: int) -> "Fetch":
         """Start to fetch a whole array. One-sided."""
         buffer = self.buffers.take(self.layouts[index].numel, self.param_dtype)

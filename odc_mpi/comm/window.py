@@ -72,7 +72,7 @@ class WindowTransport(Transport):
         self._world.on_close(self.close)
         # One for each point: a rank that leaves one out waits at the next, where its deadline names it, instead of
         # taking the others' numbers for what they are not.
-        with self._world.deadline("duplicating the communicator"):
+        with self._world.meeting("duplicating the communicator"):
             self._at_a, self._at_n, self._at_b = (self._world.comm.Dup() for _ in range(3))
         for layout in layouts:
             self._parameters.append(self._window_type(self._world, layout.shard_numel, self.param_dtype))
@@ -108,24 +108,25 @@ class WindowTransport(Transport):
         data = buffer.view(torch.uint8).numpy()
         what = f"fetching unit {layout.name}"
         owners = [owner for owner in self._peers if layout.owned(owner)[0] < layout.owned(owner)[1]]
-        with self._world.deadline(what):
-            for owner in owners:
-                if window.near(owner) is None:
-                    start, stop = layout.owned(owner)
-                    window.get(owner, data[start * buffer.itemsize : stop * buffer.itemsize])
+        far = [owner for owner in owners if window.near(owner) is None]
+        with self._world.deadline(what, far):
+            for owner in far:
+                start, stop = layout.owned(owner)
+                window.get(owner, data[start * buffer.itemsize : stop * buffer.itemsize])
         # While those are on their way:
         for owner in owners:
             near = window.near(owner)
             if near is not None:
                 start, stop = layout.owned(owner)
                 buffer[start:stop].copy_(near[: stop - start])
-        return Flush(self._world, window.flush, what)
+        return Flush(self._world, window.flush, what, far)
 
     def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
         self._serve()
         return self._reducing.push(index, gradient, start)
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
+        self.note("flushing gradients")
         self._reducing.flush()
         reports = self._allgather(self._at_a, report, "meeting at point A, gradients complete")
         self._reducing.complete()
@@ -138,16 +139,19 @@ class WindowTransport(Transport):
     def publish_parameters(self) -> None:  # noqa: D102
         self._sync()
         self.num_collectives += 1
-        self._world.wait(self._at_b.Ibarrier(), "meeting at point B, parameters published")
+        self._world.meet(self._at_b.Ibarrier(), "meeting at point B, parameters published")
         self._sync()
 
     def broadcast(self, tensor: torch.Tensor) -> None:  # noqa: D102
         self._world.broadcast(tensor)
 
+    def note(self, what: str, microbatch: int = 0) -> None:  # noqa: D102
+        self._world.note(what, microbatch)
+
     def close(self) -> None:  # noqa: D102
         if self._reduction is None:
             return
-        with self._world.deadline("freeing the windows"):
+        with self._world.meeting("freeing the windows"):
             if self._progress is not None:
                 self._progress.close()
             self._reduction.free()
@@ -178,5 +182,5 @@ class WindowTransport(Transport):
         values = np.ascontiguousarray(values, dtype=np.float64)
         everyone = np.empty((self.size, values.size))
         self.num_collectives += 1
-        self._world.wait(comm.Iallgather(values, everyone), what, meanwhile=self._serve)
+        self._world.meet(comm.Iallgather(values, everyone), what, meanwhile=self._serve)
         return everyone

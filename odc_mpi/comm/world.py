@@ -6,23 +6,25 @@ end.
 """
 
 import atexit
+import math
 import os
-import re
-import shutil
-import sys
-import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
+from odc_mpi.comm.abort import install_excepthook
+from odc_mpi.comm.alarm import Alarm
 from odc_mpi.comm.deadline import Watchdog
+from odc_mpi.comm.lateness import Wait
+from odc_mpi.comm.launcher import check_launcher, library_name
+from odc_mpi.comm.shared_memory import check_room, unlink_startup_memory
+from odc_mpi.comm.status import StatusWindow
 from odc_mpi.errors import AgreedError, UserError
 
 T = TypeVar("T")
@@ -31,8 +33,8 @@ T = TypeVar("T")
 SPIN_S = 200e-6
 #: ... then sleeps between looks, so that a waiting rank leaves its core to those that compute.
 SLEEP_S = 200e-6
-#: MPI_Abort itself may hang on a broken network: after this the process ends by itself.
-ABORT_GRACE_S = 10.0
+#: A rank that leaves looks this often for others that will never meet it.
+STRANDED_LOOK_S = 0.5
 
 
 class World:
@@ -60,25 +62,28 @@ class World:
     def __init__(self, comm: MPI.Intracomm | None = None, *, timeout_s: float = 600.0) -> None:
         if not timeout_s > 0:
             raise UserError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-        _check_launcher()
-        self._watchdog = Watchdog(timeout_s, self._expired)
-        self.rank = MPI.COMM_WORLD.Get_rank()  # for the message of a deadline before the communicator is there
-        _install_excepthook()
+        check_launcher()
+        self._alarm = Alarm(MPI.COMM_WORLD.Get_rank())
+        self._watchdog = Watchdog(timeout_s, self._expired, self._beat)
+        install_excepthook()
         with self.deadline("starting up"):
             self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
-            self.rank = self.comm.Get_rank()
+            self.rank = self._alarm.rank = self.comm.Get_rank()
             self.size = self.comm.Get_size()
             self.node_comm = MPI.Intracomm(self.comm.Split_type(MPI.COMM_TYPE_SHARED))
             self.local_rank = self.node_comm.Get_rank()
             self.local_size = self.node_comm.Get_size()
             # The lowest rank of each node stands for it.
             leader = self.node_comm.bcast(self.rank)
-            leaders = sorted(set(self.comm.allgather(leader)))
+            everyone = self.comm.allgather((leader, MPI.Get_processor_name()))
             self.node_ranks = self.node_comm.allgather(self.rank)
+            self._alarm.hosts = [host for _, host in everyone]
+            self._alarm.status = StatusWindow(self.comm)
+        leaders = sorted({leader for leader, _ in everyone})
         self.node = leaders.index(leader)
         self.num_nodes = len(leaders)
         if self.local_rank == 0:
-            _unlink_startup_memory()
+            unlink_startup_memory()
         self._resources: list[Callable[[], None]] = []
         self._closed = False
         atexit.register(self.close)
@@ -97,18 +102,47 @@ class World:
         """Name and version of the MPI library, in one short line. Local."""
         return library_name(MPI.Get_library_version())
 
-    def deadline(self, what: str) -> AbstractContextManager[None]:
+    def note(self, what: str, microbatch: int = 0) -> None:
+        """Tell the other ranks what this one is doing, for the message of one that waits for it in vain. Local.
+
+        Costs a few microseconds. Any thread may call it.
+
+        Args:
+            what: To follow "was last seen", such as "forward of unit layers.3".
+            microbatch: Its number in this minibatch, from 1; 0 outside of microbatches.
+        """
+        if self._alarm.status is not None:
+            self._alarm.status.page.write(what, microbatch)
+
+    def deadline(self, what: str, owners: Iterable[int] = ()) -> AbstractContextManager[None]:
         """Give the enclosed wait at most `timeout_s`; beyond it the job ends and says what this rank was doing. Local.
 
         Args:
             what: What is waited for, to follow "while", such as "fetching unit layers.3".
+            owners: The ranks whose memory is waited for; by default any.
         """
-        return self._watchdog.watch(what)
+        return self._watchdog.watch(Wait(what, tuple(owners)))
+
+    @contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """Enclose a blocking collective operation, which gets a deadline that names the ranks that are late.
+
+        Collective: all ranks have the same meetings in the same order, which is how a late one is known.
+
+        Args:
+            what: To follow "while", such as "allocating a window".
+        """
+        status = self._alarm.status
+        number = status.page.arrive(what) if status is not None else 0
+        with self._watchdog.watch(Wait(what, meeting=number)):
+            yield
+        self.note(f"after {what}")
 
     def wait(self, request: MPI.Request, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Wait for a non-blocking operation within the deadline, leaving the core to others. Local.
 
-        A blocking call would spin: with more ranks than cores it would take time from a rank that computes.
+        A blocking call would spin: with more ranks than cores it would take time from a rank that computes. For a
+        collective operation see `meet`.
 
         Args:
             request: Of the operation.
@@ -116,11 +150,12 @@ class World:
             meanwhile: Called again and again while this rank waits.
         """
         with self.deadline(what):
-            start = time.perf_counter()
-            while not request.Test():
-                meanwhile()
-                if time.perf_counter() - start > SPIN_S:
-                    time.sleep(SLEEP_S)
+            _complete(request, meanwhile)
+
+    def meet(self, request: MPI.Request, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Wait for a non-blocking collective operation: as `wait` does, in a `meeting`. Collective."""
+        with self.meeting(what):
+            _complete(request, meanwhile)
 
     def agree(self, function: Callable[[], T]) -> T:
         """Call a local function on every rank and fail together. Collective.
@@ -169,7 +204,7 @@ class World:
 
     def gather_objects(self, value: T) -> list[T]:
         """Give every rank every rank's value, in rank order. Collective; for start-up and the end, not for steps."""
-        with self.deadline("gathering from all ranks"):
+        with self.meeting("gathering from all ranks"):
             return self.comm.allgather(value)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -182,7 +217,7 @@ class World:
             raise ValueError(f"broadcast needs a contiguous CPU tensor, got {tensor.device}, strides {tensor.stride()}")
         if tensor.numel():
             data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-            with self.deadline("broadcasting from rank 0"):
+            with self.meeting("broadcasting from rank 0"):
                 # Pieces below 2 GiB: a count in MPI is an int in many libraries.
                 for start in range(0, data.size, 1 << 30):
                     self.comm.Bcast(data[start : start + (1 << 30)], root=0)
@@ -198,9 +233,9 @@ class World:
             UserError: There is too little; raised on every rank.
         """
         wanted = np.array([num_bytes], dtype=np.int64)
-        with self.deadline("adding up the shared memory that is wanted"):
+        with self.meeting("adding up the shared memory that is wanted"):
             self.node_comm.Allreduce(MPI.IN_PLACE, wanted)
-        self.agree(lambda: _check_shared_memory(int(wanted[0]), self.local_size, what))
+        self.agree(lambda: check_room(int(wanted[0]), self.local_size, what))
 
     def on_close(self, free: Callable[[], None]) -> None:
         """Have a resource freed when this world closes, in reverse order of registration. Local."""
@@ -212,9 +247,17 @@ class World:
             return
         self._closed = True
         atexit.unregister(self.close)
+        assert self._alarm.status is not None
+        self._alarm.status.page.leaving = True
+        with self.meeting("leaving"):
+            request = self.comm.Ibarrier()
+            while not _complete(request, patience_s=STRANDED_LOOK_S):
+                self._alarm.check_stranded()
         with self.deadline("closing the world"):
             while self._resources:
                 self._resources.pop()()
+            status, self._alarm.status = self._alarm.status, None
+            status.free()
             self.node_comm.Free()
             self.comm.Free()
         self._watchdog.close()
@@ -227,86 +270,26 @@ class World:
         if error is None:
             self.close()
 
-    def _expired(self, what: str) -> None:
-        abort(
-            f"rank {self.rank} on {MPI.Get_processor_name()} waited more than {self.timeout_s:g} s while {what}: "
-            "another rank is late, stuck or dead (the limit is comm.timeout_s)"
-        )
+    def _expired(self, wait: Wait) -> None:
+        """Called from the watchdog's thread."""
+        self._alarm.expired(wait, self.timeout_s)
+
+    def _beat(self) -> None:
+        """Called from the watchdog's thread."""
+        if self._alarm.status is not None:
+            self._alarm.status.page.beat()
 
 
-def abort(message: str, code: int = 1) -> None:
-    """End every rank of the job now, whatever they are doing. Local to call; does not return."""
-    print(f"odc_mpi: {message}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(code,))
-    timer.daemon = True
-    timer.start()
-    MPI.COMM_WORLD.Abort(code)
-
-
-def library_name(version: str) -> str:
-    """Shorten what MPI_Get_library_version says to a name and a version. Local.
-
-    The two libraries say it differently: "MPICH Version:      5.0.2" and more lines, "Open MPI v5.0.11, package: ...".
-    """
-    words = version.replace("Version:", "").replace(",", " ").split("\n")[0].split()
-    end = next((i for i, word in enumerate(words) if any(c.isdigit() for c in word)), len(words) - 1)
-    return " ".join(words[: end + 1])
-
-
-def _unlink_startup_memory() -> None:
-    """Remove the names of what MPICH mapped at its start; every rank of the node has it open by now. Local.
-
-    MPICH removes them itself, but only in MPI_Finalize: a job that was killed or aborted would leave megabytes in
-    /dev/shm each time. Its windows have no names from the beginning.
-    """
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return
-    for name in {line.split()[-1] for line in lines if re.search(r"/dev/shm/mpich_shm_\w+$", line)}:
-        with suppress(OSError):
-            Path(name).unlink()
-
-
-def _check_launcher() -> None:
-    """Notice a launcher that belongs to another MPI, under which every process believes to be rank 0 of 1. Local."""
-    sizes = {name: int(os.environ.get(name) or 1) for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")}
-    name, size = max(sizes.items(), key=lambda item: item[1])
-    if size > 1 and MPI.COMM_WORLD.Get_size() == 1:
-        raise UserError(
-            f"the launcher started {size} processes ({name}), but {library_name(MPI.Get_library_version())} sees 1: "
-            "use the mpiexec of the MPI library that this Python environment has"
-        )
-
-
-def _check_shared_memory(wanted: int, local_size: int, what: str) -> None:
-    # One rank on a node needs no memory that others can see: MPI takes it from the heap.
-    if local_size == 1:
-        return
-    try:
-        free = shutil.disk_usage("/dev/shm").free
-    except OSError:
-        return  # Not every system keeps shared memory there; MPI will find its own place or say so.
-    if wanted > free:
-        raise UserError(
-            f"/dev/shm has {free >> 20} MiB free, expected at least {wanted >> 20} MiB as room for {what} of this "
-            f"node's {local_size} ranks: enlarge it (docker --shm-size, mount -o remount,size=...) or use more nodes"
-        )
-
-
-def _install_excepthook() -> None:
-    """Let an exception that leaves the main program end the job, after whoever reported it before. Local."""
-    report = sys.excepthook
-    if MPI.COMM_WORLD.Get_size() == 1 or getattr(report, "ends_the_job", False):
-        return
-
-    def report_and_abort(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> Any:
-        if MPI.Is_finalized():
-            return report(kind, error, tb)
-        print(f"odc_mpi: rank {MPI.COMM_WORLD.Get_rank()} failed:", file=sys.stderr)
-        report(kind, error, tb)
-        return abort("ending all ranks")
-
-    report_and_abort.ends_the_job = True  # type: ignore[attr-defined]
-    sys.excepthook = report_and_abort
+def _complete(
+    request: MPI.Request, meanwhile: Callable[[], object] = lambda: None, patience_s: float = math.inf
+) -> bool:
+    """Poll an operation until it is complete, or patience is at its end. Local."""
+    start = time.perf_counter()
+    while not request.Test():
+        meanwhile()
+        passed = time.perf_counter() - start
+        if passed > patience_s:
+            return False
+        if passed > SPIN_S:
+            time.sleep(SLEEP_S)
+    return True

@@ -25,15 +25,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from odc_mpi.shard.activity import in_backward
 from odc_mpi.shard.unit import ReadyUnits, Unit
 
 #: Pushes the gradients of some parameters of a unit; None for those that were not used.
 Push = Callable[[Unit, Sequence[str], Sequence[torch.Tensor | None]], None]
-
-
-def in_backward() -> bool:
-    """Tell whether this thread is inside a backward pass. Local."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class WholeParameters(torch.autograd.Function):

@@ -11,7 +11,7 @@ Nothing else here communicates, but for `ShardedModel()`, which is collective, a
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, TypeVar
@@ -123,12 +123,14 @@ class ShardedModel:
         self._slices = OwnSlices(transport, layouts)
         self._ready = ReadyUnits(transport, prefetch)
         self._pusher = GradientPusher(transport, in_thread=prefetch > 0)
-        calls, saved = UnitCalls(self._ready, self._pusher.push), SavedTensors(self._ready)
+        calls, saved = UnitCalls(self._ready, self._push), SavedTensors(self._ready)
+        activity = self._ready.activity
         self._slices.load(weights or ModuleWeights(parts, transport))
         replicate(module, transport)
         self._guard = place_on_demand(places, self.units, transport.param_dtype, calls)
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, calls, saved, activation_checkpointing)
+        module.register_forward_pre_hook(lambda *_: activity.start_microbatch())
         self._check_handle = register_optimizer_step_pre_hook(self._check_optimizer)
         self.publish()
 
@@ -179,13 +181,16 @@ class ShardedModel:
         """
         self._advance(Phase.PUBLISHED, Phase.MINIBATCH, "minibatch()")
         self._pusher.start()
+        self._ready.activity.start_minibatch()
         minibatch = Minibatch(names)
         # An exception in the enclosed code does not come back here: a rank that failed must not meet the others.
         yield minibatch
+        self._transport.note("completing its fetches and pushes")
         # Before A: an owner that has passed it may write what a fetch on its way would still read.
         self._ready.release_all()
         self._ready.readable = False
         self._pusher.finish()
+        self._ready.activity.finish_minibatch()
         report = minibatch.report(self._pusher.finite)
         minibatch.receive(self._at_boundary(lambda: self._transport.complete_gradients(report)))
         self._slices.attach_gradients()
@@ -256,6 +261,10 @@ class ShardedModel:
         self._ready.close()
         self._slices.detach()
         self._transport.close()
+
+    def _push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
+        self._ready.activity.tell("backward of", unit.name)
+        self._pusher.push(unit, names, gradients)
 
     def _advance(self, expected: Phase, following: Phase, call: str) -> None:
         if self._phase is not expected:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from odc_mpi.comm.transport import Fetch, Transport
+from odc_mpi.shard.activity import Activity, in_backward
 from odc_mpi.shard.layout import FlatLayout, Slot
 from odc_mpi.shard.prefetch import CommunicationThread, FetchOrder
 
@@ -130,12 +131,14 @@ class ReadyUnits:
             no bytes, or that one thread only may call, nothing is.
 
     Attributes:
+        activity: Tells the other ranks which unit is in use.
         generation: Counts publications: what was fetched before the last one is stale.
         readable: Whether parameters may be fetched: not between A and B, when their owners write them.
         fetch_wait_s: Seconds spent waiting for fetches since the start.
     """
 
     def __init__(self, transport: Transport, prefetch: int = 0) -> None:
+        self.activity = Activity(transport)
         self._transport = transport
         self._prefetch = prefetch if transport.copies and transport.threads else 0
         self._max_others = max(MAX_READY_UNITS - 1, self._prefetch)
@@ -152,7 +155,9 @@ class ReadyUnits:
     def require(self, unit: Unit) -> None:
         """Make a unit ready, and start to fetch those that come next. One-sided."""
         # Asked for every saved tensor: most often the unit is that of the last time, and the root stays anyway.
+        doing = "backward of" if in_backward() else "forward of"
         if unit.state is UnitState.READY and (unit is self._latest or unit.is_root):
+            self.activity.tell(doing, unit.name)
             return
         if unit.state is UnitState.SHARDED:
             self._check_readable()
@@ -163,6 +168,7 @@ class ReadyUnits:
         else:
             self._held[unit] = self._held.pop(unit)
         self._latest = unit
+        self.activity.tell(doing, unit.name)
         if self._thread is not None:
             self._look_ahead(unit)
 
@@ -200,6 +206,8 @@ class ReadyUnits:
     def _complete(self, unit: Unit, fetch: Callable[[int], Fetch] | None = None) -> None:
         """Wait for the fetch of a unit, which `fetch` starts if it is not on its way."""
         self._held.pop(unit, None)  # until it is there: a fetch may fail
+        if self._transport.copies:
+            self.activity.tell("fetching", unit.name)
         start = time.perf_counter()
         if fetch is not None:
             unit.start_fetch(fetch)

@@ -98,3 +98,15 @@ def test_it_does_not_keep_the_process() -> None:
     watchdog = Watchdog(60.0, Calls())
     assert watchdog._thread.daemon
     watchdog.close()
+
+
+def test_it_gives_signs_of_life_while_it_waits_and_while_not() -> None:
+    looks: list[float] = []
+    watchdog = Watchdog(0.5, Calls(), lambda: looks.append(time.monotonic()))
+    time.sleep(0.4)
+    with watchdog.watch("short"):
+        time.sleep(0.4)
+    assert len(looks) >= 4
+    watchdog.close()
+    watchdog._thread.join(5.0)
+    assert not watchdog._thread.is_alive()

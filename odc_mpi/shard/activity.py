@@ -1,0 +1,59 @@
+"""What this rank is doing with which unit, told to the other ranks should they wait for it in vain.
+
+    in microbatch 3, forward of unit layers.1      parameters of the unit are being used in a forward
+    in microbatch 3, fetching unit layers.2        it waits for their owners
+    in microbatch 3, backward of unit layers.2     they are being used in a backward, or their gradient is pushed
+    using unit layers.2                            outside of microbatches: evaluation, state_dict
+
+It tells only what is new: a note or two per call of a unit, a few microseconds each.
+"""
+
+import torch
+
+from odc_mpi.comm.transport import Transport
+
+
+def in_backward() -> bool:
+    """Tell whether this thread is inside a backward pass. Local."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Activity:
+    """Tells what this rank is doing.
+
+    Args:
+        transport: Whose `note` is called.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._note = transport.note
+        self._told: tuple[str, str] | None = None
+        self._in_minibatch = False
+        self._microbatch = 0
+
+    def start_minibatch(self) -> None:
+        """Count microbatches from here on. Local."""
+        self._in_minibatch, self._microbatch = True, 0
+
+    def finish_minibatch(self) -> None:
+        """Count no more microbatches: the boundary comes, which the transport tells itself. Local."""
+        self._in_minibatch, self._microbatch, self._told = False, 0, None
+
+    def start_microbatch(self) -> None:
+        """Take a forward of the whole module for the beginning of a microbatch, within a minibatch. Local."""
+        if self._in_minibatch:
+            self._microbatch += 1
+            self._told = None
+
+    def tell(self, doing: str, unit: str) -> None:
+        """Tell, if it is new, what is done with a unit. Local.
+
+        Args:
+            doing: "forward of", "backward of" or "fetching".
+            unit: Dotted name; "" for the root.
+        """
+        if (doing, unit) != self._told:
+            self._told = doing, unit
+            if not self._microbatch and doing != "fetching":
+                doing = "using"
+            self._note(f"{doing} unit {unit or '(root)'}", self._microbatch)

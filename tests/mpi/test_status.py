@@ -1,0 +1,86 @@
+"""What ranks tell of themselves is read one-sidedly, whole, while they do something else."""
+
+import time
+
+import pytest
+
+from odc_mpi.comm.status import StatusWindow
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def window(world):
+    made = StatusWindow(world.comm)
+    yield made
+    world.comm.Barrier()
+    made.free()
+    made.free()
+
+
+def test_every_rank_reads_every_other(world, window):
+    window.page.arrive("meeting at point A")
+    window.page.write(f"forward of unit layers.{world.rank}", world.rank + 1)
+    world.comm.Barrier()
+    peers = window.read()
+    assert sorted(peers) == [rank for rank in range(world.size) if rank != world.rank]
+    for rank, status in peers.items():
+        assert (status.what, status.microbatch, status.num_meetings) == (f"forward of unit layers.{rank}", rank + 1, 1)
+        assert abs(time.time() - status.told_at) < 30
+
+
+def test_a_page_that_is_written_all_the_time_is_read_whole(world, window):
+    """Rank 0 reads while the others write, texts and numbers that belong together."""
+    texts = [f"backward of unit {'x' * (number * 7 % 150)}" for number in range(200)]
+    window.page.write(texts[0], 0)
+    world.comm.Barrier()
+    request = world.comm.Ibarrier() if world.rank else None
+    if world.rank == 0:
+        numbers = set()
+        for _ in range(300):
+            for status in window.read().values():
+                assert status.what == texts[status.microbatch]
+                numbers.add((status.microbatch, status.number))
+        assert len(numbers) > 50 or world.size == 1, "nobody wrote meanwhile"
+        world.comm.Ibarrier().Wait()
+    else:
+        number = 0
+        while not request.Test():
+            for _ in range(100):
+                number = (number + 1) % len(texts)
+                window.page.write(texts[number], number)
+
+
+def test_a_rank_that_computes_is_read_at_once(world, window):
+    if world.num_nodes > 1:
+        pytest.skip("over a network its rank has to call MPI")
+    window.page.write("computing", 5)
+    world.comm.Barrier()
+    if world.rank == 0:
+        start = time.perf_counter()
+        peers = window.read()
+        assert time.perf_counter() - start < 1.0
+        assert all(status.microbatch == 5 for status in peers.values())
+    else:
+        end = time.perf_counter() + 2.0
+        while time.perf_counter() < end:
+            sum(range(1000))
+
+
+def test_a_freed_window_has_nothing_to_tell(world):
+    window = StatusWindow(world.comm)
+    window.free()
+    window.page.write("after")
+    assert all(status is None for status in window.read().values())
+
+
+def test_a_world_tells_where_it_is(world):
+    peers = world._alarm.status
+    world.gather_objects(None)
+    meetings = {status.num_meetings for status in peers.read().values()}
+    world.note("between two meetings", 4)
+    world.comm.Barrier()
+    told = peers.read().values()
+    assert {(status.what, status.microbatch) for status in told} <= {("between two meetings", 4)}
+    world.comm.Barrier()
+    assert len(meetings | {peers.page.num_meetings}) == 1, "all ranks have the same number of meetings behind them"

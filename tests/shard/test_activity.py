@@ -1,0 +1,106 @@
+"""What other ranks are told that this one is doing."""
+
+import torch
+from ranks import RecordingTransport, run_ranks
+from torch import nn
+
+from odc_mpi.shard.activity import Activity
+from odc_mpi.shard.model import ShardedModel
+
+
+class Telling(RecordingTransport):
+    """Writes down what is told."""
+
+    def note(self, what: str, microbatch: int = 0) -> None:
+        told.append((microbatch, what))
+
+
+told: list[tuple[int, str]] = []
+
+
+def make(transport: RecordingTransport, **options: bool) -> ShardedModel:
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    module = nn.Sequential(*layers, nn.Linear(4, 1)).double()
+    return ShardedModel(module, transport, units=layers, **options)
+
+
+def run(work: object) -> list[tuple[int, str]]:
+    """Return what was told after the last `told.clear()`, but for the end of the minibatch."""
+    told.clear()
+    run_ranks(1, work, transport=Telling)  # type: ignore[arg-type]
+    return [note for note in told if note != (0, "completing its fetches and pushes")]
+
+
+def test_units_and_microbatches_are_told() -> None:
+    def work(transport: RecordingTransport) -> None:
+        model = make(transport)
+        told.clear()
+        with model.minibatch():
+            for _ in range(2):
+                model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        model.publish()
+
+    said = run(work)
+    for microbatch in (1, 2):
+        own = [what for number, what in said if number == microbatch and "fetching" not in what]
+        forwards = [f"forward of unit {name}" for name in ("0", "1", "2", "3", "(root)")]
+        backwards = [f"backward of unit {name}" for name in ("(root)", "3", "2", "1", "0")]
+        assert own == forwards + backwards
+    fetched = [what for number, what in said if number == 1 and what.startswith("fetching")]
+    assert fetched[:3] == ["fetching unit 0", "fetching unit 1", "fetching unit 2"]
+    assert {number for number, _ in said} == {1, 2}
+
+
+def test_recomputation_is_part_of_the_backward() -> None:
+    def work(transport: RecordingTransport) -> None:
+        model = make(transport, activation_checkpointing=True)
+        told.clear()
+        with model.minibatch():
+            model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+
+    said = [what for _, what in run(work) if "fetching" not in what]
+    assert said.index("backward of unit (root)") == 5
+    assert said[5:] == [f"backward of unit {name}" for name in ("(root)", "3", "2", "1", "0")]
+
+
+def test_outside_of_minibatches_there_are_no_microbatches() -> None:
+    def work(transport: RecordingTransport) -> None:
+        model = make(transport)
+        with model.minibatch():
+            pass
+        model.publish()
+        told.clear()
+        with torch.no_grad():
+            model(torch.ones(2, 4, dtype=torch.float64))
+        model.state_dict()
+
+    said = run(work)
+    assert said and all(number == 0 for number, _ in said)
+    assert (0, "using unit 2") in said
+
+
+def test_each_minibatch_counts_from_one() -> None:
+    def work(transport: RecordingTransport) -> None:
+        model = make(transport)
+        for _ in range(2):
+            told.clear()
+            with model.minibatch():
+                model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+            model.publish()
+
+    assert {number for number, _ in run(work)} == {1}
+
+
+def test_the_same_is_not_told_twice() -> None:
+    def work(transport: RecordingTransport) -> None:
+        activity = Activity(transport)
+        activity.start_minibatch()
+        for _ in range(2):
+            activity.start_microbatch()
+            for _ in range(3):
+                activity.tell("forward of", "a")
+        activity.finish_minibatch()
+        activity.tell("forward of", "a")
+
+    assert run(work) == [(1, "forward of unit a"), (2, "forward of unit a"), (0, "using unit a")]
