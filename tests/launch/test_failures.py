@@ -29,6 +29,32 @@ world.gather_objects(None)
 """
 
 
+FETCHES_AHEAD = """
+import sys, time, torch
+import odc_mpi
+from odc_mpi.api import decide_for
+from odc_mpi.comm.window import WindowTransport
+world = odc_mpi.World(timeout_s=20)
+layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+copies = decide_for(world, zero_copy="off")  # else there is nothing to fetch ahead
+model = odc_mpi.shard_model(torch.nn.Sequential(*layers), world, units=layers, prefetch=1, decision=copies)
+for _ in range(2):
+    with model.minibatch():
+        model(torch.randn(8, 64)).mean().backward()
+    model.publish()
+fetch = WindowTransport.start_fetch
+WindowTransport.start_fetch = lambda self, *arguments: (time.sleep(0.5), fetch(self, *arguments))[1]
+with model.minibatch():
+    y = model.module[0](torch.randn(8, 64))
+    assert "fetching" in [unit.state.value for unit in model.units]
+    if world.rank == 1:
+        raise KeyError("my own mistake")
+    if world.size == 1:
+        sys.exit(int(sys.argv[1]))
+model.publish()
+"""
+
+
 def script(tmp_path, text):
     path = tmp_path / "script.py"
     path.write_text(text)
@@ -53,6 +79,21 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
 
 def test_a_rank_that_leaves_does_not_hang_the_others(tmp_path):
     assert launch(2, script(tmp_path, LEAVES), timeout_s=50).code != 0
+
+
+def test_an_exception_while_a_unit_is_fetched_ahead(tmp_path):
+    done = launch(2, script(tmp_path, FETCHES_AHEAD), timeout_s=50)
+    assert done.code != 0
+    assert "rank 1 failed" in done.err
+    assert 'raise KeyError("my own mistake")' in done.err
+    assert done.seconds < 30
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_leaving_while_a_unit_is_fetched_ahead(tmp_path, code):
+    """The thread ends before MPI does."""
+    done = launch(1, script(tmp_path, FETCHES_AHEAD), code, timeout_s=50)
+    assert done.code == code and not done.err.count("Traceback"), done.err
 
 
 def test_too_little_shared_memory_is_said_early(tmp_path):
