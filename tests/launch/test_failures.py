@@ -1,5 +1,6 @@
 """One rank fails or makes a mistake: the whole job ends, soon, and says whose fault it was."""
 
+import pytest
 from mpi_launch import launch
 
 LATE = """
