@@ -145,7 +145,7 @@ class AccumulateReduction(Reduction):
             for owner, begin, values in self.pieces(index, gradient, start):
                 self._window(index, owner).accumulate(owner, begin, values)
         # At this end only: the buffer may be reused. `flush` completes it at the targets.
-        return Flush(self.world, lambda: self._flush_local(index), what, owners)
+        return Flush(self.world, lambda: self._flush_local(index), what, owners, gradient)
 
     def flush(self) -> None:  # noqa: D102
         with self.world.deadline("flushing gradients"):

@@ -209,15 +209,21 @@ class Flush:
         flush: The window's method that completes them.
         what: What is waited for, to follow "while".
         owners: The ranks at whose memory the operations are; by default any.
+        memory: What the operations read or fill. MPI holds no reference: without one here, memory that the caller lets
+            go of between start and wait would be somebody else's by the time it travels.
     """
 
-    def __init__(self, world: World, flush: Callable[[], None], what: str, owners: Iterable[int] = ()) -> None:
+    def __init__(
+        self, world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
+    ) -> None:
         self._world, self._flush, self._what, self._owners = world, flush, what, owners
+        self._memory: torch.Tensor | None = memory
 
     def wait(self) -> None:
         """Return once they are complete. One-sided."""
         with self._world.deadline(self._what, self._owners):
             self._flush()
+        self._memory = None
 
 
 def _get(win: MPI.Win, target: int, buffer: np.ndarray, itemsize: int) -> None:

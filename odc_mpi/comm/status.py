@@ -3,7 +3,7 @@
 Each rank has a page of 512 bytes in a window. It writes there by plain stores and asks nobody; others read it with
 MPI_Rget, but only when a wait has outlasted its deadline. So a rank that computes, or is stopped, can be read by the
 ranks of its node all the same. Over a network without one-sided hardware a page can be read while its rank enters MPI,
-which a thread does now and then; a rank that is stopped, or holds Python's lock for long, does not answer there.
+which a thread does now and then within microbatches; a rank that is stopped does not answer there.
 
 Note: torn pages
     A page has two slots, written in turn, each with a number and a checksum. A reader takes the valid slot with the
@@ -58,6 +58,11 @@ class StatusPage:
         self.num_meetings = 0
         self.leaving = False
         self.speaking = False
+
+    @property
+    def in_microbatch(self) -> bool:
+        """Whether this rank told last that it is in a microbatch. Local."""
+        return self._last[1] > 0
 
     def write(self, what: str, microbatch: int = 0) -> None:
         """Tell what this rank is doing. Local."""
@@ -181,7 +186,9 @@ class StatusWindow:
             try:
                 reading = self._readings.get(timeout=SERVE_S)
             except queue.Empty:
-                self._serve_others()
+                # Only there: whether an operation is one-sided is measured outside, and must not be helped.
+                if self.page.in_microbatch:
+                    self._serve_others()
                 continue
             if reading is None:
                 return

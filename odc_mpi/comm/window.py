@@ -119,7 +119,7 @@ class WindowTransport(Transport):
             if near is not None:
                 start, stop = layout.owned(owner)
                 buffer[start:stop].copy_(near[: stop - start])
-        return Flush(self._world, window.flush, what, far)
+        return Flush(self._world, window.flush, what, far, buffer)
 
     def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
         self._serve()

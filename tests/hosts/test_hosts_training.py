@@ -9,8 +9,15 @@ from two_hosts import launch
 
 #: Settings of the communication that a run across hosts must work with.
 SETTINGS = [
-    (),
+    "",
+    "reduction=accumulate progress=thread",
+    "reduction=accumulate progress=off",
+    "reduction=mailbox progress=thread",
+    "reduction=mailbox progress=off",
+    "zero_copy=off reduction=mailbox mailbox_bytes=8192 prefetch=2",
 ]
+#: Those that two ranks on each host are tried with, too: near and far peers at once.
+SETTINGS_OF_FOUR = [SETTINGS[0], SETTINGS[1], SETTINGS[-1]]
 
 
 def losses(run_dir):
@@ -26,13 +33,19 @@ def alone(data, tmp_path_factory):
     return losses(directory / "run")
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: " ".join(settings) or "as it comes")
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks_per_host", "settings"),
+    [(1, settings) for settings in SETTINGS] + [(2, settings) for settings in SETTINGS_OF_FOUR],
+    ids=lambda value: value or "as it comes",
+)
 def test_losses_are_those_of_one_process(config, alone, tmp_path, ranks_per_host, settings):
     # A wait that hangs names itself; four ranks on two busy cores took up to 26 s for all.
     command = ("-m", "odc_mpi", "train", "--config", config, "--comm.timeout_s", 60)
-    done = launch(ranks_per_host, *command, *settings, timeout_s=100)
+    done = launch(ranks_per_host, *command, *(f"--comm.{setting}" for setting in settings.split()), timeout_s=100)
     assert done.code == 0, done.err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["world_size"] == 2 * ranks_per_host
+    assert summary["num_nodes"] == 2
+    for name, value in (setting.split("=") for setting in settings.split()):
+        assert str(summary.get(name, value)) == value
     assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5)

@@ -1,0 +1,84 @@
+"""A rank that computes is read and pushed to from the other host all the same, and the doctor knows what that takes."""
+
+import json
+
+import pytest
+from two_hosts import launch
+
+# The last rank computes for 3 s without calling MPI; those of the other host come and go meanwhile.
+COMPUTES = """
+import functools, sys, time
+import numpy as np, torch
+from odc_mpi import World
+from odc_mpi.comm.mailbox import MailboxReduction
+from odc_mpi.comm.reduction import AccumulateReduction
+from odc_mpi.comm.window import WindowTransport
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+torch.set_num_threads(1)
+world = World(timeout_s=50)
+reduction = {"accumulate": AccumulateReduction, "mailbox": MailboxReduction}[sys.argv[1]]
+transport = WindowTransport(world, reduction=reduction, progress=sys.argv[2] == "thread")
+numel = 50_000 * world.size
+transport.allocate([FlatLayout.build("unit", [ParameterSpec("p", (numel,), True)], world.size)])
+transport.parameter_shard(0).fill_(world.rank + 1)
+transport.publish_parameters()
+transport.release(transport.fetch(0).wait())
+transport.publish_parameters()
+began, rounds, longest = time.perf_counter(), 0, 0.0
+if world.rank == world.size - 1:
+    matrix = torch.randn(64, 64)
+    while time.perf_counter() - began < 3.0:
+        matrix @ matrix
+elif world.node == 0:
+    time.sleep(0.3)
+    while time.perf_counter() - began < 2.2:
+        start = time.perf_counter()
+        fetched = transport.fetch(0).wait()
+        assert fetched[0] == 1 and fetched[-1] == world.size
+        transport.accumulate(0, torch.ones(numel)).wait()
+        transport.release(fetched)
+        rounds, longest = rounds + 1, max(longest, time.perf_counter() - start)
+    print(rounds, longest, flush=True)
+reports = transport.complete_gradients(np.array([rounds]))
+first, last = transport.layouts[0].owned(world.rank)
+assert (transport.gradient_shard(0)[: last - first] == reports.sum()).all(), "gradients were lost or doubled"
+world.close()
+"""
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
+def test_nobody_waits_for_a_computing_rank_of_the_other_host(tmp_path, reduction, ranks_per_host):
+    (tmp_path / "script.py").write_text(COMPUTES)
+    done = launch(ranks_per_host, tmp_path / "script.py", reduction, "thread", timeout_s=60)
+    assert done.code == 0, done.err
+    for line in done.out.splitlines():
+        rounds, longest = line.split()
+        # Open MPI takes up to a second for an Accumulate of this size over TCP, also with an idle target.
+        assert int(rounds) >= 2 and float(longest) < 2.0, done.out
+    assert len(done.out.splitlines()) == ranks_per_host
+
+
+def test_without_progress_it_is_waited_for(tmp_path):
+    """Else the test above would show nothing."""
+    (tmp_path / "script.py").write_text(COMPUTES)
+    done = launch(1, tmp_path / "script.py", "accumulate", "off", timeout_s=60)
+    assert done.code == 0, done.err
+    rounds, longest = done.out.split()
+    assert int(rounds) == 1 and float(longest) > 2.0, done.out
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_the_doctor_sees_that_the_other_host_needs_progress(ranks_per_host):
+    done = launch(ranks_per_host, "-m", "odc_mpi", "doctor", "--json", timeout_s=90)
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert report["nodes"] == 2 and list(report["ranks_per_node"]) == [ranks_per_host] * 2
+    peers = report["peers"]
+    assert (peers["same_node"] is None) == (ranks_per_host == 1)
+    assert peers["other_node"]["get"]["one_sided"] is False
+    assert peers["other_node"]["get"]["busy_s"] > 10 * peers["other_node"]["get"]["idle_s"] > 0
+    assert peers["other_node"]["put"]["gb_per_s"] > 0
+    assert report["decision"]["progress"]["choice"] == "thread"
+    if ranks_per_host == 2:
+        assert peers["same_node"]["get"]["one_sided"] is True
