@@ -80,6 +80,7 @@ def test_mistakes_in_training(config, tmp_path, capsys, arguments, words):
         (["prepare", "stdlib", "out.h5", "--max-length", "0"], ["--max-length"]),
         (["prepare", "stdlib", "out.h5", "--overlong", "burn"], ["--overlong", "burn"]),
         (["prepare", "stdlib", "out.h5", "--colour"], ["--colour"]),
+        (["doctor", "--colour"], ["--colour"]),
     ],
 )
 def test_mistakes_elsewhere(tmp_path, monkeypatch, capsys, arguments, words):
