@@ -43,9 +43,12 @@ def doctor(
         The exit code: 0 if there was an answer, 1 if MPI did not even start.
     """
     rank = launched_rank()
-    ending = take_part(probe, rank, deadline_s, operation_s)
-    if rank:
-        return 0
+    with take_part(probe, rank, deadline_s, operation_s) as ending:
+        return 0 if rank else _tell(ending, as_json)
+
+
+def _tell(ending: Ending, as_json: bool) -> int:
+    """Print what is known and return the exit code."""
     report = _report(ending)
     decision = decide(report) if report.library else None
     if as_json:
@@ -61,10 +64,10 @@ def _report(ending: Ending) -> Report:
     """Return the report, with what ended it."""
     news = ending.news or {}
     report = Report.from_dict(news["report"]) if "report" in news else Report()
-    if not ending.failure:
+    doing = news.get("doing", "starting MPI")
+    if ending.failure is None and doing is None:
         return report
-    doing = news.get("doing") or ("closing" if news else "starting MPI")
-    return report.with_problem(f"{doing.replace('.', ' ')}: {ending.failure}")
+    return report.with_problem(f"{(doing or 'closing').replace('.', ' ')}: {ending.failure or 'ended early'}")
 
 
 def _print(report: Report, decision: Decision | None) -> None:

@@ -1,7 +1,7 @@
 """What an MPI launcher and the processes it started have to do with each other; MPI itself is not started here.
 
 `take_part` starts a process that takes this rank's part in the job, from one that stays outside of MPI and therefore
-survives what happens there. Launchers end all ranks when one of theirs dies, some with SIGKILL, so
+survives what happens there. Launchers end all ranks when one of theirs dies, MPICH's with SIGKILL, so
 
 - a process stays when its child has crashed, until rank 0 has told the answer,
 - it keeps the child's request to abort the job from the launcher (PMI of MPICH and Slurm; PMIx has no such place),
@@ -18,8 +18,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,11 @@ class Ending:
     last_words: str
 
 
-def take_part(command: Sequence[str], rank: int, deadline_s: float, quiet_s: float) -> Ending:
+@contextmanager
+def take_part(command: Sequence[str], rank: int, deadline_s: float, quiet_s: float) -> Iterator[Ending]:
     """Run a child in this process's place in the job, and see how it ends. Local; the child communicates.
+
+    The block is for telling the answer: what is left of the child ends after it, since that may end the job.
 
     Args:
         command: Started with one more argument: the file descriptor to tell news to, a JSON object per line.
@@ -77,8 +80,9 @@ def take_part(command: Sequence[str], rank: int, deadline_s: float, quiet_s: flo
     child = _Child(command)
     try:
         if rank == 0:
-            return _until_known(child, notes, ended, deadline_s, quiet_s)
-        return _until_not_needed(child, notes, ended, rank, deadline_s + _END_S)
+            yield _until_known(child, notes, ended, deadline_s, quiet_s)
+        else:
+            yield _until_not_needed(child, notes, ended, rank, deadline_s + _END_S)
     finally:
         child.end()
         notes.close()

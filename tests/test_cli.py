@@ -88,6 +88,7 @@ def test_mistakes_in_training(config, tmp_path, capsys, arguments, words):
         (["bench", "transport", "--timeout-s", "-1"], ["--timeout-s", "-1"]),
         (["bench", "transport", "--size", "1M"], ["--size"]),
         (["bench", "transport", "more"], ["more"]),
+        (["doctor", "--colour"], ["--colour"]),
     ],
 )
 def test_mistakes_elsewhere(tmp_path, monkeypatch, capsys, arguments, words):

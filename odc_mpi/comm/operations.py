@@ -63,6 +63,12 @@ class Operation:
         """Read the target's window and compare with what should be there."""
         self.peering.received[: self.most] = 255
         self.peering.get(self.most)
+        right = self._has_received()
+        # What is there, right or wrong, is what the next operation begins with.
+        self.peering.expected[: self.most] = self.peering.received[: self.most]
+        return right
+
+    def _has_received(self) -> bool:
         return np.array_equal(self.peering.received[: self.most], self.peering.expected[: self.most])
 
     def _run(self, num_bytes: int) -> None:
@@ -77,6 +83,9 @@ class Get(Operation):
 
     def _run(self, num_bytes: int) -> None:
         self.peering.get(num_bytes)
+
+    def is_right(self) -> bool:  # noqa: D102
+        return self._has_received()
 
 
 class Put(Operation):

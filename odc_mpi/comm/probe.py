@@ -32,7 +32,7 @@ from odc_mpi.comm.world import World
 #: For a person who asks.
 FULL = Budget(idle_s=0.2, busy_s=0.5, bandwidth_s=1.5)
 #: For the start of a training run.
-QUICK = Budget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.06)
+QUICK = Budget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.15)
 #: Seconds after which the program ends by itself: whoever started it ends it before, and still has the answer.
 PROGRAM_S = 120.0
 
