@@ -92,6 +92,8 @@ class MailboxReduction(Reduction):
         self._taken = np.zeros(world.size, dtype=np.int64)
         self._unflushed: list[int] = []
         self._serving = threading.Lock()
+        # Not the same: who serves may have to wait for others, who adds never.
+        self._adding = threading.Lock()
         self._shards: dict[int, torch.Tensor] = {}
 
     @property
@@ -125,9 +127,8 @@ class MailboxReduction(Reduction):
         owners = [ring.owner for ring in self._rings.values() if ring.pieces]
         with self.world.deadline(f"pushing the gradient of unit {push.name}", owners):
             self._put_what_fits()
-            with self._serving:
-                for begin, values in own:
-                    self._add(index, begin, values)
+            for begin, values in own:
+                self._add(index, begin, values)
         self.serve()
         return push
 
@@ -214,7 +215,7 @@ class MailboxReduction(Reduction):
         return headers
 
     def _drain(self) -> None:
-        """Add what has arrived, in the order of ranks. By the holder of the lock only."""
+        """Add what has arrived, in the order of ranks. Only by who holds `_serving`."""
         with self.world.deadline("handing room in the mailbox back"):
             # Complete since the last time, as a rule. Only then may a counter be put again.
             for pusher in self._unflushed:
@@ -244,7 +245,7 @@ class MailboxReduction(Reduction):
     def _add(self, index: int, start: int, values: np.ndarray) -> None:
         # Not torch: its threads would come once more for every thread that serves. inf - inf is no news here.
         own = self._values[index][start : start + values.size]
-        with np.errstate(all="ignore"):
+        with self._adding, np.errstate(all="ignore"):
             np.add(own, values, out=own)
 
     def _slot_bytes(self, numel: int) -> int:

@@ -38,7 +38,8 @@ class Life:
         self.sizes = np.exp(rng.uniform(0, np.log(MAX_NUMEL), size=rng.integers(1, 6))).astype(int).tolist()
         self.dtype = [torch.float32, torch.float64][rng.integers(2)]
         self.num_checked = 0
-        room = int(SMALLEST_RING * 4 ** rng.uniform(0, 6)) * max(1, world.size - 1)
+        # From a 64th of all gradients to more than is of use.
+        room = max(SMALLEST_RING * world.size, int(sum(self.sizes) * 8 * 4 ** rng.uniform(-3, 1)))
         make = (
             functools.partial(MailboxReduction, mailbox_bytes=room) if reduction == "mailbox" else AccumulateReduction
         )
