@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,16 +34,24 @@ def check_room(wanted: int, local_size: int, what: str) -> None:
         )
 
 
-def unlink_startup_memory() -> None:
-    """Remove the names of what MPICH mapped at its start; every rank of the node has it open by now. Local.
+def startup_memory() -> set[str]:
+    """Return the files in /dev/shm that the MPI library made at its start and this rank has mapped. Local.
 
-    MPICH removes them itself, but only in MPI_Finalize: a job that was killed or aborted would leave megabytes in
-    /dev/shm each time. Its windows have no names from the beginning.
+    Their names are mpich_shm_* (MPICH) and sm_segment.* (Open MPI). Windows have no names from the beginning.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
-        return
-    for name in {line.split()[-1] for line in lines if re.search(r"/dev/shm/mpich_shm_\w+$", line)}:
+        return set()
+    return {line.split()[-1] for line in lines if re.search(r"/dev/shm/(mpich_shm_\w+|sm_segment\.\S+)$", line)}
+
+
+def unlink(names: Iterable[str]) -> None:
+    """Remove the names of shared memory that every rank of the node has mapped by now. Local.
+
+    The libraries do so themselves, but only in MPI_Finalize: a job that was killed or aborted would leave megabytes in
+    /dev/shm each time.
+    """
+    for name in names:
         with suppress(OSError):
             Path(name).unlink()

@@ -23,7 +23,7 @@ from odc_mpi.comm.alarm import Alarm
 from odc_mpi.comm.deadline import Watchdog
 from odc_mpi.comm.lateness import Wait
 from odc_mpi.comm.launcher import check_launcher, library_name
-from odc_mpi.comm.shared_memory import check_room, unlink_startup_memory
+from odc_mpi.comm.shared_memory import check_room, startup_memory, unlink
 from odc_mpi.comm.status import StatusWindow
 from odc_mpi.errors import AgreedError, UserError
 
@@ -79,11 +79,14 @@ class World:
             self.node_ranks = self.node_comm.allgather(self.rank)
             self._alarm.hosts = [host for _, host in everyone]
             self._alarm.status = StatusWindow(self.comm)
+            # Each has spoken with each of its node, so all have mapped what the library made at its start.
+            self.node_comm.alltoall([None] * self.local_size)
+            mapped = self.node_comm.allgather(startup_memory())
+        if self.local_rank == 0:
+            unlink(set.intersection(*mapped))
         leaders = sorted({leader for leader, _ in everyone})
         self.node = leaders.index(leader)
         self.num_nodes = len(leaders)
-        if self.local_rank == 0:
-            unlink_startup_memory()
         self._resources: list[Callable[[], None]] = []
         self._closed = False
         atexit.register(self.close)
