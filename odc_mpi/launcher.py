@@ -31,6 +31,8 @@ _LOOK_S = 0.03
 _LAST_NEWS_S = 0.1
 #: How long a process stays after its child's crash where it cannot see whether rank 0 still needs it.
 _STAY_S = 20.0
+#: For the launcher to forward what was printed, before it is asked to end the job.
+_FORWARD_S = 0.2
 #: How long a child may take to end after rank 0's has ended.
 _END_S = 2.0
 _PR_SET_PDEATHSIG = 1
@@ -77,12 +79,12 @@ def take_part(command: Sequence[str], rank: int, deadline_s: float, quiet_s: flo
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
     notes = _Notes(rank)
-    child = _Child(command)
+    child = _Child(command, rank)
     try:
         if rank == 0:
             yield _until_known(child, notes, ended, deadline_s, quiet_s)
         else:
-            yield _until_not_needed(child, notes, ended, rank, deadline_s + _END_S)
+            yield _until_not_needed(child, notes, ended, deadline_s + _END_S)
     finally:
         child.end()
         notes.close()
@@ -96,7 +98,7 @@ def _until_known(child: "_Child", notes: "_Notes", ended: threading.Event, deadl
         child.listen(_LOOK_S)
         if child.news is not known:
             known, quiet_until = child.news, time.monotonic() + quiet_s
-        crash = child.crash(0) or notes.read()
+        crash = child.crash() or notes.read()
         if crash is not None:
             child.listen(_LAST_NEWS_S)
             return Ending(child.news, *crash)
@@ -109,12 +111,12 @@ def _until_known(child: "_Child", notes: "_Notes", ended: threading.Event, deadl
             return Ending(child.news, f"no answer within {limit_s:g} s", child.last_words())
 
 
-def _until_not_needed(child: "_Child", notes: "_Notes", ended: threading.Event, rank: int, deadline_s: float) -> Ending:
+def _until_not_needed(child: "_Child", notes: "_Notes", ended: threading.Event, deadline_s: float) -> Ending:
     deadline = time.monotonic() + deadline_s
     crash, was_heard = None, False
     while not ended.is_set() and time.monotonic() < deadline:
         child.listen(_LOOK_S)
-        if crash is None and (crash := child.crash(rank)):
+        if crash is None and (crash := child.crash()):
             notes.write(*crash)
             deadline = min(deadline, time.monotonic() + _STAY_S)
         elif crash is None and child.is_done():
@@ -130,7 +132,8 @@ def _until_not_needed(child: "_Child", notes: "_Notes", ended: threading.Event, 
 class _Child:
     """A process in this one's place: it has its environment and its connection to the launcher."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], rank: int) -> None:
+        self._rank = rank
         self.news: Any = None
         self._read, write = os.pipe()
         os.set_inheritable(write, True)
@@ -172,13 +175,13 @@ class _Child:
         """Whether it has ended, and everything that it told was taken. Local."""
         return self._process.poll() is not None and self._read < 0
 
-    def crash(self, rank: int) -> tuple[str, str] | None:
+    def crash(self) -> tuple[str, str] | None:
         """Return how it crashed and its last words, None if it did not. Local."""
         code = self._process.poll()
         if not code and not self._pmi.abort_was_asked:
             return None
         how = "MPI_Abort" if not code else signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"crashed ({how} on rank {rank})", self.last_words()
+        return f"crashed ({how} on rank {self._rank})", self.last_words()
 
     def last_words(self, num_lines: int = 25) -> str:
         """Return the end of what it wrote to its standard streams. Local."""
@@ -190,7 +193,7 @@ class _Child:
         """Kill it if it still runs. Local."""
         self._process.kill()
         self._process.wait()
-        self._pmi.finalize()
+        self._pmi.leave(self._rank)
         self._noise.close()
         if self._read >= 0:
             os.close(self._read)
@@ -223,13 +226,17 @@ class _PmiRelay:
             for source, sink in ((child, self._launcher), (self._launcher, child)):
                 threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
 
-    def finalize(self) -> None:
-        """End the connection in good order if the child could not; the launcher would call it a bad end. Local."""
-        # With ranks elsewhere a bad end is wanted: only the launcher can end those, too.
-        is_one_node = os.environ.get("MPI_LOCALNRANKS") == os.environ.get("PMI_SIZE")
-        if self._is_open and is_one_node:
-            with suppress(OSError):
-                os.write(self._launcher, b"cmd=finalize\n")
+    def leave(self, rank: int) -> None:
+        """End the connection in good order if the child could not: the launcher would call it a bad end. Local."""
+        if not self._is_open:
+            return
+        message = b"cmd=finalize\n"
+        if rank == 0 and os.environ.get("MPI_LOCALNRANKS") != os.environ.get("PMI_SIZE"):
+            # Ranks on other nodes do not see that they are no longer needed.
+            message = b"cmd=abort exitcode=0\n"
+            time.sleep(_FORWARD_S)
+        with suppress(OSError):
+            os.write(self._launcher, message)
 
     def _relay(self, source: int, sink: int) -> None:
         with suppress(OSError):  # the other side has ended
