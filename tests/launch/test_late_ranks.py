@@ -126,9 +126,9 @@ PUSH_HANGS = """
 class Hanging(WindowTransport):
     def allocate(self, layouts):
         super().allocate(layouts)
-        window = self._reduction._windows[len(layouts) - 1]
-        if world.rank == 1:
-            window.flush_local = lambda: time.sleep(60)
+        for window in self._reduction._windows[len(layouts) - 1]:
+            if world.rank == 1:
+                window.flush_local = lambda: time.sleep(60)
 
 
 world.timeout_s = 3 if world.rank == 1 else 60
