@@ -29,7 +29,7 @@ def alone(data, tmp_path_factory):
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: " ".join(settings) or "as it comes")
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 def test_losses_are_those_of_one_process(config, alone, tmp_path, ranks_per_host, settings):
-    # A wait that hangs names itself; four ranks on two busy cores took up to 26 s for all.
+    # A wait that hangs names itself; four ranks on two busy cores took up to 45 s for all.
     command = ("-m", "odc_mpi", "train", "--config", config, "--comm.timeout_s", 60)
     done = launch(ranks_per_host, *command, *settings, timeout_s=100)
     assert done.code == 0, done.err
