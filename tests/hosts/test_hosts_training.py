@@ -39,7 +39,7 @@ def alone(data, tmp_path_factory):
     ids=lambda value: value or "as it comes",
 )
 def test_losses_are_those_of_one_process(config, alone, tmp_path, ranks_per_host, settings):
-    # A wait that hangs names itself; four ranks on two busy cores took up to 26 s for all.
+    # A wait that hangs names itself; four ranks on two busy cores took up to 45 s for all.
     command = ("-m", "odc_mpi", "train", "--config", config, "--comm.timeout_s", 60)
     done = launch(ranks_per_host, *command, *(f"--comm.{setting}" for setting in settings.split()), timeout_s=100)
     assert done.code == 0, done.err
