@@ -134,14 +134,14 @@ def test_an_owner_that_computes_is_not_waited_for_where_there_is_room(make, worl
 
 def test_a_thread_serves_while_the_main_thread_pushes(make, world):
     """Both add to the same shard: the thread what others push, the main thread its own part."""
-    numel = 300_000
-    transport, reduction = make([numel], 1 << 18)
+    numel = 1_000_000 * world.size  # so that adding takes long enough to meet
+    transport, reduction = make([numel], 1 << 22)
     values = torch.ones(numel)
-    with serving(reduction):
+    with serving(reduction, 1e-5):
         for _ in range(3):
-            for _ in range(20):
+            for _ in range(10):
                 transport.accumulate(0, values, 0).wait()
-            complete_and_check(transport, [20.0 * world.size * values])
+            complete_and_check(transport, [10.0 * world.size * values])
 
 
 @pytest.mark.mpi(min_size=2)
