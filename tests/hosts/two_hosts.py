@@ -38,8 +38,8 @@ NETWORK = {
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "self,sm,tcp",
     "OMPI_MCA_osc": "^ucx",
-    # Each of Open MPI's hosts believes that all cores are its own, and its ranks spin on them. Letting go while idle made
-    # a training run on 2 x 2 ranks two to seven times faster on 2 busy cores.
+    # Each of Open MPI's hosts believes that all cores are its own, and its ranks spin on them. Letting go while idle
+    # made a training run on 2 x 2 ranks two to seven times faster on 2 busy cores.
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
