@@ -21,7 +21,7 @@ from odc_mpi.comm.world import World
 
 #: So many ranks of a node can add at once to an array; more were not measured.
 MAX_WINDOWS_PER_ARRAY = 4
-#: MPICH 5.0.2 crashes at about 2000 windows; those of the parameters want room too.
+#: MPICH 5.0.2 crashed between 1600 and 3200 windows; those of the parameters want room too.
 MAX_WINDOWS = 800
 
 
