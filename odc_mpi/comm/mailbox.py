@@ -9,7 +9,8 @@ ring is cut. Two counters belong to a ring, both of bytes since the beginning, w
 
     push      where there is room: Put of header and elements, Flush, then Put of `sent`
     serve     the owner compares `sent` with what it has taken, adds the slots in between, and Puts `done`
-    complete  serve once more: all counters were flushed before the ranks met at A
+    flush     every owner's memory shows the last `sent`: read back, since not every network's Flush says so much
+    complete  serve once more: all counters had arrived before the ranks met at A
 
 Each side looks at its own memory only. A pusher without room waits and serves its own inbox meanwhile: so two that wait
 for each other both get on. Nobody else adds to a shard, so shards are private memory. One pass over the inbox adds in
@@ -89,6 +90,8 @@ class MailboxReduction(Reduction):
         self._rings = {owner: _Ring(owner) for owner in self.peers if owner != world.rank}
         # What the last Put of a counter carried: untouched until that is flushed.
         self._sent = np.zeros(world.size, dtype=np.int64)
+        # What was read back of it.
+        self._confirmed = np.zeros(world.size, dtype=np.int64)
         self._taken = np.zeros(world.size, dtype=np.int64)
         self._unflushed: list[int] = []
         self._serving = threading.Lock()
@@ -138,6 +141,7 @@ class MailboxReduction(Reduction):
                 ring.pieces[-1].push.wait()
         with self.world.deadline("flushing gradients"):
             self._inbox.flush()
+            self._confirm()
 
     def serve(self) -> None:
         """Add what has arrived and hand its room back; a few microseconds if nothing has. Local, from any thread."""
@@ -189,6 +193,15 @@ class MailboxReduction(Reduction):
             self._sent[ring.owner] = ring.sent
             self._inbox.put(ring.owner, self.world.rank * COUNTER_BYTES, _counter(self._sent, ring.owner))
         return bool(filled)
+
+    def _confirm(self) -> None:
+        """Return when every owner's memory shows what was sent to it. After a flush."""
+        late = np.flatnonzero(self._confirmed != self._sent).tolist()
+        while late:
+            for owner in late:
+                self._inbox.get(owner, _counter(self._confirmed, owner), self.world.rank * COUNTER_BYTES)
+            self._inbox.flush()
+            late = [owner for owner in late if self._confirmed[owner] != self._sent[owner]]
 
     def _fill(self, ring: "_Ring") -> list[np.ndarray]:
         """Start to put pieces into a ring; return their headers, which are to be kept until the flush."""

@@ -93,7 +93,7 @@ def quick_report(world: World, cache_it: bool = True) -> Report:
         "ranks": places,
     }
     kept = cache.load(key) if cache_it and world.rank == 0 else None
-    with world.deadline("hearing of the report that rank 0 kept"):
+    with world.meeting("hearing of the report that rank 0 kept"):
         kept = world.comm.bcast(kept)
     if kept is not None:
         return replace(kept, shm_bytes=_free_shared_memory(world))
@@ -134,7 +134,7 @@ def _free_shared_memory(world: World) -> int | None:
 def _try_shared_memory(world: World) -> SharedMemory:
     """Let the ranks of each node read each other in place. Collective."""
     num_bytes = 5000  # no multiple of a page or a cache line: a gap would show
-    with world.deadline("allocating shared memory"):
+    with world.meeting("allocating shared memory"):
         node = MPI.Intracomm(world.comm.Split_type(MPI.COMM_TYPE_SHARED))
         rank, size = node.Get_rank(), node.Get_size()
         win = MPI.Win.Allocate_shared(num_bytes, 1, MPI.INFO_NULL, node)
@@ -142,7 +142,7 @@ def _try_shared_memory(world: World) -> SharedMemory:
         pieces = [np.asarray(win.Shared_query(other)[0]) for other in range(size)]
         pieces[rank][:] = rank % 251 + 1
         win.Sync()
-    world.wait(node.Ibarrier(), "writing shared memory")
+    world.meet(node.Ibarrier(), "writing shared memory")
     win.Sync()
     readable = all(piece.size == num_bytes and (piece == other % 251 + 1).all() for other, piece in enumerate(pieces))
     starts = [piece.ctypes.data for piece in pieces]
@@ -150,7 +150,7 @@ def _try_shared_memory(world: World) -> SharedMemory:
     load_s = _time_of_a_load(pieces[(rank + 1) % size]) if size > 1 else None
     everywhere = world.gather_objects((readable, contiguous, load_s))
     pieces.clear()
-    with world.deadline("freeing shared memory"):
+    with world.meeting("freeing shared memory"):
         win.Unlock_all()
         win.Free()
         node.Free()

@@ -87,9 +87,9 @@ class Window:
         """Return this rank's own shard; None for others. Local."""
         return self.tensor if target == self._rank else None
 
-    def get(self, target: int, buffer: np.ndarray) -> None:
-        """Start to read the first elements of a rank's shard into bytes. One-sided; `flush` completes it."""
-        _get(self._win, target, buffer, self.tensor.itemsize)
+    def get(self, target: int, buffer: np.ndarray, start: int = 0) -> None:
+        """Start to read elements of a rank's shard, from `start` on, into bytes. One-sided; `flush` completes it."""
+        _get(self._win, target, buffer, self.tensor.itemsize, start)
 
     def put(self, target: int, start: int, values: np.ndarray) -> None:
         """Start to overwrite elements of a rank's shard from `start` on. One-sided; `flush` completes it.
@@ -226,11 +226,11 @@ class Flush:
         self._memory = None
 
 
-def _get(win: MPI.Win, target: int, buffer: np.ndarray, itemsize: int) -> None:
+def _get(win: MPI.Win, target: int, buffer: np.ndarray, itemsize: int, start: int = 0) -> None:
     step = MAX_MESSAGE_NUMEL * itemsize
-    for start in range(0, buffer.size, step):
-        piece = buffer[start : start + step]
-        win.Get([piece, MPI.BYTE], target, (start // itemsize, piece.size, MPI.BYTE))
+    for first in range(0, buffer.size, step):
+        piece = buffer[first : first + step]
+        win.Get([piece, MPI.BYTE], target, (start + first // itemsize, piece.size, MPI.BYTE))
 
 
 def _free(win: MPI.Win) -> None:

@@ -87,7 +87,7 @@ class Trials:
         self._world, self._pairs, self._budget, self._most_bytes = world, pairs, budget, most_bytes
         num_bytes = most_bytes + operations.COUNTER_BYTES
         is_target = world.rank in [target for _, target in pairs.values()]
-        with world.deadline("allocating the window of a probe"):
+        with world.meeting("allocating the window of a probe"):
             self._comm = world.comm.Dup()
             # Over all ranks, as in training: libraries choose their ways by who takes part.
             self._win = allocate(world, num_bytes if is_target else operations.COUNTER_BYTES)
@@ -100,7 +100,7 @@ class Trials:
             for kind, (origin, target) in pairs.items()
             if world.rank == origin
         }
-        world.wait(self._comm.Ibarrier(), "filling the window of a probe")
+        world.meet(self._comm.Ibarrier(), "filling the window of a probe")
 
     def run(self, name: str, kind: str) -> Result:
         """Try one operation with one kind of peer. Collective."""
@@ -112,8 +112,8 @@ class Trials:
                 numbers[:] = self._measure(operations.BY_NAME[name](self._peerings[kind]), target)
             elif self._world.rank == target:
                 self._obey(origin)
-            # Within the same deadline: those who wait here wait for the whole trial.
-            self._world.wait(self._comm.Ibcast(numbers, root=origin), what)
+        # Those who wait here wait for the whole trial.
+        self._world.meet(self._comm.Ibcast(numbers, root=origin), what)
         idle_s, busy_s, gb_per_s, one_sided, is_sure, is_right = numbers.tolist()
         if not is_right:
             return Result(Operation(), "what arrived is not what was sent")
@@ -124,7 +124,7 @@ class Trials:
     def close(self) -> None:
         """Free the window. Collective."""
         self._peerings.clear()
-        with self._world.deadline("freeing the window of a probe"):
+        with self._world.meeting("freeing the window of a probe"):
             self._win.Unlock_all()
             self._win.Free()
             self._comm.Free()

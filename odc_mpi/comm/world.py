@@ -22,7 +22,7 @@ from odc_mpi.comm.abort import install_excepthook
 from odc_mpi.comm.alarm import Alarm
 from odc_mpi.comm.deadline import Watchdog
 from odc_mpi.comm.lateness import Wait
-from odc_mpi.comm.launcher import check_launcher, library_name
+from odc_mpi.comm.library import check_launcher, library_name
 from odc_mpi.comm.shared_memory import check_room, startup_memory, unlink
 from odc_mpi.comm.status import StatusWindow
 from odc_mpi.errors import AgreedError, UserError
@@ -82,8 +82,8 @@ class World:
             # Each has spoken with each of its node, so all have mapped what the library made at its start.
             self.node_comm.alltoall([None] * self.local_size)
             mapped = self.node_comm.allgather(startup_memory())
-        if self.local_rank == 0:
-            unlink(set.intersection(*mapped))
+        # Each of them: one that stood in for all might be killed before it came to it.
+        unlink(set.intersection(*mapped))
         leaders = sorted({leader for leader, _ in everyone})
         self.node = leaders.index(leader)
         self.num_nodes = len(leaders)
