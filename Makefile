@@ -8,6 +8,8 @@
 
 MPI     ?= mpich
 RANKS   ?= 2
+# Tests that run side by side where they do not need the machine for themselves.
+JOBS    ?= 2
 PYTHON  ?= python3
 VENV    := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
 BIN     := $(VENV)/bin
@@ -44,7 +46,8 @@ $(DATA): | $(READY)
 test: test-serial test-mpi test-hosts
 
 test-serial: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts --ignore tests/mpi \
+	    --numprocesses $(JOBS) --dist worksteal
 
 # Two hosts of network namespaces: needs root and iproute2, skips elsewhere unless ODC_MPI_REQUIRE_HOSTS=1.
 test-hosts: $(READY)
