@@ -25,7 +25,16 @@ MAY_SEE = {
 }
 #: These know nothing of the project but `errors`, not even their own room.
 ALONE = {
-    *("shard.layout", "data.cost", "data.stdlib", "comm.deadline", "comm.lateness", "comm.buffers", "comm.report"),
+    *(
+        "shard.layout",
+        "data.cost",
+        "data.partition",
+        "data.stdlib",
+        "comm.deadline",
+        "comm.lateness",
+        "comm.buffers",
+        "comm.report",
+    ),
     *("bench.launch", "bench.measure"),
 }
 #: These see of their own room only this: no MPI.

@@ -111,6 +111,11 @@ def test_lb_micro_gives_ranks_equal_numbers(size: int) -> None:
             assert costs == sorted(costs, reverse=True)
 
 
+def test_lb_micro_leaves_nothing_empty_where_costs_say_nothing() -> None:
+    plan = lb_micro(np.array([10] * 4 + [3] * 4), 2, 10, Cost(0.0))
+    assert all(own.count(0) == max(0, len(own) - sum(own)) for own in shape(plan))
+
+
 def test_lb_micro_takes_as_few_microbatches_as_packing_finds() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -169,7 +174,7 @@ def test_dynamic_packs_more_the_more_a_microbatch_costs() -> None:
 
 def test_dynamic_makes_nothing_costlier_than_the_costliest_sequence() -> None:
     lengths = lognormal(np.random.default_rng(4), 100)
-    pool = dynamic(lengths, 1, 4096, Cost(1.0, 1e-3, 5000.0)).pool
+    pool = dynamic(lengths, 1, 4096, Cost(1.0, 1e-3, 1e6)).pool
     assert max(float(COST.sequence(lengths[list(pack)]).sum()) for pack in pool) == COST.sequence(lengths).max()
 
 
