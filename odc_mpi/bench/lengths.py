@@ -62,7 +62,7 @@ def _normal(x: float) -> float:
 #: By name. Means from the ODC paper.
 KNOWN = {
     # 10,000 instructions "of 8k-64k in length" (LongAlign, arXiv 2401.18058): with 0.65 three quarters are in there and
-    # 0.7 % are cut. The speed-up of LB-Mini at 8 x 4 is 1.24 to 1.26 with any sigma from 0.5 to 0.8.
+    # 0.7 % are cut. What follows for 8 ranks of 4 with sigma 0.5, 0.65, 0.8: LB-Mini 1.20, 1.26, 1.27.
     "longalign": LogNormal(16_500, 65_536, 0.65),
     # Transcripts of agents that work under the same limits are more alike. Longest length: a model's usual 128K.
     "swesmith": LogNormal(34_700, 131_072, 0.5),

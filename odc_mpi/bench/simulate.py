@@ -5,8 +5,8 @@
     floor                no schedule can end earlier: not before the longest sequence on the fastest rank, nor before
                          all work is done if nobody ever waits
 
-Speed-ups are ratios of the total time of all minibatches, over that of collective/lb_micro, the best that collectives
-allow. Local, all of it; no MPI.
+Speed-ups are ratios of the total time of all minibatches, over that of collective/lb_micro, what verl and the ODC paper
+plan for collectives. Local, all of it; no MPI.
 """
 
 import math

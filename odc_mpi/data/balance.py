@@ -69,8 +69,8 @@ def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan
 def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
     """Give every rank as many sequences and as many microbatches as any other, of even cost in each turn.
 
-    The LB-Micro of ODC (arXiv 2601.19362), which is verl's balanced batching: the best that collectives allow, where
-    all ranks run their k-th microbatches together and wait for the costliest. Sequences are dealt out by differencing
+    The LB-Micro of ODC (arXiv 2601.19362), which is verl's balanced batching, for collectives: all ranks run their k-th
+    microbatches together and wait for the costliest. Sequences are dealt out by differencing
     with equal counts; each rank splits its own by differencing, too, into the number of microbatches that the rank
     with the most of them needs, and runs them by falling cost. Where differencing overfills a microbatch verl tries one
     more of them; here the split falls back to packing, which keeps their number at the least that packing finds.

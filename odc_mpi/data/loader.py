@@ -48,7 +48,8 @@ class Batch:
 class Minibatch:
     """The sequences of one optimizer step, over all ranks; iterating yields this rank's batches, read when reached.
 
-    A plan with a pool leaves microbatches to whoever is free: `batches` yields those, too.
+    A plan with a pool leaves microbatches to whoever is free: then only `batches` yields all there are, and iterating
+    is an error, lest what lies in the pool is passed over without a word.
 
     Attributes:
         data_epoch: Passes over the data set before this one.
@@ -76,6 +77,14 @@ class Minibatch:
         return tuple(len(microbatches) for microbatches in self.plan.microbatches)
 
     def __iter__(self) -> Iterator[Batch]:
+        if self.plan.pool:
+            raise UserError(
+                "a minibatch that leaves microbatches to whoever is free needs tickets: iterate over "
+                "minibatch.batches(tickets), or set data.balance to lb_mini"
+            )
+        return self._fixed()
+
+    def _fixed(self) -> Iterator[Batch]:
         # Ranks do not meet in microbatches, so nobody misses this one in an empty one.
         for microbatch in filter(None, self.plan.microbatches[self.rank]):
             yield read_batch(self.dataset, self.indices[list(microbatch)])
@@ -89,7 +98,7 @@ class Minibatch:
             tickets: Numbers that rise and that no other rank gets: positions in the pool. The first one beyond its end
                 ends the batches.
         """
-        yield from self
+        yield from self._fixed()
         pool = self.plan.pool
         for ticket in takewhile(lambda ticket: ticket < len(pool), tickets if pool else ()):
             yield read_batch(self.dataset, self.indices[list(pool[ticket])])

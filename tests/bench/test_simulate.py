@@ -80,6 +80,10 @@ def test_plans_are_timed_by_hand():
     assert timing(trial, fixed, "window").end_s == pytest.approx(12.5 + 4.5)
     assert timing(trial, fixed, "collective").end_s == pytest.approx(12.5 + 4.5)
     assert timing(trial, fixed, "window").busy_s == pytest.approx(7.5 + 17.0)
+    # 7.5 and 3.5 beside 4.5 and 8.5: in turns each waits for the other once.
+    crossed = Plan((((0,), (1,)), ((3,), (2,))))
+    assert timing(trial, crossed, "window").end_s == pytest.approx(4.5 + 8.5)
+    assert timing(trial, crossed, "collective").end_s == pytest.approx(7.5 + 8.5)
     pool = Plan(((), ()), pool=((0,), (2,), (1,), (3,)))
     # Rank 0: 7.5, then 3.5 (11), then 2.5 (13.5); rank 1: 4 / 0.5 + 0.5 = 8.5, then 4.5 (13).
     trial = replace(trial, speeds=np.array([1.0, 0.5]))
