@@ -62,8 +62,10 @@ def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan
         UserError: A sequence is longer than `max_tokens`.
     """
     check_fit(lengths, max_tokens)
-    order = by_falling(lengths)
-    return Plan(tuple(tuple((i,) for i in order if i % size == rank) for rank in range(size)))
+    microbatches: list[list[Microbatch]] = [[] for _ in range(size)]
+    for i in by_falling(lengths):
+        microbatches[i % size].append((i,))
+    return Plan(tuple(map(tuple, microbatches)))
 
 
 def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:

@@ -29,9 +29,9 @@ _Vector = tuple[float, float, float]
 #: A row: the upper triangle of the features' products, the features times the seconds, how many microbatches.
 ROW_LENGTH = 10
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
-#: Minibatches after which an observation counts half: long enough to average a machine's moods out, short enough to
-#: follow when something changes for good.
-HALF_LIFE = 30.0
+#: How much less an observation counts after each minibatch: half after 30 of them, long enough to average a machine's
+#: moods out, short enough to follow what changes for good. Written out, since a library's power may differ in a bit.
+DECAY = 0.97716
 #: With fewer microbatches, over all ranks, the prior stands.
 MIN_OBSERVATIONS = 16
 #: Own microbatches that say what is usual.
@@ -115,7 +115,7 @@ class FittedCost:
         self._num_reported = 0
         if len(self._rows) != len(rows):
             self._rows = self._spread(len(rows))
-        self._rows = self._rows * 0.5 ** (1.0 / HALF_LIFE) + rows
+        self._rows = self._rows * DECAY + rows
         if math.fsum(self._rows[:, 9].tolist()) >= MIN_OBSERVATIONS:
             self._cost = _fit(self._rows, self._cost, self._prior)
 
