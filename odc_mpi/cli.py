@@ -10,6 +10,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -23,6 +24,23 @@ if TYPE_CHECKING:
 
 #: A benchmark's single wait for another rank lasts at most so long, in seconds: gloo takes a few for 256 MB.
 _WAIT_S = 120
+
+#: Options of `odc-mpi simulate` that are numbers, with their defaults.
+_SIMULATE: tuple[tuple[str, int | float, str], ...] = (
+    ("--ranks", 8, "number of ranks"),
+    ("--per-rank", 8, "sequences per rank and minibatch"),
+    ("--minibatches", 30, "how many are drawn"),
+    ("--seed", 0, "everything follows from it"),
+    ("--packing-ratio", 1.0, "most tokens in a microbatch, in longest sequences"),
+    ("--speed-variation", 0.0, "standard deviation of a rank's speed, of mean 1"),
+    ("--cost-error", 0.0, "standard deviation of a sequence's time to its cost"),
+    ("--overhead-s", 0.0, "seconds of a microbatch besides its sequences"),
+    ("--units", 28, "units of the model"),
+    ("--unit-bytes", 0, "bytes of a unit"),
+    ("--fetch-gb-per-s", 0.0, "of a unit; 0 is free"),
+    ("--push-gb-per-s", 0.0, "of a unit; 0 is free"),
+    ("--ticket-s", 0.0, "seconds to draw a ticket"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, rest = _parser().parse_known_args(argv)
         if rest and arguments.command != "train":
             raise UserError(f"unknown argument {rest[0]}: see odc-mpi {arguments.command} --help")
-        commands = {"prepare": _prepare, "train": _train, "doctor": _doctor, "bench": _bench}
+        commands = {"prepare": _prepare, "train": _train, "doctor": _doctor, "bench": _bench, "simulate": _simulate}
         return commands[arguments.command](arguments, rest)
     except UserError as error:
         # Before MPI is up every rank makes the same mistake; one voice is enough.
@@ -79,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")
     train.add_argument("-h", "--help", action="store_true", help="show all settings and exit")
     _add_bench(commands.add_parser("bench", help="measure what this machine achieves", allow_abbrev=False))
+    _add_simulate(commands.add_parser("simulate", help="what schedules would achieve", allow_abbrev=False))
     return parser
 
 
@@ -118,6 +137,23 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout-s", type=_positive, default=900, metavar="SECONDS", help="until all ends; default: 900"
     )
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Reckon speed-ups of windows over collectives, by how sequences are dealt out. Needs no MPI."
+    parser.add_argument(
+        "--lengths",
+        default="longalign",
+        metavar="NAME",
+        help="longalign, swesmith, aime or the path of a data set; default: longalign",
+    )
+    for option, default, meaning in _SIMULATE:
+        kind = type(default)
+        metavar = "N" if kind is int else "X"
+        parser.add_argument(
+            option, type=kind, default=default, metavar=metavar, help=f"{meaning}; default: {default:g}"
+        )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _positive(text: str) -> int:
@@ -203,6 +239,17 @@ def _bench(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             make_console().print(transport_tables(result))
 
     return _on_ranks(world, work)
+
+
+def _simulate(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from odc_mpi.bench import simulate_command
+    from odc_mpi.bench.scenario import REFERENCE_COST, Scenario
+
+    settings = {name: value for name, value in vars(arguments).items() if name in Scenario.__dataclass_fields__}
+    cost = replace(REFERENCE_COST, constant=arguments.overhead_s)
+    scenario = Scenario(**settings, num_minibatches=arguments.minibatches, num_units=arguments.units, cost=cost)
+    simulate_command.run(scenario, arguments.json)
+    return 0
 
 
 def _on_ranks(world: "World", work: Callable[[], object]) -> int:

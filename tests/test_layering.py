@@ -12,7 +12,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAY_SEE = {
     "cli": {"bench", "train", "data", "comm", "doctor", "launcher"},
     "__main__": {"cli"},
-    "bench": {"train", "shard", "comm"},
+    "bench": {"train", "data", "shard", "comm"},
     "train": {"api", "data", "shard", "comm.world"},
     "doctor": {"comm.report", "comm.decision", "launcher"},
     "launcher": set(),
@@ -25,8 +25,8 @@ MAY_SEE = {
 }
 #: These know nothing of the project but `errors`, not even their own room.
 ALONE = {
-    *("shard.layout", "data.cost", "data.stdlib", "comm.deadline", "comm.lateness", "comm.buffers", "comm.report"),
-    *("bench.launch", "bench.measure"),
+    *("shard.layout", "data.cost", "data.partition", "data.stdlib", "comm.deadline", "comm.lateness"),
+    *("comm.buffers", "comm.report", "bench.launch", "bench.measure", "bench.events"),
 }
 #: These see of their own room only this: no MPI.
 SEE_ALSO = {"comm.decision": {"comm.report"}, "comm.cache": {"comm.report"}}
@@ -88,6 +88,19 @@ def test_libraries_stay_in_their_rooms(path):
         library = module.split(".")[0]
         if library in KEPT_IN:
             assert is_in(own, KEPT_IN[library]), f"{own} may not import {library}"
+
+
+@pytest.mark.parametrize("module", ["lengths", "scenario", "events", "simulate", "simulate_command"])
+def test_the_simulator_knows_no_mpi(module):
+    seen, due = set(), {f"odc_mpi.bench.{module}"}
+    while due:
+        found = due.pop()
+        path = PACKAGE.parent / (found.replace(".", "/") + ".py")
+        assert not found.startswith(("mpi4py", "odc_mpi.comm", "torch"))
+        if found not in seen and path.is_file():
+            due |= set(imports_of(path))
+        seen.add(found)
+    assert "numpy" in seen or module == "events"
 
 
 def test_the_rules_see_a_breach(tmp_path):

@@ -3,23 +3,28 @@
 Only ratios matter to a plan, so the unit is free: tokens, FLOPs or seconds.
 """
 
+import difflib
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from odc_mpi.errors import UserError
+
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a sequence of s tokens: linear * s + quadratic * s².
+    """Cost of a sequence of s tokens: linear * s + quadratic * s²; and of a microbatch, a constant besides.
 
     Attributes:
         linear: Cost per token: everything that treats each token alone.
         quadratic: Cost per pair of tokens: attention.
+        constant: Cost of a microbatch whatever is in it: fetching units, launching kernels.
     """
 
     linear: float = 1.0
     quadratic: float = 0.0
+    constant: float = 0.0
 
     def sequence(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Return the cost of sequences of the given lengths.
@@ -34,6 +39,16 @@ class Cost:
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         return self.linear * tokens + self.quadratic * tokens**2
+
+    def microbatch(self, lengths: npt.ArrayLike) -> float:
+        """Return the cost of a microbatch of sequences of the given lengths, the constant too.
+
+        Local.
+
+        Args:
+            lengths: Lengths in tokens, [n]. None at all cost the constant: an empty microbatch that is run as padding.
+        """
+        return self.constant + float(self.sequence(lengths).sum())
 
 
 def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> Cost:
@@ -54,3 +69,36 @@ def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> Cost:
         hidden_size: Heads times their dimension.
     """
     return Cost(linear=6.0 * num_parameters, quadratic=6.0 * num_layers * hidden_size)
+
+
+#: What `named_cost` knows.
+COSTS = ("linear", "quadratic", "flops")
+
+
+def named_cost(name: str, *, flops: Cost, linear: float = 1.0, quadratic: float = 0.0) -> Cost:
+    """Return a cost by its name.
+
+    Local.
+
+    Args:
+        name: `linear`: tokens; `quadratic`: linear * s + quadratic * s² with the given coefficients; `flops`: the
+            model's, as given.
+        flops: What `flops_cost` returned.
+        linear: Of `quadratic` alone, at least 0.
+        quadratic: Of `quadratic` alone, at least 0.
+
+    Raises:
+        UserError: There is no such cost, or a coefficient is negative, or both are 0.
+    """
+    if name not in COSTS:
+        near = difflib.get_close_matches(name, COSTS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UserError(f"expected data.cost among {', '.join(COSTS)}, got {name!r}{hint}")
+    if name != "quadratic":
+        return Cost() if name == "linear" else flops
+    if min(linear, quadratic) < 0 or max(linear, quadratic) == 0:
+        raise UserError(
+            f"expected coefficients of at least 0, one of them above 0, for data.cost quadratic, got {linear} and "
+            f"{quadratic}"
+        )
+    return Cost(linear, quadratic)

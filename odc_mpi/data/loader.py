@@ -5,8 +5,9 @@ plan: no communication. A rank reads only its own sequences from the file, each 
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,9 @@ class Batch:
 class Minibatch:
     """The sequences of one optimizer step, over all ranks; iterating yields this rank's batches, read when reached.
 
+    A plan with a pool leaves microbatches to whoever is free: then only `batches` yields all there are, and iterating
+    is an error, lest what lies in the pool is passed over without a word.
+
     Attributes:
         data_epoch: Passes over the data set before this one.
         position: Sequences of this data epoch before this minibatch.
@@ -69,12 +73,35 @@ class Minibatch:
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
-        """Microbatches of each rank."""
+        """Microbatches that are fixed for each rank, empty ones too; none under `dynamic`."""
         return tuple(len(microbatches) for microbatches in self.plan.microbatches)
 
     def __iter__(self) -> Iterator[Batch]:
-        for microbatch in self.plan.microbatches[self.rank]:
+        if self.plan.pool:
+            raise UserError(
+                "a minibatch that leaves microbatches to whoever is free needs tickets: iterate over "
+                "minibatch.batches(tickets), or set data.balance to lb_mini"
+            )
+        return self._fixed()
+
+    def _fixed(self) -> Iterator[Batch]:
+        # Ranks do not meet in microbatches, so nobody misses this one in an empty one.
+        for microbatch in filter(None, self.plan.microbatches[self.rank]):
             yield read_batch(self.dataset, self.indices[list(microbatch)])
+
+    def batches(self, tickets: Iterable[int]) -> Iterator[Batch]:
+        """Yield this rank's fixed batches, then those of the pool that its tickets stand for.
+
+        A ticket is drawn only when the batch before it has been worked through. Local, but for what `tickets` does.
+
+        Args:
+            tickets: Numbers that rise and that no other rank gets: positions in the pool. The first one beyond its end
+                ends the batches.
+        """
+        yield from self._fixed()
+        pool = self.plan.pool
+        for ticket in takewhile(lambda ticket: ticket < len(pool), tickets if pool else ()):
+            yield read_batch(self.dataset, self.indices[list(pool[ticket])])
 
 
 def read_batch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Batch:

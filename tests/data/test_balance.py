@@ -1,10 +1,9 @@
-import itertools
 import time
 
 import numpy as np
 import pytest
 
-from odc_mpi.data.balance import BALANCES, Plan, lb_mini, local_sort, partition
+from odc_mpi.data.balance import BALANCES, Plan, dynamic, lb_micro, lb_mini, local_sort
 from odc_mpi.data.cost import Cost
 from odc_mpi.errors import UserError
 
@@ -22,26 +21,6 @@ def rank_costs(plan: Plan, lengths: np.ndarray, cost: Cost) -> list[float]:
     ]
 
 
-def greedy(costs: list[float], size: int) -> float:
-    """The makespan of longest processing time first (Graham 1969)."""
-    loads = [0.0] * size
-    for cost in sorted(costs, reverse=True):
-        loads[loads.index(min(loads))] += cost
-    return max(loads)
-
-
-def best(costs: list[float], size: int) -> float:
-    """The least makespan of all assignments."""
-    return min(
-        max(sum(cost for cost, rank in zip(costs, ranks, strict=True) if rank == r) for r in range(size))
-        for ranks in itertools.product(range(size), repeat=len(costs))
-    )
-
-
-def makespan(parts: list[list[int]], costs: list[float]) -> float:
-    return max(sum(costs[i] for i in part) for part in parts)
-
-
 @pytest.mark.parametrize("name", BALANCES)
 @pytest.mark.parametrize("size", range(1, 9))
 def test_each_sequence_is_planned_once_and_fits(name: str, size: int) -> None:
@@ -50,9 +29,10 @@ def test_each_sequence_is_planned_once_and_fits(name: str, size: int) -> None:
         lengths = lognormal(rng, n)
         plan = BALANCES[name](lengths, size, 4096, COST)
         assert len(plan.microbatches) == size
-        packs = [pack for microbatches in plan.microbatches for pack in microbatches]
+        packs = [*(pack for microbatches in plan.microbatches for pack in microbatches), *plan.pool]
         assert sorted(i for pack in packs for i in pack) == list(range(n))
-        assert all(0 < lengths[list(pack)].sum() <= 4096 for pack in packs)
+        assert all(lengths[list(pack)].sum() <= 4096 for pack in packs)
+        assert name == "lb_micro" or all(packs)
 
 
 @pytest.mark.parametrize("name", BALANCES)
@@ -60,7 +40,16 @@ def test_plans_are_made_of_plain_integers_and_repeat(name: str) -> None:
     lengths = np.repeat(np.array([5, 9, 5, 1]), 25)  # many ties
     plan = BALANCES[name](lengths, 3, 20, COST)
     assert plan == BALANCES[name](lengths.copy(), 3, 20, COST)
-    assert {type(i) for microbatches in plan.microbatches for pack in microbatches for i in pack} == {int}
+    packs = [*(pack for microbatches in plan.microbatches for pack in microbatches), *plan.pool]
+    assert {type(i) for pack in packs for i in pack} == {int}
+
+
+@pytest.mark.parametrize("name", BALANCES)
+def test_equal_costs_are_told_apart_by_their_place_alone(name: str) -> None:
+    lengths = np.full(24, 7)
+    assert BALANCES[name](lengths, 3, 20, COST) == BALANCES[name](
+        np.random.default_rng(0).permutation(lengths), 3, 20, COST
+    )
 
 
 @pytest.mark.parametrize("name", BALANCES)
@@ -102,37 +91,104 @@ def test_fewer_sequences_than_ranks() -> None:
     assert sorted(plan.microbatches, reverse=True) == [((1,),), ((0,),), (), (), ()]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_differencing_is_close_to_the_best(size: int) -> None:
+def shape(plan: Plan) -> list[list[int]]:
+    return [list(map(len, microbatches)) for microbatches in plan.microbatches]
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_lb_micro_gives_ranks_equal_numbers(size: int) -> None:
     rng = np.random.default_rng(size)
-    ratios, greedy_ratios = [], []
-    for _ in range(60):
-        costs = rng.integers(1, 100, rng.integers(1, 8)).astype(float).tolist()
-        optimum = best(costs, size)
-        ratios.append(makespan(partition(costs, size), costs) / optimum)
-        greedy_ratios.append(greedy(costs, size) / optimum)
-    # No case is worse: Michiels et al. 2007, "Performance ratios of the Karmarkar-Karp differencing method".
-    assert 1.0 <= max(ratios) <= 4 / 3 - 1 / (3 * size) + 1e-9
-    assert np.mean(ratios) < 1.01
-    assert np.mean(ratios) < np.mean(greedy_ratios)
+    for n in (0, 1, 3, 7, 16, 24, 61):
+        lengths = lognormal(rng, n)
+        plan = lb_micro(lengths, size, 4096, COST)
+        counts = shape(plan)
+        assert len({len(own) for own in counts}) == 1
+        assert max(map(sum, counts)) - min(map(sum, counts)) <= 1
+        for own, packs in zip(counts, plan.microbatches, strict=True):
+            # Empty ones stand last, and only where there is nothing to give.
+            assert own.count(0) == max(0, len(own) - sum(own))
+            costs = [COST.sequence(lengths[list(pack)]).sum() for pack in packs]
+            assert costs == sorted(costs, reverse=True)
 
 
-def test_differencing_joins_as_karmarkar_and_karp_do() -> None:
-    # Their two-way example: 8, 7 differ by 1; 6, 5 by 1; 4; 4 - 1 = 3, 3 - 1 = 2: parts of 16 and 14.
-    parts = partition([8.0, 7.0, 6.0, 5.0, 4.0], 2)
-    assert parts == [[0, 3, 4], [1, 2]] or parts == [[1, 3, 4], [0, 2]]
-    assert makespan(parts, [8.0, 7.0, 6.0, 5.0, 4.0]) == 16.0
+def test_lb_micro_leaves_nothing_empty_where_costs_say_nothing() -> None:
+    plan = lb_micro(np.array([10] * 4 + [3] * 4), 2, 10, Cost(0.0))
+    assert all(own.count(0) == max(0, len(own) - sum(own)) for own in shape(plan))
 
 
-@pytest.mark.parametrize(("n", "size"), [(32, 8), (64, 8), (256, 64), (1000, 7)])
-def test_differencing_beats_greedy_on_average(n: int, size: int) -> None:
-    rng = np.random.default_rng(n)
-    ours, theirs = [], []
-    for _ in range(10):
-        costs = COST.sequence(lognormal(rng, n)).tolist()
-        ours.append(makespan(partition(costs, size), costs))
-        theirs.append(greedy(costs, size))
-    assert np.mean(ours) <= np.mean(theirs)
+def test_lb_micro_takes_as_few_microbatches_as_packing_finds() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        lengths = rng.integers(1, 60, 24)
+        parts = lb_micro(lengths, 3, 100, Cost()).microbatches
+        least = max(-(-sum(lengths[list(pack)].sum() for pack in own) // 100) for own in parts)
+        assert least <= len(parts[0]) <= 11 / 9 * least + 6 / 9
+
+
+def test_lb_micro_is_even_in_each_turn() -> None:
+    lengths = np.array([90, 88, 60, 61, 30, 31, 29, 32])
+    plan = lb_micro(lengths, 2, 100, Cost())
+    assert len(plan.microbatches[0]) == len(plan.microbatches[1])
+    for one, other in zip(*plan.microbatches, strict=True):
+        assert abs(lengths[list(one)].sum() - lengths[list(other)].sum()) <= 4
+
+
+def test_lb_micro_pads_the_rank_that_has_one_sequence() -> None:
+    plan = lb_micro(np.array([9, 9, 9]), 2, 10, Cost())
+    assert sorted(shape(plan)) == [[1, 0], [1, 1]]
+
+
+def test_lb_micro_needs_less_time_with_collectives_than_dealing_in_turn() -> None:
+    rng = np.random.default_rng(0)
+    ratios = []
+    for _ in range(20):
+        lengths = lognormal(rng, 64)
+        ratios.append(
+            lockstep(local_sort(lengths, 8, 4096, COST), lengths) / lockstep(lb_micro(lengths, 8, 4096, COST), lengths)
+        )
+    assert np.mean(ratios) > 1.1
+
+
+def lockstep(plan: Plan, lengths: np.ndarray) -> float:
+    """The time of ranks that meet in each microbatch."""
+    turns = zip(*plan.microbatches, strict=True)
+    return sum(max(float(COST.sequence(lengths[list(pack)]).sum()) for pack in turn) for turn in turns)
+
+
+def test_dynamic_cuts_alike_on_any_number_of_ranks_and_orders_by_cost() -> None:
+    lengths = lognormal(np.random.default_rng(3), 50)
+    for cost in (COST, Cost(1.0, 1e-3, 500.0), Cost(1.0, 0.0, 1e6)):
+        plans = [dynamic(lengths, size, 4096, cost) for size in (1, 2, 3, 8)]
+        assert {plan.pool for plan in plans} == {plans[0].pool}
+        assert [plan.microbatches for plan in plans] == [((),) * size for size in (1, 2, 3, 8)]
+        work = [cost.microbatch(lengths[list(pack)]) for pack in plans[0].pool]
+        assert work == sorted(work, reverse=True)
+
+
+def test_dynamic_packs_more_the_more_a_microbatch_costs() -> None:
+    lengths = lognormal(np.random.default_rng(3), 200)
+    mean = float(COST.sequence(lengths).mean())
+    counts = [len(dynamic(lengths, 1, 4096, Cost(1.0, 1e-3, mean * part)).pool) for part in (0.0, 0.3, 3.0)]
+    assert counts[0] > counts[1] > counts[2]
+
+
+def test_dynamic_makes_nothing_costlier_than_the_costliest_sequence() -> None:
+    lengths = lognormal(np.random.default_rng(4), 100)
+    pool = dynamic(lengths, 1, 4096, Cost(1.0, 1e-3, 1e6)).pool
+    assert max(float(COST.sequence(lengths[list(pack)]).sum()) for pack in pool) == COST.sequence(lengths).max()
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_dynamic_ends_as_list_scheduling_must(size: int) -> None:
+    rng = np.random.default_rng(size)
+    for constant in (0.0, 100.0):
+        lengths = lognormal(rng, 40)
+        cost = Cost(1.0, 1e-3, constant)
+        work = [cost.microbatch(lengths[list(pack)]) for pack in dynamic(lengths, size, 4096, cost).pool]
+        free = [0.0] * size
+        for one in work:
+            free[free.index(min(free))] += one
+        assert max(free) <= (2 - 1 / size) * max(max(work), sum(work) / size)
 
 
 def test_large_minibatches_plan_quickly() -> None:

@@ -51,15 +51,47 @@ def test_ranks_share_each_minibatch_exactly_once(dataset: Dataset, size: int, ba
     loaders = [loader(dataset, rank=rank, size=size, **settings) for rank in range(size)]
     for minibatches in islice(zip(*loaders, strict=True), 20):
         first = minibatches[0]
-        batches = [list(minibatch) for minibatch in minibatches]
+        # Tickets go to one rank after the other, as if all were equally fast.
+        batches = [list(minibatch.batches(range(minibatch.rank, 1000, size))) for minibatch in minibatches]
         assert all(drawn(minibatch) == drawn(first) for minibatch in minibatches)
         assert all(minibatch.plan == first.plan for minibatch in minibatches)
-        assert first.num_microbatches == tuple(map(len, batches))
+        if not first.plan.pool:
+            assert all(list(map(len, first.plan.microbatches)) == list(first.num_microbatches) for _ in batches)
+            assert [len(list(filter(None, own))) for own in first.plan.microbatches] == list(map(len, batches))
         everything = [batch for mine in batches for batch in mine]
         assert sorted(i for batch in everything for i in batch.indices) == sorted(first.indices)
         assert sum(batch.num_tokens for batch in everything) == first.num_tokens
         assert sum(batch.num_input_tokens for batch in everything) == first.num_input_tokens
         assert all(batch.num_input_tokens <= 200 for batch in everything)
+
+
+def test_tickets_are_drawn_when_they_are_due_and_no_more_than_one_too_many(dataset: Dataset) -> None:
+    minibatch = next(loader(dataset, balance="dynamic", minibatch_sequences=20, rank=1, size=2))
+    assert minibatch.num_microbatches == (0, 0)
+    with pytest.raises(UserError, match="batches"):
+        iter(minibatch)
+    pool, drawn_tickets = minibatch.plan.pool, []
+
+    def draw() -> Iterator[int]:
+        for ticket in (1, 3, len(pool) - 1, len(pool), len(pool) + 1):
+            drawn_tickets.append(ticket)
+            yield ticket
+
+    batches = minibatch.batches(draw())
+    assert next(batches).indices.tolist() == minibatch.indices[list(pool[1])].tolist()
+    assert drawn_tickets == [1]
+    assert [batch.indices.tolist() for batch in batches] == [
+        minibatch.indices[list(pool[i])].tolist() for i in (3, len(pool) - 1)
+    ]
+    assert drawn_tickets == [1, 3, len(pool) - 1, len(pool)]
+
+
+def test_empty_microbatches_are_skipped(dataset: Dataset) -> None:
+    minibatches = [
+        next(loader(dataset, balance="lb_micro", minibatch_sequences=3, max_tokens_per_microbatch=200, rank=r, size=8))
+        for r in range(8)
+    ]
+    assert [len(list(minibatch)) for minibatch in minibatches] == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
 def test_a_data_epoch_is_everything_once_and_shuffled(dataset: Dataset) -> None:
@@ -194,7 +226,7 @@ def test_a_model_sees_packed_sequences_as_single_ones(write_dataset: Write, atte
         ({"max_tokens_per_microbatch": 0}, "expected data.max_tokens_per_microbatch of at least 1, got 0"),
         ({"seed": -1}, "expected run.seed of at least 0, got -1"),
         ({"balance": "lb-mini"}, "got 'lb-mini' (did you mean lb_mini?)"),
-        ({"balance": "zzz"}, "expected data.balance among local_sort, lb_mini, got 'zzz'"),
+        ({"balance": "zzz"}, "expected data.balance among local_sort, lb_micro, lb_mini, dynamic, got 'zzz'"),
         (
             {"max_tokens_per_microbatch": max(LENGTHS) - 1},
             f"got {max(LENGTHS)} in sequence {LENGTHS.index(max(LENGTHS))} ",

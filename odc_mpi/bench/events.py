@@ -1,0 +1,84 @@
+"""When ranks end a minibatch, by what they wait for. Pure reckoning with seconds; nothing here knows plans.
+
+    lockstep   collectives: all ranks meet at every unit of every microbatch
+    apart      windows: each rank works through its own microbatches
+    drawn      windows: whoever is free draws the next microbatch
+
+All meet at the minibatch boundary, so the last rank's end counts.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a minibatch took.
+
+    Attributes:
+        end_s: When the last rank ends, in seconds.
+        busy_s: What all ranks together worked, without waiting and padding, in seconds.
+    """
+
+    end_s: float
+    busy_s: float
+
+    def __add__(self, other: "Timing") -> "Timing":
+        return Timing(self.end_s + other.end_s, self.busy_s + other.busy_s)
+
+
+def lockstep(durations: Sequence[Sequence[float]], padding: Sequence[float]) -> Timing:
+    """Time ranks that meet in each microbatch.
+
+    They meet at every unit, and a unit's part of a microbatch is the same on each rank, so the slowest rank of a
+    microbatch is the slowest at each of its units: they might as well meet once per microbatch.
+
+    Local.
+
+    Args:
+        durations: For each rank, seconds of each of its microbatches; 0 for one that is empty.
+        padding: For each rank, seconds of a microbatch that it runs empty, so that the others need not hang.
+    """
+    turns = max(map(len, durations), default=0)
+    end = 0.0
+    for turn in range(turns):
+        slowest = 0.0
+        for own, empty in zip(durations, padding, strict=True):
+            slowest = max(slowest, own[turn] if turn < len(own) and own[turn] else empty)
+        end += slowest
+    return Timing(end, sum(map(sum, durations)))
+
+
+def apart(durations: Sequence[Sequence[float]]) -> Timing:
+    """Time ranks that have their own microbatches and skip empty ones.
+
+    Local.
+
+    Args:
+        durations: For each rank, seconds of each of its microbatches; 0 for one that is empty.
+    """
+    ends = [sum(own) for own in durations]
+    return Timing(max(ends, default=0.0), sum(ends))
+
+
+def drawn(count: int, ranks: int, duration: Callable[[int, int], float], ticket_s: float = 0.0) -> Timing:
+    """Time ranks that draw microbatches, in order, whenever they are free; of two free at once, the lower rank first.
+
+    Local.
+
+    Args:
+        count: Microbatches.
+        ranks: Number of ranks.
+        duration: Seconds of microbatch k on rank r, as (r, k).
+        ticket_s: Seconds to draw a ticket. A rank draws one more than it gets microbatches: that there are none left is
+            what the last one says.
+    """
+    free = [(0.0, rank) for rank in range(ranks)]
+    busy = 0.0
+    for microbatch in range(count):
+        at, rank = free[0]
+        seconds = duration(rank, microbatch)
+        busy += seconds
+        heapq.heapreplace(free, (at + ticket_s + seconds, rank))
+    return Timing(max(at for at, _ in free) + ticket_s, busy)

@@ -1,0 +1,194 @@
+"""Number partitioning and bin packing: numbers in, lists of indices out.
+
+What `balance` builds its plans from; nothing here knows ranks or sequences. Ties are broken by index, and only
+comparisons and additions in a fixed order decide, so every process that has the same numbers gets the same result.
+"""
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# A bin of the differencing method: (minus its cost, its lowest index, its contents as nested pairs of indices). As
+# tuples they sort by falling cost, and the index, unique to the bin, keeps the contents from ever being compared.
+_Bin = tuple[float, int, Any]
+# A split waits in the heap under (smallest minus largest bin, serial number).
+_Split = tuple[float, int, list[_Bin]]
+
+
+def partition(costs: Sequence[float], size: int) -> list[list[int]]:
+    """Split indices into parts of nearly equal cost with the largest differencing method.
+
+    Karmarkar and Karp, "The differencing method of set partitioning" (Berkeley report UCB/CSD 82/113, 1982), for any
+    number of parts: start with one partial split per item, and keep joining the two whose largest and smallest bins
+    differ most, the largest bin of one to the smallest of the other, until one split is left. Bins without items are
+    not stored, which keeps the first joins short.
+
+    Local.
+
+    Args:
+        costs: Cost of each item, at least 0.
+        size: Number of parts.
+
+    Returns:
+        `size` lists of sorted indices, the list of the largest cost first; an index is in exactly one.
+    """
+    if size == 1 or not len(costs):
+        return [list(range(len(costs)))] + [[] for _ in range(size - 1)]
+    parts = _difference_out([(-cost, serial, [(-cost, serial, serial)]) for serial, cost in enumerate(costs)], size)
+    return parts + [[] for _ in range(size - len(parts))]
+
+
+def partition_evenly(costs: Sequence[float], size: int) -> list[list[int]]:
+    """Split indices into parts of nearly equal cost whose numbers of items differ by at most one.
+
+    The balanced form of the largest differencing method, as verl's `get_seqlen_balanced_partitions(equal_size=True)`
+    has it: a first split is not one item but `size` neighbours in the order of their costs, one per bin, and joins
+    keep the numbers equal. Where they do not divide, items without cost fill the cheapest split. That each part has
+    one of the costliest, whatever they cost, is more than was asked for, so exchanges between the costliest and the
+    cheapest part follow: 256 log-normal costs in 8 parts go from 9 % above the mean to less than 0.1 %.
+
+    Local.
+
+    Args:
+        costs: Cost of each item, at least 0.
+        size: Number of parts.
+
+    Returns:
+        `size` lists of sorted indices, the list of the largest cost first; an index is in exactly one.
+    """
+    num_items = len(costs)
+    order = by_falling(np.asarray(costs, dtype=np.float64)) + list(range(num_items, -(-num_items // size) * size))
+    splits: list[_Split] = []
+    for begin in range(0, len(order), size):
+        bins: list[_Bin] = [(-costs[i] if i < num_items else 0.0, i, i) for i in order[begin : begin + size]]
+        splits.append((_difference(bins, size), len(splits), bins))
+    if not splits:
+        return [[] for _ in range(size)]
+    parts = [[i for i in part if i < num_items] for part in _difference_out(splits, size)]
+    return _exchange(parts, np.asarray(costs, dtype=np.float64))
+
+
+def _difference_out(splits: list[_Split], size: int) -> list[list[int]]:
+    """Join splits until one is left, and return its parts."""
+    heapq.heapify(splits)
+    serial = len(splits)  # equal differences: the older split first
+    while len(splits) > 1:
+        _, _, one = heapq.heappop(splits)
+        joined = _join(one, splits[0][2], size)
+        heapq.heapreplace(splits, (_difference(joined, size), serial, joined))
+        serial += 1
+    return [_flatten(contents) for _, _, contents in splits[0][2]]
+
+
+def _exchange(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[int]]:
+    """Exchange single items of the costliest and the cheapest part, as long as that brings both closer."""
+    loads = np.array([costs[part].sum() for part in parts])
+    for _ in range(4 * len(parts)):  # each costs about 20 us; few are needed, and the end of it is not to be waited for
+        high, low = int(loads.argmax()), int(loads.argmin())
+        gap = loads[high] - loads[low]
+        moved = costs[parts[high]][:, None] - costs[parts[low]][None, :]
+        if not moved.size:
+            break
+        best = int(np.abs(moved - gap / 2).argmin())
+        a, b = divmod(best, moved.shape[1])
+        if not 1e-9 * gap < moved[a, b] < (1 - 1e-9) * gap:
+            break
+        parts[high][a], parts[low][b] = parts[low][b], parts[high][a]
+        loads[high] -= moved[a, b]
+        loads[low] += moved[a, b]
+    order = by_falling(np.array([costs[part].sum() for part in parts]))
+    return [sorted(parts[i]) for i in order]
+
+
+def _join(one: list[_Bin], other: list[_Bin], size: int) -> list[_Bin]:
+    """Join two splits, largest bins to smallest; empty bins, not stored, are the smallest."""
+    num_shared = max(0, len(one) + len(other) - size)  # pairs of bins where neither is empty
+    apart = len(one) - num_shared
+    bins = one[:apart] + other[: len(other) - num_shared]
+    for a, b in zip(one[apart:], reversed(other), strict=False):
+        bins.append((a[0] + b[0], min(a[1], b[1]), (a[2], b[2])))
+    bins.sort()
+    return bins
+
+
+def _difference(bins: list[_Bin], size: int) -> float:
+    """Return smallest minus largest bin, the key of a heap that yields the largest difference first."""
+    smallest = -bins[-1][0] if len(bins) == size else 0.0
+    return bins[0][0] + smallest
+
+
+def _flatten(contents: Any) -> list[int]:
+    """Return the indices in nested pairs, sorted; without recursion, since the nesting can be thousands deep."""
+    stack, indices = [contents], []
+    while stack:
+        item = stack.pop()
+        if isinstance(item, tuple):
+            stack.extend(item)
+        else:
+            indices.append(item)
+    return sorted(indices)
+
+
+def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Pack items first-fit decreasing: at most 11/9 of the fewest bins, plus 6/9 (Dósa 2007).
+
+    Local.
+
+    Args:
+        sizes: Size of each item, int64 [n], at most `capacity`.
+        capacity: Of a bin.
+
+    Returns:
+        Bins of indices, each by falling size, in the order in which they were opened.
+    """
+    room = np.full(len(sizes), capacity, dtype=np.int64)
+    bins: list[list[int]] = []
+    for i in by_falling(sizes):
+        # One more than the bins in use: an unused one always fits.
+        slot = int(np.argmax(room[: len(bins) + 1] >= sizes[i]))
+        if slot == len(bins):
+            bins.append([])
+        bins[slot].append(i)
+        room[slot] -= sizes[i]
+    return bins
+
+
+def even_fit(
+    sizes: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], capacity: int, most: float
+) -> list[list[int]]:
+    """Pack items by falling cost, each into the bin of the least cost, or into a new one where it does not fit there.
+
+    Bins come out about equally costly, none above `most` but single items: what one more item costs a bin is the
+    reason why it is not the fullest one that is taken. O(n log n).
+
+    Local.
+
+    Args:
+        sizes: Size of each item, int64 [n], at most `capacity`.
+        costs: Cost of each item, float64 [n], at least 0.
+        capacity: The largest size of a bin.
+        most: The largest cost of a bin of several items.
+
+    Returns:
+        Bins of indices in the order in which they were opened.
+    """
+    bins: list[list[int]] = []
+    open_bins: list[tuple[float, int, int]] = []  # (cost, serial, room)
+    for i in by_falling(costs):
+        size, cost = int(sizes[i]), float(costs[i])
+        if open_bins and open_bins[0][0] + cost <= most and open_bins[0][2] >= size:
+            total, serial, room = open_bins[0]
+            heapq.heapreplace(open_bins, (total + cost, serial, room - size))
+            bins[serial].append(i)
+        else:
+            heapq.heappush(open_bins, (cost, len(bins), capacity - size))
+            bins.append([i])
+    return bins
+
+
+def by_falling(values: npt.NDArray[Any]) -> list[int]:
+    """Return the indices by falling value, equal ones by index. Local."""
+    return np.argsort(-values, kind="stable").tolist()

@@ -1,0 +1,80 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from odc_mpi.bench.scenario import REFERENCE_COST, Scenario
+from odc_mpi.data.cost import Cost
+from odc_mpi.errors import UserError
+
+SCENARIO = Scenario(ranks=4, per_rank=3, num_minibatches=5, speed_variation=0.2, cost_error=0.1)
+
+
+def test_everything_follows_from_the_seed():
+    def facts(scenario):
+        return [[array.tolist() for array in (t.lengths, t.sequence_s, t.speeds)] for t in scenario.trials()]
+
+    assert facts(SCENARIO) == facts(SCENARIO) == facts(replace(SCENARIO))
+    assert facts(SCENARIO) != facts(replace(SCENARIO, seed=1))
+    assert len(facts(SCENARIO)) == 5
+
+
+def test_noise_changes_neither_lengths_nor_the_other_noise():
+    plain = replace(SCENARIO, speed_variation=0.0, cost_error=0.0)
+    for calm, noisy, slow in zip(
+        plain.trials(), SCENARIO.trials(), replace(SCENARIO, cost_error=0.0).trials(), strict=True
+    ):
+        assert (calm.lengths == noisy.lengths).all()
+        assert (calm.speeds == 1).all() and (noisy.speeds == slow.speeds).all()
+        assert (calm.sequence_s == REFERENCE_COST.sequence(calm.lengths)).all()
+        assert (calm.sequence_s == slow.sequence_s).all() and not (calm.sequence_s == noisy.sequence_s).any()
+
+
+def test_speeds_and_errors_have_the_mean_and_deviation_asked_for():
+    scenario = replace(SCENARIO, ranks=2000, num_minibatches=10)
+    trials = list(scenario.trials())
+    speeds = np.concatenate([trial.speeds for trial in trials])
+    errors = np.concatenate([trial.sequence_s / scenario.cost.sequence(trial.lengths) for trial in trials])
+    assert speeds.mean() == pytest.approx(1, abs=0.005) and speeds.std() == pytest.approx(0.2, rel=0.03)
+    assert errors.mean() == pytest.approx(1, abs=0.005) and errors.std() == pytest.approx(0.1, rel=0.03)
+
+
+def test_durations_by_hand():
+    scenario = Scenario(
+        ranks=2,
+        cost=Cost(1.0, 0.0, 3.0),
+        num_units=10,
+        unit_bytes=500_000_000,
+        fetch_gb_per_s=5.0,
+        push_gb_per_s=2.5,
+    )
+    assert scenario.communication_s == pytest.approx(2 * 1.0 + 2.0)
+    assert scenario.planned_cost == Cost(1.0, 0.0, 7.0)
+    trial = next(scenario.trials())
+    trial = replace(trial, sequence_s=np.array([4.0, 9.0]), speeds=np.array([1.0, 0.5]))
+    assert trial.work_s((0, 1)) == 16.0 and trial.work_s(()) == 3.0
+    assert trial.duration_s(0, (0, 1)) == pytest.approx(20.0)
+    assert trial.duration_s(1, (0,)) == pytest.approx(18.0)  # communication does not depend on the rank's speed
+
+
+def test_the_packing_ratio_sets_the_most_tokens():
+    assert Scenario(packing_ratio=1.5).max_tokens == 98_304
+
+
+@pytest.mark.parametrize(
+    ("values", "option"),
+    [
+        ({"ranks": 0}, "--ranks of at least 1, got 0"),
+        ({"per_rank": -1}, "--per-rank"),
+        ({"num_minibatches": 0}, "--minibatches"),
+        ({"seed": -1}, "--seed"),
+        ({"packing_ratio": 0.9}, "--packing-ratio"),
+        ({"speed_variation": float("nan")}, "--speed-variation"),
+        ({"cost_error": float("inf")}, "--cost-error"),
+        ({"cost": Cost(1.0, 0.0, -1.0)}, "--overhead-s"),
+        ({"fetch_gb_per_s": -1.0}, "--fetch-gb-per-s"),
+    ],
+)
+def test_mistakes_name_the_option(values, option):
+    with pytest.raises(UserError, match=option):
+        Scenario(**values)

@@ -1,0 +1,201 @@
+"""The simulator against figures found by hand, a second implementation that steps through time, and known bounds."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from odc_mpi import cli
+from odc_mpi.bench.events import Timing, apart, drawn, lockstep
+from odc_mpi.bench.scenario import REFERENCE_OVERHEAD_S, Scenario, Trial
+from odc_mpi.bench.simulate import SCHEDULES, floor_s, plan, simulate, timing
+from odc_mpi.bench.simulate_command import advice, report
+from odc_mpi.data.balance import Plan
+
+NOISY = Scenario(ranks=4, per_rank=5, num_minibatches=4, speed_variation=0.2, cost_error=0.1)
+
+
+def test_lockstep_by_hand():
+    # Turns: max(3, 1) + max(2, 4) + max(1, padding 0.5).
+    assert lockstep([[3.0, 2.0, 1.0], [1.0, 4.0]], [0.2, 0.5]) == Timing(8.0, 11.0)
+    assert lockstep([[1.0], [0.0]], [2.0, 2.0]) == Timing(2.0, 1.0)  # an empty one is run, and can be the slowest
+
+
+def test_apart_by_hand():
+    assert apart([[3.0, 2.0, 1.0], [1.0, 4.0], []]) == Timing(6.0, 11.0)
+
+
+def test_drawn_by_hand():
+    # Rank 0: 5, then 2 more; rank 1: 3, 3, 1: both end at 7.
+    work = [5.0, 3.0, 3.0, 2.0, 1.0]
+    assert drawn(5, 2, lambda rank, k: work[k]) == Timing(7.0, 14.0)
+    # Rank 1 is half as fast: 6, and rank 0: 5, 3 (8), 1 (9); rank 1: 6, 2 * 2 (10).
+    assert drawn(5, 2, lambda rank, k: work[k] * (1 + rank)) == Timing(10.0, 5.0 + 6.0 + 3.0 + 4.0 + 1.0)
+    # Two tickets and the one that says there are none left.
+    assert drawn(2, 1, lambda rank, k: 1.0, ticket_s=0.25).end_s == 2.75
+
+
+def walk(durations, meets):
+    """Step through time, unit by unit, four units a microbatch: ranks may go on when `meets` lets them."""
+    units = [[seconds / 4 for seconds in own for _ in range(4)] for own in durations]
+    at = [0.0] * len(units)
+    for unit in range(max(map(len, units), default=0)):
+        for rank, own in enumerate(units):
+            at[rank] += own[unit] if unit < len(own) else 0.0
+        if meets:
+            at = [max(at)] * len(at)
+    return max(at)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_second_implementation_agrees(seed):
+    rng = np.random.default_rng(seed)
+    durations = [rng.integers(1, 64, 6).astype(float).tolist() for _ in range(3)]
+    assert lockstep(durations, [1.0] * 3).end_s == pytest.approx(walk(durations, meets=True))
+    assert apart(durations).end_s == pytest.approx(walk(durations, meets=False))
+    work = rng.integers(1, 64, 20).astype(float)
+    speeds = rng.uniform(0.5, 1.5, 3)
+    # Draw in small steps of time instead of by events.
+    step, left, next_one, ended = 0.01, [0.0] * 3, 0, 0.0
+    while next_one < 20 or any(seconds > 0 for seconds in left):
+        for rank in range(3):
+            if left[rank] <= 0 and next_one < 20:
+                left[rank] += work[next_one] / speeds[rank]
+                next_one += 1
+            left[rank] -= step
+        ended += step
+    assert drawn(20, 3, lambda rank, k: work[k] / speeds[rank]).end_s == pytest.approx(ended, abs=0.5)
+
+
+def trial_of(sequence_s, speeds, overhead_s=0.0, communication_s=0.0):
+    times = np.array(sequence_s, dtype=float)
+    return Trial((times * 10).astype(np.int64), times, overhead_s, communication_s, np.array(speeds, dtype=float))
+
+
+def test_plans_are_timed_by_hand():
+    trial = trial_of([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0, communication_s=0.5)
+    fixed = Plan((((0,), ()), ((1, 2), (3,))))
+    # Rank 0: 7 + 0.5; rank 1: 6 / 0.5 + 0.5 and 2 / 0.5 + 0.5.
+    assert timing(trial, fixed, "window").end_s == pytest.approx(12.5 + 4.5)
+    assert timing(trial, fixed, "collective").end_s == pytest.approx(12.5 + 4.5)
+    assert timing(trial, fixed, "window").busy_s == pytest.approx(7.5 + 17.0)
+    # 7.5 and 3.5 beside 4.5 and 8.5: in turns each waits for the other once.
+    crossed = Plan((((0,), (1,)), ((3,), (2,))))
+    assert timing(trial, crossed, "window").end_s == pytest.approx(4.5 + 8.5)
+    assert timing(trial, crossed, "collective").end_s == pytest.approx(7.5 + 8.5)
+    pool = Plan(((), ()), pool=((0,), (2,), (1,), (3,)))
+    # Rank 0: 7.5, then 3.5 (11), then 2.5 (13.5); rank 1: 4 / 0.5 + 0.5 = 8.5, then 4.5 (13).
+    trial = replace(trial, speeds=np.array([1.0, 0.5]))
+    assert timing(trial, pool, "window").end_s == pytest.approx(13.0)
+
+
+def test_the_floor_by_hand():
+    trial = trial_of([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0)
+    longest, shared = floor_s(trial, max_tokens=60)
+    assert longest == 7.0
+    assert shared == pytest.approx((12 + 2) / 1.5)  # 120 tokens: two microbatches
+
+
+@pytest.mark.parametrize("scenario", [NOISY, replace(NOISY, ranks=7, cost=replace(NOISY.cost, constant=0.5))])
+def test_windows_never_lose_to_collectives_and_nothing_beats_the_floor(scenario):
+    for trial in scenario.trials():
+        floor = max(floor_s(trial, scenario.max_tokens))
+        for name in SCHEDULES:
+            transport, balance = name.split("/")
+            planned = plan(scenario, trial, balance)
+            end = timing(trial, planned, transport).end_s
+            assert end >= floor * (1 - 1e-9), name
+            if transport == "collective":
+                assert timing(trial, planned, "window").end_s <= end * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("constant", [0.0, REFERENCE_OVERHEAD_S])
+def test_dynamic_is_within_the_bound_of_list_scheduling(constant):
+    scenario = replace(NOISY, speed_variation=0.0, cost=replace(NOISY.cost, constant=constant))
+    for trial in scenario.trials():
+        pool = plan(scenario, trial, "dynamic").pool
+        work = list(map(trial.work_s, pool))
+        bound = (2 - 1 / scenario.ranks) * max(max(work), sum(work) / scenario.ranks)
+        assert timing(trial, plan(scenario, trial, "dynamic"), "window").end_s <= bound * (1 + 1e-9)
+
+
+def test_outcomes_repeat_and_depend_on_the_seed():
+    one, same, other = simulate(NOISY), simulate(NOISY), simulate(replace(NOISY, seed=1))
+    assert one == same
+    assert one.speedup != other.speedup
+    assert one.speedup["collective/lb_micro"] == 1.0
+    assert set(one.speedup) == set(one.idle_fraction) == {*SCHEDULES, "floor"}
+    assert all(0 <= idle < 1 for idle in one.idle_fraction.values())
+    assert one.floor == max(one.speedup.values())
+
+
+def test_one_rank_has_nobody_to_wait_for():
+    outcome = simulate(Scenario(ranks=1, num_minibatches=3))
+    assert all(ratio == pytest.approx(1.0) for ratio in outcome.speedup.values())
+    assert all(idle == pytest.approx(0.0, abs=1e-9) for idle in outcome.idle_fraction.values())
+
+
+def test_one_sequence_per_rank_gains_nothing():
+    outcome = simulate(Scenario(per_rank=1, num_minibatches=5))
+    assert outcome.speedup["window/lb_mini"] == pytest.approx(1.0)
+    assert outcome.longest_rules == 1.0
+
+
+def test_tickets_win_where_speeds_vary_and_costs_err():
+    outcome = simulate(Scenario(num_minibatches=10, speed_variation=0.2))
+    assert outcome.speedup["window/dynamic"] > 1.2 * outcome.speedup["window/lb_mini"]
+    outcome = simulate(Scenario(num_minibatches=10, cost_error=0.3))
+    assert outcome.speedup["window/dynamic"] > 1.05 * outcome.speedup["window/lb_mini"]
+
+
+def test_a_ticket_and_a_microbatch_cost_time():
+    def dynamic(**values):
+        return simulate(Scenario(num_minibatches=3, **values)).step_s["window/dynamic"]
+
+    assert dynamic(ticket_s=0.1) > dynamic() + 0.2
+    assert dynamic(unit_bytes=10**8, fetch_gb_per_s=10.0) > dynamic()
+
+
+def test_the_command_prints_one_object(capsys):
+    assert cli.main(["simulate", "--ranks", "4", "--minibatches", "3", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["speedup"]["collective/lb_micro"] == 1.0
+    assert said["floor"] == said["speedup"]["floor"]
+    assert said["scenario"]["ranks"] == 4 and said["scenario"]["num_minibatches"] == 3
+    assert set(said["idle_fraction"]) == set(said["speedup"])
+
+
+def test_the_command_prints_tables(capsys):
+    assert cli.main(["simulate", "--per-rank", "4", "--minibatches", "2"]) == 0
+    said = capsys.readouterr().out
+    for words in ("window/dynamic", "paper", "1.34", "The floor is the longest sequence", "per rank are enough"):
+        assert words in said
+    assert max(map(len, said.splitlines())) < 120
+
+
+def test_the_paper_is_quoted_where_it_applies_only():
+    assert "paper" not in report(simulate(Scenario(num_minibatches=1)))
+
+
+def test_advice_names_what_is_enough():
+    told = advice(Scenario(ranks=2, num_minibatches=2))
+    assert [line.split()[0] for line in told.splitlines()[2:7]] == ["1", "2", "4", "8", "16"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ranks", "0"], ["--ranks", "0"]),
+        (["--ranks", "many"], ["--ranks", "many"]),
+        (["--lengths", "longaling"], ["longaling", "longalign"]),
+        (["--speed-variation", "nan"], ["--speed-variation", "nan"]),
+        (["--packing-ratio", "0.5"], ["--packing-ratio", "0.5"]),
+        (["--rank", "4"], ["--rank"]),
+    ],
+)
+def test_mistakes_are_one_line(capsys, arguments, words):
+    assert cli.main(["simulate", *arguments]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert all(word in told[0] for word in words)
