@@ -7,13 +7,14 @@ __version__ = "0.1.0"
 #: Public names and where they live. Looked up when first used, so that `odc-mpi prepare` does not start MPI.
 _PUBLIC = {
     "World": "odc_mpi.comm.world",
+    "Tickets": "odc_mpi.comm.tickets",
     "shard_model": "odc_mpi.api",
     "ShardedModel": "odc_mpi.shard.model",
     "Dataset": "odc_mpi.data.dataset",
     "Loader": "odc_mpi.data.loader",
     "UserError": "odc_mpi.errors",
 }
-__all__ = ["Dataset", "Loader", "ShardedModel", "UserError", "World", "__version__", "shard_model"]
+__all__ = ["Dataset", "Loader", "ShardedModel", "Tickets", "UserError", "World", "__version__", "shard_model"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ MAY_SEE = {
     "cli": {"bench", "train", "data", "comm", "doctor", "launcher"},
     "__main__": {"cli"},
     "bench": {"train", "data", "shard", "comm"},
-    "train": {"api", "data", "shard", "comm.world"},
+    "train": {"api", "data", "shard", "comm.world", "comm.tickets"},
     "doctor": {"comm.report", "comm.decision", "launcher"},
     "launcher": set(),
     "api": {"shard", "comm"},

@@ -113,6 +113,21 @@ class Window:
             place = (start + first, piece.size, self._element)
             self._win.Accumulate([piece, self._element], target, place, MPI.SUM)
 
+    def fetch_and_add(self, target: int, place: int, value: int) -> int:
+        """Add to an int64 element of a rank's shard and return what was there before, at once. One-sided."""
+        return self._fetch_and(MPI.SUM, target, place, value)
+
+    def replace(self, target: int, place: int, value: int) -> None:
+        """Overwrite an int64 element of a rank's shard at once, as `fetch_and_add` sees it. One-sided."""
+        self._fetch_and(MPI.REPLACE, target, place, value)
+
+    def _fetch_and(self, operation: MPI.Op, target: int, place: int, value: int) -> int:
+        assert self.tensor.dtype == torch.int64, "counters are int64"
+        given, before = np.array([value], dtype=np.int64), np.empty(1, dtype=np.int64)
+        self._win.Fetch_and_op([given, MPI.INT64_T], [before, MPI.INT64_T], target, place, operation)
+        self._win.Flush(target)
+        return int(before[0])
+
     def flush(self, target: int | None = None) -> None:
         """Complete what this rank started, at one target or at all. One-sided."""
         if target is None:

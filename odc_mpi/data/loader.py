@@ -5,9 +5,8 @@ plan: no communication. A rank reads only its own sequences from the file, each 
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -80,7 +79,7 @@ class Minibatch:
         if self.plan.pool:
             raise UserError(
                 "a minibatch that leaves microbatches to whoever is free needs tickets: iterate over "
-                "minibatch.batches(tickets), or set data.balance to lb_mini"
+                "minibatch.batches(tickets.draw), or set data.balance to lb_mini"
             )
         return self._fixed()
 
@@ -89,19 +88,18 @@ class Minibatch:
         for microbatch in filter(None, self.plan.microbatches[self.rank]):
             yield read_batch(self.dataset, self.indices[list(microbatch)])
 
-    def batches(self, tickets: Iterable[int]) -> Iterator[Batch]:
-        """Yield this rank's fixed batches, then those of the pool that its tickets stand for.
+    def batches(self, draw: Callable[[int], Iterable[int]]) -> Iterator[Batch]:
+        """Yield this rank's fixed batches, then those of the pool that it draws.
 
-        A ticket is drawn only when the batch before it has been worked through. Local, but for what `tickets` does.
+        A position is drawn only when the batch before it has been worked through. Local, but for what `draw` does.
 
         Args:
-            tickets: Numbers that rise and that no other rank gets: positions in the pool. The first one beyond its end
-                ends the batches.
+            draw: Given the length of the pool, yields positions in it that no other rank gets (`Tickets.draw`).
         """
         yield from self._fixed()
         pool = self.plan.pool
-        for ticket in takewhile(lambda ticket: ticket < len(pool), tickets if pool else ()):
-            yield read_batch(self.dataset, self.indices[list(pool[ticket])])
+        for position in draw(len(pool)) if pool else ():
+            yield read_batch(self.dataset, self.indices[list(pool[position])])
 
 
 def read_batch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Batch:
@@ -143,6 +141,9 @@ class Loader:
 
     Each data epoch shuffles the data set anew and goes through it once; its last minibatch may be smaller. The order
     depends on the seed and the data epoch only, so a run resumes on another number of ranks with the same minibatches.
+
+    Attributes:
+        cost: What a sequence costs; may be set, to the same on every rank, for minibatches that are drawn later.
     """
 
     def __init__(
@@ -187,7 +188,8 @@ class Loader:
         self._dataset = dataset
         self._minibatch_sequences = minibatch_sequences
         self._max_tokens = max_tokens_per_microbatch
-        self._seed, self._rank, self._size, self._cost = seed, rank, size, cost
+        self._seed, self._rank, self._size = seed, rank, size
+        self.cost = cost
         self._move_to(0, 0)
 
     def state_dict(self) -> dict[str, int]:
@@ -236,7 +238,7 @@ class Loader:
             indices=indices,
             num_tokens=int(self._dataset.num_trained_tokens[indices].sum()),
             num_input_tokens=int(lengths.sum()),
-            plan=self._balance(lengths, self._size, self._max_tokens, self._cost),
+            plan=self._balance(lengths, self._size, self._max_tokens, self.cost),
             rank=self._rank,
             dataset=self._dataset,
         )

@@ -59,7 +59,14 @@ class DataConfig:
     """What the model is trained on, and how a minibatch is cut and handed out."""
 
     path: Annotated[str, "data set in HDF5, as odc-mpi prepare writes it", _NOT_EMPTY]
-    balance: Annotated[Literal["local_sort", "lb_mini"], "how sequences are dealt out to ranks"] = "lb_mini"
+    balance: Annotated[
+        Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "how sequences are dealt out to ranks"
+    ] = "lb_mini"
+    cost: Annotated[
+        Literal["linear", "quadratic", "flops", "fitted"], "what balances a sequence; fitted: learned from this run"
+    ] = "flops"
+    cost_linear: Annotated[float, "data.cost quadratic: of a token", _NOT_NEGATIVE] = 1.0
+    cost_quadratic: Annotated[float, "data.cost quadratic: of a squared length", _NOT_NEGATIVE] = 0.0
     minibatch_sequences: Annotated[int, "sequences per step, over all ranks", _ONE_OR_MORE] = 16
     max_tokens_per_microbatch: Annotated[int, "tokens in one forward and backward on one rank", _TOKENS] = 4096
 

@@ -16,22 +16,26 @@ import numpy as np
 import torch
 
 from odc_mpi.api import decide_for, shard_model
+from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.world import World
-from odc_mpi.data.cost import flops_cost
+from odc_mpi.data.cost import Cost, flops_cost, named_cost
 from odc_mpi.data.dataset import Dataset, vocabulary_digest
+from odc_mpi.data.fitted import ROW_LENGTH, FittedCost
 from odc_mpi.data.loader import Batch, Loader, Minibatch
 from odc_mpi.data.prepare import load_tokenizer
 from odc_mpi.errors import TrainingError, UserError
 from odc_mpi.shard import model as sharded
 from odc_mpi.shard.optim import build_optimizer, schedule_factor
 from odc_mpi.train import models
-from odc_mpi.train.config import Config, ModelConfig, OptimConfig, dump
+from odc_mpi.train.config import Config, DataConfig, ModelConfig, OptimConfig, dump
 from odc_mpi.train.log import Log
 from odc_mpi.train.metrics import StepMetrics, terminal_width
 from odc_mpi.train.rundir import open_run_directory
 
-#: What every rank tells the others at point A: its part of the loss, and seconds.
-_TOLD = ("loss", "busy_s", "fetch_s", "accumulate_s")
+#: What every rank tells the others at point A: its part of the loss, seconds, what it ran ...
+_TOLD = ("loss", "busy_s", "fetch_s", "accumulate_s", "microbatches")
+#: ... and what it learned of the cost, where that is fitted.
+_TOLD_OF_COST = tuple(f"cost_{i}" for i in range(ROW_LENGTH))
 
 
 @dataclass
@@ -102,9 +106,15 @@ def open_inputs(config: Config, world: World) -> Inputs:
         seed=config.run.seed,
         rank=world.rank,
         size=world.size,
-        cost=flops_cost(built.num_multiplying, built.num_layers, built.attention_size),
+        cost=_first_cost(config.data, built),
     )
     return Inputs(dataset, built, loader)
+
+
+def _first_cost(config: DataConfig, built: models.BuiltModel) -> Cost:
+    flops = flops_cost(built.num_multiplying, built.num_layers, built.attention_size)
+    name = "flops" if config.cost == "fitted" else config.cost  # nothing was measured yet
+    return named_cost(name, flops=flops, linear=config.cost_linear, quadratic=config.cost_quadratic)
 
 
 def _check_vocabulary(config: Config, dataset: Dataset, built: models.BuiltModel) -> None:
@@ -145,6 +155,7 @@ class Trainer:
         self._world = world
         self._dataset = inputs.dataset
         self._loader = inputs.loader
+        self._fitted = FittedCost(self._loader.cost) if config.data.cost == "fitted" else None
         self._done = 0
         self._skipped_in_a_row = 0
         comm = config.comm
@@ -160,6 +171,7 @@ class Trainer:
             decision=self.decision,
             mailbox_bytes=comm.mailbox_bytes,
         ).train()
+        self._tickets = Tickets(world) if config.data.balance == "dynamic" else None
         self._start_collectives = self.model.num_collectives
         self.optimizer = _optimizer(config.optim, self.model)
 
@@ -217,21 +229,36 @@ class Trainer:
     def _run_microbatches(self, minibatch: Minibatch) -> sharded.Minibatch:
         """Forward and backward of this rank's microbatches: nobody waits until the end, which is point A."""
         model = self.model
-        with model.minibatch(*_TOLD) as totals:
+        with model.minibatch(*_TOLD, *(_TOLD_OF_COST if self._fitted else ())) as totals:
             began, fetch_s, accumulate_s = time.perf_counter(), model.fetch_wait_s, model.accumulate_wait_s
-            for batch in minibatch:
+            for batch in minibatch.batches(self._tickets.draw) if self._tickets else minibatch:
                 totals.values["loss"] += self._run_microbatch(minibatch, batch)
+                totals.values["microbatches"] += 1
             totals.values["fetch_s"] = model.fetch_wait_s - fetch_s
             totals.values["accumulate_s"] = model.accumulate_wait_s - accumulate_s
             totals.values["busy_s"] = time.perf_counter() - began
+            if self._fitted:
+                totals.values.update(zip(_TOLD_OF_COST, self._fitted.report().tolist(), strict=True))
+        if self._tickets:
+            self._tickets.reset()
+        if self._fitted:
+            self._fitted.update(np.stack([totals.per_rank(name) for name in _TOLD_OF_COST], axis=1))
+            self._loader.cost = self._fitted.cost
         return totals
 
     def _run_microbatch(self, minibatch: Minibatch, batch: Batch) -> float:
         # Random numbers belong to the microbatch, not to the rank that happens to run it.
         torch.manual_seed(_seed(self._config.run.seed, minibatch.data_epoch, int(batch.indices[0])))
+        began, waited_s = time.perf_counter(), self._waited_s()
         loss = self.model(**batch.inputs).loss * (batch.num_tokens / minibatch.num_tokens)
         loss.backward()
+        if self._fitted:
+            seconds = time.perf_counter() - began - (self._waited_s() - waited_s)
+            self._fitted.observe(self._dataset.lengths[batch.indices], seconds)
         return loss.item()
+
+    def _waited_s(self) -> float:
+        return self.model.fetch_wait_s + self.model.accumulate_wait_s
 
     def _set_learning_rate(self) -> float:
         optim = self._config.optim
@@ -268,7 +295,7 @@ def _metrics(
     step_s: float,
     finite: bool,
 ) -> StepMetrics:
-    busy_s = totals.per_rank("busy_s")
+    busy_s, microbatches = totals.per_rank("busy_s"), totals.per_rank("microbatches")
     slowest_s = float(busy_s.max())
     return StepMetrics(
         step=step,
@@ -280,8 +307,8 @@ def _metrics(
         step_s=step_s,
         tokens_per_s=minibatch.num_input_tokens / step_s,
         idle_fraction=1.0 - float(busy_s.mean()) / slowest_s if slowest_s > 0 else 0.0,
-        microbatches_min=min(minibatch.num_microbatches),
-        microbatches_max=max(minibatch.num_microbatches),
+        microbatches_min=int(microbatches.min()),
+        microbatches_max=int(microbatches.max()),
         slowest_rank=int(busy_s.argmax()),
         skipped=not finite,
         fetch_wait_s=float(totals.per_rank("fetch_s").mean()),

@@ -52,7 +52,7 @@ def test_ranks_share_each_minibatch_exactly_once(dataset: Dataset, size: int, ba
     for minibatches in islice(zip(*loaders, strict=True), 20):
         first = minibatches[0]
         # Tickets go to one rank after the other, as if all were equally fast.
-        batches = [list(minibatch.batches(range(minibatch.rank, 1000, size))) for minibatch in minibatches]
+        batches = [list(mine.batches(lambda count, mine=mine: range(mine.rank, count, size))) for mine in minibatches]
         assert all(drawn(minibatch) == drawn(first) for minibatch in minibatches)
         assert all(minibatch.plan == first.plan for minibatch in minibatches)
         if not first.plan.pool:
@@ -65,25 +65,36 @@ def test_ranks_share_each_minibatch_exactly_once(dataset: Dataset, size: int, ba
         assert all(batch.num_input_tokens <= 200 for batch in everything)
 
 
-def test_tickets_are_drawn_when_they_are_due_and_no_more_than_one_too_many(dataset: Dataset) -> None:
+def test_positions_are_drawn_when_they_are_due(dataset: Dataset) -> None:
     minibatch = next(loader(dataset, balance="dynamic", minibatch_sequences=20, rank=1, size=2))
     assert minibatch.num_microbatches == (0, 0)
     with pytest.raises(UserError, match="batches"):
         iter(minibatch)
-    pool, drawn_tickets = minibatch.plan.pool, []
+    pool, drawn, counts = minibatch.plan.pool, [], []
 
-    def draw() -> Iterator[int]:
-        for ticket in (1, 3, len(pool) - 1, len(pool), len(pool) + 1):
-            drawn_tickets.append(ticket)
-            yield ticket
+    def draw(count: int) -> Iterator[int]:
+        counts.append(count)
+        for position in (1, 3, count - 1):
+            drawn.append(position)
+            yield position
 
-    batches = minibatch.batches(draw())
+    batches = minibatch.batches(draw)
     assert next(batches).indices.tolist() == minibatch.indices[list(pool[1])].tolist()
-    assert drawn_tickets == [1]
+    assert drawn == [1]
     assert [batch.indices.tolist() for batch in batches] == [
         minibatch.indices[list(pool[i])].tolist() for i in (3, len(pool) - 1)
     ]
-    assert drawn_tickets == [1, 3, len(pool) - 1, len(pool)]
+    assert drawn == [1, 3, len(pool) - 1]
+    assert counts == [len(pool)]
+
+
+def test_nothing_is_drawn_without_a_pool(dataset: Dataset) -> None:
+    minibatch = next(loader(dataset, balance="lb_mini"))
+
+    def draw(count: int) -> Iterator[int]:
+        raise AssertionError("drew")
+
+    assert [b.indices.tolist() for b in minibatch.batches(draw)] == [b.indices.tolist() for b in minibatch]
 
 
 def test_empty_microbatches_are_skipped(dataset: Dataset) -> None:

@@ -13,11 +13,15 @@ SETTINGS = [
     "reduction=accumulate progress=thread",
     "reduction=accumulate progress=off",
     "reduction=mailbox progress=thread",
-    "reduction=mailbox progress=off",
+    "reduction=mailbox progress=off balance=dynamic",
     "zero_copy=off reduction=mailbox mailbox_bytes=8192 prefetch=2",
 ]
 #: Those that two ranks on each host are tried with, too: near and far peers at once.
-SETTINGS_OF_FOUR = [SETTINGS[0], SETTINGS[1], SETTINGS[-1]]
+SETTINGS_OF_FOUR = [SETTINGS[0], f"{SETTINGS[1]} balance=dynamic", SETTINGS[-1]]
+
+
+def section_of(setting):
+    return "data" if setting.startswith("balance") else "comm"
 
 
 def losses(run_dir):
@@ -41,7 +45,7 @@ def alone(data, tmp_path_factory):
 def test_losses_are_those_of_one_process(config, alone, tmp_path, ranks_per_host, settings):
     # A wait that hangs names itself; four ranks on two busy cores took up to 45 s for all.
     command = ("-m", "odc_mpi", "train", "--config", config, "--comm.timeout_s", 60)
-    done = launch(ranks_per_host, *command, *(f"--comm.{setting}" for setting in settings.split()), timeout_s=100)
+    done = launch(ranks_per_host, *command, *(f"--{section_of(s)}.{s}" for s in settings.split()), timeout_s=100)
     assert done.code == 0, done.err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["world_size"] == 2 * ranks_per_host

@@ -83,9 +83,18 @@ def assert_close(actual, wanted):
         torch.testing.assert_close(actual[name], wanted[name], rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("balance", ["local_sort", "lb_mini"])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("balance", "tied", "prefetch"),
+    [
+        ("local_sort", True, 0),
+        ("local_sort", False, 2),
+        ("lb_micro", False, 0),
+        ("lb_mini", True, 1),
+        ("lb_mini", False, 2),
+        ("dynamic", True, 0),
+        ("dynamic", False, 1),
+    ],
+)
 def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, tied, prefetch):
     changes = {
         "data.balance": balance,
@@ -109,9 +118,8 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, 
     [("embed_tokens",), ("layers.1.",), ("mlp", "layers.0.self_attn.q_proj"), ("layers",)],
     ids=["embedding", "a unit", "parts of units", "all units"],
 )
-@pytest.mark.parametrize("balance", ["local_sort", "lb_mini"])
-def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze, balance):
-    config = configure(dataset_path, **{"data.balance": balance, "model.config.tie_word_embeddings": "false"})
+def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze):
+    config = configure(dataset_path, **{"data.balance": "lb_mini", "model.config.tie_word_embeddings": "false"})
     dataset, metrics, state = run(config, world, freeze)
     losses, parameters = expected(config, dataset, freeze)
     assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
@@ -125,6 +133,14 @@ def test_activation_checkpointing_changes_nothing(world, dataset_path, prefetch)
     losses, parameters = expected(config, dataset)
     assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
     assert_close(state, parameters)
+
+
+@pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
+def test_a_cost_that_is_learned_changes_plans_and_nothing_else(world, dataset_path, balance):
+    config = configure(dataset_path, **{"data.balance": balance, "data.cost": "fitted", "run.steps": 8})
+    dataset, metrics, _ = run(config, world)
+    losses, _ = expected(config, dataset)
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
 
 
 def test_through_mailboxes(world, dataset_path, monkeypatch):

@@ -1,0 +1,72 @@
+"""Handing out the microbatches of a minibatch: whoever is free draws the next.
+
+A ticket is the right to one position in a list that all ranks know. The lowest rank of each node hosts a counter in an
+MPI window; drawing is one MPI_Fetch_and_op, and the host takes no part. Each node has its share of the positions, so
+that draws stay on the node as long as it has any; then its ranks draw from the other nodes.
+
+    between B and A    draw: whoever is free
+    between A and B    reset: each host sets its counter to zero
+
+No draw can meet the reset. Before a rank comes to A it has drawn all it will, and it draws again only after B.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from odc_mpi.comm.rma import Window
+from odc_mpi.comm.world import World
+
+
+class Tickets:
+    """Positions below a count, each for exactly one rank. Making one is collective.
+
+    Args:
+        world: The ranks that draw; freed with it.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        nodes = world.gather_objects(world.node)
+        # From this node on, around: so the nodes that have run out do not all turn to the same one.
+        self._order = [(world.node + i) % world.num_nodes for i in range(world.num_nodes)]
+        # Of every `size` positions in a row a node has as many as it has ranks, spread like these.
+        self._offsets = [[rank for rank, node in enumerate(nodes) if node == own] for own in range(world.num_nodes)]
+        self._window = Window(world, 1, torch.int64)
+        world.on_close(self.close)
+        world.meet(world.comm.Ibarrier(), "setting the ticket counters to zero")
+
+    def draw(self, count: int) -> Iterator[int]:
+        """Yield positions that no other rank gets, for as long as there are any. One-sided, at each position.
+
+        A position is drawn when it is asked for, not before: what a rank does with one decides how many it gets.
+
+        Args:
+            count: Of positions, the same on every rank.
+        """
+        for node in self._order:
+            while (position := self._next(node)) < count:
+                yield position
+
+    def reset(self) -> None:
+        """Start over. Local, on every rank: after A, when all have drawn, and before B."""
+        host = self._host(self._world.node)
+        if self._world.rank == host:
+            # By the same way as a draw: where network cards add, they do not look at the processor's caches.
+            self._window.replace(host, 0, 0)
+
+    def close(self) -> None:
+        """Free the counters. Collective; a second call does nothing."""
+        if self._offsets:
+            self._offsets = []
+            self._window.free()
+
+    def _next(self, node: int) -> int:
+        host, offsets = self._host(node), self._offsets[node]
+        with self._world.deadline("drawing a ticket", [host]):
+            turn = self._window.fetch_and_add(host, 0, 1)
+        around, place = divmod(turn, len(offsets))
+        return around * self._world.size + offsets[place]
+
+    def _host(self, node: int) -> int:
+        return self._offsets[node][0]

@@ -1,0 +1,166 @@
+"""Tickets: every position once, whoever is slow, late or idle, and nothing of one minibatch in the next."""
+
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from odc_mpi.comm.tickets import Tickets
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def tickets(world):
+    made = Tickets(world)
+    yield made
+    world.gather_objects(None)
+    made.close()
+
+
+def all_have_drawn(world, drawn):
+    """Point A: what every rank drew."""
+    return world.gather_objects(drawn)
+
+
+def published(world):
+    """Point B."""
+    world.meet(world.comm.Ibarrier(), "meeting at point B of a test")
+
+
+def assert_each_once(everyone, count):
+    assert sorted(position for drawn in everyone for position in drawn) == list(range(count))
+    for drawn in everyone:
+        assert drawn == sorted(drawn), "a rank gets positions in the order of the list"
+
+
+def test_every_position_once_through_thousands_of_minibatches(world, tickets):
+    rng = np.random.default_rng(3)  # the same on every rank
+    idle = np.random.default_rng(world.rank)
+    everyone = []
+    for minibatch in range(2000):
+        count = int(rng.integers(0, 4 * world.size))
+        drawn = []
+        for position in tickets.draw(count):
+            drawn.append(position)
+            if minibatch % 50 == 0:
+                time.sleep(idle.random() * 1e-3)
+        # What a rank reports at A it holds no position of afterwards.
+        total = np.zeros(max(1, count), dtype=np.int64)
+        total[drawn] += 1
+        world.comm.Allreduce(MPI.IN_PLACE, total)
+        assert (total[:count] == 1).all(), f"minibatch {minibatch}: {total.tolist()}"
+        everyone.append(len(drawn))
+        tickets.reset()
+        published(world)
+    assert sum(sum(counts) for counts in world.gather_objects(everyone)) > 2000
+
+
+def test_a_slow_rank_gets_few(world, tickets):
+    """The last rank takes 50 ms for a position, the others 1 ms."""
+    count = 8 * world.size
+    published(world)
+    drawn = []
+    for position in tickets.draw(count):
+        drawn.append(position)
+        time.sleep(0.05 if world.rank == world.size - 1 else 0.001)
+    everyone = all_have_drawn(world, drawn)
+    assert_each_once(everyone, count)
+    if world.size > 1:
+        assert len(everyone[-1]) <= 3, [len(drawn) for drawn in everyone]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_late_rank_draws_nothing_and_nobody_waits_for_it(world, tickets):
+    published(world)
+    began = time.perf_counter()
+    if world.rank == 0:  # which hosts the counter, and computes
+        while time.perf_counter() - began < 0.5:
+            np.dot(np.ones(1000), np.ones(1000))
+    drawn = list(tickets.draw(3 * world.size))
+    took = time.perf_counter() - began
+    everyone = all_have_drawn(world, drawn)
+    assert_each_once(everyone, 3 * world.size)
+    assert everyone[0] == []
+    assert world.rank == 0 or took < 0.25
+
+
+def test_fewer_positions_than_ranks_and_none(world, tickets):
+    for count in (1, 0, world.size - 1):
+        everyone = all_have_drawn(world, list(tickets.draw(count)))
+        assert_each_once(everyone, count)
+        tickets.reset()
+        published(world)
+
+
+def test_a_position_is_drawn_when_it_is_asked_for(world, tickets):
+    """A rank that stops asking leaves the rest to the others."""
+    published(world)
+    drawing = tickets.draw(2 * world.size)
+    drawn = [next(drawing)] if world.rank else []
+    world.gather_objects(None)
+    if world.rank == 0:
+        drawn = list(drawing)
+    everyone = all_have_drawn(world, drawn)
+    assert_each_once(everyone, 2 * world.size)
+    assert len(everyone[0]) == world.size + 1
+
+
+class Nodes:
+    """A world whose ranks say they are on several nodes."""
+
+    def __init__(self, world, nodes):
+        self._world, self._nodes = world, nodes
+        self.node, self.num_nodes = nodes[world.rank], max(nodes) + 1
+
+    def __getattr__(self, name):
+        return getattr(self._world, name)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("nodes", [[0, 1, 1, 1], [0, 1, 0, 1], [0, 1, 2, 3]], ids=str)
+def test_several_nodes_share_the_positions_and_steal_what_is_left(world, nodes):
+    made = Tickets(Nodes(world, nodes[: world.size]))
+    for count in (0, 1, world.size, 7 * world.size + 3):
+        drawn = []
+        for position in made.draw(count):
+            drawn.append(position)
+            time.sleep(2e-3 if nodes[world.rank] == 0 else 0)
+        everyone = all_have_drawn(world, drawn)
+        assert sorted(position for drawn in everyone for position in drawn) == list(range(count))
+        made.reset()
+        published(world)
+    # Node 0 is slow: the others came and took from it.
+    slow = sum(len(drawn) for drawn, node in zip(everyone, nodes, strict=False) if node == 0)
+    share = (7 * world.size + 3) * nodes[: world.size].count(0) / world.size
+    assert slow < share
+    world.gather_objects(None)
+    made.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_own_node_first(world):
+    """Until its node has run out a rank asks no other node's host."""
+    asked = []
+    made = Tickets(Nodes(world, [rank % 2 for rank in range(world.size)]))
+    window = made._window
+    fetch = window.fetch_and_add
+    window.fetch_and_add = lambda host, *rest: asked.append(host) or fetch(host, *rest)
+    published(world)
+    drawn = list(made.draw(4 * world.size))
+    own, other = world.rank % 2, 1 - world.rank % 2
+    assert asked == sorted(asked, key=lambda host: host == other)
+    assert {own, other} == set(asked)
+    everyone = all_have_drawn(world, drawn)
+    assert sorted(position for drawn in everyone for position in drawn) == list(range(4 * world.size))
+    made.close()
+
+
+def test_the_counter_has_64_bits(world, tickets):
+    if world.rank == 0:
+        tickets._window.replace(0, 0, 1 << 40)
+    published(world)
+    assert list(tickets.draw(100)) == []
+    world.gather_objects(None)
+    assert tickets._window.fetch_and_add(0, 0, 0) == (1 << 40) + world.size
