@@ -19,13 +19,15 @@ Note: the same order on all ranks
 `Collectives` has the bare calls, blocking, which the benchmark times.
 """
 
+import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
+from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.points import OrderingPoints
 from odc_mpi.comm.rma import MPI_DTYPES
 from odc_mpi.comm.transport import Fetch, Layout, Pending, Transport
@@ -110,6 +112,7 @@ class CollectiveTransport(Transport):
         self._parameters: list[torch.Tensor] = []
         self._gradients: dict[int, torch.Tensor] = {}
         self._reduces: deque[_Reduce] = deque()
+        self._results = BufferPool()
         self._points: OrderingPoints | None = None
 
     def allocate(self, layouts: Sequence[Layout]) -> None:  # noqa: D102
@@ -161,13 +164,16 @@ class CollectiveTransport(Transport):
             stop = start + gradient.numel()
             gradient = torch.nn.functional.pad(gradient, (start, layout.numel - stop))
         counts = [stop - first for first, stop in map(layout.owned, range(self.size))]
-        own = torch.empty(counts[self.rank], dtype=self.reduce_dtype)
+        own = self._results.take(counts[self.rank], self.reduce_dtype)
         comm = self._scatters[index % len(self._scatters)]
         self.num_collectives += 1
         request = comm.Ireduce_scatter([gradient.numpy(), element], [own.numpy(), element], counts, MPI.SUM)
         what = f"reducing the gradient of unit {layout.name}"
-        self._reduces.append(_Reduce(self._world, request, what, gradient, own, self._gradients[index]))
-        return self._reduces[-1]
+        reduce = _Reduce(self._world, request, what, gradient, functools.partial(self._add, index, own))
+        while self._reduces and self._reduces[0].done:
+            self._reduces.popleft()
+        self._reduces.append(reduce)
+        return reduce
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
         while self._reduces:
@@ -199,6 +205,10 @@ class CollectiveTransport(Transport):
         self._points, self._parameters, self._gradients = None, [], {}
         self.buffers.clear()
 
+    def _add(self, index: int, own: torch.Tensor) -> None:
+        self._gradients[index][: own.numel()] += own
+        self._results.give_back(own)
+
     @property
     def _meeting_points(self) -> OrderingPoints:
         assert self._points is not None, "shards are allocated first, and not used after they are freed"
@@ -220,28 +230,23 @@ class _Gather:
 
 
 class _Reduce:
-    """A reduce-scatter on its way, and the shard that its result is added to."""
+    """A reduce-scatter on its way, and what is done with its result."""
 
     def __init__(
-        self,
-        world: World,
-        request: MPI.Request,
-        what: str,
-        gradient: torch.Tensor,
-        own: torch.Tensor,
-        shard: torch.Tensor,
+        self, world: World, request: MPI.Request, what: str, gradient: torch.Tensor, add: Callable[[], None]
     ) -> None:
         self._world, self._request, self._what = world, request, what
-        # Besides what is needed later, what MPI reads: it holds no reference.
-        self._memory: tuple[torch.Tensor, ...] = (gradient, own, shard)
+        # MPI holds no reference to what it reads.
+        self._gradient: torch.Tensor | None = gradient
+        self._add = add
+        self.done = False
 
     def wait(self) -> None:
         """Add the result, once it is there. Collective; a second call does nothing."""
-        if self._memory:
+        if not self.done:
             self._world.meet(self._request, self._what)
-            _, own, shard = self._memory
-            shard[: own.numel()] += own
-            self._memory = ()
+            self._add()
+            self._gradient, self.done = None, True
 
 
 def _raw(tensor: torch.Tensor) -> np.ndarray:

@@ -286,7 +286,6 @@ class ShardedModel:
     def _push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
         self._ready.activity.tell("backward of", unit.name)
         self._pusher.push(unit, names, gradients)
-        self._ready.backward_ended(unit)
 
     def _advance(self, expected: Phase, following: Phase, call: str) -> None:
         if self._phase is not expected:

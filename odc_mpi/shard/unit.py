@@ -12,7 +12,8 @@ touches a parameter gets it, fetched if need be: modules find them through `OnDe
 `shard.autograd`.
 
 Where fetches are collective, all ranks must fetch the same units in the same order, and it is done as FSDP does it: a
-unit goes as soon as its forward, and again its backward, is through; the root at the next microbatch.
+unit goes when its forward is through, and again when another is fetched for the backward; the root goes at the next
+microbatch.
 """
 
 import time
@@ -187,12 +188,8 @@ class ReadyUnits:
 
         Not in a backward: a forward that runs there again is followed by the unit's backward.
         """
-        if not in_backward():
-            self._end_use(unit)
-
-    def backward_ended(self, unit: Unit) -> None:
-        """Release a unit once its gradients were pushed, where fetches are collective. Local."""
-        self._end_use(unit)
+        if self._strict and not in_backward() and unit in self._held and not (unit.is_root or unit.num_calls):
+            self._release(unit)
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
         """Return which ready unit, and which of its arrays, a tensor looks into; None if it does not. Local."""
@@ -217,10 +214,6 @@ class ReadyUnits:
         if self._thread is not None:
             self._thread.close()
         self.expire()
-
-    def _end_use(self, unit: Unit) -> None:
-        if self._strict and unit in self._held and not unit.is_root and not unit.num_calls:
-            self._release(unit)
 
     def _check_readable(self) -> None:
         if not self.readable:

@@ -11,6 +11,7 @@ from ranks import RecordingTransport, run_ranks
 from torch import nn
 from zoo import VOCABULARY, WIDTH, Block, Layer, Stack, Transformer
 
+from odc_mpi.comm.transport import Pending
 from odc_mpi.shard.model import ShardedModel
 
 
@@ -19,11 +20,18 @@ class InStep(RecordingTransport):
 
     threads = False
     one_sided = False
+    most_lent = 0
+
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
+        self.most_lent = max(self.most_lent, len(self.buffers._lent))
+        return super().start_fetch(index, buffer)
 
 
 def stacked(transport: RecordingTransport, **settings: Any) -> ShardedModel:
-    torch.manual_seed(1)
-    return ShardedModel(Stack().double(), transport, units=[Layer], **settings)
+    module, generator = Stack().double(), torch.Generator().manual_seed(1)  # ranks share torch's own generator
+    for parameter in module.parameters():
+        parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return ShardedModel(module, transport, units=[Layer], **settings)
 
 
 def operations(transport: RecordingTransport) -> list[str]:
@@ -31,7 +39,8 @@ def operations(transport: RecordingTransport) -> list[str]:
 
 
 def backward(model: ShardedModel, rows: int, scale: float = 1.0) -> None:
-    (model(torch.randn(rows, WIDTH).double()).square().mean() * scale).backward()
+    batch = torch.linspace(-1.0, 1.0, rows * WIDTH, dtype=torch.float64).view(rows, WIDTH)
+    (model(batch).square().mean() * scale).backward()
 
 
 LAYERS = ["layers.0", "layers.1", "layers.2"]
@@ -45,7 +54,7 @@ MICROBATCH = [
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 def test_each_microbatch_fetches_the_same(prefetch: int, activation_checkpointing: bool) -> None:
-    def work(transport: RecordingTransport) -> None:
+    def work(transport: InStep) -> None:
         model = stacked(transport, prefetch=prefetch, activation_checkpointing=activation_checkpointing)
         transport.log.clear()
         for _ in range(2):
@@ -54,6 +63,7 @@ def test_each_microbatch_fetches_the_same(prefetch: int, activation_checkpointin
                     backward(model, rows=1 + transport.rank + i)
             model.publish()
         assert operations(transport) == MICROBATCH * 6
+        assert transport.most_lent == 2, "more was held than the root and one unit"
         model.close()
 
     run_ranks(2, work, transport=InStep)
@@ -68,7 +78,6 @@ def test_padding_does_the_same_as_a_microbatch() -> None:
         with model.minibatch() as totals:
             for _ in range(2):
                 if transport.rank == 0:
-                    torch.manual_seed(5)
                     backward(model, rows=4)
                 else:
                     with model.padding():
