@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from odc_mpi.comm.decision import Decision, Wishes, decide
+from odc_mpi.comm.collective import CollectiveTransport
+from odc_mpi.comm.decision import Decision, Wishes, decide, decide_collective
 from odc_mpi.comm.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
 from odc_mpi.comm.probe import quick_report
 from odc_mpi.comm.reduction import AccumulateReduction, Reduction
+from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.window import WindowTransport
 from odc_mpi.comm.world import World
+from odc_mpi.errors import UserError
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
 from odc_mpi.shard.slices import Weights
@@ -46,7 +49,9 @@ def shard_model(
         prefetch: How many units to fetch ahead of their use, beside the computation; each beyond the first takes memory
             for one more unit. With 0 no thread is started; with 1 or more, gradients are pushed from a thread, too.
         weights: Where initial parameters come from if not from the module, which may then be on the meta device.
-        decision: How ranks reach each other; by default what `decide_for` finds best.
+        decision: How ranks reach each other; by default what `decide_for` finds best over windows. With
+            `decide_for(world, transport="collective")` the model does what FSDP does, for comparison: every rank must
+            then run the same number of microbatches, with `ShardedModel.padding` if need be, and nothing is prefetched.
         mailbox_bytes: Where gradients go through a mailbox: memory of this rank for those on their way to it.
 
     Returns:
@@ -74,13 +79,21 @@ def shard_model(
     return model
 
 
-def decide_for(world: World, *, zero_copy: str = "auto", reduction: str = "auto", progress: str = "auto") -> Decision:
+def decide_for(
+    world: World,
+    *,
+    transport: str = "window",
+    zero_copy: str = "auto",
+    reduction: str = "auto",
+    progress: str = "auto",
+) -> Decision:
     """Find out what this MPI stack does, and decide how ranks reach each other. Collective; takes up to two seconds.
 
     What was found is kept for the next run on the same stack, in `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi`.
 
     Args:
         world: The ranks.
+        transport: window, or collective: all-gather and reduce-scatter, the baseline. It takes nothing to find out.
         zero_copy: auto, or off: ranks of a node do not read each other's parameters in place.
         reduction: auto, or how gradients reach their owners: accumulate or mailbox.
         progress: auto, or whether a thread serves other ranks while this one computes: off or thread.
@@ -88,14 +101,20 @@ def decide_for(world: World, *, zero_copy: str = "auto", reduction: str = "auto"
     Raises:
         UserError: A value that a setting does not have, or that this MPI cannot grant.
     """
+    if transport not in (CollectiveTransport.name, WindowTransport.name):
+        raise UserError(f"comm.transport: expected window or collective, got {transport}")
     wishes = Wishes(zero_copy=zero_copy, reduction=reduction, progress=progress)
+    if transport == CollectiveTransport.name:
+        return decide_collective(wishes)
     report = quick_report(world)
     return world.agree(lambda: decide(report, wishes))
 
 
 def _transport(
     world: World, param_dtype: torch.dtype, reduce_dtype: torch.dtype, decision: Decision, mailbox_bytes: int
-) -> WindowTransport:
+) -> Transport:
+    if decision.transport == CollectiveTransport.name:
+        return CollectiveTransport(world, param_dtype, reduce_dtype)
     reductions: dict[str, Callable[..., Reduction]] = {
         "accumulate": AccumulateReduction,
         "mailbox": functools.partial(MailboxReduction, mailbox_bytes=mailbox_bytes),

@@ -1,13 +1,43 @@
-"""The collectives over flat arrays that one-sided communication replaces, as MPI has them, for comparison.
+"""The seam over MPI's collectives: fully sharded data parallel training as FSDP and ZeRO-3 do it, for comparison.
 
-Every rank takes part in every call, in the same order: exactly what a sharded model here does without.
+    fetch     an all-gather of the unit: before its forward, and again before its backward
+    push      a reduce-scatter of its whole gradient, added to what this rank's shard holds already
+    A, N, B   as over windows
+
+Every rank takes part in every call, in the same order: exactly what a sharded model does without over windows. Ranks
+wait for each other at each unit, and one with fewer microbatches than others has to run empty ones
+(`ShardedModel.padding`).
+
+Note: the same order on all ranks
+    Which units a rank fetches follows from the model's control flow alone: nothing is fetched ahead, no unit but the
+    root outlives its forward or backward, and each microbatch begins with none (`shard.unit.ReadyUnits`). A push covers
+    the whole array, whichever of its parameters got a gradient. Models whose control flow over units depends on data,
+    so that some rank leaves out a unit, do not work here, as they do not with FSDP. Each array has a communicator for
+    gathers and one for reductions, so that a rank that does something else is waited for until the deadline, which says
+    what it is doing; with one communicator for all, arrays of the same size would silently be taken for each other.
+
+`Collectives` has the bare calls, blocking, which the benchmark times.
 """
 
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
 import torch
 from mpi4py import MPI
 
+from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.points import OrderingPoints
 from odc_mpi.comm.rma import MPI_DTYPES
+from odc_mpi.comm.transport import Fetch, Layout, Pending, Transport
 from odc_mpi.comm.world import World
+
+#: How elements that are only moved are described: by their size, since MPI knows no bf16. (As single bytes, a shard's
+#: count would leave the C int of many libraries at 2 GiB.)
+_MOVED = {2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+#: Arrays beyond this number share communicators with others; MPICH has about 2000 in all.
+MAX_COMMUNICATORS = 400
 
 
 class Collectives:
@@ -56,3 +86,168 @@ class Collectives:
         """Free the communicator. Collective; a second call does nothing."""
         if self._comm != MPI.COMM_NULL:
             self._comm.Free()
+
+
+class CollectiveTransport(Transport):
+    """Shards in private memory, reached with MPI's collectives. See the module's docstring.
+
+    Fetches and pushes are collective, and so is whatever makes them: a forward, a backward, `state_dict`. Only the main
+    thread may call it: from two threads the order would be a matter of chance.
+
+    Args:
+        world: The ranks that share every array.
+        param_dtype: As for any transport.
+        reduce_dtype: As for any transport.
+    """
+
+    name = "collective"
+    threads = False
+    one_sided = False
+
+    def __init__(
+        self, world: World, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(world.rank, world.size, param_dtype, reduce_dtype)
+        self._world = world
+        self._parameters: list[torch.Tensor] = []
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._reduces: deque[_Reduce] = deque()
+        self._results = BufferPool()
+        self._points: OrderingPoints | None = None
+
+    def allocate(self, layouts: Sequence[Layout]) -> None:  # noqa: D102
+        assert not self.layouts, "a transport allocates once"
+        self.layouts = tuple(layouts)
+        self._world.on_close(self.close)
+        self._points = OrderingPoints(self._world)
+        num_comms = min(len(layouts), MAX_COMMUNICATORS)
+        with self._world.meeting("duplicating the communicator"):
+            self._gathers = [self._world.comm.Dup() for _ in range(num_comms)]
+            self._scatters = [self._world.comm.Dup() for _ in range(num_comms)]
+        self._parameters = [torch.zeros(x.shard_numel, dtype=self.param_dtype) for x in layouts]
+        self._gradients = {
+            i: torch.zeros(x.shard_numel, dtype=self.reduce_dtype) for i, x in enumerate(layouts) if x.trainable
+        }
+
+    def parameter_shard(self, index: int) -> torch.Tensor:  # noqa: D102
+        return self._parameters[index]
+
+    def gradient_shard(self, index: int) -> torch.Tensor:  # noqa: D102
+        return self._gradients[index]
+
+    def fetch(self, index: int) -> Fetch:
+        """Start to gather a whole array. Collective."""
+        layout = self.layouts[index]
+        # The last shards reach beyond the array's end.
+        whole = self.buffers.take(self.size * layout.shard_numel, self.param_dtype)
+        return Fetch(whole[: layout.numel], self.start_fetch(index, whole))
+
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
+        """Start to gather all shards into `buffer`, `[size * shard_numel]` of `param_dtype`. Collective."""
+        shard, element = self._parameters[index], _MOVED[self.param_dtype.itemsize]
+        assert buffer.numel() == self.size * shard.numel()
+        comm = self._gathers[index % len(self._gathers)]
+        self.num_collectives += 1
+        request = comm.Iallgather([_raw(shard), element], [_raw(buffer), element])
+        return _Gather(self._world, request, f"gathering unit {self.layouts[index].name}", buffer)
+
+    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+        """Start to sum a gradient over all ranks and to add it into its owners' shards. Collective.
+
+        Args:
+            index: As for any transport, the same on every rank.
+            gradient: As for any transport; what it does not cover counts as zero.
+            start: As for any transport; may differ between ranks.
+        """
+        layout, element = self.layouts[index], MPI_DTYPES[self.reduce_dtype]
+        if gradient.numel() != layout.numel:
+            stop = start + gradient.numel()
+            gradient = torch.nn.functional.pad(gradient, (start, layout.numel - stop))
+        counts = [stop - first for first, stop in map(layout.owned, range(self.size))]
+        own = self._results.take(counts[self.rank], self.reduce_dtype)
+        comm = self._scatters[index % len(self._scatters)]
+        self.num_collectives += 1
+        request = comm.Ireduce_scatter([gradient.numpy(), element], [own.numpy(), element], counts, MPI.SUM)
+        what = f"reducing the gradient of unit {layout.name}"
+        reduce = _Reduce(self._world, request, what, gradient, functools.partial(self._add, index, own))
+        while self._reduces and self._reduces[0].done:
+            self._reduces.popleft()
+        self._reduces.append(reduce)
+        return reduce
+
+    def complete_gradients(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
+        while self._reduces:
+            self._reduces.popleft().wait()
+        self.num_collectives += 1
+        return self._meeting_points.gradients_complete(report)
+
+    def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:  # noqa: D102
+        self.num_collectives += 1
+        return self._meeting_points.norm(values)
+
+    def publish_parameters(self) -> None:  # noqa: D102
+        self.num_collectives += 1
+        self._meeting_points.parameters_published()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:  # noqa: D102
+        self._world.broadcast(tensor)
+
+    def note(self, what: str, microbatch: int = 0) -> None:  # noqa: D102
+        self._world.note(what, microbatch)
+
+    def close(self) -> None:  # noqa: D102
+        if self._points is None:
+            return
+        with self._world.meeting("freeing the communicators"):
+            for comm in (*self._gathers, *self._scatters):
+                comm.Free()
+            self._points.free()
+        self._points, self._parameters, self._gradients = None, [], {}
+        self.buffers.clear()
+
+    def _add(self, index: int, own: torch.Tensor) -> None:
+        self._gradients[index][: own.numel()] += own
+        self._results.give_back(own)
+
+    @property
+    def _meeting_points(self) -> OrderingPoints:
+        assert self._points is not None, "shards are allocated first, and not used after they are freed"
+        return self._points
+
+
+class _Gather:
+    """An all-gather on its way."""
+
+    def __init__(self, world: World, request: MPI.Request, what: str, buffer: torch.Tensor) -> None:
+        self._world, self._request, self._what = world, request, what
+        # MPI holds no reference.
+        self._buffer: torch.Tensor | None = buffer
+
+    def wait(self) -> None:
+        """Return once the whole array is there. Collective."""
+        self._world.meet(self._request, self._what)
+        self._buffer = None
+
+
+class _Reduce:
+    """A reduce-scatter on its way, and what is done with its result."""
+
+    def __init__(
+        self, world: World, request: MPI.Request, what: str, gradient: torch.Tensor, add: Callable[[], None]
+    ) -> None:
+        self._world, self._request, self._what = world, request, what
+        # MPI holds no reference to what it reads.
+        self._gradient: torch.Tensor | None = gradient
+        self._add = add
+        self.done = False
+
+    def wait(self) -> None:
+        """Add the result, once it is there. Collective; a second call does nothing."""
+        if not self.done:
+            self._world.meet(self._request, self._what)
+            self._add()
+            self._gradient, self.done = None, True
+
+
+def _raw(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(torch.uint8).numpy()

@@ -5,6 +5,8 @@
     reduction   Accumulate where it is one-sided, or not much slower than Put; else Put into a mailbox
     progress    a thread that serves peers, where Get or the reduction waits for a target that computes
 
+With `comm.transport: collective` nothing of this is left to choose.
+
 A setting that is not `auto` wins. Every choice has its reason, with the figure that led to it.
 """
 
@@ -64,8 +66,15 @@ class Decision:
     reduction: Choice
     progress: Choice
 
+    @property
+    def transport(self) -> str:
+        """What `comm.transport` calls it: window or collective. Local."""
+        return "collective" if self.window.choice == "none" else "window"
+
     def one_line(self) -> str:
         """Return all choices with their reasons, for a log. Local."""
+        if self.transport == "collective":
+            return f"collectives ({self.window.reason})"
         named = [(name.replace("_", "-"), getattr(self, name)) for name in ("zero_copy", "reduction", "progress")]
         return "; ".join(f"{name} {made.choice} ({made.reason})" for name, made in named)
 
@@ -88,6 +97,28 @@ def decide(report: Report, wishes: Wishes = Wishes()) -> Decision:
     reduction = _reduction(report, wishes.reduction)
     progress = _progress(report, wishes.progress, reduction.choice)
     return Decision(_window(report, zero_copy), zero_copy, reduction, progress)
+
+
+def decide_collective(wishes: Wishes = Wishes()) -> Decision:
+    """Return what is used with `comm.transport: collective`: the baseline, without windows. Local.
+
+    Args:
+        wishes: What the settings ask for.
+
+    Raises:
+        UserError: A setting asks for what only windows have.
+    """
+    for name in ("reduction", "progress"):
+        wish = getattr(wishes, name)
+        if wish not in ("auto", "off"):
+            raise UserError(f"comm.{name}: {wish} belongs to comm.transport window, got collective: set it to auto")
+    reason = "set by comm.transport"
+    return Decision(
+        window=Choice("none", reason),
+        zero_copy=Choice("off", reason),
+        reduction=Choice("reduce_scatter", reason),
+        progress=Choice("off", reason),
+    )
 
 
 def seconds(value: float) -> str:

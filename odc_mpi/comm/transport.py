@@ -7,7 +7,8 @@ one of gradients for those that are trained. Between two minibatches the ranks p
     N  sum_over_ranks       only to clip by the norm
     B  publish_parameters   all parameter shards are written, all gradient shards cleared; fetches and pushes may begin
 
-and within a minibatch only one-sided `fetch` and `accumulate`, which need nothing of their owners.
+and within a minibatch only one-sided `fetch` and `accumulate`, which need nothing of their owners. (The one exception,
+`one_sided = False`, is the baseline that all this is measured against: `comm.collective`.)
 
 `Transport` holds what every transport does alike; `LocalTransport` poses as N ranks in the threads of one process.
 """
@@ -69,7 +70,7 @@ class Transport(ABC):
 
     Attributes:
         buffers: Where fetches land; its peak tells the parameter memory beyond the shards.
-        num_collectives: Collective operations so far at the ordering points.
+        num_collectives: Collective operations so far: those at the ordering points, and fetches and pushes that are.
     """
 
     #: What `comm.transport` calls it.
@@ -78,6 +79,9 @@ class Transport(ABC):
     copies: bool = True
     #: Whether several threads may fetch and push at a time.
     threads: bool = True
+    #: Whether fetches and pushes need nothing of other ranks. If not, they are collective: every rank makes the same
+    #: ones in the same order, so that what is fetched must not depend on what happens to be there still.
+    one_sided: bool = True
 
     def __init__(self, rank: int, size: int, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         if param_dtype not in PARAMETER_DTYPES:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from odc_mpi.comm.points import OrderingPoints
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.reduction import AccumulateReduction, Reduction
 from odc_mpi.comm.rma import Flush, ReadableWindow, SharedWindow, Window
@@ -70,10 +71,7 @@ class WindowTransport(Transport):
         num_bytes = self.parameter_shard_bytes + reduction.window_bytes
         self._world.require_shared_memory(num_bytes, "the parameter and gradient windows")
         self._world.on_close(self.close)
-        # One for each point: a rank that leaves one out waits at the next, where its deadline names it, instead of
-        # taking the others' numbers for what they are not.
-        with self._world.meeting("duplicating the communicator"):
-            self._at_a, self._at_n, self._at_b = (self._world.comm.Dup() for _ in range(3))
+        self._points = OrderingPoints(self._world, self._serve)
         for layout in layouts:
             self._parameters.append(self._window_type(self._world, layout.shard_numel, self.param_dtype))
         self.copies = any(window.whole is None for window in self._parameters)
@@ -128,18 +126,19 @@ class WindowTransport(Transport):
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
         self.note("flushing gradients")
         self._reducing.flush()
-        reports = self._allgather(self._at_a, report, "meeting at point A, gradients complete")
+        self.num_collectives += 1
+        reports = self._points.gradients_complete(report)
         self._reducing.complete()
         return reports
 
     def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:  # noqa: D102
-        # An all-gather summed here: some libraries' all-reduce adds in an order that differs from rank to rank.
-        return self._allgather(self._at_n, values, "meeting at point N, norm").sum(axis=0)
+        self.num_collectives += 1
+        return self._points.norm(values)
 
     def publish_parameters(self) -> None:  # noqa: D102
         self._sync()
         self.num_collectives += 1
-        self._world.meet(self._at_b.Ibarrier(), "meeting at point B, parameters published")
+        self._points.parameters_published()
         self._sync()
 
     def broadcast(self, tensor: torch.Tensor) -> None:  # noqa: D102
@@ -157,8 +156,7 @@ class WindowTransport(Transport):
             self._reduction.free()
             for window in reversed(self._parameters):
                 window.free()
-            for comm in (self._at_a, self._at_n, self._at_b):
-                comm.Free()
+            self._points.free()
         self._reduction, self._progress, self._parameters = None, None, []
         self.buffers.clear()
 
@@ -177,10 +175,3 @@ class WindowTransport(Transport):
         for window in self._parameters:
             window.sync()
         self._reducing.sync()
-
-    def _allgather(self, comm: MPI.Intracomm, values: np.ndarray, what: str) -> np.ndarray:
-        values = np.ascontiguousarray(values, dtype=np.float64)
-        everyone = np.empty((self.size, values.size))
-        self.num_collectives += 1
-        self._world.meet(comm.Iallgather(values, everyone), what, meanwhile=self._serve)
-        return everyone

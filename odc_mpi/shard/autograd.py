@@ -89,6 +89,7 @@ class UnitCalls:
                     del self._current[unit]
                 else:
                     self._current[unit] = outer
+        self._ready.forward_ended(unit)
 
     def parameter(self, unit: Unit, name: str) -> torch.Tensor:
         """Return a whole parameter, fetching its unit if need be. One-sided."""

@@ -30,6 +30,7 @@ class GradientPusher:
 
     Attributes:
         finite: Whether every gradient pushed since `start` was finite.
+        padding: Whether gradients count as zeros, whatever they are.
         accumulate_wait_s: Seconds that the computation spent pushing, or waiting for pushes, since the beginning.
     """
 
@@ -40,6 +41,7 @@ class GradientPusher:
         self._on_the_way: deque[tuple[Pending, torch.Tensor]] = deque()
         self._open = False
         self.finite = True
+        self.padding = False
         self.accumulate_wait_s = 0.0
 
     def start(self) -> None:
@@ -65,6 +67,8 @@ class GradientPusher:
         for array, pieces in arrays.items():
             pieces.sort(key=lambda piece: piece[0].start)
             flat = self._flatten(pieces)
+            if self.padding:
+                flat.zero_()
             low, high = torch.aminmax(flat)
             self.finite &= bool(torch.isfinite(low) & torch.isfinite(high))
             self._send(unit.indices[array], flat, pieces[0][0].start)

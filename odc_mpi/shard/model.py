@@ -124,13 +124,12 @@ class ShardedModel:
         self._ready = ReadyUnits(transport, prefetch)
         self._pusher = GradientPusher(transport, in_thread=prefetch > 0)
         calls, saved = UnitCalls(self._ready, self._push), SavedTensors(self._ready)
-        activity = self._ready.activity
         self._slices.load(weights or ModuleWeights(parts, transport))
         replicate(module, transport)
         self._guard = place_on_demand(places, self.units, transport.param_dtype, calls)
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, calls, saved, activation_checkpointing)
-        module.register_forward_pre_hook(lambda *_: activity.start_microbatch())
+        module.register_forward_pre_hook(lambda *_: self._ready.start_microbatch())
         self._check_handle = register_optimizer_step_pre_hook(self._check_optimizer)
         self.publish()
 
@@ -196,6 +195,27 @@ class ShardedModel:
         self._slices.attach_gradients()
         self._phase = Phase.COMPLETE
 
+    @contextmanager
+    def padding(self) -> Iterator[None]:
+        """Make the enclosed forward and backward an empty microbatch, which adds nothing to any gradient.
+
+        For a transport that is not one-sided: there a rank that has fewer microbatches than another must take part in
+        the other's fetches and pushes, as with FSDP. Run any batch, the smaller the better, with any loss:
+
+            with model.padding():
+                model(**smallest.inputs).loss.backward()
+
+        The batch only leads this rank through the units in the order of a real one, which a rank without any
+        microbatch could not know. Zeros are pushed instead of its gradients, so neither its size nor a loss that is
+        infinite or NaN matters. Its loss is not to be counted. Buffers that a forward changes, as batch norm's, it
+        changes too. Collective as the transport is; needless, and harmless, over windows.
+        """
+        self._pusher.padding = True
+        try:
+            yield
+        finally:
+            self._pusher.padding = False
+
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their common norm is at most `max_norm`; point N. Collective.
 
@@ -222,7 +242,8 @@ class ShardedModel:
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, in `param_dtype`, and persistent buffers, whole and copied, by the module's names.
 
-        One-sided: any rank may call it alone, but not between points A and B. The caller needs room for all of it.
+        One-sided: any rank may call it alone, but not between points A and B; collective where the transport's fetches
+        are. The caller needs room for all of it.
         """
         with self._guard.lifted():
             state = dict(self.module.state_dict())
@@ -251,7 +272,7 @@ class ShardedModel:
 
     @property
     def num_collectives(self) -> int:
-        """Collective operations at the ordering points since the start. Local."""
+        """Collective operations since the start: at the ordering points, and fetches and pushes that are. Local."""
         return self._transport.num_collectives
 
     def close(self) -> None:

@@ -10,6 +10,10 @@ Parameters are immutable between two publications, so a ready unit may stay, be 
 also ahead of its use: `ReadyUnits` keeps the root, the most recently used few and those that it expects next. Whoever
 touches a parameter gets it, fetched if need be: modules find them through `OnDemandParameters`, autograd through
 `shard.autograd`.
+
+Where fetches are collective, all ranks must fetch the same units in the same order, and it is done as FSDP does it: a
+unit goes when its forward is through, and again when another is fetched for the backward; the root goes at the next
+microbatch.
 """
 
 import time
@@ -141,7 +145,8 @@ class ReadyUnits:
         self.activity = Activity(transport)
         self._transport = transport
         self._prefetch = prefetch if transport.copies and transport.threads else 0
-        self._max_others = max(MAX_READY_UNITS - 1, self._prefetch)
+        self._strict = not transport.one_sided
+        self._max_others = 0 if self._strict else max(MAX_READY_UNITS - 1, self._prefetch)
         self._thread = CommunicationThread("odc_mpi-fetch") if self._prefetch else None
         self._order: FetchOrder[Unit] = FetchOrder()
         # Ready or on their way, by use and by the start of a fetch ahead of it, the oldest first.
@@ -171,6 +176,20 @@ class ReadyUnits:
         self.activity.tell(doing, unit.name)
         if self._thread is not None:
             self._look_ahead(unit)
+
+    def start_microbatch(self) -> None:
+        """Begin a microbatch; where fetches are collective, with no unit ready. Local."""
+        self.activity.start_microbatch()
+        if self._strict:
+            self.release_all()
+
+    def forward_ended(self, unit: Unit) -> None:
+        """Release a unit after its forward, where fetches are collective. Local.
+
+        Not in a backward: a forward that runs there again is followed by the unit's backward.
+        """
+        if self._strict and not in_backward() and unit in self._held and not (unit.is_root or unit.num_calls):
+            self._release(unit)
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
         """Return which ready unit, and which of its arrays, a tensor looks into; None if it does not. Local."""

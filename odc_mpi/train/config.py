@@ -75,7 +75,9 @@ class DataConfig:
 class CommConfig:
     """How ranks exchange parameters and gradients."""
 
-    transport: Annotated[Literal["window"], "one-sided MPI windows"] = "window"
+    transport: Annotated[
+        Literal["window", "collective"], "one-sided MPI windows; or all-gather and reduce-scatter, as FSDP does"
+    ] = "window"
     reduction: Annotated[Literal["auto", "accumulate", "mailbox"], "how gradients reach their owners"] = "auto"
     mailbox_bytes: Annotated[int, "mailbox: memory for gradients on their way to this rank", _ONE_OR_MORE] = 64 << 20
     zero_copy: Annotated[Literal["auto", "off"], "read parameters of the same node in place"] = "auto"

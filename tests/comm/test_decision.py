@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from odc_mpi.comm.decision import Wishes, decide, seconds
+from odc_mpi.comm.decision import Wishes, decide, decide_collective, seconds
 from odc_mpi.comm.report import Operation, Peer, Peers, Report, SharedMemory
 from odc_mpi.errors import UserError
 
@@ -125,6 +125,19 @@ def test_a_thread_needs_to_be_allowed():
     assert "warning" in made.reason and "MPI_THREAD_MULTIPLE" in made.reason and "SERIALIZED" in made.reason
     with pytest.raises(UserError, match=r"comm\.progress: thread needs MPI_THREAD_MULTIPLE"):
         decide(single, Wishes(progress="thread"))
+
+
+def test_collectives_leave_nothing_to_choose():
+    made = decide_collective(Wishes(zero_copy="off"))
+    assert choices(made) == ("none", "off", "reduce_scatter", "off")
+    assert (made.transport, decide(report()).transport) == ("collective", "window")
+    assert made.one_line() == "collectives (set by comm.transport)"
+
+
+@pytest.mark.parametrize("wish", [{"reduction": "mailbox"}, {"reduction": "accumulate"}, {"progress": "thread"}])
+def test_collectives_refuse_what_only_windows_have(wish):
+    with pytest.raises(UserError, match=f"comm.{next(iter(wish))}: .* belongs to comm.transport window"):
+        decide_collective(Wishes(**wish))
 
 
 def test_reasons_have_the_figures():

@@ -214,7 +214,7 @@ def test_arguments_for_text_are_taken_as_they_are(write):
             "job.yaml: data.max_tokens_per_microbatch: expected an integer, from 1",
         ),
         ("comm: {timeout_s: 0}", "job.yaml: comm.timeout_s: expected a finite number, above 0, got 0"),
-        ("comm: {transport: collective}", 'job.yaml: comm.transport: expected window, got "collective"'),
+        ("comm: {transport: gloo}", 'job.yaml: comm.transport: expected window or collective, got "gloo"'),
         ("optim: {optimizer: adam}", 'job.yaml: optim.optimizer: expected adamw or sgd, got "adam"'),
         ("optim: {lr_scheduler_type: 1}", "job.yaml: optim.lr_scheduler_type: expected linear or cosine or constant"),
         ("optim: {learning_rate: .nan}", "job.yaml: optim.learning_rate: expected a finite number, got NaN"),

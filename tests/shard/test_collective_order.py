@@ -1,0 +1,152 @@
+"""Where fetches and pushes are collective, all ranks make the same ones in the same order, whatever each did before."""
+
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import pytest
+import torch
+from parity import check_parity, next_tokens, tokens, vectors
+from ranks import RecordingTransport, run_ranks
+from torch import nn
+from zoo import VOCABULARY, WIDTH, Block, Layer, Stack, Transformer
+
+from odc_mpi.comm.transport import Pending
+from odc_mpi.shard.model import ShardedModel
+
+
+class InStep(RecordingTransport):
+    """Says that it is collective; what it does needs nobody, so a mistake is seen in the log instead of hanging."""
+
+    threads = False
+    one_sided = False
+    most_lent = 0
+
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
+        self.most_lent = max(self.most_lent, len(self.buffers._lent))
+        return super().start_fetch(index, buffer)
+
+
+def stacked(transport: RecordingTransport, **settings: Any) -> ShardedModel:
+    module, generator = Stack().double(), torch.Generator().manual_seed(1)  # ranks share torch's own generator
+    for parameter in module.parameters():
+        parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return ShardedModel(module, transport, units=[Layer], **settings)
+
+
+def operations(transport: RecordingTransport) -> list[str]:
+    return [f"{operation} {name}" for operation, name in transport.log if operation in ("fetch", "push")]
+
+
+def backward(model: ShardedModel, rows: int, scale: float = 1.0) -> None:
+    batch = torch.linspace(-1.0, 1.0, rows * WIDTH, dtype=torch.float64).view(rows, WIDTH)
+    (model(batch).square().mean() * scale).backward()
+
+
+LAYERS = ["layers.0", "layers.1", "layers.2"]
+MICROBATCH = [
+    *("fetch (root)", *(f"fetch {name}" for name in LAYERS)),
+    *(f"{operation} {name}" for name in reversed(LAYERS) for operation in ("fetch", "push")),
+    "push (root)",
+]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_each_microbatch_fetches_the_same(prefetch: int, activation_checkpointing: bool) -> None:
+    def work(transport: InStep) -> None:
+        model = stacked(transport, prefetch=prefetch, activation_checkpointing=activation_checkpointing)
+        transport.log.clear()
+        for _ in range(2):
+            with model.minibatch():
+                for i in range(3):
+                    backward(model, rows=1 + transport.rank + i)
+            model.publish()
+        assert operations(transport) == MICROBATCH * 6
+        assert transport.most_lent == 2, "more was held than the root and one unit"
+        model.close()
+
+    run_ranks(2, work, transport=InStep)
+
+
+def test_padding_does_the_same_as_a_microbatch() -> None:
+    """Also on a rank that never had a microbatch of its own."""
+
+    def work(transport: RecordingTransport) -> list[torch.Tensor]:
+        model = stacked(transport)
+        transport.log.clear()
+        with model.minibatch() as totals:
+            for _ in range(2):
+                if transport.rank == 0:
+                    backward(model, rows=4)
+                else:
+                    with model.padding():
+                        backward(model, rows=1, scale=float("nan"))
+        assert totals.finite
+        assert operations(transport) == MICROBATCH * 2
+        gradients = [p.grad.clone() for p in model.shard_parameters() if p.grad is not None]
+        model.publish()
+        model.close()
+        return gradients
+
+    alone = torch.cat(run_ranks(1, work, transport=InStep)[0])
+    both = run_ranks(2, work, transport=InStep)
+    assert sum(float(g.sum()) for rank in both for g in rank) == pytest.approx(float(alone.sum()), rel=1e-12)
+    assert alone.any()
+
+
+def test_what_a_rank_did_between_makes_no_difference_later() -> None:
+    def work(transport: RecordingTransport) -> None:
+        model = stacked(transport)
+        with torch.no_grad():
+            model.module.layers[transport.rank](torch.zeros(1, WIDTH).double())
+        transport.log.clear()
+        with model.minibatch():
+            backward(model, rows=2)
+        assert operations(transport) == MICROBATCH
+        model.publish()
+        model.close()
+
+    run_ranks(3, work, transport=InStep)
+
+
+class Frozen(nn.Module):
+    """A unit with a frozen and a trained part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.low = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.low(torch.tanh(self.base(x)))
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    ("make", "units", "data"),
+    [
+        (lambda: Transformer(tied=True), [Block], "tokens"),
+        (lambda: Transformer(), [Block, nn.Linear], "tokens"),
+        (lambda: Transformer(), [nn.Embedding, nn.Linear, nn.LayerNorm], "tokens"),
+        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Frozen(), Frozen()), [Frozen], "vectors"),
+        (lambda: nn.Sequential(*[Layer()] * 3), [Layer], "vectors"),
+    ],
+    ids=["tied", "nested", "leaves", "frozen parts", "called three times"],
+)
+def test_parity(
+    make: Callable[[], nn.Module],
+    units: list[type],
+    data: str,
+    size: int,
+    activation_checkpointing: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parity, "RecordingTransport", InStep)
+    training: dict[str, Any] = {"loss": next_tokens} if data == "tokens" else {}
+    minibatches = tokens(VOCABULARY) if data == "tokens" else vectors(3, WIDTH)
+    ranks = check_parity(
+        make(), minibatches, size, units=units, activation_checkpointing=activation_checkpointing, **training
+    )
+    assert not ranks[0].transport.threads
