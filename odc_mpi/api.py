@@ -101,7 +101,7 @@ def decide_for(
     Raises:
         UserError: A value that a setting does not have, or that this MPI cannot grant.
     """
-    if transport not in (CollectiveTransport.name, WindowTransport.name):
+    if transport not in ("window", "collective"):
         raise UserError(f"comm.transport: expected window or collective, got {transport}")
     wishes = Wishes(zero_copy=zero_copy, reduction=reduction, progress=progress)
     if transport == CollectiveTransport.name:

@@ -9,7 +9,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,14 @@ from odc_mpi.errors import AgreedError, TrainingError, UserError
 from odc_mpi.launcher import is_launched, launched_rank
 
 if TYPE_CHECKING:
+    from odc_mpi.bench.scenario import Scenario
     from odc_mpi.comm.world import World
 
 #: A benchmark's single wait for another rank lasts at most so long, in seconds: gloo takes a few for 256 MB.
 _WAIT_S = 120
 
-#: Options of `odc-mpi simulate` that are numbers, with their defaults.
-_SIMULATE: tuple[tuple[str, int | float, str], ...] = (
+#: What a scenario of `odc-mpi simulate` and `bench schedule` is made of, besides lengths, with the former's defaults.
+_SCENARIO: tuple[tuple[str, int | float, str], ...] = (
     ("--ranks", 8, "number of ranks"),
     ("--per-rank", 8, "sequences per rank and minibatch"),
     ("--minibatches", 30, "how many are drawn"),
@@ -128,12 +129,23 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     transport.add_argument("--sizes", metavar="LIST", help="of units, such as 64K,1M,256M; default: 64K to 256M")
     transport.add_argument("--repeats", type=_positive, default=7, metavar="N", help="rounds; default: 7")
     transport.add_argument("--json", action="store_true", help="print one JSON object")
+    transport.add_argument("--ranks", type=_positive, metavar="N", help="to start; default: 2, or mpiexec's")
     _add_launch(transport)
+    schedule = benchmarks.add_parser(
+        "schedule",
+        help="windows, collectives and tickets on many ranks, with sleeps in place of computation",
+        description="Speed-ups of windows over collectives on the real runtime. Starts mpiexec if it is not under it.",
+        allow_abbrev=False,
+    )
+    _add_scenario(schedule, {"--minibatches": 10, "--units": 4})
+    schedule.add_argument(
+        "--step-s", type=float, default=1.0, metavar="X", help="seconds an even share of a minibatch is scaled to"
+    )
+    _add_launch(schedule)
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     """Add what is asked of a command that starts mpiexec itself."""
-    parser.add_argument("--ranks", type=_positive, metavar="N", help="to start; default: 2, or mpiexec's")
     parser.add_argument(
         "--timeout-s", type=_positive, default=900, metavar="SECONDS", help="until all ends; default: 900"
     )
@@ -141,14 +153,18 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.description = "Reckon speed-ups of windows over collectives, by how sequences are dealt out. Needs no MPI."
+    _add_scenario(parser, {})
+
+
+def _add_scenario(parser: argparse.ArgumentParser, defaults: Mapping[str, int]) -> None:
     parser.add_argument(
         "--lengths",
         default="longalign",
         metavar="NAME",
         help="longalign, swesmith, aime or the path of a data set; default: longalign",
     )
-    for option, default, meaning in _SIMULATE:
-        kind = type(default)
+    for option, usual, meaning in _SCENARIO:
+        kind, default = type(usual), defaults.get(option, usual)
         metavar = "N" if kind is int else "X"
         parser.add_argument(
             option, type=kind, default=default, metavar=metavar, help=f"{meaning}; default: {default:g}"
@@ -206,18 +222,16 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _bench(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    from odc_mpi.bench import launch
+    return {"transport": _bench_transport, "schedule": _bench_schedule}[arguments.benchmark](arguments)
+
+
+def _bench_transport(arguments: argparse.Namespace) -> int:
     from odc_mpi.bench.measure import DEFAULT_SIZES, parse_sizes
 
     sizes = parse_sizes(arguments.sizes or DEFAULT_SIZES)
     if not is_launched():
-        words = ["bench", "transport", "--sizes", ",".join(map(str, sizes)), "--repeats", str(arguments.repeats)]
-        words += ["--timeout-s", str(arguments.timeout_s), *["--json"][: arguments.json]]
-        try:
-            return launch.run(arguments.ranks or 2, words, timeout_s=arguments.timeout_s)
-        except TimeoutError as error:
-            _say(error)
-            return 1
+        words = ["transport", "--sizes", ",".join(map(str, sizes)), "--repeats", arguments.repeats]
+        return _launch(arguments, arguments.ranks or 2, words)
     # Not before here, and MPI last: see _train.
     from odc_mpi.bench.tables import transport_tables
     from odc_mpi.bench.transport import measure
@@ -241,15 +255,48 @@ def _bench(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     return _on_ranks(world, work)
 
 
+def _bench_schedule(arguments: argparse.Namespace) -> int:
+    scenario = _scenario(arguments)
+    if not is_launched():
+        options = ["--lengths", "--step-s", *(option for option, *_ in _SCENARIO)]
+        values = {option: getattr(arguments, option[2:].replace("-", "_")) for option in options}
+        words = ["schedule", *(word for option, value in values.items() for word in (option, value))]
+        return _launch(arguments, scenario.ranks, words)
+    # Not before here, and MPI last: see _train.
+    from odc_mpi.bench import schedule_command
+    from odc_mpi.comm.world import World
+
+    world = World(timeout_s=min(_WAIT_S, arguments.timeout_s))
+    return _on_ranks(world, lambda: schedule_command.run(world, scenario, arguments.step_s, arguments.json))
+
+
+def _launch(arguments: argparse.Namespace, ranks: int, words: Sequence[object]) -> int:
+    """Run a benchmark under mpiexec."""
+    from odc_mpi.bench import launch
+
+    common = ["--timeout-s", arguments.timeout_s, *["--json"][: arguments.json]]
+    try:
+        return launch.run(ranks, ["bench", *map(str, (*words, *common))], timeout_s=arguments.timeout_s)
+    except TimeoutError as error:
+        _say(error)
+        return 1
+
+
 def _simulate(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from odc_mpi.bench import simulate_command
+
+    simulate_command.run(_scenario(arguments), arguments.json)
+    return 0
+
+
+def _scenario(arguments: argparse.Namespace) -> "Scenario":
     from odc_mpi.bench.scenario import REFERENCE_COST, Scenario
 
     settings = {name: value for name, value in vars(arguments).items() if name in Scenario.__dataclass_fields__}
     cost = replace(REFERENCE_COST, constant=arguments.overhead_s)
     scenario = Scenario(**settings, num_minibatches=arguments.minibatches, num_units=arguments.units, cost=cost)
-    simulate_command.run(scenario, arguments.json)
-    return 0
+    scenario.source  # noqa: B018 - a wrong name is found here, before anything is started
+    return scenario
 
 
 def _on_ranks(world: "World", work: Callable[[], object]) -> int:

@@ -34,10 +34,16 @@ def run(scenario: Scenario, as_json: bool) -> None:
     print(json.dumps(outcome.as_json()) if as_json else f"{report(outcome)}\n\n{advice(scenario)}")
 
 
-def report(outcome: Outcome) -> str:
-    """Return the figures as a table with a heading, and a sentence on what sets the floor. Local."""
+def report(outcome: Outcome, beside: Mapping[str, Mapping[str, float]] | None = None) -> str:
+    """Return the figures as a table with a heading, and a sentence on what sets the floor. Local.
+
+    Args:
+        outcome: The figures.
+        beside: Speed-ups from elsewhere to put beside them, by a heading of at most nine letters.
+    """
     scenario = outcome.scenario
     paper = PAPER.get((scenario.lengths, scenario.ranks, scenario.per_rank), {})
+    others = {**(beside or {}), **({"paper": paper} if paper else {})}
     lines = [
         f"{scenario.ranks} ranks, {scenario.per_rank} sequences each, lengths {scenario.lengths} of up to "
         f"{scenario.source.max_tokens:,} tokens",
@@ -45,11 +51,12 @@ def report(outcome: Outcome) -> str:
         f"costs err by {scenario.cost_error:.0%}",
         f"{scenario.num_minibatches} minibatches, seed {scenario.seed}",
         "",
-        f"{'':24}{'speed-up':>9}{'idle':>8}{'s / step':>10}" + (f"{'paper':>8}" if paper else ""),
+        f"{'':24}{'speed-up':>9}{'idle':>8}{'s / step':>10}" + "".join(f"{title:>11}" for title in others),
     ]
     for name in (*SCHEDULES, FLOOR):
         line = f"{name:24}{outcome.speedup[name]:9.3f}{outcome.idle_fraction[name]:8.1%}{outcome.step_s[name]:10.2f}"
-        lines.append(line + (f"{paper[name]:8.2f}" if name in paper else ""))
+        line += "".join(f"{other[name]:11.2f}" if name in other else 11 * " " for other in others.values())
+        lines.append(line.rstrip())
     return "\n".join([*lines, "", _floor(outcome)])
 
 

@@ -21,7 +21,7 @@ from odc_mpi.comm.world import World
 from odc_mpi.data.cost import Cost, flops_cost, named_cost
 from odc_mpi.data.dataset import Dataset, vocabulary_digest
 from odc_mpi.data.fitted import ROW_LENGTH, FittedCost
-from odc_mpi.data.loader import Batch, Loader, Minibatch
+from odc_mpi.data.loader import Batch, Loader, Minibatch, read_batch
 from odc_mpi.data.prepare import load_tokenizer
 from odc_mpi.errors import TrainingError, UserError
 from odc_mpi.shard import model as sharded
@@ -88,6 +88,11 @@ def open_inputs(config: Config, world: World) -> Inputs:
     Raises:
         UserError: Something is missing, damaged, or does not fit.
     """
+    if config.comm.transport == "collective" and config.data.balance == "dynamic":
+        raise UserError(
+            "data.balance: dynamic hands out microbatches while ranks run, got comm.transport collective, under which "
+            "all run each together: set data.balance to lb_micro, or comm.transport to window"
+        )
     dataset = Dataset(config.data.path)
     built = build_model(config.model, config.run.seed)
     _check_vocabulary(config, dataset, built)
@@ -159,7 +164,13 @@ class Trainer:
         self._done = 0
         self._skipped_in_a_row = 0
         comm = config.comm
-        self.decision = decide_for(world, zero_copy=comm.zero_copy, reduction=comm.reduction, progress=comm.progress)
+        self.decision = decide_for(
+            world,
+            transport=comm.transport,
+            zero_copy=comm.zero_copy,
+            reduction=comm.reduction,
+            progress=comm.progress,
+        )
         self.model = shard_model(
             inputs.model.module,
             world,
@@ -172,6 +183,8 @@ class Trainer:
             mailbox_bytes=comm.mailbox_bytes,
         ).train()
         self._tickets = Tickets(world) if config.data.balance == "dynamic" else None
+        # With collectives ranks wait for the slowest in each fetch and push, not at A.
+        self._waits_apart = self.decision.transport == "window"
         self._start_collectives = self.model.num_collectives
         self.optimizer = _optimizer(config.optim, self.model)
 
@@ -234,9 +247,13 @@ class Trainer:
             for batch in minibatch.batches(self._tickets.draw) if self._tickets else minibatch:
                 totals.values["loss"] += self._run_microbatch(minibatch, batch)
                 totals.values["microbatches"] += 1
+            if not self._waits_apart:
+                self._pad(minibatch)
             totals.values["fetch_s"] = model.fetch_wait_s - fetch_s
             totals.values["accumulate_s"] = model.accumulate_wait_s - accumulate_s
             totals.values["busy_s"] = time.perf_counter() - began
+            if not self._waits_apart:
+                totals.values["busy_s"] -= totals.values["fetch_s"] + totals.values["accumulate_s"]
             if self._fitted:
                 totals.values.update(zip(_TOLD_OF_COST, self._fitted.report().tolist(), strict=True))
         if self._tickets:
@@ -245,6 +262,15 @@ class Trainer:
             self._fitted.update(np.stack([totals.per_rank(name) for name in _TOLD_OF_COST], axis=1))
             self._loader.cost = self._fitted.cost
         return totals
+
+    def _pad(self, minibatch: Minibatch) -> None:
+        """Take part in what other ranks have more microbatches for, on the shortest sequence and for nothing."""
+        turns = [sum(map(bool, own)) for own in minibatch.plan.microbatches]
+        for _ in range(max(turns) - turns[self._world.rank]):
+            shortest = int(self._dataset.lengths[minibatch.indices].argmin())
+            batch = read_batch(self._dataset, minibatch.indices[shortest : shortest + 1])
+            with self.model.padding():
+                self.model(**batch.inputs).loss.backward()
 
     def _run_microbatch(self, minibatch: Minibatch, batch: Batch) -> float:
         # Random numbers belong to the microbatch, not to the rank that happens to run it.

@@ -143,6 +143,16 @@ def test_a_cost_that_is_learned_changes_plans_and_nothing_else(world, dataset_pa
     assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("balance", ["local_sort", "lb_micro", "lb_mini"])
+def test_collectives_give_the_same(world, dataset_path, balance):
+    """Seven sequences, so that ranks have different numbers of microbatches and pad."""
+    config = configure(dataset_path, **{"data.balance": balance, "comm.transport": "collective"})
+    dataset, metrics, state = run(config, world)
+    losses, parameters = expected(config, dataset)
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert_close(state, parameters)
+
+
 def test_through_mailboxes(world, dataset_path, monkeypatch):
     """With room for about a tenth of a unit's gradient, and a different number of microbatches on each rank."""
     reduction = functools.partial(MailboxReduction, mailbox_bytes=1024 * world.size)

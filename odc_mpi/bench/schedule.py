@@ -1,0 +1,209 @@
+"""What each transport and balance makes of a scenario on the real runtime, on more ranks than there are cores.
+
+Windows, collectives, tickets, planner and ordering points are those of a training run. Only the computation of a unit
+is replaced by a sleep of its modelled time, scaled down, so that ranks need no core of their own to be timed honestly.
+Units are small for the same reason: what is measured is who waits for whom, not how fast bytes move.
+
+    one microbatch     each unit is fetched and slept for; then, in reverse, fetched, slept for twice as long, and a
+                       gradient of it pushed
+    one minibatch      begun together; the slowest rank's time to point B counts
+    one round          every schedule runs the same minibatch, one after the other, in an order that goes around
+
+`Outcome` is that of the simulator, with times as if nothing had been scaled.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from odc_mpi.bench.scenario import Scenario, Trial
+from odc_mpi.bench.simulate import BASELINE, FLOOR, SCHEDULES, Outcome, floor_s, plan
+from odc_mpi.comm.collective import CollectiveTransport
+from odc_mpi.comm.tickets import Tickets
+from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.world import World
+from odc_mpi.data.balance import Plan
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+
+#: Elements of a unit.
+UNIT_NUMEL = 1024
+#: Forward's part of a unit's time; backward takes twice as long (Kaplan et al. 2020, arXiv 2001.08361).
+FORWARD = 1 / 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A minibatch under one schedule, seconds of one rank.
+
+    Attributes:
+        end_s: From the common beginning to point B.
+        busy_s: Of that, what was to be slept for.
+    """
+
+    end_s: float
+    busy_s: float
+
+
+def measure(
+    world: World, scenario: Scenario, step_s: float, report: Callable[[str], None] = lambda line: None
+) -> Outcome:
+    """Run every schedule on the same minibatches. Collective.
+
+    Args:
+        world: As many ranks as the scenario has.
+        scenario: What is tried.
+        step_s: Seconds that an even share of a minibatch sleeps, in the mean: all times are scaled to that.
+        report: Called with a line on what comes next.
+
+    Returns:
+        The same on every rank.
+    """
+    assert world.size == scenario.ranks, f"{scenario.ranks} ranks for a world of {world.size}"
+    trials = list(scenario.trials())
+    floors = [floor_s(trial, scenario.max_tokens) for trial in trials]
+    scale = step_s / float(np.mean([shared for _, shared in floors]))
+    samples: dict[str, list[Sample]] = {name: [] for name in SCHEDULES}
+    runners: dict[str, Runner] = {
+        "window": WindowRunner(world, scenario.num_units),
+        "collective": CollectiveRunner(world, scenario.num_units),
+    }
+    for turn, trial in enumerate(trials):
+        report(f"minibatch {turn + 1} of {len(trials)}")
+        for name in _around(SCHEDULES, turn):
+            transport, balance = name.split("/")
+            samples[name].append(runners[transport].run(trial, plan(scenario, trial, balance), scale))
+    for runner in runners.values():
+        runner.close()
+    everyone = world.gather_objects(samples)
+    ends = {name: sum(max(s.end_s for s in turn) for turn in _turns(everyone, name)) for name in SCHEDULES}
+    busy = {name: sum(s.busy_s for turn in _turns(everyone, name) for s in turn) for name in SCHEDULES}
+    ends[FLOOR] = scale * sum(max(floor) for floor in floors)
+    busy[FLOOR] = scale * sum(shared for _, shared in floors) * scenario.ranks
+    return Outcome(
+        scenario,
+        {name: ends[BASELINE] / end for name, end in ends.items()},
+        {name: max(0.0, 1 - busy[name] / (scenario.ranks * end)) for name, end in ends.items()},
+        {name: end / scale / len(trials) for name, end in ends.items()},
+        sum(longest > shared for longest, shared in floors) / len(trials),
+    )
+
+
+class Runner(ABC):
+    """One transport, and how ranks work through a plan on it. Making one is collective.
+
+    Args:
+        world: The ranks.
+        transport: Not allocated yet.
+        num_units: How many units.
+    """
+
+    def __init__(self, world: World, transport: Transport, num_units: int) -> None:
+        self._world, self._transport = world, transport
+        specs = [ParameterSpec("p", (UNIT_NUMEL,), True)]
+        transport.allocate([FlatLayout.build(f"unit{i}", specs, world.size) for i in range(num_units)])
+        self._units = range(num_units)
+        self._gradient = torch.ones(UNIT_NUMEL)
+
+    def run(self, trial: Trial, plan: Plan, scale: float) -> Sample:
+        """Run a minibatch, begun together. Collective."""
+        sleeper = Sleeper()
+        self._world.meet(self._world.comm.Ibarrier(), "beginning a minibatch together")
+        began, busy_s = time.perf_counter(), 0.0
+        for microbatch in self.microbatches(plan):
+            seconds = scale * trial.duration_s(self._world.rank, microbatch)
+            self._run_microbatch(sleeper, seconds)
+            busy_s += seconds if microbatch else 0.0  # padding is no work
+        self._transport.complete_gradients(np.zeros(1))
+        self.prepare_next()
+        self._transport.publish_parameters()
+        return Sample(time.perf_counter() - began, busy_s)
+
+    @abstractmethod
+    def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:
+        """Yield what this rank is to run, each when the one before it is done."""
+
+    def prepare_next(self) -> None:  # noqa: B027 - not everybody has to
+        """Do what belongs between A and B. Local."""
+
+    def close(self) -> None:
+        """Free the transport. Collective."""
+        self._transport.close()
+
+    def _run_microbatch(self, sleeper: "Sleeper", seconds: float) -> None:
+        for unit in self._units:
+            self._with_unit(unit, lambda: sleeper.sleep(FORWARD * seconds / len(self._units)))
+        pushes = []
+        for unit in reversed(self._units):
+            self._with_unit(unit, lambda: sleeper.sleep((1 - FORWARD) * seconds / len(self._units)))
+            pushes.append(self._transport.accumulate(unit, self._gradient))
+        for push in pushes:
+            push.wait()
+
+    def _with_unit(self, unit: int, compute: Callable[[], None]) -> None:
+        fetched = self._transport.fetch(unit).wait()
+        compute()
+        self._transport.release(fetched)
+
+
+class WindowRunner(Runner):
+    """Ranks have their own microbatches, or draw them; nobody runs an empty one."""
+
+    def __init__(self, world: World, num_units: int) -> None:
+        super().__init__(world, WindowTransport(world), num_units)
+        self._tickets = Tickets(world)
+
+    def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:  # noqa: D102
+        yield from filter(None, plan.microbatches[self._world.rank])
+        if plan.pool:
+            for position in self._tickets.draw(len(plan.pool)):
+                yield plan.pool[position]
+
+    def prepare_next(self) -> None:  # noqa: D102
+        self._tickets.reset()
+
+    def close(self) -> None:  # noqa: D102
+        self._tickets.close()
+        super().close()
+
+
+class CollectiveRunner(Runner):
+    """All ranks run as many microbatches, empty ones where they have no more."""
+
+    def __init__(self, world: World, num_units: int) -> None:
+        super().__init__(world, CollectiveTransport(world), num_units)
+
+    def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:  # noqa: D102
+        own = plan.microbatches[self._world.rank]
+        for turn in range(max(map(len, plan.microbatches))):
+            yield own[turn] if turn < len(own) else ()
+
+
+class Sleeper:
+    """Sleeps for as long as it is told to, over many sleeps: each makes up for how much the last one overslept."""
+
+    def __init__(self) -> None:
+        self._late_s = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep. Local."""
+        due = seconds - self._late_s
+        began = time.perf_counter()
+        if due > 0:
+            time.sleep(due)
+        self._late_s = time.perf_counter() - began - due
+
+
+def _around(names: Sequence[str], turn: int) -> list[str]:
+    """Begin with another one each time."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def _turns(everyone: Sequence[dict[str, list[Sample]]], name: str) -> Iterator[tuple[Sample, ...]]:
+    """Yield each minibatch's samples of all ranks."""
+    return zip(*(samples[name] for samples in everyone), strict=True)

@@ -1,0 +1,48 @@
+"""`odc-mpi bench schedule`: schedules on the real runtime beside the simulator's, for people or as one JSON object."""
+
+import json
+import sys
+
+from odc_mpi.bench.scenario import Scenario
+from odc_mpi.bench.schedule import measure
+from odc_mpi.bench.simulate import simulate
+from odc_mpi.bench.simulate_command import report
+from odc_mpi.comm.world import World
+from odc_mpi.errors import AgreedError
+
+
+def run(world: World, scenario: Scenario, step_s: float, as_json: bool) -> None:
+    """Measure a scenario; rank 0 prints what came of it. Collective.
+
+    Args:
+        world: The ranks.
+        scenario: What is tried.
+        step_s: See `schedule.measure`.
+        as_json: Print one object: the figures of `Outcome`, `simulated`, and what they were measured on.
+
+    Raises:
+        AgreedError: Another number of ranks than the scenario's; on every rank.
+    """
+    if world.size != scenario.ranks:
+        raise AgreedError(f"--ranks {scenario.ranks}: mpiexec started {world.size}, leave one of them out")
+    if not step_s > 0:
+        raise AgreedError(f"expected --step-s above 0, got {step_s}")
+
+    def say(line: str) -> None:
+        if world.rank == 0:
+            print("odc-mpi: measuring", line, file=sys.stderr, flush=True)
+
+    outcome = measure(world, scenario, step_s, say)
+    if world.rank:
+        return
+    simulated = simulate(scenario)
+    if as_json:
+        stack = {
+            "benchmark": "schedule",
+            "library": world.mpi_library,
+            "nodes": world.num_nodes,
+            "slept_step_s": step_s,
+        }
+        print(json.dumps({**stack, **outcome.as_json(), "simulated": simulated.speedup}), flush=True)
+    else:
+        print(f"{world.mpi_library}\n{report(outcome, {'simulated': simulated.speedup})}", flush=True)

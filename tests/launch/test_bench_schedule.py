@@ -1,0 +1,68 @@
+"""`odc-mpi bench schedule` as a person runs it: schema, agreement with the simulator, mistakes."""
+
+import json
+
+import pytest
+from mpi_launch import odc_mpi
+
+from odc_mpi.bench.simulate import SCHEDULES
+
+#: Eight ranks sleep most of the time. A machine that is busy with other things may still wake one too late: once in a
+#: while all of a run is slow, hence the attempts.
+AGREEING = ("bench", "schedule", "--ranks", 8, "--minibatches", 4, "--speed-variation", 0.1, "--json")
+ATTEMPTS = 3
+TOLERANCE = 0.05
+
+
+def deviations(figures):
+    return {name: figures["speedup"][name] / figures["simulated"][name] - 1 for name in SCHEDULES}
+
+
+@pytest.mark.timeout(300)
+def test_the_simulator_agrees_with_the_real_runtime():
+    for _ in range(ATTEMPTS):
+        done = odc_mpi(0, *AGREEING, timeout_s=90)
+        assert done.code == 0, done.err
+        figures = json.loads(done.out)
+        if all(abs(deviation) < TOLERANCE for deviation in deviations(figures).values()):
+            break
+    else:
+        raise AssertionError(deviations(figures))
+    assert set(figures["speedup"]) == set(figures["idle_fraction"]) == {*SCHEDULES, "floor"}
+    assert figures["speedup"]["collective/lb_micro"] == 1.0
+    assert figures["speedup"]["floor"] == figures["floor"] > figures["speedup"]["window/dynamic"]
+    assert all(0 <= idle < 1 for idle in figures["idle_fraction"].values())
+
+
+def test_fewer_sequences_than_ranks_have_use_for():
+    """One sequence each: under tickets some ranks draw none, and collectives have nothing to pad."""
+    done = odc_mpi(0, "bench", "schedule", "--ranks", 3, "--per-rank", 1, "--minibatches", 2, "--step-s", 0.1)
+    assert done.code == 0, done.err
+    for name in (*SCHEDULES, "floor"):
+        assert name in done.out
+    assert "measuring minibatch 2 of 2" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--lengths", "longaling"), "longalign"),
+        (("--per-rank", 0), "--per-rank of at least 1, got 0"),
+        (("--step-s", 0), "--step-s above 0, got 0.0"),
+        (("--speed-variation", "nan"), "--speed-variation"),
+    ],
+)
+def test_mistakes_are_one_line(options, told):
+    done = odc_mpi(0, "bench", "schedule", "--ranks", 2, *options)
+    assert done.code == 2
+    lines = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
+    assert len(lines) == 1, done.err
+    assert told in lines[0]
+    assert "Traceback" not in done.err
+
+
+def test_other_ranks_than_mpiexec_started_are_a_mistake():
+    done = odc_mpi(2, "bench", "schedule", "--ranks", 3)
+    assert done.code == 2
+    told = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
+    assert told == ["odc-mpi: error: --ranks 3: mpiexec started 2, leave one of them out"]
