@@ -8,7 +8,6 @@ finish    collective: every rank's totals are gathered
 import math
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,13 @@ import torch
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.world import World
-from odc_mpi.data.cost import Cost, flops_cost, named_cost
-from odc_mpi.data.dataset import Dataset, vocabulary_digest
 from odc_mpi.data.fitted import ROW_LENGTH, FittedCost
-from odc_mpi.data.loader import Batch, Loader, Minibatch, read_batch
-from odc_mpi.data.prepare import load_tokenizer
-from odc_mpi.errors import TrainingError, UserError
+from odc_mpi.data.loader import Batch, Minibatch, read_batch
+from odc_mpi.errors import TrainingError
 from odc_mpi.shard import model as sharded
 from odc_mpi.shard.optim import build_optimizer, schedule_factor
-from odc_mpi.train import models
-from odc_mpi.train.config import Config, DataConfig, ModelConfig, OptimConfig, dump
+from odc_mpi.train.config import Config, OptimConfig, dump
+from odc_mpi.train.inputs import Inputs, open_inputs
 from odc_mpi.train.log import Log
 from odc_mpi.train.metrics import StepMetrics, terminal_width
 from odc_mpi.train.rundir import open_run_directory
@@ -36,15 +32,6 @@ from odc_mpi.train.rundir import open_run_directory
 _TOLD = ("loss", "busy_s", "fetch_s", "accumulate_s", "microbatches")
 #: ... and what it learned of the cost, where that is fitted.
 _TOLD_OF_COST = tuple(f"cost_{i}" for i in range(ROW_LENGTH))
-
-
-@dataclass
-class Inputs:
-    """What a run is made from, checked and not yet distributed."""
-
-    dataset: Dataset
-    model: models.BuiltModel
-    loader: Loader
 
 
 def train(config: Config, world: World) -> dict[str, Any]:
@@ -80,70 +67,6 @@ def train(config: Config, world: World) -> dict[str, Any]:
             log.step(trainer.step())
             trainer.check_skipped()
         return log.finish(trainer.facts())
-
-
-def open_inputs(config: Config, world: World) -> Inputs:
-    """Open the data set, build the model without its weights, and check that they fit. Local.
-
-    Raises:
-        UserError: Something is missing, damaged, or does not fit.
-    """
-    if config.comm.transport == "collective" and config.data.balance == "dynamic":
-        raise UserError(
-            "data.balance: dynamic hands out microbatches while ranks run, got comm.transport collective, under which "
-            "all run each together: set data.balance to lb_micro, or comm.transport to window"
-        )
-    dataset = Dataset(config.data.path)
-    built = build_model(config.model, config.run.seed)
-    _check_vocabulary(config, dataset, built)
-    longest = int(dataset.lengths.max())
-    positions = getattr(built.module.config, "max_position_embeddings", None)
-    if positions is not None and longest > positions:
-        raise UserError(
-            f"data.path: {config.data.path} has a sequence of {longest} tokens, the model's max_position_embeddings is "
-            f"{positions}: prepare the data with --max-length {positions}"
-        )
-    loader = Loader(
-        dataset,
-        minibatch_sequences=config.data.minibatch_sequences,
-        max_tokens_per_microbatch=config.data.max_tokens_per_microbatch,
-        balance=config.data.balance,
-        seed=config.run.seed,
-        rank=world.rank,
-        size=world.size,
-        cost=_first_cost(config.data, built),
-    )
-    return Inputs(dataset, built, loader)
-
-
-def _first_cost(config: DataConfig, built: models.BuiltModel) -> Cost:
-    flops = flops_cost(built.num_multiplying, built.num_layers, built.attention_size)
-    name = "flops" if config.cost == "fitted" else config.cost  # nothing was measured yet
-    return named_cost(name, flops=flops, linear=config.cost_linear, quadratic=config.cost_quadratic)
-
-
-def _check_vocabulary(config: Config, dataset: Dataset, built: models.BuiltModel) -> None:
-    if dataset.vocab_size > built.vocab_size:
-        raise UserError(
-            f"data.path: {config.data.path} was prepared with a tokenizer of {dataset.vocab_size} tokens, the model "
-            f"knows {built.vocab_size}: prepare it with the model's own tokenizer, or raise model.config.vocab_size"
-        )
-    path = config.model.path
-    if path is None or not dataset.vocabulary or not (Path(path) / "tokenizer.json").is_file():
-        return  # The numbers of tokens are all there is to compare.
-    if vocabulary_digest(load_tokenizer(Path(path)).get_vocab()) != dataset.vocabulary:
-        raise UserError(
-            f"data.path: {config.data.path} was prepared with another tokenizer than that in model.path: prepare it "
-            f"with --tokenizer {path}"
-        )
-
-
-def build_model(config: ModelConfig, seed: int) -> models.BuiltModel:
-    """Build the model that a configuration names. Local."""
-    if config.path is not None:
-        return models.from_directory(Path(config.path))
-    assert config.config is not None, "config.load requires one of model.path and model.config"
-    return models.from_config(config.config, seed)
 
 
 class Trainer:

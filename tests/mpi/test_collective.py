@@ -15,7 +15,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.optim import build_optimizer, schedule_factor
-from odc_mpi.train.trainer import open_inputs
+from odc_mpi.train.inputs import open_inputs
 
 pytestmark = pytest.mark.mpi
 

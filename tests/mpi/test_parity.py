@@ -13,7 +13,8 @@ from odc_mpi.comm.window import WindowTransport
 from odc_mpi.data.loader import Loader
 from odc_mpi.train import config as configuration
 from odc_mpi.train import models
-from odc_mpi.train.trainer import Trainer, open_inputs
+from odc_mpi.train.inputs import open_inputs
+from odc_mpi.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
 
