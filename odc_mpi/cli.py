@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from odc_mpi import __version__
 from odc_mpi.errors import AgreedError, TrainingError, UserError
 from odc_mpi.launcher import is_launched, launched_rank
+from odc_mpi.limits import end_by_interrupt, end_within, start_limit
 
 if TYPE_CHECKING:
     from odc_mpi.bench.scenario import Scenario
@@ -65,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say(error)
         return 2
     except KeyboardInterrupt:
-        print("odc-mpi: interrupted", file=sys.stderr)
+        print("odc-mpi: interrupted", file=sys.stderr, flush=True)
+        if is_launched():
+            end_by_interrupt()  # some launchers take a rank that returns before MPI is up for one that is done
         return 130
 
 
@@ -214,7 +217,8 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Not before here: torch and transformers take seconds. In this order: the last starts MPI, and a rank that fails to
     # import anything after that would leave the others waiting.
     importlib.import_module("odc_mpi.train.models")
-    from odc_mpi.comm.world import World
+    with start_limit():
+        from odc_mpi.comm.world import World
     from odc_mpi.train.trainer import train
 
     world = World()
@@ -228,15 +232,17 @@ def _bench(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 def _bench_transport(arguments: argparse.Namespace) -> int:
     from odc_mpi.bench.measure import DEFAULT_SIZES, parse_sizes
 
-    sizes = parse_sizes(arguments.sizes or DEFAULT_SIZES)
+    sizes = parse_sizes(DEFAULT_SIZES if arguments.sizes is None else arguments.sizes)
     if not is_launched():
         words = ["transport", "--sizes", ",".join(map(str, sizes)), "--repeats", arguments.repeats]
         return _launch(arguments, arguments.ranks or 2, words)
     # Not before here, and MPI last: see _train.
     from odc_mpi.bench.tables import transport_tables
-    from odc_mpi.bench.transport import measure
-    from odc_mpi.comm.world import World
     from odc_mpi.train.metrics import make_console
+
+    with start_limit():
+        from odc_mpi.bench.transport import measure
+        from odc_mpi.comm.world import World
 
     world = World(timeout_s=min(_WAIT_S, arguments.timeout_s))
 
@@ -263,8 +269,9 @@ def _bench_schedule(arguments: argparse.Namespace) -> int:
         words = ["schedule", *(word for option, value in values.items() for word in (option, value))]
         return _launch(arguments, scenario.ranks, words)
     # Not before here, and MPI last: see _train.
-    from odc_mpi.bench import schedule_command
-    from odc_mpi.comm.world import World
+    with start_limit():
+        from odc_mpi.bench import schedule_command
+        from odc_mpi.comm.world import World
 
     world = World(timeout_s=min(_WAIT_S, arguments.timeout_s))
     return _on_ranks(world, lambda: schedule_command.run(world, scenario, arguments.step_s, arguments.json))
@@ -315,6 +322,7 @@ def _on_ranks(world: "World", work: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         abort("interrupted", code=130)
     world.close()
+    end_within(world.timeout_s)
     return 0
 
 

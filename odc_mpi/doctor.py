@@ -5,6 +5,7 @@ an answer even if the MPI library crashes or hangs. Communication: that of `comm
 """
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -67,7 +68,17 @@ def _report(ending: Ending) -> Report:
     doing = news.get("doing", "starting MPI")
     if ending.failure is None and doing is None:
         return report
-    return report.with_problem(f"{(doing or 'closing').replace('.', ' ')}: {ending.failure or 'ended early'}")
+    failure = ending.failure or "ended early"
+    if "SIGBUS" in failure:
+        failure += f". /dev/shm is probably too small: it has {_free_mib()} MiB free (docker --shm-size)"
+    return report.with_problem(f"{(doing or 'closing').replace('.', ' ')}: {failure}")
+
+
+def _free_mib() -> str:
+    try:
+        return str(shutil.disk_usage("/dev/shm").free >> 20)
+    except OSError:
+        return "no"
 
 
 def _print(report: Report, decision: Decision | None) -> None:

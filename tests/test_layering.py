@@ -10,15 +10,16 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 #: What each room may import of the others. A module named in full is allowed alone.
 MAY_SEE = {
-    "cli": {"bench", "train", "data", "comm", "doctor", "launcher"},
+    "cli": {"bench", "train", "data", "comm", "doctor", "launcher", "limits"},
     "__main__": {"cli"},
     "bench": {"train", "data", "shard", "comm"},
     "train": {"api", "data", "shard", "comm.world", "comm.tickets"},
     "doctor": {"comm.report", "comm.decision", "launcher"},
     "launcher": set(),
+    "limits": set(),
     "api": {"shard", "comm"},
     "shard": {"comm.transport", "comm.buffers", "comm.world"},
-    "comm": set(),
+    "comm": {"limits"},
     "data": set(),
     "errors": set(),
     "__init__": {"errors"},

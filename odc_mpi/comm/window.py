@@ -67,7 +67,7 @@ class WindowTransport(Transport):
     def allocate(self, layouts: Sequence[Layout]) -> None:  # noqa: D102
         assert not self.layouts, "a transport allocates once"
         self.layouts = tuple(layouts)
-        reduction = self._make_reduction(self._world, layouts, self.reduce_dtype)
+        reduction = self._world.agree(lambda: self._make_reduction(self._world, layouts, self.reduce_dtype))
         num_bytes = self.parameter_shard_bytes + reduction.window_bytes
         self._world.require_shared_memory(num_bytes, "the parameter and gradient windows")
         self._world.on_close(self.close)

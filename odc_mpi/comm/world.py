@@ -26,6 +26,7 @@ from odc_mpi.comm.library import check_launcher, library_name
 from odc_mpi.comm.shared_memory import check_room, startup_memory, unlink
 from odc_mpi.comm.status import StatusWindow
 from odc_mpi.errors import AgreedError, UserError
+from odc_mpi.limits import end_within
 
 T = TypeVar("T")
 
@@ -89,7 +90,7 @@ class World:
         self.num_nodes = len(leaders)
         self._resources: list[Callable[[], None]] = []
         self._closed = False
-        atexit.register(self.close)
+        atexit.register(self._leave)
 
     @property
     def timeout_s(self) -> float:
@@ -249,7 +250,7 @@ class World:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._leave)
         assert self._alarm.status is not None
         self._alarm.status.page.leaving = True
         with self.meeting("leaving"):
@@ -272,6 +273,11 @@ class World:
         # After an exception the other ranks are elsewhere: closing, which is collective, would hang.
         if error is None:
             self.close()
+
+    def _leave(self) -> None:
+        """Called when the program ends; what is left for it is MPI_Finalize."""
+        self.close()
+        end_within(self.timeout_s)
 
     def _expired(self, wait: Wait) -> None:
         """Called from the watchdog's thread."""

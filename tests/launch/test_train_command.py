@@ -84,8 +84,13 @@ def mistake(done, *words):
         (["--data.balanse", "lb_mini"], ["data.balanse", "data.balance"]),
         (["--data.path", "/nowhere/x.h5"], ["data.path", "/nowhere/x.h5"]),
         (["--nonsense"], ["unknown setting nonsense"]),
+        (["--comm.reduction", "mailbox", "--comm.mailbox_bytes", 100], ["comm.mailbox_bytes must be at least 256"]),
+        (
+            ["--comm.transport", "collective", "--data.balance", "dynamic"],
+            ["data.balance", "comm.transport"],
+        ),
     ],
-    ids=["configuration", "data", "argument"],
+    ids=["configuration", "data", "argument", "room", "combination"],
 )
 def test_mistakes_are_told_by_one_rank(config, tmp_path, arguments, words):
     mistake(odc_mpi(2, "train", "--config", config, *arguments), *words)

@@ -1,0 +1,71 @@
+"""What no deadline of ours can watch: a rank that stops while MPI starts, or while it ends."""
+
+import signal
+import time
+
+import pytest
+from mpi_launch import finish, start
+
+#: Waits before MPI is up, as a rank would that was stopped there; the others wait for it in MPI_Init.
+LATE_START = """
+import os, sys, time
+rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK"))
+if rank == 1:
+    {what}
+from odc_mpi.cli import main
+sys.exit(main(["train", "--data.path", "none.h5", "--model.path", "none"]))
+"""
+#: Leaves the world, and stops before MPI_Finalize.
+LATE_END = """
+import os, signal
+import odc_mpi
+world = odc_mpi.World(timeout_s=1)
+world.gather_objects(None)
+if world.rank == 1:
+    world.close()
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def ended_within(process, seconds):
+    began = time.monotonic()
+    done = finish(process, 90)
+    assert time.monotonic() - began < seconds
+    return done
+
+
+def test_a_rank_that_stops_before_mpi_is_up_ends_the_job():
+    script = LATE_START.format(what="os.kill(os.getpid(), 19)")  # SIGSTOP
+    done = ended_within(start(3, "-c", script, ODC_MPI_START_TIMEOUT_S="6"), 50)
+    assert done.code != 0
+
+
+def test_a_rank_that_is_interrupted_before_mpi_is_up_ends_the_job():
+    what = "import odc_mpi.cli as c; c._train = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())"
+    done = ended_within(start(3, "-c", LATE_START.format(what=what), ODC_MPI_START_TIMEOUT_S="60"), 40)
+    assert done.code != 0
+    assert "odc-mpi: interrupted" in done.err
+
+
+def test_a_rank_that_stops_before_it_finalizes_ends_the_job():
+    done = ended_within(start(3, "-c", LATE_END), 60)
+    assert done.code != 0
+
+
+def test_a_start_in_time_is_not_ended_later():
+    done = ended_within(start(2, "-c", LATE_START.format(what="pass"), ODC_MPI_START_TIMEOUT_S="40"), 40)
+    assert done.code == 2  # what is wrong with these settings is found
+    assert "expected" in done.err
+
+
+@pytest.mark.parametrize("words", ["0", "-1", "soon"])
+def test_a_limit_that_is_none_is_the_usual_one(words, monkeypatch):
+    from odc_mpi import limits
+
+    monkeypatch.setenv("ODC_MPI_START_TIMEOUT_S", words)
+    before = signal.getsignal(signal.SIGALRM)
+    with limits.start_limit():
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+        assert limits.START_S - 5 < left <= limits.START_S
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) == before
