@@ -58,10 +58,12 @@ def late_ranks(wait: Wait, peers: Mapping[int, Status | None]) -> list[int]:
         wait: The wait.
         peers: All other ranks; None for one that does not answer.
     """
+    lifeless = [rank for rank, status in peers.items() if status is None or status.silent]
     if wait.meeting:
-        late = [rank for rank, status in peers.items() if status is None or status.silent or _misses(status, wait)]
+        late = [rank for rank, status in peers.items() if rank in lifeless or (status and _misses(status, wait))]
     else:
-        late = [rank for rank in peers if not wait.owners or rank in wait.owners]
+        # Where no owner is named any rank may be meant: one without a sign of life, if there is one.
+        late = [rank for rank in peers if rank in wait.owners] or lifeless or list(peers)
     return sorted(late, key=lambda rank: _innocence(peers[rank]))
 
 
@@ -108,10 +110,10 @@ def say_status(rank: int, host: str, status: Status | None, now: float) -> str:
     if status is None:
         return f"{who}, which does not answer"
     ago = f"{max(0.0, now - status.told_at):.1f} s ago"
-    if status.leaving:
-        return f"{who}, which left {ago}"
-    where = f"in microbatch {status.microbatch}, " if status.microbatch else ""
     silent = ", and shows no sign of life" if status.silent else ""
+    if status.leaving:
+        return f"{who}, which left {ago}{silent}"
+    where = f"in microbatch {status.microbatch}, " if status.microbatch else ""
     return f"{who}, which was last seen {ago}, {where}{status.what}{silent}"
 
 

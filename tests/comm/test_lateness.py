@@ -32,7 +32,12 @@ def test_who_leaves_is_late_elsewhere_but_not_where_all_leave() -> None:
 def test_a_fetch_waits_for_its_owners_only() -> None:
     peers = {0: at(3), 1: at(3, told_at=50.0), 2: None, 3: at(3)}
     assert late_ranks(Wait("fetching unit x", owners=(0, 1)), peers) == [1, 0]
-    assert late_ranks(Wait("closing"), peers) == [2, 1, 0, 3]
+
+
+def test_where_no_owner_is_named_who_shows_no_life_is_late_or_else_anybody() -> None:
+    alive = {0: at(3), 1: at(3, told_at=50.0)}
+    assert late_ranks(Wait("closing"), alive) == [1, 0]
+    assert late_ranks(Wait("closing"), {**alive, 2: None, 3: at(3, silent=True)}) == [2, 3]
 
 
 def test_the_sentence_for_one_late_rank() -> None:
@@ -68,10 +73,11 @@ def test_where_all_have_arrived_nobody_is_blamed() -> None:
     [
         (None, "which does not answer"),
         (at(6, "leaving", leaving=True), "which left 5.0 s ago"),
+        (at(6, "leaving", leaving=True, silent=True), "which left 5.0 s ago, and shows no sign of life"),
         (at(6, "x", silent=True), "which was last seen 5.0 s ago, x, and shows no sign of life"),
         (at(6, "x", told_at=107.0), "which was last seen 0.0 s ago, x"),
     ],
-    ids=["unanswered", "left", "silent", "clock ahead"],
+    ids=["unanswered", "left", "left and silent", "silent", "clock ahead"],
 )
 def test_what_is_said_of_a_rank(status: Status | None, said: str) -> None:
     assert say_status(3, "hostB", status, now=105.0) == f"rank 3 on hostB, {said}"
