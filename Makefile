@@ -8,7 +8,7 @@
 
 MPI     ?= mpich
 RANKS   ?= 2
-# Tests that run side by side where they do not need the machine for themselves.
+# Tests that run side by side, but for those that launch jobs: these look at times and at what is left in /dev/shm.
 JOBS    ?= 2
 PYTHON  ?= python3
 VENV    := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
@@ -46,8 +46,9 @@ $(DATA): | $(READY)
 test: test-serial test-mpi test-hosts
 
 test-serial: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts --ignore tests/mpi \
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts --ignore tests/mpi --ignore tests/launch \
 	    --numprocesses $(JOBS) --dist worksteal
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch
 
 # Two hosts of network namespaces: needs root and iproute2, skips elsewhere unless ODC_MPI_REQUIRE_HOSTS=1.
 test-hosts: $(READY)

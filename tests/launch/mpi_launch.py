@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,3 +97,15 @@ def launch(ranks, *command, timeout_s=90, cwd=None, **env):
 
 def odc_mpi(ranks, *arguments, **options):
     return launch(ranks, "-m", "odc_mpi", *arguments, **options)
+
+
+def left_behind(before):
+    """Return what is new in /dev/shm and in no process's memory."""
+    new = set(Path("/dev/shm").iterdir()) - before
+    if not new:
+        return new
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped += maps.read_text()
+    return {path for path in new if str(path) not in mapped}

@@ -4,11 +4,10 @@ import os
 import re
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from mpi_launch import finish, start
+from mpi_launch import finish, left_behind, start
 
 #: Every script begins with this: rank 1 is the one that misbehaves, on microbatch 2 of the third minibatch.
 PRELUDE = """
@@ -142,17 +141,6 @@ def shared_memory_stays():
     before = set(Path("/dev/shm").iterdir())
     yield
     assert wait_until(lambda: not left_behind(before)), left_behind(before)
-
-
-def left_behind(before):
-    new = set(Path("/dev/shm").iterdir()) - before
-    if not new:
-        return new
-    mapped = ""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            mapped += maps.read_text()
-    return {path for path in new if str(path) not in mapped}
 
 
 def wait_until(condition, seconds=10.0):

@@ -2,9 +2,10 @@
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
-from mpi_launch import finish, start
+from mpi_launch import finish, left_behind, start
 
 #: Waits before MPI is up, as a rank would that was stopped there; the others wait for it in MPI_Init.
 LATE_START = """
@@ -25,6 +26,15 @@ if world.rank == 1:
     world.close()
     os.kill(os.getpid(), signal.SIGSTOP)
 """
+
+
+@pytest.fixture(autouse=True)
+def no_names_stay():
+    """A job that ends before a `World` exists leaves what MPI put into /dev/shm at its start (docs/windows.md)."""
+    before = set(Path("/dev/shm").iterdir())
+    yield
+    for path in left_behind(before):
+        path.unlink(missing_ok=True)
 
 
 def ended_within(process, seconds):
