@@ -73,7 +73,7 @@ def launcher(mpiexec, ranks_per_host):
     elif "Open MPI" in version:
         how = ["--prtemca", "plm_ssh_agent", str(AGENT), "--host", hosts, "--map-by", "slot:oversubscribe"]
         # The hosts share one scheduler. Where each is a session, Linux (6.18) makes a group of each, and idle ranks
-        # that yield in one group kept those of the other from running at all for a minute: 12 of 30 training runs.
+        # that yield in one group kept those of the other from running at all for a minute: 11 of 32 training runs.
         how += ["--leave-session-attached"]
     else:
         raise SystemExit(f"{mpiexec}: expected MPICH's launcher (HYDRA) or Open MPI's, got {version!r}")
