@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from odc_mpi import __version__
 from odc_mpi.errors import AgreedError, TrainingError, UserError
 from odc_mpi.launcher import is_launched, launched_rank
-from odc_mpi.limits import end_by_interrupt, end_within, start_limit
+from odc_mpi.limits import end_by_interrupt, start_limit
 
 if TYPE_CHECKING:
     from odc_mpi.bench.scenario import Scenario
@@ -322,7 +322,6 @@ def _on_ranks(world: "World", work: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         abort("interrupted", code=130)
     world.close()
-    end_within(world.timeout_s)
     return 0
 
 

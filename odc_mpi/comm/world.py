@@ -250,7 +250,6 @@ class World:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._leave)
         assert self._alarm.status is not None
         self._alarm.status.page.leaving = True
         with self.meeting("leaving"):
