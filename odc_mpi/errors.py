@@ -17,6 +17,10 @@ class TrainingError(RuntimeError):
     """A run that cannot go on for a reason that its own figures tell, in one line; every rank raises it."""
 
 
+class StoppedError(RuntimeError):
+    """A run that ends early because it was asked to, after saving; every rank raises it."""
+
+
 def in_one_line(error: Exception, max_chars: int = 300) -> str:
     """Fold an exception's message, which may have many lines, into one. Local."""
     text = " ".join(str(error).split()) or type(error).__name__

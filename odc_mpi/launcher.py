@@ -25,6 +25,8 @@ from typing import Any
 
 #: Variables by which launchers tell a process its rank: PMI (MPICH, Slurm), PMIx (Open MPI).
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+#: By this Slurm tells it of a task, also of one that only starts others and of one that no MPI library knows of.
+_TASK_VARIABLE = "SLURM_PROCID"
 #: Between looks at the child. Open MPI's launcher sends SIGKILL 0.25 s after its SIGTERM.
 _LOOK_S = 0.03
 #: For news under way when a crash is told: of what was being tried.
@@ -45,7 +47,8 @@ def is_launched() -> bool:
 
 def launched_rank() -> int:
     """Return this process's rank as the launcher tells it, 0 without a launcher. Local; does not start MPI."""
-    told = (os.environ.get(variable, "0") for variable in _RANK_VARIABLES)
+    variables = _RANK_VARIABLES if is_launched() else (_TASK_VARIABLE,)
+    told = (os.environ.get(variable, "0") for variable in variables)
     return next((int(rank) for rank in told if rank.isdecimal() and rank != "0"), 0)
 
 

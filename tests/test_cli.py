@@ -1,14 +1,14 @@
 """The command line in this process, on one rank: mistakes of all kinds are one line and exit code 2."""
 
 import json
+import os
 
 import numpy as np
 import pytest
-import transformers
 import yaml
 
 from odc_mpi import __version__, cli
-from odc_mpi.data.dataset import Dataset, DatasetWriter
+from odc_mpi.data.dataset import DatasetWriter
 
 QWEN2 = {
     "model_type": "qwen2",
@@ -107,16 +107,13 @@ def test_a_run_on_one_rank(config, tmp_path, capsys):
     assert "loss first -> last" in capsys.readouterr().out
 
 
-def test_prepare_says_what_it_did(tmp_path, capsys):
-    source = tmp_path / "lines.jsonl"
-    source.write_text('{"text": "abc abc abc"}\n' * 3)
-    assert cli.main(["prepare", "stdlib", str(tmp_path / "std.h5"), "--vocab-size", "300", "--max-length", "50"]) == 0
-    said = capsys.readouterr()
-    assert "truncated to --max-length" in said.out
-    out = tmp_path / "lines.h5"
-    assert cli.main(["prepare", str(source), str(out), "--tokenizer", str(tmp_path / "std.tokenizer")]) == 0
-    with Dataset(out) as dataset:
-        assert len(dataset) == 3
+def test_settings_from_a_pipe(config, tmp_path):
+    """As of a shell's <(...): they can be read once."""
+    reader, writer = os.pipe()
+    os.write(writer, config.read_bytes())
+    os.close(writer)
+    assert cli.main(["train", "--config", f"/dev/fd/{reader}", "--run.steps", "1"]) == 0
+    os.close(reader)
 
 
 def test_help_names_every_setting(capsys):
@@ -131,19 +128,3 @@ def test_version(capsys):
         cli.main(["--version"])
     assert stop.value.code == 0
     assert __version__ in capsys.readouterr().out
-
-
-def test_a_model_and_data_with_different_tokenizers(tmp_path, capsys):
-    for name, size in (("one", "300"), ("two", "310")):
-        arguments = ["prepare", "stdlib", str(tmp_path / f"{name}.h5"), "--vocab-size", size, "--max-length", "60"]
-        assert cli.main(arguments) == 0
-    model = tmp_path / "one.tokenizer"
-    config = transformers.AutoConfig.for_model(**QWEN2 | {"vocab_size": 320})
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
-    arguments = ["train", "--model.path", str(model), "--run.dir", str(tmp_path / "run"), "--run.steps", "1"]
-    capsys.readouterr()
-    assert cli.main([*arguments, "--data.path", str(tmp_path / "two.h5")]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert "another tokenizer" in told[0]
-    assert cli.main([*arguments, "--data.path", str(tmp_path / "one.h5")]) == 0

@@ -10,13 +10,21 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 #: What each room may import of the others. A module named in full is allowed alone.
 MAY_SEE = {
-    "cli": {"bench", "train", "data", "comm", "doctor", "launcher", "limits"},
+    "cli": {
+        *("bench", "train", "checkpoint", "data", "comm", "doctor"),
+        *("job_command", "launcher", "limits", "imports", "arguments"),
+    },
+    "arguments": {"checkpoint.command_line", "job_command"},
     "__main__": {"cli"},
-    "bench": {"train", "data", "shard", "comm"},
-    "train": {"api", "data", "shard", "comm.world", "comm.tickets"},
-    "doctor": {"comm.report", "comm.decision", "launcher"},
+    "bench": {"train", "checkpoint", "api", "data", "shard", "comm"},
+    "train": {"api", "checkpoint", "data", "shard", "comm.world", "comm.tickets"},
+    "checkpoint": {"shard"},
+    "doctor": {"comm.report", "comm.decision", "comm.pmi", "launcher"},
+    "job": set(),
+    "job_command": {"job", "comm.pmi", "train.config"},
     "launcher": set(),
     "limits": set(),
+    "imports": set(),
     "api": {"shard", "comm"},
     "shard": {"comm.transport", "comm.buffers", "comm.world"},
     "comm": {"limits"},
@@ -27,20 +35,29 @@ MAY_SEE = {
 #: These know nothing of the project but `errors`, not even their own room.
 ALONE = {
     *("shard.layout", "data.cost", "data.partition", "data.stdlib", "comm.deadline", "comm.lateness"),
-    *("comm.buffers", "comm.report", "bench.launch", "bench.measure", "bench.events"),
+    *(
+        "checkpoint.hyperslabs",
+        "comm.buffers",
+        "comm.report",
+        "comm.pmi",
+        "bench.launch",
+        "bench.measure",
+        "bench.events",
+    ),
 }
 #: These see of their own room only this: no MPI.
 SEE_ALSO = {"comm.decision": {"comm.report"}, "comm.cache": {"comm.report"}}
 #: Libraries that only these may import.
 KEPT_IN = {
     "mpi4py": {"comm"},
-    "torch.distributed": {"bench.gloo"},
+    "torch.distributed": {"bench.gloo", "bench.fsdp", "bench.dcp"},
     "h5py": {"data.dataset", "checkpoint"},
     "cupy": {"comm", "native"},
     "transformers": {"train.models", "train.weights", "train.attention", "data.prepare"},
-    "safetensors": {"train.weights"},
+    "safetensors": {"train.weights", "checkpoint.export"},
     "rich": {"cli", "bench.tables", "doctor", "train.metrics", "data.prepare"},
     "yaml": {"train.dialect"},
+    "matplotlib": {"bench.pictures"},
 }
 
 

@@ -8,8 +8,12 @@ All meet at the minibatch boundary, so the last rank's end counts.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+#: When a rank computes: beginning and end in seconds, in order.
+Intervals = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -19,10 +23,12 @@ class Timing:
     Attributes:
         end_s: When the last rank ends, in seconds.
         busy_s: What all ranks together worked, without waiting and padding, in seconds.
+        timeline: For each rank, when it works on a microbatch; of a sum of minibatches, nothing.
     """
 
     end_s: float
     busy_s: float
+    timeline: list[Intervals] = field(default_factory=list, compare=False)
 
     def __add__(self, other: "Timing") -> "Timing":
         return Timing(self.end_s + other.end_s, self.busy_s + other.busy_s)
@@ -41,13 +47,17 @@ def lockstep(durations: Sequence[Sequence[float]], padding: Sequence[float]) -> 
         padding: For each rank, seconds of a microbatch that it runs empty, so that the others need not hang.
     """
     turns = max(map(len, durations), default=0)
+    timeline: list[Intervals] = [[] for _ in durations]
     end = 0.0
     for turn in range(turns):
         slowest = 0.0
-        for own, empty in zip(durations, padding, strict=True):
-            slowest = max(slowest, own[turn] if turn < len(own) and own[turn] else empty)
+        for own, empty, busy in zip(durations, padding, timeline, strict=True):
+            seconds = own[turn] if turn < len(own) else 0.0
+            slowest = max(slowest, seconds or empty)
+            if seconds:
+                busy.append((end, end + seconds))
         end += slowest
-    return Timing(end, sum(map(sum, durations)))
+    return Timing(end, sum(map(sum, durations)), timeline)
 
 
 def apart(durations: Sequence[Sequence[float]]) -> Timing:
@@ -58,8 +68,9 @@ def apart(durations: Sequence[Sequence[float]]) -> Timing:
     Args:
         durations: For each rank, seconds of each of its microbatches; 0 for one that is empty.
     """
-    ends = [sum(own) for own in durations]
-    return Timing(max(ends, default=0.0), sum(ends))
+    ends = [[0.0, *accumulate(own)] for own in durations]
+    timeline = [[(began, ended) for began, ended in pairwise(own) if ended > began] for own in ends]
+    return Timing(max((own[-1] for own in ends), default=0.0), sum(own[-1] for own in ends), timeline)
 
 
 def drawn(count: int, ranks: int, duration: Callable[[int, int], float], ticket_s: float = 0.0) -> Timing:
@@ -75,10 +86,24 @@ def drawn(count: int, ranks: int, duration: Callable[[int, int], float], ticket_
             what the last one says.
     """
     free = [(0.0, rank) for rank in range(ranks)]
+    timeline: list[Intervals] = [[] for _ in range(ranks)]
     busy = 0.0
     for microbatch in range(count):
         at, rank = free[0]
         seconds = duration(rank, microbatch)
         busy += seconds
-        heapq.heapreplace(free, (at + ticket_s + seconds, rank))
-    return Timing(max(at for at, _ in free) + ticket_s, busy)
+        began, ended = at + ticket_s, at + ticket_s + seconds
+        timeline[rank].append((began, ended))
+        heapq.heapreplace(free, (ended, rank))
+    return Timing(max(at for at, _ in free) + ticket_s, busy, timeline)
+
+
+def merged(intervals: Iterable[tuple[float, float]], gap_s: float) -> Intervals:
+    """Join neighbours that are closer than `gap_s`; they come in order. Local."""
+    joined: Intervals = []
+    for began, ended in intervals:
+        if joined and began - joined[-1][1] < gap_s:
+            joined[-1] = joined[-1][0], max(joined[-1][1], ended)
+        else:
+            joined.append((began, ended))
+    return joined

@@ -59,8 +59,24 @@ def _normal(x: float) -> float:
     return 0.5 * math.erfc(-x / math.sqrt(2))
 
 
+@dataclass(frozen=True)
+class Equal:
+    """All of one length, where there is nothing to balance.
+
+    Attributes:
+        max_tokens: That length.
+    """
+
+    max_tokens: int
+
+    def draw(self, n: int, rng: np.random.Generator) -> Tokens:
+        """Return lengths, int64 [n]. Local."""
+        return np.full(n, self.max_tokens, dtype=np.int64)
+
+
 #: By name. Means from the ODC paper.
-KNOWN = {
+KNOWN: dict[str, LogNormal | Equal] = {
+    "equal": Equal(16_500),
     # 10,000 instructions "of 8k-64k in length" (LongAlign, arXiv 2401.18058): with 0.65 three quarters are in there and
     # 0.7 % are cut. What follows for 8 ranks of 4 with sigma 0.5, 0.65, 0.8: LB-Mini 1.20, 1.26, 1.27.
     "longalign": LogNormal(16_500, 65_536, 0.65),

@@ -53,6 +53,12 @@ def interleaved(variants: Mapping[str, Callable[[], T]], repeats: int) -> dict[s
     return results
 
 
+def around(names: Sequence[str], turn: int) -> list[str]:
+    """Return them in their order, beginning with another one each turn, so that none always comes first. Local."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
 def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Callable[[], object]) -> float:
     """Call `times` operations in turn, then `finish` once. Local, if they are.
 
@@ -86,12 +92,12 @@ def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Read sizes such as `64K,1M,256M`, in bytes, of whole fp32 elements. Local.
+    """Read sizes such as `64K,1M,256M`, in bytes, of whole fp32 elements, each once. Local.
 
     Raises:
         UserError: Something else was written.
     """
-    return [_parse_size(word.strip()) for word in text.split(",")]
+    return list(dict.fromkeys(_parse_size(word.strip()) for word in text.split(",")))
 
 
 def format_size(num_bytes: int) -> str:

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from odc_mpi.bench.events import Intervals, merged
+from odc_mpi.bench.measure import around
 from odc_mpi.bench.scenario import Scenario, Trial
-from odc_mpi.bench.simulate import BASELINE, FLOOR, SCHEDULES, Outcome, floor_s, plan
+from odc_mpi.bench.simulate import BASELINE, FLOOR, PAUSE_S, SCHEDULES, Outcome, floor_s, plan
 from odc_mpi.comm.collective import CollectiveTransport
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.transport import Transport
@@ -43,10 +45,12 @@ class Sample:
     Attributes:
         end_s: From the common beginning to point B.
         busy_s: Of that, what was to be slept for.
+        slept: When, from the common beginning on and as if nothing had been scaled; padding left out.
     """
 
     end_s: float
     busy_s: float
+    slept: Intervals
 
 
 def measure(
@@ -74,7 +78,7 @@ def measure(
     }
     for turn, trial in enumerate(trials):
         report(f"minibatch {turn + 1} of {len(trials)}")
-        for name in _around(SCHEDULES, turn):
+        for name in around(SCHEDULES, turn):
             transport, balance = name.split("/")
             samples[name].append(runners[transport].run(trial, plan(scenario, trial, balance), scale))
     for runner in runners.values():
@@ -90,6 +94,7 @@ def measure(
         {name: max(0.0, 1 - busy[name] / (scenario.ranks * end)) for name, end in ends.items()},
         {name: end / scale / len(trials) for name, end in ends.items()},
         sum(longest > shared for longest, shared in floors) / len(trials),
+        {name: [own[name][0].slept for own in everyone] for name in SCHEDULES},
     )
 
 
@@ -116,12 +121,18 @@ class Runner(ABC):
         began, busy_s = time.perf_counter(), 0.0
         for microbatch in self.microbatches(plan):
             seconds = scale * trial.duration_s(self._world.rank, microbatch)
+            before = len(sleeper.slept)
             self._run_microbatch(sleeper, seconds)
-            busy_s += seconds if microbatch else 0.0  # padding is no work
+            if microbatch:
+                busy_s += seconds
+            else:
+                del sleeper.slept[before:]  # padding is no work
         self._transport.complete_gradients(np.zeros(1))
         self.prepare_next()
         self._transport.publish_parameters()
-        return Sample(time.perf_counter() - began, busy_s)
+        end_s = time.perf_counter() - began
+        slept = (((start - began) / scale, (stop - began) / scale) for start, stop in sleeper.slept)
+        return Sample(end_s, busy_s, merged(slept, PAUSE_S))
 
     @abstractmethod
     def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:
@@ -184,9 +195,14 @@ class CollectiveRunner(Runner):
 
 
 class Sleeper:
-    """Sleeps for as long as it is told to, over many sleeps: each makes up for how much the last one overslept."""
+    """Sleeps for as long as it is told to, over many sleeps: each makes up for how much the last one overslept.
+
+    Attributes:
+        slept: When it did.
+    """
 
     def __init__(self) -> None:
+        self.slept: Intervals = []
         self._late_s = 0.0
 
     def sleep(self, seconds: float) -> None:
@@ -195,13 +211,9 @@ class Sleeper:
         began = time.perf_counter()
         if due > 0:
             time.sleep(due)
-        self._late_s = time.perf_counter() - began - due
-
-
-def _around(names: Sequence[str], turn: int) -> list[str]:
-    """Begin with another one each time."""
-    first = turn % len(names)
-    return [*names[first:], *names[:first]]
+        ended = time.perf_counter()
+        self._late_s = ended - began - due
+        self.slept.append((began, ended))
 
 
 def _turns(everyone: Sequence[dict[str, list[Sample]]], name: str) -> Iterator[tuple[Sample, ...]]:

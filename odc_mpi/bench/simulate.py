@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from odc_mpi.bench.events import Timing, apart, drawn, lockstep
+from odc_mpi.bench.events import Intervals, Timing, apart, drawn, lockstep, merged
 from odc_mpi.bench.scenario import Scenario, Trial
 from odc_mpi.data.balance import BALANCES, Plan
 
@@ -29,6 +29,8 @@ SCHEDULES = (
     "window/dynamic",
 )
 FLOOR = "floor"
+#: Of a timeline, pauses below this are not told, in seconds.
+PAUSE_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Outcome:
         idle_fraction: The part of the ranks' time in which they wait or run padding, likewise.
         step_s: Mean seconds of a minibatch, likewise.
         longest_rules: The part of minibatches whose floor is the longest sequence, not the sum of all work.
+        timeline: Of the first minibatch, by schedule: for each rank when it computes, in seconds, padding left out.
     """
 
     scenario: Scenario
@@ -48,6 +51,7 @@ class Outcome:
     idle_fraction: dict[str, float]
     step_s: dict[str, float]
     longest_rules: float
+    timeline: dict[str, list[Intervals]]
 
     @property
     def floor(self) -> float:
@@ -69,12 +73,15 @@ def simulate(scenario: Scenario) -> Outcome:
         UserError: Its lengths are not to be had.
     """
     totals = {name: Timing(0.0, 0.0) for name in (*SCHEDULES, FLOOR)}
+    timeline: dict[str, list[Intervals]] = {}
     rules = 0
     for trial in scenario.trials():
         plans = {name: plan(scenario, trial, name) for name in BALANCES}
         for name in SCHEDULES:
             transport, balance = name.split("/")
-            totals[name] += timing(trial, plans[balance], transport, scenario.ticket_s)
+            found = timing(trial, plans[balance], transport, scenario.ticket_s)
+            timeline.setdefault(name, [merged(own, PAUSE_S) for own in found.timeline])
+            totals[name] += found
         longest, shared = floor_s(trial, scenario.max_tokens)
         # The work of the floor is that of the fewest microbatches.
         totals[FLOOR] += Timing(max(longest, shared), shared * scenario.ranks)
@@ -85,6 +92,7 @@ def simulate(scenario: Scenario) -> Outcome:
         {name: max(0.0, 1.0 - total.busy_s / (scenario.ranks * total.end_s)) for name, total in totals.items()},
         {name: total.end_s / scenario.num_minibatches for name, total in totals.items()},
         rules / scenario.num_minibatches,
+        timeline,
     )
 
 

@@ -31,7 +31,11 @@ def run(scenario: Scenario, as_json: bool) -> None:
         UserError: Its lengths are not to be had.
     """
     outcome = simulate(scenario)
-    print(json.dumps(outcome.as_json()) if as_json else f"{report(outcome)}\n\n{advice(scenario)}")
+    print(
+        json.dumps({"benchmark": "simulate", **outcome.as_json()})
+        if as_json
+        else f"{report(outcome)}\n\n{advice(scenario)}"
+    )
 
 
 def report(outcome: Outcome, beside: Mapping[str, Mapping[str, float]] | None = None) -> str:

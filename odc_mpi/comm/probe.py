@@ -28,6 +28,7 @@ from odc_mpi.comm.operations import COUNTER_BYTES
 from odc_mpi.comm.report import OPERATIONS, PEER_KINDS, Report, SharedMemory
 from odc_mpi.comm.trial import LARGE_BYTES, Allocate, Budget, Trials, allocate
 from odc_mpi.comm.world import World
+from odc_mpi.errors import UserError
 
 #: For a person who asks.
 FULL = Budget(idle_s=0.2, busy_s=0.5, bandwidth_s=1.5)
@@ -217,8 +218,8 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except Exception:
+    except Exception as error:
         # Not by way of MPI_Abort: it would end the processes that are to tell the answer.
-        traceback.print_exc()
+        traceback.print_exception(error, limit=0 if isinstance(error, UserError) else None)
         sys.stderr.flush()
         os._exit(1)

@@ -9,24 +9,28 @@ import atexit
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import torch
 from mpi4py import MPI
 
 from odc_mpi.comm.abort import install_excepthook
 from odc_mpi.comm.alarm import Alarm
 from odc_mpi.comm.deadline import Watchdog
 from odc_mpi.comm.lateness import Wait
-from odc_mpi.comm.library import check_launcher, library_name
+from odc_mpi.comm.library import library_name
+from odc_mpi.comm.pmi import check_launcher
 from odc_mpi.comm.shared_memory import check_room, startup_memory, unlink
 from odc_mpi.comm.status import StatusWindow
 from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.limits import end_within
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -55,6 +59,8 @@ class World:
         local_size: Ranks on this node.
         node: This node's number, from 0, in the order of its lowest rank.
         num_nodes: Nodes of the job.
+        hosts: The name of every rank's host.
+        layout: Of each node its host's name and how many ranks it has.
         node_ranks: The ranks of this node, by local rank.
         comm: All ranks; this world's own.
         node_comm: The ranks of this node.
@@ -63,7 +69,11 @@ class World:
     def __init__(self, comm: MPI.Intracomm | None = None, *, timeout_s: float = 600.0) -> None:
         if not timeout_s > 0:
             raise UserError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-        check_launcher()
+        try:
+            check_launcher(self.mpi_library, MPI.COMM_WORLD.Get_size())
+        except UserError:
+            unlink(startup_memory())  # this process's own, as MPI sees no other
+            raise
         self._alarm = Alarm(MPI.COMM_WORLD.Get_rank())
         self._watchdog = Watchdog(timeout_s, self._expired, self._beat)
         install_excepthook()
@@ -78,7 +88,7 @@ class World:
             leader = self.node_comm.bcast(self.rank)
             everyone = self.comm.allgather((leader, MPI.Get_processor_name()))
             self.node_ranks = self.node_comm.allgather(self.rank)
-            self._alarm.hosts = [host for _, host in everyone]
+            self.hosts = self._alarm.hosts = [host for _, host in everyone]
             self._alarm.status = StatusWindow(self.comm)
             # Each has spoken with each of its node, so all have mapped what the library made at its start.
             self.node_comm.alltoall([None] * self.local_size)
@@ -88,6 +98,8 @@ class World:
         leaders = sorted({leader for leader, _ in everyone})
         self.node = leaders.index(leader)
         self.num_nodes = len(leaders)
+        ranks = Counter(leader for leader, _ in everyone)
+        self.layout = [(self.hosts[leader], ranks[leader]) for leader in leaders]
         self._resources: list[Callable[[], None]] = []
         self._closed = False
         atexit.register(self._leave)
@@ -211,7 +223,7 @@ class World:
         with self.meeting("gathering from all ranks"):
             return self.comm.allgather(value)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: "torch.Tensor") -> None:
         """Overwrite a contiguous host tensor of any dtype with rank 0's. Collective.
 
         Raises:
@@ -219,6 +231,9 @@ class World:
         """
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"broadcast needs a contiguous CPU tensor, got {tensor.device}, strides {tensor.stride()}")
+        # Not at the top: `odc-mpi doctor` and a mistake in the settings need ranks, but no torch, which takes a second.
+        import torch
+
         if tensor.numel():
             data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
             with self.meeting("broadcasting from rank 0"):

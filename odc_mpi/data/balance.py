@@ -9,7 +9,6 @@ computes the same plan and nothing is communicated. All functions have one signa
     dynamic      microbatches that ranks draw when they are free: for windows
 """
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,16 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.cost import Cost
-from odc_mpi.data.partition import by_falling, even_fit, first_fit, partition, partition_evenly
+from odc_mpi.data.cut import Microbatch, cut, ordered
+from odc_mpi.data.partition import by_falling, first_fit, partition, partition_evenly
 from odc_mpi.errors import UserError
 
 Lengths = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.float64]
-Microbatch = tuple[int, ...]
 Balance = Callable[[Lengths, int, int, Cost], "Plan"]
-
-#: `dynamic` packs up to the cost of the minibatch's longest sequence divided by one of these.
-FRACTIONS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -129,15 +125,8 @@ def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
     """Cut microbatches for whoever is free, the costliest first.
 
     List scheduling by falling cost (Graham, "Bounds on multiprocessing timing anomalies", 1969), done while the
-    minibatch runs: a rank that is slow, or whose work was estimated too low, draws less. The cut takes no notice of
-    `size`, so that a minibatch's microbatches are the same on any number of ranks.
-
-    How large a microbatch may get: ranks end up to one microbatch apart, so large ones idle at the end; small ones
-    cost their constant more often. The scale of both is the costliest sequence, C: no number of ranks ends earlier, and
-    above total / C ranks idle anyway. So microbatches of up to C, C/2, C/4, C/8 and C/16 are tried on total / C equal
-    ranks, on a half and on a quarter of them, and the cut that takes the least rank-seconds in all is taken.
-    Seen on 8 ranks with 8 sequences each, log-normal, against LB-Micro with collectives: C 1.10, C/4 1.23, C/8 1.27,
-    single sequences 1.28 without a constant; with one of a third of the mean sequence 1.10, 1.10, 1.05 and 1.04.
+    minibatch runs: a rank that is slow, or whose work was estimated too low, draws less. `data.cut` says how the
+    microbatches are made: large ones, and a tail of small ones.
 
     Local.
 
@@ -155,7 +144,7 @@ def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
-    return Plan(((),) * size, _cut(lengths, max_tokens, costs, cost.constant) if len(lengths) else ())
+    return Plan(((),) * size, cut(lengths, costs, max_tokens, cost.constant, size) if len(lengths) else ())
 
 
 BALANCES: dict[str, Balance] = {
@@ -186,7 +175,7 @@ def check_fit(lengths: Lengths, max_tokens: int) -> None:
 
 def _packed(part: list[int], lengths: Lengths, max_tokens: int, costs: Costs) -> tuple[Microbatch, ...]:
     """Pack a rank's sequences into few microbatches, costliest first."""
-    return _ordered(part, first_fit(lengths[part], max_tokens), costs)
+    return _named(part, first_fit(lengths[part], max_tokens), costs)
 
 
 def _split(
@@ -202,7 +191,7 @@ def _split(
         # Nothing stays empty while somebody has two: the costliest gives up its cheapest.
         fullest = max((own for own in bins if len(own) > 1), key=lambda own: float(own_costs[own].sum()))
         bins.append([fullest.pop(int(np.argmin(own_costs[fullest])))])
-    return _ordered(part, bins, costs) + ((),) * (count - len(bins))
+    return _named(part, bins, costs) + ((),) * (count - len(bins))
 
 
 def _spread(lengths: Lengths, costs: Costs, max_tokens: int, count: int) -> list[list[int]] | None:
@@ -219,33 +208,6 @@ def _spread(lengths: Lengths, costs: Costs, max_tokens: int, count: int) -> list
     return bins
 
 
-def _cut(lengths: Lengths, max_tokens: int, costs: Costs, constant: float) -> tuple[Microbatch, ...]:
-    """Cut a minibatch for `dynamic`."""
-    longest, total = float(costs.max()) + constant, float(costs.sum())
-    useful = max(1, int(total / longest)) if longest > 0 else 1
-    everything = list(range(len(costs)))
-    best: tuple[Microbatch, ...] = ()
-    least = np.inf
-    for fraction in FRACTIONS:
-        bins = even_fit(lengths, costs, max_tokens, longest / fraction - constant)
-        microbatches = _ordered(everything, bins, costs)
-        work = [constant + float(costs[list(microbatch)].sum()) for microbatch in microbatches]
-        score = sum(ranks * _makespan(work, ranks) for ranks in {useful, max(1, useful // 2), max(1, useful // 4)})
-        if score < least:  # equal ones: the larger microbatches
-            best, least = microbatches, score
-    return best
-
-
-def _makespan(work: list[float], ranks: int) -> float:
-    """Return when the last of some equal ranks ends that draw work in this order."""
-    free = [0.0] * ranks
-    for cost in work:
-        heapq.heapreplace(free, free[0] + cost)
-    return max(free)
-
-
-def _ordered(part: list[int], bins: list[list[int]], costs: Costs) -> tuple[Microbatch, ...]:
-    """Name bins of positions in `part` by what stands there, and sort them by falling cost, equal ones by index."""
-    named = [[part[i] for i in own] for own in bins]
-    named.sort(key=lambda own: (-float(costs[own].sum()), min(own)))
-    return tuple(map(tuple, named))
+def _named(part: list[int], bins: list[list[int]], costs: Costs) -> tuple[Microbatch, ...]:
+    """Name bins of positions in `part` by what stands there, costliest first."""
+    return ordered([[part[i] for i in own] for own in bins], costs)

@@ -51,6 +51,12 @@ class Cost:
         return self.constant + float(self.sequence(lengths).sum())
 
 
+#: What a microbatch costs besides its tokens, in tokens: each parameter's gradient is made, laid out and added once
+#: however few tokens there are. Measured 79 on CPUs (docs/balance.md); memory and matrix speed of an A100 suggest
+#: several hundred. From 40 to 250 `dynamic` cuts about as well where it is 79; with 0 it cuts far too small.
+MICROBATCH_TOKENS = 100
+
+
 def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> Cost:
     """Return the FLOPs of forward and backward through a decoder-only transformer.
 
@@ -61,6 +67,8 @@ def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> Cost:
     Attention: scores and weighted values are 2 s² h each per layer, so 4 s² h in forward; the causal mask leaves half
     of it, 2 s² h; backward is twice the forward: 6 s² h per layer. What a kernel recomputes in backward is left out.
 
+    A microbatch costs as much as `MICROBATCH_TOKENS` besides.
+
     Local.
 
     Args:
@@ -68,7 +76,8 @@ def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> Cost:
         num_layers: Layers with attention.
         hidden_size: Heads times their dimension.
     """
-    return Cost(linear=6.0 * num_parameters, quadratic=6.0 * num_layers * hidden_size)
+    linear = 6.0 * num_parameters
+    return Cost(linear, 6.0 * num_layers * hidden_size, MICROBATCH_TOKENS * linear)
 
 
 #: What `named_cost` knows.

@@ -88,6 +88,16 @@ class Minibatch:
         for microbatch in filter(None, self.plan.microbatches[self.rank]):
             yield read_batch(self.dataset, self.indices[list(microbatch)])
 
+    def padding(self) -> Iterator[Batch]:
+        """Yield the shortest sequence as often as another rank has more microbatches than this one. Local.
+
+        For those who have to meet in each microbatch; what comes of these is not to be counted.
+        """
+        turns = [sum(map(bool, own)) for own in self.plan.microbatches]
+        shortest = int(self.dataset.lengths[self.indices].argmin())
+        for _ in range(max(turns) - turns[self.rank]):
+            yield read_batch(self.dataset, self.indices[shortest : shortest + 1])
+
     def batches(self, draw: Callable[[int], Iterable[int]]) -> Iterator[Batch]:
         """Yield this rank's fixed batches, then those of the pool that it draws.
 

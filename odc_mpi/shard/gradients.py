@@ -15,6 +15,7 @@ from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.transport import Pending, Transport
 from odc_mpi.shard.layout import Slot
 from odc_mpi.shard.prefetch import CommunicationThread
+from odc_mpi.shard.spans import Spans
 from odc_mpi.shard.unit import Unit
 
 #: Buffers for gradients: pushes on their way, and the one that is being filled.
@@ -27,22 +28,27 @@ class GradientPusher:
     Args:
         transport: Reaches the owners.
         in_thread: Push from a thread, unless one thread only may call the transport.
+        spans: Told when the computation pushes, or waits for pushes.
 
     Attributes:
         finite: Whether every gradient pushed since `start` was finite.
         padding: Whether gradients count as zeros, whatever they are.
-        accumulate_wait_s: Seconds that the computation spent pushing, or waiting for pushes, since the beginning.
     """
 
-    def __init__(self, transport: Transport, in_thread: bool = False) -> None:
+    def __init__(self, transport: Transport, in_thread: bool = False, spans: Spans | None = None) -> None:
         self._transport = transport
+        self._spans = spans or Spans()
         self._thread = CommunicationThread("odc_mpi-push") if in_thread and transport.threads else None
         self._buffers = BufferPool()
         self._on_the_way: deque[tuple[Pending, torch.Tensor]] = deque()
         self._open = False
         self.finite = True
         self.padding = False
-        self.accumulate_wait_s = 0.0
+
+    @property
+    def accumulate_wait_s(self) -> float:
+        """Seconds that the computation spent pushing, or waiting for pushes, since the beginning. Local."""
+        return self._spans.seconds["accumulate"]
 
     def start(self) -> None:
         """Allow pushes: a minibatch begins. Local."""
@@ -102,7 +108,7 @@ class GradientPusher:
         push = self._transport.accumulate
         pending = self._thread.start(push, index, flat, start) if self._thread else push(index, flat, start)
         self._on_the_way.append((pending, flat))
-        self.accumulate_wait_s += time.perf_counter() - began
+        self._spans.add("accumulate", began)
 
     def _wait(self, num_left: int) -> None:
         """Wait for the oldest pushes until at most so many are on their way."""
@@ -111,4 +117,4 @@ class GradientPusher:
             pending, flat = self._on_the_way.popleft()
             pending.wait()
             self._buffers.give_back(flat)
-            self.accumulate_wait_s += time.perf_counter() - began
+            self._spans.add("accumulate", began)

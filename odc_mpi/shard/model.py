@@ -24,11 +24,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
 from odc_mpi.shard.gradients import GradientPusher
-from odc_mpi.shard.layout import FlatLayout
+from odc_mpi.shard.layout import FlatLayout, Slice
 from odc_mpi.shard.modules import place_on_demand, replicate, wrap_forward
 from odc_mpi.shard.optim import clip_coefficient, require_elementwise, squared_norm
 from odc_mpi.shard.partition import UnitChoice, UnitParameters, partition
 from odc_mpi.shard.slices import ModuleWeights, OwnSlices, Weights
+from odc_mpi.shard.spans import Spans
 from odc_mpi.shard.unit import ReadyUnits, Unit
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ class ShardedModel:
     Attributes:
         module: The module; calling it is calling the model. Its `parameters()` are placeholders.
         units: All units that have parameters, the root first.
-        boundary_wait_s: Seconds spent at the points A, N and B since the start.
+        spans: Where this rank's time went besides computing.
     """
 
     def __init__(
@@ -117,12 +118,12 @@ class ShardedModel:
         self._transport = transport
         self._places = places
         self._phase = Phase.COMPLETE
-        self.boundary_wait_s = 0.0
+        self.spans = Spans()
         self.units, layouts = _layouts(parts, transport.size)
         transport.allocate(layouts)
         self._slices = OwnSlices(transport, layouts)
-        self._ready = ReadyUnits(transport, prefetch)
-        self._pusher = GradientPusher(transport, in_thread=prefetch > 0)
+        self._ready = ReadyUnits(transport, prefetch, self.spans)
+        self._pusher = GradientPusher(transport, in_thread=prefetch > 0, spans=self.spans)
         calls, saved = UnitCalls(self._ready, self._push), SavedTensors(self._ready)
         self._slices.load(weights or ModuleWeights(parts, transport))
         replicate(module, transport)
@@ -160,6 +161,18 @@ class ShardedModel:
         """Return this rank's slices with the parameters' dotted names. Local."""
         return [(own.piece.spec.name, own.parameter) for own in self._slices.trainable]
 
+    def slices(self) -> list[tuple[Slice, torch.Tensor]]:
+        """Return this rank's slices of all parameters, frozen ones too, each as it is optimized. Local.
+
+        Views, empty where this rank owns nothing; they change from point A to B, and not otherwise.
+        """
+        return self._slices.everything()
+
+    @property
+    def layouts(self) -> list[FlatLayout]:
+        """How parameters are spread over the ranks: a flat array or two for each unit. Local."""
+        return [layout for unit in self.units for layout in unit.layouts]
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the whole shape of every sharded parameter by dotted name. Local."""
         return {name: slot.spec.shape for unit in self.units for name, (_, slot) in unit.slots.items()}
@@ -191,7 +204,7 @@ class ShardedModel:
         self._pusher.finish()
         self._ready.activity.finish_minibatch()
         report = minibatch.report(self._pusher.finite)
-        minibatch.receive(self._at_boundary(lambda: self._transport.complete_gradients(report)))
+        minibatch.receive(self._at_boundary("A", lambda: self._transport.complete_gradients(report)))
         self._slices.attach_gradients()
         self._phase = Phase.COMPLETE
 
@@ -225,7 +238,7 @@ class ShardedModel:
         self._advance(Phase.COMPLETE, Phase.COMPLETE, "clip_grad_norm_()")
         gradients = [p.grad for p in self.shard_parameters() if p.grad is not None]
         own = np.array([squared_norm(gradients)])
-        norm = float(np.sqrt(self._at_boundary(lambda: self._transport.sum_over_ranks(own))[0]))
+        norm = float(np.sqrt(self._at_boundary("N", lambda: self._transport.sum_over_ranks(own))[0]))
         coefficient = clip_coefficient(norm, max_norm)
         if coefficient < 1.0:
             torch._foreach_mul_(gradients, coefficient)
@@ -236,7 +249,7 @@ class ShardedModel:
         self._advance(Phase.COMPLETE, Phase.PUBLISHED, "publish()")
         self._ready.expire()
         self._slices.write()
-        self._at_boundary(self._transport.publish_parameters)
+        self._at_boundary("B", self._transport.publish_parameters)
         self._ready.readable = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,12 +271,17 @@ class ShardedModel:
     @property
     def fetch_wait_s(self) -> float:
         """Seconds spent waiting for parameters since the start. Local."""
-        return self._ready.fetch_wait_s
+        return self.spans.seconds["fetch"]
 
     @property
     def accumulate_wait_s(self) -> float:
         """Seconds spent pushing gradients since the start. Local."""
-        return self._pusher.accumulate_wait_s
+        return self.spans.seconds["accumulate"]
+
+    @property
+    def boundary_wait_s(self) -> float:
+        """Seconds spent at the points A, N and B since the start. Local."""
+        return sum(self.spans.seconds[point] for point in "ANB")
 
     @property
     def peak_parameter_bytes(self) -> int:
@@ -292,10 +310,10 @@ class ShardedModel:
             raise RuntimeError(f"{call} belongs {expected.value!r}, this model is {self._phase.value!r}")
         self._phase = following
 
-    def _at_boundary(self, meet: Callable[[], T]) -> T:
-        start = time.perf_counter()
+    def _at_boundary(self, point: str, meet: Callable[[], T]) -> T:
+        began = time.perf_counter()
         result = meet()
-        self.boundary_wait_s += time.perf_counter() - start
+        self.spans.add(point, began)
         return result
 
     def _check_optimizer(

@@ -130,3 +130,13 @@ def whole_on_every_rank(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     """Yield what is not sharded, buffers and parameters that are not floating-point, by dotted name. Local."""
     yield from module.named_buffers()
     yield from ((name, p) for name, p in module.named_parameters() if not p.is_floating_point())
+
+
+def whole_and_persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what of `whole_on_every_rank` belongs into a checkpoint: without buffers that are made anew. Local."""
+    passing = {
+        f"{name}.{key}" if name else key
+        for name, submodule in module.named_modules()
+        for key in submodule._non_persistent_buffers_set
+    }
+    yield from ((name, tensor) for name, tensor in whole_on_every_rank(module) if name not in passing)

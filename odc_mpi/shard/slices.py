@@ -89,6 +89,14 @@ class OwnSlices:
             for piece in layout.slices(self._transport.rank):
                 _part(self._masters[i], piece).copy_(weights.read(piece.spec.name, piece.start, piece.stop))
 
+    def everything(self) -> list[tuple[Slice, torch.Tensor]]:
+        """Return this rank's slices of all parameters, frozen ones too, as the optimizer sees them. Local."""
+        return [
+            (piece, _part(self._masters[i], piece))
+            for i, layout in enumerate(self._layouts)
+            for piece in layout.slices(self._transport.rank)
+        ]
+
     def attach_gradients(self) -> None:
         """Let `.grad` show what has arrived. Local, after point A."""
         for own in self.trainable:

@@ -29,6 +29,7 @@ from odc_mpi.comm.transport import Fetch, Transport
 from odc_mpi.shard.activity import Activity, in_backward
 from odc_mpi.shard.layout import FlatLayout, Slot
 from odc_mpi.shard.prefetch import CommunicationThread, FetchOrder
+from odc_mpi.shard.spans import Spans
 
 #: Units held besides the root and those in use: one that computes and one that comes or goes. Each unit that is fetched
 #: ahead beyond the first adds one.
@@ -133,17 +134,18 @@ class ReadyUnits:
         transport: Hosts the shards.
         prefetch: How many of the uses that come next to fetch ahead, in a thread. From a transport whose fetches move
             no bytes, or that one thread only may call, nothing is.
+        spans: Told of every wait for a fetch.
 
     Attributes:
         activity: Tells the other ranks which unit is in use.
         generation: Counts publications: what was fetched before the last one is stale.
         readable: Whether parameters may be fetched: not between A and B, when their owners write them.
-        fetch_wait_s: Seconds spent waiting for fetches since the start.
     """
 
-    def __init__(self, transport: Transport, prefetch: int = 0) -> None:
+    def __init__(self, transport: Transport, prefetch: int = 0, spans: Spans | None = None) -> None:
         self.activity = Activity(transport)
         self._transport = transport
+        self._spans = spans or Spans()
         self._prefetch = prefetch if transport.copies and transport.threads else 0
         self._strict = not transport.one_sided
         self._max_others = 0 if self._strict else max(MAX_READY_UNITS - 1, self._prefetch)
@@ -155,7 +157,6 @@ class ReadyUnits:
         self._by_pointer: dict[int, tuple[Unit, int]] = {}
         self.generation = 0
         self.readable = True
-        self.fetch_wait_s = 0.0
 
     def require(self, unit: Unit) -> None:
         """Make a unit ready, and start to fetch those that come next. One-sided."""
@@ -231,7 +232,7 @@ class ReadyUnits:
         if fetch is not None:
             unit.start_fetch(fetch)
         unit.wait()
-        self.fetch_wait_s += time.perf_counter() - start
+        self._spans.add("fetch", start)
         self._held[unit] = None
         self._by_pointer |= {pointer: (unit, i) for i, pointer in enumerate(unit.storage_pointers())}
 

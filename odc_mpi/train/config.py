@@ -83,7 +83,7 @@ class CommConfig:
     zero_copy: Annotated[Literal["auto", "off"], "read parameters of the same node in place"] = "auto"
     progress: Annotated[Literal["auto", "off", "thread"], "serve other ranks while this one computes"] = "auto"
     prefetch: Annotated[int, "units fetched ahead of their use, from a thread; 0: no threads", _NOT_NEGATIVE] = 1
-    timeout_s: Annotated[float, "seconds to wait for a rank before the run fails", _POSITIVE] = 600.0
+    timeout_s: Annotated[float, "seconds to wait for a rank before the run fails", _ONE_OR_MORE] = 600.0
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,20 @@ class RunConfig:
 
     steps: Annotated[int, "optimizer steps, one per minibatch", _ONE_OR_MORE] = 100
     dir: Annotated[str, "directory for everything the run writes", _NOT_EMPTY] = "runs/run"
+    log_dir: Annotated[str | None, "directory for a small file per rank: its host and cores, warnings", _NOT_EMPTY] = (
+        None
+    )
     seed: Annotated[int, "seed of the new model's weights and of the order of the data", _SEED] = 0
     device: Annotated[Literal["cpu"], "where ranks compute"] = "cpu"
     threads: Annotated[int, "torch threads per rank; 0: the node's cores divided by its ranks", _THREADS] = 0
+    trace_steps: Annotated[int, "last minibatches whose times go into trace.json; 0: none", _NOT_NEGATIVE] = 3
     max_skipped_steps: Annotated[int, "steps in a row that may be skipped for a non-finite gradient", _NOT_NEGATIVE] = (
         10
+    )
+    checkpoint_every: Annotated[int, "steps between checkpoints, one after the last step; 0: none", _NOT_NEGATIVE] = 0
+    keep_checkpoints: Annotated[int, "how many of them to keep, the newest; 0: all", _NOT_NEGATIVE] = 0
+    resume: Annotated[str, "auto: from the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = (
+        "auto"
     )
 
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from odc_mpi.comm.world import World
 from odc_mpi.data.cost import Cost, flops_cost, named_cost
 from odc_mpi.data.dataset import Dataset, vocabulary_digest
 from odc_mpi.data.loader import Loader
@@ -22,8 +21,13 @@ class Inputs:
     loader: Loader
 
 
-def open_inputs(config: Config, world: World) -> Inputs:
+def open_inputs(config: Config, rank: int, size: int) -> Inputs:
     """Open the data set, build the model without its weights, and check that they fit. Local.
+
+    Args:
+        config: Of the run.
+        rank: Whose microbatches the loader yields.
+        size: Number of ranks.
 
     Raises:
         UserError: Something is missing, damaged, or does not fit.
@@ -49,8 +53,8 @@ def open_inputs(config: Config, world: World) -> Inputs:
         max_tokens_per_microbatch=config.data.max_tokens_per_microbatch,
         balance=config.data.balance,
         seed=config.run.seed,
-        rank=world.rank,
-        size=world.size,
+        rank=rank,
+        size=size,
         cost=_first_cost(config.data, built),
     )
     return Inputs(dataset, built, loader)

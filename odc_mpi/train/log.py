@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from odc_mpi.train.metrics import MetricsWriter, ProgressReporter, StepMetrics, Summary, write_summary
+from odc_mpi.train.rundir import read_metrics
 
 
 class Log:
@@ -18,9 +19,10 @@ class Log:
     """
 
     def __init__(self, run_dir: Path, steps: int, opening: str, *, speaks: bool) -> None:
-        self._summary = Summary()
         self._run_dir = run_dir
         self._stack = ExitStack()
+        # Of a run that goes on, the summary tells all.
+        self._summary = Summary(read_metrics(run_dir, steps) if speaks else [])
         if speaks:
             print(opening, flush=True)
         self._writer = self._stack.enter_context(MetricsWriter(run_dir)) if speaks else None
@@ -36,7 +38,7 @@ class Log:
     def finish(self, facts: dict[str, Any]) -> dict[str, Any]:
         """Write and show the summary. Local."""
         # The facts come last: waits measured in whole over all ranks replace the sum of what the steps told.
-        summary = self._summary.finish(facts) | facts
+        summary = self._summary.finish(facts) | self._summary.with_earlier(facts)
         if self._reporter:
             write_summary(self._run_dir, summary)
             self._reporter.finish(summary)

@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,13 +97,21 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 
 class Summary:
-    """A run in few numbers, gathered step by step. Local; for rank 0."""
+    """A run in few numbers, gathered step by step. Local; for rank 0.
 
-    def __init__(self) -> None:
+    Args:
+        earlier: Lines of ``metrics.jsonl`` of the steps before this start, where a run goes on.
+    """
+
+    def __init__(self, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
         self._start = perf_counter()
         self._num_steps = self._num_skipped = self._num_tokens = 0
         self._losses: list[float] = []  # first and last of the steps that were not skipped
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        for line in earlier:
+            values: dict[str, Any] = {name: math.nan if value is None else value for name, value in line.items()}
+            self.add(StepMetrics(**values))
+        self._earlier = dict(self._seconds)
 
     def add(self, metrics: StepMetrics) -> None:
         """Take in one step."""
@@ -116,6 +124,10 @@ class Summary:
         self._seconds["idle_s"] += metrics.idle_fraction * metrics.step_s
         for name in ("step_s", *_WAITS):
             self._seconds[name] += getattr(metrics, name)
+
+    def with_earlier(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the facts, with the waits of the steps before this start added to those since. Local."""
+        return {**facts, **{name: facts[name] + self._earlier.get(name, 0.0) for name in _WAITS if name in facts}}
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of ``summary.json``.
@@ -144,7 +156,7 @@ class Summary:
             "tokens_per_s": self._num_tokens / step_s,
             "idle_fraction": self._seconds["idle_s"] / step_s,
             **{name: self._seconds[name] for name in _WAITS},
-            "elapsed_s": perf_counter() - self._start,
+            "elapsed_s": perf_counter() - self._start + self._earlier.get("step_s", 0.0),
         }
 
 

@@ -1,11 +1,17 @@
-"""The directory that a run leaves behind: config.yaml, metrics.jsonl, summary.json. Local; for rank 0."""
+"""The directory that a run leaves behind: configuration, metrics, trace, summary, checkpoints. Local; for rank 0."""
 
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
+from odc_mpi.checkpoint.manifest import CHECKPOINTS, steps_in
+from odc_mpi.checkpoint.saver import clean, sync
 from odc_mpi.errors import UserError
 
-#: What a run writes and a later run in the same directory must not mix with its own.
-RECORDS = ("config.yaml", "metrics.jsonl", "summary.json")
+_CONFIG, _METRICS, _TRACE, _SUMMARY = "config.yaml", "metrics.jsonl", "trace.json", "summary.json"
+#: What a run and its report write and a later run in the same directory must not mix with its own.
+RECORDS = (_CONFIG, _METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS)
 
 
 def open_run_directory(path: Path, config_text: str) -> None:
@@ -18,14 +24,79 @@ def open_run_directory(path: Path, config_text: str) -> None:
     Raises:
         UserError: The directory cannot be written.
     """
-    try:
+
+    def make_ready() -> None:
         path.mkdir(parents=True, exist_ok=True)
-        left = [path / name for name in RECORDS if (path / name).exists()]
-        if left:
-            number = next(n for n in range(1, 1 << 30) if not (path / f"earlier-{n}").exists())
-            (path / f"earlier-{number}").mkdir()
-            for record in left:
-                record.rename(path / f"earlier-{number}" / record.name)
-        (path / RECORDS[0]).write_text(config_text, encoding="utf-8")
+        clean(path / CHECKPOINTS)
+        if (path / CHECKPOINTS).is_dir() and not any((path / CHECKPOINTS).iterdir()):
+            (path / CHECKPOINTS).rmdir()
+        _set_aside(path, [path / name for name in RECORDS if (path / name).exists()])
+        (path / _CONFIG).write_text(config_text, encoding="utf-8")
+
+    _tell(path, make_ready)
+
+
+def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
+    """Make a run directory ready to go on after a step: what was told of later ones is dropped. Local.
+
+    Checkpoints of later steps, which are damaged or not wanted, go to `earlier-N`.
+
+    Args:
+        path: Of the run.
+        config_text: The content of config.yaml.
+        step: That the run goes on after.
+
+    Raises:
+        UserError: The directory cannot be written.
+    """
+
+    def make_ready() -> None:
+        clean(path / CHECKPOINTS)
+        _set_aside(path, [later for number, later in steps_in(path / CHECKPOINTS).items() if number > step])
+        kept = [json.dumps(line) + "\n" for line in read_metrics(path, step)]
+        _replace(path / _METRICS, "".join(kept))
+        _replace(path / _CONFIG, config_text)
+        for name in (_TRACE, _SUMMARY):
+            (path / name).unlink(missing_ok=True)
+
+    _tell(path, make_ready)
+
+
+def read_metrics(path: Path, step: int) -> list[dict[str, object]]:
+    """Return the lines of metrics.jsonl up to a step. Local; a line that a killed run left in half is left out."""
+    lines: dict[int, dict[str, object]] = {}
+    if (path / _METRICS).exists():
+        for text in (path / _METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                line = json.loads(text)
+                lines[int(line["step"])] = line
+            except (ValueError, KeyError, TypeError):
+                continue
+    return [line for number, line in sorted(lines.items()) if number <= step]
+
+
+def _set_aside(path: Path, left: list[Path]) -> None:
+    if left:
+        number = next(n for n in range(1, 1 << 30) if not (path / f"earlier-{n}").exists())
+        for record in left:
+            goal = path / f"earlier-{number}" / record.relative_to(path)
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            record.rename(goal)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file such that a reader, and whoever comes after a crash, sees the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def _tell(path: Path, make_ready: Callable[[], None]) -> None:
+    try:
+        make_ready()
     except OSError as error:
         raise UserError(f"run.dir: expected a directory to write in, got {path}: {error.strerror}") from error

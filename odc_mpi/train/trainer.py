@@ -1,8 +1,9 @@
 """A training run: the parts put together, and the loop.
 
-set up    collective: all ranks agree on configuration, data and model, and allocate windows
+set up    collective: all ranks agree on configuration, data, model and checkpoint, and allocate windows
 step      one minibatch: microbatches (one-sided), A, N if gradients are clipped, optimizer (local), B
-finish    collective: every rank's totals are gathered
+save      local, where it is due: see `train.saving`
+finish    collective: the last checkpoint is waited for, every rank's totals are gathered
 """
 
 import math
@@ -15,18 +16,24 @@ import numpy as np
 import torch
 
 from odc_mpi.api import decide_for, shard_model
+from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.world import World
 from odc_mpi.data.fitted import ROW_LENGTH, FittedCost
-from odc_mpi.data.loader import Batch, Minibatch, read_batch
+from odc_mpi.data.loader import Batch, Minibatch
 from odc_mpi.errors import TrainingError
 from odc_mpi.shard import model as sharded
-from odc_mpi.shard.optim import build_optimizer, schedule_factor
-from odc_mpi.train.config import Config, OptimConfig, dump
+from odc_mpi.train.config import Config, dump
 from odc_mpi.train.inputs import Inputs, open_inputs
 from odc_mpi.train.log import Log
-from odc_mpi.train.metrics import StepMetrics, terminal_width
-from odc_mpi.train.rundir import open_run_directory
+from odc_mpi.train.metrics import StepMetrics
+from odc_mpi.train.optimizer import make_optimizer, set_learning_rate
+from odc_mpi.train.place import describe, slurm_job
+from odc_mpi.train.ranklog import RankLog
+from odc_mpi.train.resume import Origin, find_origin, open_run, say_complete
+from odc_mpi.train.saving import NAMES, Saving, about_run
+from odc_mpi.train.stop import StopWish
+from odc_mpi.train.trace import Trace
 
 #: What every rank tells the others at point A: its part of the loss, seconds, what it ran ...
 _TOLD = ("loss", "busy_s", "fetch_s", "accumulate_s", "microbatches")
@@ -47,26 +54,47 @@ def train(config: Config, world: World) -> dict[str, Any]:
     Raises:
         AgreedError: Settings, data and model do not fit together, or not all ranks see the same; raised on every rank
             before anything is written.
-        TrainingError: Too many steps in a row had gradients that are not finite; raised on every rank.
+        TrainingError: Too many steps in a row had gradients that are not finite, or the last checkpoint could not be
+            written; raised on every rank.
+        StoppedError: The run was asked to stop, and has saved; raised on every rank.
     """
     world.timeout_s = config.comm.timeout_s
+    with world.agree(lambda: RankLog(config.run.log_dir, world)):
+        return _train(config, world)
+
+
+def _train(config: Config, world: World) -> dict[str, Any]:
     cores = world.cores_per_rank()
     if config.run.threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(config.run.threads or cores)
     world.require_same(dump(config), "the configuration")
-    inputs = world.agree(lambda: open_inputs(config, world))
+    inputs = world.agree(lambda: open_inputs(config, world.rank, world.size))
     world.require_same(inputs.dataset.digest(), f"data.path: {config.data.path}")
-    trainer = Trainer(config, world, inputs)
+    origin = find_origin(config, world, inputs)
+    if origin and origin.step >= config.run.steps:
+        return say_complete(origin, config, world)
+    digest = inputs.dataset.digest()
+    trainer = Trainer(config, world, inputs, origin)
     del inputs  # the weights that it can read have been read
     run_dir = Path(config.run.dir)
     # Not earlier: whatever is wrong has to be found before anything is written.
-    world.agree(lambda: _open_run(run_dir, config) if world.rank == 0 else None)
+    world.agree(lambda: open_run(run_dir, config, origin) if world.rank == 0 else None)
     opening = f"{world.mpi_library}, ranks {world.size}, nodes {world.num_nodes}: {trainer.decision.one_line()}"
-    with trainer, Log(run_dir, config.run.steps, opening, speaks=world.rank == 0) as log:
-        for _ in range(config.run.steps):
+    opening += f"\n{describe(world.layout, slurm_job())}"
+    if origin:
+        opening += f"\nresuming {origin.one_line(config)}"
+    with trainer, StopWish() as stop, Log(run_dir, config.run.steps, opening, speaks=world.rank == 0) as log:
+        about = about_run(config, trainer.model.module, digest, origin.path if origin else None)
+        saving = trainer.save(stop, about)
+        while trainer.done < config.run.steps and not saving.stopping:
             log.step(trainer.step())
             trainer.check_skipped()
-        return log.finish(trainer.facts())
+            saving.after_step(trainer.done)
+        trainer.trace.write(world, run_dir)
+        checkpoints = saving.finish()
+        summary = log.finish(trainer.facts() | checkpoints)
+        saving.check_end(trainer.done)
+        return summary
 
 
 class Trainer:
@@ -76,15 +104,21 @@ class Trainer:
         config: Of the run.
         world: The ranks.
         inputs: What `open_inputs` returned.
+        origin: The checkpoint to begin at; it is closed.
+
+    Attributes:
+        done: Steps that are done, those before the checkpoint included.
+        trace: When this rank did what in the last minibatches.
     """
 
-    def __init__(self, config: Config, world: World, inputs: Inputs) -> None:
+    def __init__(self, config: Config, world: World, inputs: Inputs, origin: Origin | None = None) -> None:
         self._config = config
         self._world = world
         self._dataset = inputs.dataset
         self._loader = inputs.loader
         self._fitted = FittedCost(self._loader.cost) if config.data.cost == "fitted" else None
-        self._done = 0
+        self.done = self._first = origin.step if origin else 0
+        self._saving: Saving | None = None
         self._skipped_in_a_row = 0
         comm = config.comm
         self.decision = decide_for(
@@ -101,15 +135,21 @@ class Trainer:
             reduce_dtype=getattr(torch, config.model.reduce_dtype),
             activation_checkpointing=config.model.gradient_checkpointing,
             prefetch=config.comm.prefetch,
-            weights=inputs.model.weights,
+            weights=origin.weights if origin else inputs.model.weights,
             decision=self.decision,
             mailbox_bytes=comm.mailbox_bytes,
         ).train()
+        self.trace = Trace(self.model.spans, config.run.trace_steps, config.data.max_tokens_per_microbatch)
         self._tickets = Tickets(world) if config.data.balance == "dynamic" else None
         # With collectives ranks wait for the slowest in each fetch and push, not at A.
         self._waits_apart = self.decision.transport == "window"
         self._start_collectives = self.model.num_collectives
-        self.optimizer = _optimizer(config.optim, self.model)
+        self.optimizer = make_optimizer(
+            config.optim, self.model.named_shard_parameters(), self.model.parameter_shapes()
+        )
+        self._state = TrainingState(self.model, self.optimizer, world.rank)
+        if origin:
+            world.agree(lambda: self._resume(origin))
 
     def step(self) -> StepMetrics:
         """Train on the next minibatch. Collective, at the ordering points only.
@@ -118,7 +158,7 @@ class Trainer:
             What happened, the same on every rank but for `step_s` and `tokens_per_s`.
         """
         began = time.perf_counter()
-        learning_rate = self._set_learning_rate()
+        learning_rate = set_learning_rate(self.optimizer, self._config, self.done)
         minibatch = next(self._loader)
         totals = self._run_microbatches(minibatch)
         max_norm = self._config.optim.max_grad_norm
@@ -127,10 +167,11 @@ class Trainer:
         if finite:
             self.optimizer.step()
         self.model.publish()
-        self._done += 1
+        self.done += 1
+        self.trace.end_step(self.done, minibatch)
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         step_s = time.perf_counter() - began
-        return _metrics(self._done, minibatch, totals, norm, learning_rate, step_s, finite)
+        return _metrics(self.done, minibatch, totals, norm, learning_rate, step_s, finite)
 
     def __enter__(self) -> "Trainer":
         return self
@@ -138,15 +179,28 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self._dataset.close()
 
+    def save(self, stop: StopWish, about: dict[str, Any]) -> Saving:
+        """Begin to save, as the configuration says. Collective.
+
+        Args:
+            stop: Whether this rank was asked to stop.
+            about: What checkpoints tell of the run besides its state.
+        """
+        self._saving = Saving(self._config, self._world, self._state, lambda: {**about, **self._progress()}, stop)
+        return self._saving
+
     def facts(self) -> dict[str, Any]:
         """Return what the summary tells besides the steps. Collective."""
-        model, steps = self.model, max(1, self._done)
+        model, steps = self.model, max(1, self.done - self._first)
         own = [model.peak_parameter_bytes, model.fetch_wait_s, model.accumulate_wait_s, model.boundary_wait_s]
         everyone = np.array(self._world.gather_objects(own))
         fetch_s, accumulate_s, boundary_s = (float(seconds) for seconds in everyone[:, 1:].mean(axis=0))
         return {
             "world_size": self._world.size,
             "num_nodes": self._world.num_nodes,
+            "hosts": [host for host, _ in self._world.layout],
+            "ranks_per_node": [count for _, count in self._world.layout],
+            **slurm_job(),
             "transport": self._config.comm.transport,
             "reduction": self.decision.reduction.choice,
             "balance": self._config.data.balance,
@@ -165,56 +219,68 @@ class Trainer:
     def _run_microbatches(self, minibatch: Minibatch) -> sharded.Minibatch:
         """Forward and backward of this rank's microbatches: nobody waits until the end, which is point A."""
         model = self.model
-        with model.minibatch(*_TOLD, *(_TOLD_OF_COST if self._fitted else ())) as totals:
-            began, fetch_s, accumulate_s = time.perf_counter(), model.fetch_wait_s, model.accumulate_wait_s
+        names = (*_TOLD, *(_TOLD_OF_COST if self._fitted else ()), *(NAMES if self._saving else ()))
+        with model.minibatch(*names) as totals:
+            began, fetch_s, accumulate_s = self._own_s(), model.fetch_wait_s, model.accumulate_wait_s
             for batch in minibatch.batches(self._tickets.draw) if self._tickets else minibatch:
-                totals.values["loss"] += self._run_microbatch(minibatch, batch)
+                with self.trace.microbatch(batch.num_input_tokens):
+                    totals.values["loss"] += self._run_microbatch(minibatch, batch)
                 totals.values["microbatches"] += 1
             if not self._waits_apart:
                 self._pad(minibatch)
             totals.values["fetch_s"] = model.fetch_wait_s - fetch_s
             totals.values["accumulate_s"] = model.accumulate_wait_s - accumulate_s
-            totals.values["busy_s"] = time.perf_counter() - began
-            if not self._waits_apart:
-                totals.values["busy_s"] -= totals.values["fetch_s"] + totals.values["accumulate_s"]
+            totals.values["busy_s"] = self._own_s() - began
             if self._fitted:
                 totals.values.update(zip(_TOLD_OF_COST, self._fitted.report().tolist(), strict=True))
+            if self._saving:
+                self._saving.tell(totals)
         if self._tickets:
             self._tickets.reset()
         if self._fitted:
             self._fitted.update(np.stack([totals.per_rank(name) for name in _TOLD_OF_COST], axis=1))
             self._loader.cost = self._fitted.cost
+        if self._saving:
+            self._saving.hear(totals)
         return totals
 
+    def _progress(self) -> dict[str, Any]:
+        """Return what the next step depends on besides model, optimizer and configuration, as JSON takes it."""
+        return {
+            "loader": self._loader.state_dict(),
+            "cost": self._fitted.state_dict() if self._fitted else None,
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
+
+    def _resume(self, origin: Origin) -> None:
+        self._state.restore(origin.checkpoint)
+        self._loader.load_state_dict(origin.about["loader"])
+        self._skipped_in_a_row = origin.about["skipped_in_a_row"]
+        if self._fitted and origin.about["cost"]:
+            self._fitted.load_state_dict(origin.about["cost"])
+            self._loader.cost = self._fitted.cost
+        origin.checkpoint.close()
+
     def _pad(self, minibatch: Minibatch) -> None:
-        """Take part in what other ranks have more microbatches for, on the shortest sequence and for nothing."""
-        turns = [sum(map(bool, own)) for own in minibatch.plan.microbatches]
-        for _ in range(max(turns) - turns[self._world.rank]):
-            shortest = int(self._dataset.lengths[minibatch.indices].argmin())
-            batch = read_batch(self._dataset, minibatch.indices[shortest : shortest + 1])
-            with self.model.padding():
+        """Take part in what other ranks have more microbatches for, and for nothing."""
+        for batch in minibatch.padding():
+            with self.trace.microbatch(0), self.model.padding():
                 self.model(**batch.inputs).loss.backward()
 
     def _run_microbatch(self, minibatch: Minibatch, batch: Batch) -> float:
         # Random numbers belong to the microbatch, not to the rank that happens to run it.
         torch.manual_seed(_seed(self._config.run.seed, minibatch.data_epoch, int(batch.indices[0])))
-        began, waited_s = time.perf_counter(), self._waited_s()
+        began = self._own_s()
         loss = self.model(**batch.inputs).loss * (batch.num_tokens / minibatch.num_tokens)
         loss.backward()
         if self._fitted:
-            seconds = time.perf_counter() - began - (self._waited_s() - waited_s)
-            self._fitted.observe(self._dataset.lengths[batch.indices], seconds)
+            self._fitted.observe(self._dataset.lengths[batch.indices], self._own_s() - began)
         return loss.item()
 
-    def _waited_s(self) -> float:
-        return self.model.fetch_wait_s + self.model.accumulate_wait_s
-
-    def _set_learning_rate(self) -> float:
-        optim = self._config.optim
-        factor = schedule_factor(optim.lr_scheduler_type, self._done, optim.warmup_steps, self._config.run.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = optim.learning_rate * factor
-        return optim.learning_rate * factor
+    def _own_s(self) -> float:
+        """A clock of what this rank's work takes, its fetches and pushes included; not of waits for slower ranks."""
+        waited_s = 0.0 if self._waits_apart else self.model.fetch_wait_s + self.model.accumulate_wait_s
+        return time.perf_counter() - waited_s
 
     def check_skipped(self) -> None:
         """End a run that goes nowhere. Local, with the same outcome on every rank.
@@ -224,15 +290,10 @@ class Trainer:
         """
         if self._skipped_in_a_row > self._config.run.max_skipped_steps:
             raise TrainingError(
-                f"step {self._done}: the gradient was not finite in {self._skipped_in_a_row} steps in a row, more than "
+                f"step {self.done}: the gradient was not finite in {self._skipped_in_a_row} steps in a row, more than "
                 f"run.max_skipped_steps ({self._config.run.max_skipped_steps}): lower optim.learning_rate or look at "
                 "the data"
             )
-
-
-def _open_run(run_dir: Path, config: Config) -> None:
-    terminal_width()  # a wrong ODC_MPI_PROGRESS shows here
-    open_run_directory(run_dir, dump(config))
 
 
 def _metrics(
@@ -263,21 +324,6 @@ def _metrics(
         fetch_wait_s=float(totals.per_rank("fetch_s").mean()),
         accumulate_wait_s=float(totals.per_rank("accumulate_s").mean()),
         boundary_wait_s=slowest_s - float(busy_s.mean()),
-    )
-
-
-def _optimizer(config: OptimConfig, model: sharded.ShardedModel) -> torch.optim.Optimizer:
-    settings: dict[str, dict[str, Any]] = {
-        "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},
-        "sgd": {"momentum": config.momentum},
-    }
-    return build_optimizer(
-        config.optimizer,
-        model.named_shard_parameters(),
-        model.parameter_shapes(),
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        **settings[config.optimizer],
     )
 
 

@@ -75,7 +75,8 @@ class DrawnWeights:
         module._buffers = {k: _real(b) for k, b in module._buffers.items()}
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+            # Of the CPU only, where all is drawn. `torch.manual_seed` would note a traceback for each kind of device.
+            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
             self._model._init_weights(module)
         return module
 

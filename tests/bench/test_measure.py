@@ -53,7 +53,7 @@ def test_ratio_is_of_rounds_not_of_medians():
 
 
 def test_sizes():
-    assert parse_sizes("64K,1M, 2g ,12") == [65536, 1 << 20, 2 << 30, 12]
+    assert parse_sizes("64K,1M, 2g ,12,65536") == [65536, 1 << 20, 2 << 30, 12]
     assert [format_size(size) for size in (65536, 1 << 20, 2 << 30, 12, 1536, 1025)] == [
         "64K",
         "1M",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from odc_mpi import cli
-from odc_mpi.bench.events import Timing, apart, drawn, lockstep
+from odc_mpi.bench.events import Timing, apart, drawn, lockstep, merged
 from odc_mpi.bench.scenario import REFERENCE_OVERHEAD_S, Scenario, Trial
 from odc_mpi.bench.simulate import SCHEDULES, floor_s, plan, simulate, timing
 from odc_mpi.bench.simulate_command import advice, report
@@ -34,6 +34,29 @@ def test_drawn_by_hand():
     assert drawn(5, 2, lambda rank, k: work[k] * (1 + rank)) == Timing(10.0, 5.0 + 6.0 + 3.0 + 4.0 + 1.0)
     # Two tickets and the one that says there are none left.
     assert drawn(2, 1, lambda rank, k: 1.0, ticket_s=0.25).end_s == 2.75
+
+
+def test_timelines_by_hand():
+    found = lockstep([[3.0, 2.0, 1.0], [1.0, 4.0]], [0.2, 0.5])
+    assert found.timeline == [[(0.0, 3.0), (3.0, 5.0), (7.0, 8.0)], [(0.0, 1.0), (3.0, 7.0)]]
+    assert apart([[3.0, 0.0, 1.0], []]).timeline == [[(0.0, 3.0), (3.0, 4.0)], []]
+    found = drawn(3, 2, lambda rank, k: [5.0, 3.0, 1.0][k], ticket_s=0.5)
+    assert found.timeline == [[(0.5, 5.5)], [(0.5, 3.5), (4.0, 5.0)]]
+    assert merged([(0.0, 1.0), (1.4, 2.0), (2.5, 3.0)], gap_s=0.5) == [(0.0, 2.0), (2.5, 3.0)]
+    assert merged([], gap_s=0.5) == []
+
+
+@pytest.mark.parametrize("scenario", [NOISY, replace(NOISY, num_units=4, cost=replace(NOISY.cost, constant=0.5))])
+def test_timelines_hold_all_work_of_the_first_minibatch(scenario):
+    outcome = simulate(replace(scenario, num_minibatches=1))
+    assert set(outcome.timeline) == set(SCHEDULES)
+    for name, ranks in outcome.timeline.items():
+        busy = sum(ended - began for own in ranks for began, ended in own)
+        assert busy == pytest.approx(
+            (1 - outcome.idle_fraction[name]) * scenario.ranks * outcome.step_s[name], rel=1e-3
+        )
+        assert max(own[-1][1] for own in ranks if own) <= outcome.step_s[name] * (1 + 1e-9)
+    assert simulate(replace(scenario, num_minibatches=2)).timeline == outcome.timeline
 
 
 def walk(durations, meets):

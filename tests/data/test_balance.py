@@ -155,27 +155,21 @@ def lockstep(plan: Plan, lengths: np.ndarray) -> float:
     return sum(max(float(COST.sequence(lengths[list(pack)]).sum()) for pack in turn) for turn in turns)
 
 
-def test_dynamic_cuts_alike_on_any_number_of_ranks_and_orders_by_cost() -> None:
+def test_dynamic_leaves_everything_in_the_pool_by_falling_cost() -> None:
     lengths = lognormal(np.random.default_rng(3), 50)
     for cost in (COST, Cost(1.0, 1e-3, 500.0), Cost(1.0, 0.0, 1e6)):
-        plans = [dynamic(lengths, size, 4096, cost) for size in (1, 2, 3, 8)]
-        assert {plan.pool for plan in plans} == {plans[0].pool}
-        assert [plan.microbatches for plan in plans] == [((),) * size for size in (1, 2, 3, 8)]
-        work = [cost.microbatch(lengths[list(pack)]) for pack in plans[0].pool]
-        assert work == sorted(work, reverse=True)
+        for size in (1, 2, 3, 8):
+            plan = dynamic(lengths, size, 4096, cost)
+            assert plan.microbatches == ((),) * size
+            work = [cost.microbatch(lengths[list(pack)]) for pack in plan.pool]
+            assert work == sorted(work, reverse=True)
 
 
 def test_dynamic_packs_more_the_more_a_microbatch_costs() -> None:
     lengths = lognormal(np.random.default_rng(3), 200)
     mean = float(COST.sequence(lengths).mean())
-    counts = [len(dynamic(lengths, 1, 4096, Cost(1.0, 1e-3, mean * part)).pool) for part in (0.0, 0.3, 3.0)]
+    counts = [len(dynamic(lengths, 8, 1 << 20, Cost(1.0, 1e-3, mean * part)).pool) for part in (0.0, 0.1, 1.0)]
     assert counts[0] > counts[1] > counts[2]
-
-
-def test_dynamic_makes_nothing_costlier_than_the_costliest_sequence() -> None:
-    lengths = lognormal(np.random.default_rng(4), 100)
-    pool = dynamic(lengths, 1, 4096, Cost(1.0, 1e-3, 1e6)).pool
-    assert max(float(COST.sequence(lengths[list(pack)]).sum()) for pack in pool) == COST.sequence(lengths).max()
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

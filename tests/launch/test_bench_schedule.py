@@ -32,6 +32,14 @@ def test_the_simulator_agrees_with_the_real_runtime():
     assert figures["speedup"]["collective/lb_micro"] == 1.0
     assert figures["speedup"]["floor"] == figures["floor"] > figures["speedup"]["window/dynamic"]
     assert all(0 <= idle < 1 for idle in figures["idle_fraction"].values())
+    assert set(figures["timeline"]) == set(SCHEDULES)
+    for ranks in figures["timeline"].values():
+        assert len(ranks) == 8
+        ends = [0.0, *(second for own in ranks[:1] for span in own for second in span)]
+        assert ends == sorted(ends)
+    # Of all schedules the same work, as it was slept for.
+    busy = [sum(ended - began for own in ranks for began, ended in own) for ranks in figures["timeline"].values()]
+    assert max(busy) < 1.1 * min(busy)
 
 
 def test_fewer_sequences_than_ranks_have_use_for():

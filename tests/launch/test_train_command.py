@@ -1,6 +1,8 @@
 """`odc-mpi train` as a person runs it: what it leaves, what it says, how it ends."""
 
+import itertools
 import json
+import math
 import re
 
 import pytest
@@ -49,9 +51,48 @@ def test_a_run_and_what_it_leaves(config, tmp_path, ranks):
     assert len(losses) == 8
     assert [losses[0], losses[-1]] == [summary["loss_first"], summary["loss_last"]]
     assert configuration.load(run / "config.yaml") == configuration.load(config)
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "summary.json"}
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "trace.json", "summary.json"}
     assert len(re.findall(r"^\s*\d/8 ", done.out, re.M)) == 8, "a line per step, from one rank"
     assert "loss first -> last" in done.out
+
+
+def spans_of(own):
+    return sorted((began, ended, kind) for kind in ("fetch", "accumulate", *"ANB") for began, ended in own[kind])
+
+
+def seconds_of(own, kind, until_s=math.inf):
+    return sum(ended - began for began, ended in own[kind] if ended <= until_s)
+
+
+@pytest.mark.parametrize("balance", ["lb_mini", "dynamic"])
+def test_the_trace_tells_when_the_waits_of_the_metrics_were(config, tmp_path, balance):
+    arguments = ["--run.trace_steps", 8, "--data.balance", balance, "--comm.zero_copy", "off"]
+    assert odc_mpi(2, "train", "--config", config, *arguments).code == 0
+    run = tmp_path / "run"
+    trace, summary = (json.loads((run / name).read_text()) for name in ("trace.json", "summary.json"))
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in trace["steps"]] == [step["step"] for step in steps]
+    for traced, told in zip(trace["steps"], steps, strict=True):
+        assert len(traced["ranks"]) == 2
+        for own in traced["ranks"]:
+            spans = spans_of(own)
+            assert spans[0][0] >= 0 and spans[-1][1] <= own["end_s"]
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "they do not overlap"
+            assert "".join(kind for _, _, kind in spans if kind in "ANB") == "ANB"
+            ran = own["microbatches"]
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(ran))
+            assert not ran or ran[-1][1] <= own["A"][0][0]
+        for kind in ("fetch", "accumulate"):
+            # The metrics tell of the time until the last microbatch is done.
+            sums = [
+                seconds_of(own, kind, max([0.0, *(one[1] for one in own["microbatches"])])) for own in traced["ranks"]
+            ]
+            assert sum(sums) / 2 == pytest.approx(told[f"{kind}_wait_s"], abs=1e-4)
+        assert sum(one[2] for own in traced["ranks"] for one in own["microbatches"]) == told["num_input_tokens"]
+    everyone = [own for step in trace["steps"] for own in step["ranks"]]
+    for kind in ("fetch", "accumulate"):
+        assert sum(seconds_of(own, kind) for own in everyone) / 2 == pytest.approx(summary[f"{kind}_wait_s"], abs=1e-3)
+    assert sum(trace["tokens_per_microbatch"]["counts"]) == sum(len(own["microbatches"]) for own in everyone)
 
 
 def test_without_clipping_there_are_two_collectives(config, tmp_path):

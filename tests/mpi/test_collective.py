@@ -44,7 +44,7 @@ def run_minibatch(model, minibatch, padding):
 
 def run(config, world, balance="lb_mini", freeze=()):
     """Train as the trainer does, over collectives; return the data set, losses and parameters."""
-    inputs = open_inputs(config, world)
+    inputs = open_inputs(config, world.rank, world.size)
     for name, parameter in inputs.model.module.named_parameters():
         parameter.requires_grad_(not any(word in name for word in freeze))
     model = shard_model(

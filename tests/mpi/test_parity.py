@@ -50,8 +50,21 @@ def configure(dataset_path, **changes):
     return configuration.load(None, [f"--{key}={value}" for key, value in settings.items()])
 
 
+#: Results of plain loops, by all that they depend on: many tests differ in what must not change them.
+_expected = {}
+
+
 def expected(config, dataset, freeze=()):
-    """The plain loop's losses and parameters; also what is frozen stays."""
+    """The plain loop's losses and parameters, not to be written to; also what is frozen stays."""
+    data = config.data
+    seen = (config.model.config, config.optim, config.run, freeze, data.path, data.minibatch_sequences)
+    key = repr((*seen, data.max_tokens_per_microbatch))
+    if key not in _expected:
+        _expected[key] = plain_loop(config, dataset, freeze)
+    return _expected[key]
+
+
+def plain_loop(config, dataset, freeze):
     reference = plain.model(models.from_config(config.model.config, config.run.seed), config.model.config)
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_(not any(word in name for word in freeze))
@@ -67,7 +80,7 @@ def expected(config, dataset, freeze=()):
 
 
 def run(config, world, freeze=()):
-    inputs = open_inputs(config, world)
+    inputs = open_inputs(config, world.rank, world.size)
     for name, parameter in inputs.model.module.named_parameters():
         parameter.requires_grad_(not any(word in name for word in freeze))
     trainer = Trainer(config, world, inputs)
@@ -198,7 +211,7 @@ def test_fewer_sequences_than_ranks(world, dataset_path):
 def test_initial_weights_do_not_depend_on_the_number_of_ranks(world, dataset_path):
     config = configure(dataset_path)
     built = models.from_config(config.model.config, config.run.seed)
-    trainer = Trainer(config, world, open_inputs(config, world))
+    trainer = Trainer(config, world, open_inputs(config, world.rank, world.size))
     state = trainer.model.state_dict()
     for name, shape in trainer.model.parameter_shapes().items():
         drawn = built.weights.read(name, 0, state[name].numel()).view(shape)

@@ -96,7 +96,8 @@ def random_config(rng: random.Random) -> Config:
     tree = {word: rng.choice([*AWKWARD, 3, 1e-7, True, None, [1, "1e3", {"on": "off"}], {}]) for word in AWKWARD}
     model = replace(sections["model"], path=None, config={"model_type": "qwen2", **tree})
     fractions = {name: rng.random() for name in ("adam_beta1", "adam_beta2", "momentum")}
-    return Config(**{**sections, "model": model, "optim": replace(sections["optim"], **fractions)})
+    comm = replace(sections["comm"], timeout_s=1 + rng.random() * 10.0 ** rng.randint(0, 300))
+    return Config(**{**sections, "model": model, "comm": comm, "optim": replace(sections["optim"], **fractions)})
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -213,7 +214,7 @@ def test_arguments_for_text_are_taken_as_they_are(write):
             "data: {max_tokens_per_microbatch: 0}",
             "job.yaml: data.max_tokens_per_microbatch: expected an integer, from 1",
         ),
-        ("comm: {timeout_s: 0}", "job.yaml: comm.timeout_s: expected a finite number, above 0, got 0"),
+        ("comm: {timeout_s: 0.9}", "job.yaml: comm.timeout_s: expected a finite number, 1 or more, got 0.9"),
         ("comm: {transport: gloo}", 'job.yaml: comm.transport: expected window or collective, got "gloo"'),
         ("optim: {optimizer: adam}", 'job.yaml: optim.optimizer: expected adamw or sgd, got "adam"'),
         ("optim: {lr_scheduler_type: 1}", "job.yaml: optim.lr_scheduler_type: expected linear or cosine or constant"),

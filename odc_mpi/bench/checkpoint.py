@@ -1,0 +1,245 @@
+"""How fast checkpoints are written and read, beside plain files of the same bytes and torch.distributed.checkpoint.
+
+Every rank owns a part of a stack of matrices and of AdamW's state of them. All ranks do the same at the same time, each
+variant in turn, round after round; the slowest rank's time counts.
+
+    write   plain: one file per rank in blocks, synced to the disk
+            odc_mpi: the copy, the files of the ranks with checksums, index, manifest, name; synced
+            dcp: torch.distributed.checkpoint, synced
+    read    the same back into the memory of the model, with checksums where there are some; what the node's memory
+            still has of the files is dropped before, as far as the system lets it be
+    pause   the copy, which is what training waits for, by the time of writing
+
+`measure` returns, and `--json` prints, one object:
+
+    benchmark      "checkpoint"
+    library, ranks, repeats, state_bytes
+    load_average   [before, after], the node's over a minute
+    left_out       {variant: reason}
+    variants       {write_plain, write_odc_mpi, write_dcp, read_plain, read_odc_mpi, read_dcp, pause:
+                    {seconds: {low, median, high}, gb_per_s}}, of the bytes of all ranks together
+    goals          a list of {goal, figure, expected, reached}, medians over rounds of ratios within a round
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from odc_mpi.api import shard_model
+from odc_mpi.bench import dcp
+from odc_mpi.bench.gloo import Gloo
+from odc_mpi.bench.measure import Spread, interleaved
+from odc_mpi.checkpoint.manifest import step_name
+from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.checkpoint.saver import Saver
+from odc_mpi.checkpoint.state import CheckpointWeights, TrainingState
+from odc_mpi.comm.world import World
+from odc_mpi.shard.model import ShardedModel
+
+_WIDTH, _MIN_LAYERS = 1024, 4
+_BLOCK_BYTES = 4 << 20
+#: A parameter in fp32 and two moments of AdamW.
+_BYTES_PER_PARAMETER = 12
+#: The figure, from a round's seconds; the least, or the most, that it is to be; whether it is the least.
+GOALS: dict[str, tuple[str, str, float, bool]] = {
+    "write_of_plain": ("write_plain", "write_odc_mpi", 0.7, True),
+    "read_of_plain": ("read_plain", "read_odc_mpi", 0.7, True),
+    "pause_of_write": ("pause", "write_odc_mpi", 0.15, False),
+    "write_of_dcp": ("write_dcp", "write_odc_mpi", 1.0, True),
+    "read_of_dcp": ("read_dcp", "read_odc_mpi", 1.0, True),
+}
+
+
+class _Drawn:
+    """Parameters that are nobody's: numbers as random as trained ones."""
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `shard.slices.Weights`."""
+        return torch.randn(stop - start)
+
+
+class State:
+    """A model and an optimizer of some size, and what becomes of them on a disk. Making one is collective.
+
+    Args:
+        world: The ranks.
+        num_bytes: Of parameters and optimizer state, over all ranks.
+        directory: Where to write; seen by all ranks.
+    """
+
+    def __init__(self, world: World, num_bytes: int, directory: Path) -> None:
+        layers = max(_MIN_LAYERS, num_bytes // (_BYTES_PER_PARAMETER * _WIDTH * _WIDTH))
+        with torch.device("meta"):
+            module = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(layers)))
+        self._world = world
+        self._directory = directory
+        self.model: ShardedModel = shard_model(module, world, units=[nn.Linear], weights=_Drawn(), prefetch=0)
+        self.optimizer = torch.optim.AdamW(self.model.shard_parameters())
+        for parameter in self.model.shard_parameters():
+            moments = {key: torch.rand_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+        self._state = TrainingState(self.model, self.optimizer, world.rank)
+        self._plain = torch.cat([torch.cat([tensor.view(-1) for tensor in self._tensors().values()])]).numpy()
+        self.num_bytes = sum(world.gather_objects(self._plain.nbytes))
+        self.pauses_s: list[float] = []
+        self._round = 0
+
+    def write_plain(self) -> None:
+        """Write as many bytes as this rank has into a file. Local."""
+        content = memoryview(self._plain.view(np.uint8))  # type: ignore[arg-type]
+        with (self._directory / f"plain_{self._world.rank}").open("wb", buffering=0) as file:
+            for start in range(0, len(content), _BLOCK_BYTES):
+                file.write(content[start : start + _BLOCK_BYTES])
+            os.fsync(file.fileno())
+
+    def write_odc_mpi(self) -> None:
+        """Save as a run does, and wait for it. Collective."""
+        world = self._world
+        self._round += 1
+        saver = Saver(self._directory, world.rank, world.size, f"{self._round}", warn=_fail)
+        began = perf_counter()
+        entries = self._state.snapshot()
+        self.pauses_s.append(perf_counter() - began)
+        saver.start(1, entries, self._state.describe(1, {}) if world.rank == 0 else None)
+        saver.wait_until_written()
+        saver.hear(np.array(world.gather_objects(saver.report())))
+        saver.wait_until_published()
+
+    def write_dcp(self) -> None:
+        """Save with torch.distributed.checkpoint. Collective."""
+        shutil.rmtree(self._directory / "dcp", ignore_errors=True)
+        self._world.gather_objects(None)
+        dcp.save(self._directory / "dcp", self._tensors())
+
+    def read_plain(self) -> None:
+        """Read the file back. Local."""
+        content = memoryview(self._plain.view(np.uint8))  # type: ignore[arg-type]
+        with (self._directory / f"plain_{self._world.rank}").open("rb", buffering=0) as file:
+            for start in range(0, len(content), _BLOCK_BYTES):
+                file.readinto(content[start : start + _BLOCK_BYTES])
+
+    @torch.no_grad()
+    def read_odc_mpi(self) -> None:
+        """Read this rank's slices, as a run does that resumes. Local."""
+        with Checkpoint(self._directory / step_name(1)) as checkpoint:
+            weights = CheckpointWeights(checkpoint)
+            for piece, tensor in self.model.slices():
+                tensor.copy_(weights.read(piece.spec.name, piece.start, piece.stop))
+            self._state.restore(checkpoint)
+
+    def read_dcp(self) -> None:
+        """Read with torch.distributed.checkpoint. Collective."""
+        dcp.load(self._directory / "dcp", self._tensors())
+
+    def forget(self) -> None:
+        """Drop this node's copies of the files in memory. Local."""
+        for path in self._directory.rglob("*"):
+            if path.is_file():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's tensors by names that no other rank has."""
+        own = {f"{self._world.rank}/{piece.spec.name}": tensor for piece, tensor in self.model.slices()}
+        for name, parameter in self.model.named_shard_parameters():
+            for key in ("exp_avg", "exp_avg_sq"):
+                own[f"{self._world.rank}/{key}/{name}"] = self.optimizer.state[parameter][key]
+        return {name: tensor for name, tensor in own.items() if tensor.numel()}
+
+
+def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str, Any]:
+    """Write and read checkpoints of so many bytes, in every way. Collective.
+
+    Args:
+        world: The ranks.
+        num_bytes: Of the state, over all ranks.
+        repeats: Rounds.
+        place: A directory on the disk that is meant.
+
+    Returns:
+        See the module's docstring; the same on every rank.
+    """
+    before = os.getloadavg()[0]
+    made = tempfile.mkdtemp(prefix=".odc_mpi-bench-", dir=place) if world.rank == 0 else ""
+    directory = Path(world.gather_objects(made)[0])
+    gloo = Gloo(world) if world.num_nodes == 1 else None
+    try:
+        state = State(world, num_bytes, directory)
+        names = ["plain", "odc_mpi", *(["dcp"] if gloo else [])]
+        writes = {f"write_{name}": getattr(state, f"write_{name}") for name in names}
+        reads = {f"read_{name}": getattr(state, f"read_{name}") for name in names}
+        timed = {name: partial(_time, world, work) for name, work in writes.items()}
+        timed |= {name: partial(_time, world, work, state.forget) for name, work in reads.items()}
+        seconds: dict[str, list[float]] = interleaved(timed, repeats)
+    finally:
+        if gloo:
+            gloo.close()
+        if world.rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+    seconds["pause"] = [max(pauses) for pauses in zip(*world.gather_objects(state.pauses_s), strict=True)]
+    return {
+        "benchmark": "checkpoint",
+        "library": world.mpi_library,
+        "ranks": world.size,
+        "repeats": repeats,
+        "state_bytes": state.num_bytes,
+        "load_average": [before, os.getloadavg()[0]],
+        "left_out": {} if gloo else {"dcp": "its group here ends at the node"},
+        "variants": {
+            name: {"seconds": asdict(Spread.of(times)), "gb_per_s": state.num_bytes / 1e9 / median(times)}
+            for name, times in seconds.items()
+        },
+        "goals": [_judge(goal, seconds) for goal in GOALS if GOALS[goal][0] in seconds],
+    }
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """Return the figures as lines for people. Local."""
+    lines = [
+        f"{result['library']}, {result['ranks']} ranks, {result['state_bytes'] / 1e9:.2f} GB of parameters and "
+        f"optimizer state, {result['repeats']} rounds; load of the node "
+        "{:.1f} before, {:.1f} after".format(*result["load_average"]),
+        f"{'':15}{'GB/s':>8}{'seconds':>10}{'quartiles':>18}",
+    ]
+    for name, entry in result["variants"].items():
+        s = entry["seconds"]
+        quartiles = f"{s['low']:.3f} - {s['high']:.3f}"
+        lines.append(f"{name:15}{entry['gb_per_s']:8.2f}{s['median']:10.3f}{quartiles:>18}")
+    for goal in result["goals"]:
+        bound = ">=" if GOALS[goal["goal"]][3] else "<="
+        verdict = "yes" if goal["reached"] else "no"
+        lines.append(f"{goal['goal']:15}{goal['figure']:8.2f}   {bound} {goal['expected']:g}: {verdict}")
+    return "\n".join(lines)
+
+
+def _time(world: World, work: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> float:
+    """Return the slowest rank's seconds for some work that all begin together."""
+    prepare()
+    world.gather_objects(None)
+    began = perf_counter()
+    with world.deadline("reading or writing a checkpoint"):
+        work()
+    return max(world.gather_objects(perf_counter() - began))
+
+
+def _judge(goal: str, seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+    above, below, expected, at_least = GOALS[goal]
+    figure = median(a / b for a, b in zip(seconds[above], seconds[below], strict=True))
+    reached = figure >= expected if at_least else figure <= expected
+    return {"goal": goal, "figure": figure, "expected": expected, "reached": reached}
+
+
+def _fail(line: str) -> None:
+    raise OSError(line)

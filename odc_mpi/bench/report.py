@@ -1,0 +1,82 @@
+"""`odc-mpi report`: a page with pictures of a run or a benchmark, or one of its pictures. Local; no MPI."""
+
+import json
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from odc_mpi.bench import bench_report, page, run_report
+from odc_mpi.errors import UserError
+
+
+def write(source: Path, out: Path | None = None, picture: str | None = None) -> Path:
+    """Write a report. Local.
+
+    Args:
+        source: A run directory, or a file with the object that a benchmark or `odc-mpi simulate` printed with --json.
+        out: The file to write; by default report.html in the run directory, or the source's name with another ending.
+        picture: Write this picture alone, as SVG.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UserError: The source is neither, or damaged; there is no such picture; the file cannot be written.
+    """
+    ending = ".html" if picture is None else f".{picture}.svg"
+    kind = "a run directory" if source.is_dir() else "the JSON of a benchmark or of odc-mpi simulate"
+    try:
+        text = _draw(_describe(source), picture)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{source}: cannot read {error.filename}: {error.strerror}") from None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        told = f"there is no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{source}: expected {kind}, undamaged; {' '.join(told.split())}") from error
+    out = out or (source / f"report{ending}" if source.is_dir() else source.with_suffix(ending))
+    _write(out, text)
+    return out
+
+
+def _describe(source: Path) -> page.Report:
+    return run_report.describe(source) if source.is_dir() else bench_report.describe(_read(source))
+
+
+def _read(source: Path) -> dict[str, object]:
+    try:
+        content = json.loads(source.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{source}: expected a run directory or a benchmark's JSON, got: {error.strerror}") from None
+    if not isinstance(content, dict) or str(content.get("benchmark")) not in bench_report.KINDS:
+        raise UserError(
+            f"{source}: expected what odc-mpi bench or simulate prints with --json, got JSON of something else"
+        )
+    return content
+
+
+def _draw(report: page.Report, name: str | None) -> str:
+    if name is None:
+        return page.html(report)
+    pictures = {figure.picture.name: figure.picture for figure in report.figures}
+    if name not in pictures:
+        raise UserError(f"--picture {name}: expected one of {', '.join(pictures) or 'none, as there are no pictures'}")
+    return pictures[name].svg
+
+
+def _write(out: Path, text: str) -> None:
+    """Write a file such that a reader sees the old one or the new one, never a part."""
+    temporary = ""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)  # as any other file: mkstemp makes private ones
+        Path(temporary).replace(out)
+    except OSError as error:
+        with suppress(OSError):
+            Path(temporary).unlink()
+        raise UserError(f"--out: cannot write {out}: {error.strerror}") from None

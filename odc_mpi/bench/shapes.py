@@ -1,0 +1,157 @@
+"""What pictures are made of: plain data, colours and hatches. Nothing here draws."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+#: Ink, lines and background, which a page may replace to suit a dark screen.
+INK, MUTED, LINE, PAPER = "#1f2328", "#6e7781", "#d0d7de", "#ffffff"
+#: Colours of Okabe and Ito, which people with any kind of colour vision can tell apart.
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9"
+
+
+class Look(NamedTuple):
+    """How something is drawn.
+
+    Attributes:
+        colour: Of its face; "none" for hatching alone.
+        hatch: Of its face, or the style of a line, as matplotlib has them.
+    """
+
+    colour: str
+    hatch: str = ""
+
+
+#: Of a bar and of a line, where nothing else is asked for.
+PLAIN, PLAIN_LINE = Look(BLUE), Look(BLUE, "-")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture, drawn when it is looked at.
+
+    Attributes:
+        name: By which it is asked for.
+        title: What is to be seen; drawn into it as well.
+        draw: Returns it as an SVG document.
+    """
+
+    name: str
+    title: str
+    draw: Callable[[], str]
+
+    @cached_property
+    def svg(self) -> str:
+        """The document."""
+        return self.draw()
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one rank did.
+
+    Attributes:
+        label: Its name.
+        spans: Beginnings and ends in seconds, by kind.
+        notes: Parts with a beginning, which is shown, an end and a text, which is left out where there is no room.
+    """
+
+    label: str
+    spans: Mapping[str, Sequence[Sequence[float]]]
+    notes: Sequence[tuple[float, float, str]] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Ranks below each other.
+
+    Attributes:
+        heading: Of the chart.
+        lanes: The ranks.
+        end_s: Where it ends.
+        marks: Points in time with a text.
+        saved_s: By how much it ends earlier than the one above.
+    """
+
+    heading: str
+    lanes: Sequence[Lane]
+    end_s: float
+    marks: Sequence[tuple[float, str]] = ()
+    saved_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure with a name.
+
+    Attributes:
+        label: The name.
+        value: Of the figure.
+        look: Of the bar.
+        spread: The quartiles, where there are.
+        beside: The same from elsewhere, by where it comes from.
+    """
+
+    label: str
+    value: float
+    look: Look = PLAIN
+    spread: tuple[float, float] | None = None
+    beside: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points that belong together.
+
+    Attributes:
+        label: Written beside its end; "" for none.
+        x: Where.
+        y: What; nan where there is nothing.
+        look: Of the line.
+        marker: On each point.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    look: Look = PLAIN_LINE
+    marker: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over one axis.
+
+    Attributes:
+        heading: What is told.
+        curves: They.
+        form: Of the numbers at the axis; "log" for powers.
+        height: In inches.
+    """
+
+    heading: str
+    curves: Sequence[Curve]
+    form: str = ""
+    height: float = 2.2
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How often what occurs.
+
+    Attributes:
+        heading: What is counted.
+        xlabel: Of what.
+        edges: Of the bars.
+        counts: Between them.
+        look: Of the bars.
+        marks: Places with a text.
+    """
+
+    heading: str
+    xlabel: str
+    edges: Sequence[float]
+    counts: Sequence[float]
+    look: Look = PLAIN
+    marks: Sequence[tuple[float, str]] = ()

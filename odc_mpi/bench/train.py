@@ -1,0 +1,224 @@
+"""Training in every way on the same minibatches: FSDP2, our collectives, our windows, and without communication.
+
+    one round      every contender trains on the same next minibatches, one contender after the other, in an order that
+                   goes around; begun together, the slowest rank's end counts
+    the ceiling    rank 0 trains on all of them by plain torch while the others sleep: as fast as one process is, by as
+                   many as there are ranks
+
+All contenders begin with the same weights, and each keeps its own. Their losses must agree, step by step: a contender
+that is fast because it trains something else is found out.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Protocol, cast
+
+import torch
+
+from odc_mpi.bench.fsdp import Fsdp
+from odc_mpi.bench.measure import Spread, around, ratio
+from odc_mpi.bench.plain import Whole
+from odc_mpi.comm.world import World
+from odc_mpi.errors import AgreedError
+from odc_mpi.train.config import Config
+from odc_mpi.train.inputs import open_inputs
+from odc_mpi.train.trainer import Trainer
+
+BASELINE = "fsdp2"
+CEILING = "ceiling"
+#: transport/balance, all on our runtime.
+OURS = ("collective/lb_micro", "window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic")
+CONTENDERS = (BASELINE, *OURS, CEILING)
+#: Losses may differ by so much of the loss: fp32 sums of another order, carried on through the steps.
+TOLERANCE = 1e-3
+
+
+class Contender(Protocol):
+    """A way to train."""
+
+    def step(self) -> tuple[float, int]:
+        """Train on the next minibatch; return this rank's part of its loss, and the tokens of all ranks. Collective."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Some minibatches in a row.
+
+    Attributes:
+        seconds: Until the slowest rank was done.
+        num_tokens: That went through the model, over all ranks.
+        losses: Of each minibatch.
+    """
+
+    seconds: float
+    num_tokens: int
+    losses: list[float]
+
+
+def measure(
+    world: World, config: Config, steps: int, repeats: int, report: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Train in every way. Collective.
+
+    Args:
+        world: The ranks, all on one node.
+        config: Model, data, optimizer and settings of communication; transport and balance are those of each contender.
+        steps: Minibatches of a round.
+        repeats: Rounds that count; one more comes before them.
+        report: Called with a line on what comes next.
+
+    Returns:
+        `tokens_per_s`, `quartiles`, `ratio_to_fsdp2`, `ratio_to_ceiling`, each by contender, ratios as medians over
+        rounds; `losses` of the first contender and `loss_deviation`, the most by which any other differs; and what it
+        was measured on. The same on every rank.
+
+    Raises:
+        AgreedError: Settings, data and model do not fit together, or losses differ; on every rank.
+    """
+    if world.num_nodes > 1:
+        raise AgreedError(f"bench train compares on one node, got {world.num_nodes}")
+    torch.set_num_threads(config.run.threads or 1)
+    contenders = _Contenders(world, config)
+    rounds: dict[str, list[Round]] = {name: [] for name in CONTENDERS}
+    for turn in range(repeats + 1):
+        for name in around(CONTENDERS, turn):
+            report(f"round {turn} of {repeats}: {name}" if turn else f"warming up: {name}")
+            rounds[name].append(_round(world, contenders.by_name[name], name, steps))
+    contenders.close()
+    deviation = {name: _deviation(rounds[name], rounds[BASELINE]) for name in CONTENDERS}
+    worst = max(deviation, key=lambda name: deviation[name])
+    if not deviation[worst] <= TOLERANCE:
+        raise AgreedError(
+            f"the losses of {worst} and {BASELINE} differ by {deviation[worst]:.2g} of the loss, expected at most "
+            f"{TOLERANCE:g}: they do not train the same (a model with dropout cannot be compared; a high "
+            "optim.learning_rate lets rounding grow)"
+        )
+    return {**_figures(world, rounds), "loss_deviation": deviation, **contenders.facts()}
+
+
+class _Contenders:
+    """All ways to train, each with a model of its own. Making them is collective.
+
+    Args:
+        world: The ranks.
+        config: See `measure`.
+    """
+
+    def __init__(self, world: World, config: Config) -> None:
+        self._world, self._config = world, config
+        self._fsdp = self._make_fsdp()
+        self._trainers = {name: self._make_trainer(name) for name in OURS}
+        self.by_name: Mapping[str, Contender] = {
+            BASELINE: self._fsdp,
+            **{name: Ours(trainer, world.rank) for name, trainer in self._trainers.items()},
+            CEILING: self._make_ceiling(),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """Return what our contenders run on. Local."""
+        trainer = self._trainers[OURS[-1]]
+        shapes = trainer.model.parameter_shapes().values()
+        return {
+            "model_numel": sum(int(torch.Size(shape).numel()) for shape in shapes),
+            "reduction": trainer.decision.reduction.choice,
+            "zero_copy": trainer.decision.zero_copy.choice,
+            "progress": trainer.decision.progress.choice,
+        }
+
+    def close(self) -> None:
+        """End them. Collective."""
+        for trainer in self._trainers.values():
+            with trainer:
+                trainer.model.close()
+        self._fsdp.close()
+
+    def _make_fsdp(self) -> Fsdp:
+        config = self._with("window", "lb_micro")
+        inputs = self._world.agree(lambda: open_inputs(config, self._world.rank, self._world.size))
+        return Fsdp(self._world, config, inputs.loader)
+
+    def _make_trainer(self, name: str) -> Trainer:
+        config = self._with(*name.split("/"))
+        return Trainer(
+            config, self._world, self._world.agree(lambda: open_inputs(config, self._world.rank, self._world.size))
+        )
+
+    def _make_ceiling(self) -> Contender:
+        if self._world.rank:
+            return Nothing()
+        config = self._with("window", "lb_mini")
+        return Whole(config, open_inputs(config, rank=0, size=1).loader)
+
+    def _with(self, transport: str, balance: str) -> Config:
+        config = self._config
+        return replace(
+            config,
+            comm=replace(config.comm, transport=cast(Any, transport)),
+            data=replace(config.data, balance=cast(Any, balance)),
+            optim=replace(config.optim, lr_scheduler_type="constant", warmup_steps=0),
+        )
+
+
+class Ours:
+    """Our runtime: the trainer of `odc-mpi train`.
+
+    Args:
+        trainer: Steps.
+        rank: This one's; the first has all of the loss, which every trainer tells of all ranks.
+    """
+
+    def __init__(self, trainer: Trainer, rank: int) -> None:
+        self._trainer, self._rank = trainer, rank
+
+    def step(self) -> tuple[float, int]:
+        """Train on the next minibatch. Collective."""
+        metrics = self._trainer.step()
+        return 0.0 if self._rank else metrics.loss, metrics.num_input_tokens
+
+
+class Nothing:
+    """What other ranks do while the first trains alone."""
+
+    def step(self) -> tuple[float, int]:
+        """Do nothing. Local."""
+        return 0.0, 0
+
+
+def _round(world: World, contender: Contender, name: str, steps: int) -> Round:
+    world.meet(world.comm.Ibarrier(), f"beginning {name} together")
+    began = perf_counter()
+    results = [contender.step() for _ in range(steps)]
+    own_s = perf_counter() - began
+    # Not a gather at once: MPI's waits spin, ours leave the core to a rank that still works.
+    world.meet(world.comm.Ibarrier(), f"ending {name}")
+    everyone = world.gather_objects((own_s, results))
+    losses = [sum(results[i][0] for _, results in everyone) for i in range(steps)]
+    num_tokens = sum(tokens for _, tokens in everyone[0][1])
+    return Round(max(seconds for seconds, _ in everyone), num_tokens, losses)
+
+
+def _deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
+    pairs = [pair for a, b in zip(rounds, reference, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
+    return max(abs(loss - other) / abs(other) for loss, other in pairs)
+
+
+def _figures(world: World, rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
+    """Return speeds and their ratios; the first round was to warm up."""
+    seconds, speeds = {}, {}
+    for name, all_rounds in rounds.items():
+        ranks = world.size if name == CEILING else 1
+        seconds[name] = [done.seconds / ranks for done in all_rounds[1:]]
+        speeds[name] = [ranks * done.num_tokens / done.seconds for done in all_rounds[1:]]
+    spreads = {name: Spread.of(values) for name, values in speeds.items()}
+    return {
+        "library": world.mpi_library,
+        "ranks": world.size,
+        "threads": torch.get_num_threads(),
+        "tokens_per_s": {name: statistics.median(values) for name, values in speeds.items()},
+        "quartiles": {name: [spread.low, spread.high] for name, spread in spreads.items()},
+        "ratio_to_fsdp2": {name: ratio(seconds[BASELINE], times) for name, times in seconds.items()},
+        "ratio_to_ceiling": {name: ratio(seconds[CEILING], times) for name, times in seconds.items()},
+        "losses": [loss for done in rounds[BASELINE] for loss in done.losses],
+    }

@@ -1,0 +1,91 @@
+"""What `odc-mpi checkpoint list | verify | show` say. One process, no communication."""
+
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+from odc_mpi.checkpoint.manifest import MANIFEST, TensorRecord
+from odc_mpi.checkpoint.reader import Checkpoint, directories
+from odc_mpi.errors import UserError
+
+#: Elements of a tensor read at a time.
+_PART_NUMEL = 1 << 22
+
+
+def newest(path: Path) -> Checkpoint:
+    """Open the newest complete checkpoint that a path means, or the one that it names. Local.
+
+    Raises:
+        UserError: There is none.
+    """
+    found = directories(path)
+    complete = [directory for directory in found if (directory / MANIFEST).exists()]
+    return Checkpoint((complete or found)[-1])
+
+
+def list_lines(path: Path) -> Iterator[str]:
+    """Yield a line for each checkpoint, the oldest first. Local.
+
+    Raises:
+        UserError: There are none.
+    """
+    for directory in directories(path):
+        try:
+            with Checkpoint(directory) as checkpoint:
+                num_bytes = sum(record.num_bytes for record in checkpoint.manifest.files.values())
+                saved = datetime.fromtimestamp((directory / MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
+                ranks = checkpoint.manifest.size
+                yield f"{directory}  step {checkpoint.step}, {num_bytes / 1e6:,.1f} MB, ranks {ranks}, {saved}"
+        except UserError as error:
+            yield f"{directory}  NOT USABLE: {error}"
+
+
+def verify(path: Path) -> tuple[list[str], int]:
+    """Read every byte of every checkpoint that a path means. Local.
+
+    Returns:
+        A line for each checkpoint and for all damage, and how many are damaged.
+    """
+    lines, num_damaged = [], 0
+    for directory in directories(path):
+        try:
+            with Checkpoint(directory) as checkpoint:
+                damage = list(checkpoint.damage())
+        except UserError as error:
+            damage = [str(error)]
+        num_damaged += bool(damage)
+        lines += [f"{directory}  {'DAMAGED' if damage else 'intact'}", *(f"  {line}" for line in damage)]
+    return lines, num_damaged
+
+
+def show_lines(path: Path) -> Iterator[str]:
+    """Yield what a checkpoint holds: a line for each tensor, with its norm. Local; a part of a tensor at a time."""
+    with newest(path) as checkpoint:
+        manifest = checkpoint.manifest
+        yield f"{checkpoint.directory}  step {manifest.step}, ranks {manifest.size}, optimizer {manifest.optimizer}"
+        for name, values in manifest.scalars.items():
+            low, high = min(values.values()), max(values.values())
+            yield f"optimizer {name}: {low:g}" + (f" to {high:g}" if high != low else "")
+        width = max(map(len, manifest.tensors))
+        for name, record in manifest.tensors.items():
+            shape = "x".join(map(str, record.shape)) or "scalar"
+            yield f"{name:{width}}  {record.kind:9}  {record.dtype:8}  {shape:>14}  norm {_norm(checkpoint, name):.6g}"
+
+
+def _norm(checkpoint: Checkpoint, name: str) -> float:
+    record = checkpoint.record(name)
+    numel = int(np.prod(record.shape, dtype=np.int64))
+    total = 0.0
+    for start in range(0, numel, _PART_NUMEL):
+        part = _numbers(checkpoint.read(name, start, min(start + _PART_NUMEL, numel)), record)
+        total += float(np.square(part).sum())
+    return float(np.sqrt(total))
+
+
+def _numbers(stored: np.ndarray, record: TensorRecord) -> np.ndarray:
+    """Return stored values as float64; fp8 as its bits."""
+    if record.dtype == "bfloat16":
+        stored = (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float64)

@@ -1,0 +1,123 @@
+"""From a checkpoint to a Hugging Face directory: config.json, safetensors, the tokenizer's files. One process.
+
+A file of weights at a time is in memory, never the model. Optimizer state stays behind.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.checkpoint.state import MODEL, read_tensor
+from odc_mpi.errors import UserError
+
+#: Of weights in one file; a larger tensor has a file of its own.
+FILE_BYTES = 1 << 30
+_WEIGHTS, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+#: Beside DATA.h5 lies DATA.tokenizer, if `odc-mpi prepare` trained it.
+_TOKENIZER_SUFFIX = ".tokenizer"
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
+
+
+def export(checkpoint: Checkpoint, out: Path, dtype: str | None = None, file_bytes: int = FILE_BYTES) -> list[str]:
+    """Write a model such that `AutoModelForCausalLM.from_pretrained(out)` loads it. Local.
+
+    Args:
+        checkpoint: Of a run of `odc-mpi train`.
+        out: A directory that does not exist or is empty; it appears complete or not at all.
+        dtype: Of floating-point weights, in torch's name; by default that in which the run computed.
+        file_bytes: Of weights in one file.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        UserError: The checkpoint is damaged or of another kind of model, or `out` cannot be written.
+    """
+    about = checkpoint.manifest.about
+    if "transformers_config" not in about:
+        raise UserError(f"{checkpoint.directory} is not of a transformers model: read it with h5py, see index.h5")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"expected OUT to be a new directory, got {out}, which is there: choose another")
+    dtype = dtype or about["config"]["model"]["param_dtype"]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as name:
+            made = Path(name, "model")
+            made.mkdir()
+            _write_weights(checkpoint, made, getattr(torch, dtype), file_bytes)
+            _write_json(made / _CONFIG, _config(about, dtype))
+            _copy_tokenizer(about["config"], made)
+            names = sorted(path.name for path in made.iterdir())
+            made.replace(out)
+    except OSError as error:
+        raise UserError(f"expected OUT in a folder that can be written, got {out}: {error.strerror}") from error
+    return names
+
+
+def _write_weights(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, file_bytes: int) -> None:
+    groups = list(_groups(checkpoint, dtype, file_bytes))
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(groups, 1):
+        file = _WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        tensors = {name: _tensor(checkpoint, name, dtype) for name in names}
+        save_file(tensors, out / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(groups) > 1:
+        _write_json(out / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _groups(checkpoint: Checkpoint, dtype: torch.dtype, file_bytes: int) -> Iterator[list[str]]:
+    """Yield the names of the tensors of each file. A tied parameter is there once, as transformers expects it."""
+    group: list[str] = []
+    size = 0
+    for path, record in checkpoint.manifest.tensors.items():
+        if record.kind == "state":
+            continue
+        own = getattr(torch, record.dtype)
+        num_bytes = torch.Size(record.shape).numel() * (dtype if own.is_floating_point else own).itemsize
+        if group and size + num_bytes > file_bytes:
+            yield group
+            group, size = [], 0
+        group.append(path.removeprefix(f"{MODEL}/"))
+        size += num_bytes
+    yield group
+
+
+def _tensor(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+    record = checkpoint.record(f"{MODEL}/{name}")
+    numel = torch.Size(record.shape).numel()
+    whole = read_tensor(checkpoint, f"{MODEL}/{name}", 0, numel).reshape(record.shape)
+    # Buffers keep their type: they are not what the precision of the training is about.
+    return whole.to(dtype) if whole.is_floating_point() and record.kind != "buffer" else whole
+
+
+def _config(about: Any, dtype: str) -> dict[str, Any]:
+    config = {**about["transformers_config"], "architectures": about["architectures"], "dtype": dtype}
+    config.pop("use_cache", None)  # the training does without, whoever generates should not
+    return config
+
+
+def _copy_tokenizer(config: Any, out: Path) -> None:
+    """Copy the tokenizer that the data was prepared with, where it is to be found."""
+    places = [Path(config["data"]["path"]).with_suffix(_TOKENIZER_SUFFIX)]
+    if config["model"]["path"] is not None:
+        places.append(Path(config["model"]["path"]))
+    place = next((place for place in places if place.is_dir()), None)
+    if place is not None:
+        for pattern in _TOKENIZER_FILES:
+            for path in place.glob(pattern):
+                if path.is_file():
+                    shutil.copyfile(path, out / path.name)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

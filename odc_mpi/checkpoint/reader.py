@@ -1,0 +1,152 @@
+"""A checkpoint, open for reading: slices of its tensors, wherever they lie in its files. Local.
+
+All reading goes through the manifest and the checksums; index.h5 is for people and their tools alone.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.checkpoint.manifest import (
+    CHECKPOINTS,
+    INDEX,
+    MANIFEST,
+    Manifest,
+    TensorRecord,
+    read_manifest,
+    shard_name,
+    steps_in,
+)
+from odc_mpi.checkpoint.shard_file import ShardFile, checksum_of_file, stored_type
+from odc_mpi.errors import UserError
+
+#: Files held open: of a thousand ranks' one rank alone may have to read all.
+_MAX_OPEN = 64
+
+
+class Checkpoint:
+    """A complete checkpoint. A context manager; closes twice without harm.
+
+    Args:
+        directory: Of the checkpoint.
+
+    Raises:
+        UserError: It is incomplete, damaged or of another version, as far as the manifest tells.
+
+    Attributes:
+        directory: Of the checkpoint.
+        manifest: What is in it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest: Manifest = read_manifest(directory)
+        self._files: dict[int, ShardFile] = {}
+
+    @property
+    def step(self) -> int:
+        """Steps that were done."""
+        return self.manifest.step
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> npt.NDArray:
+        """Read elements `[start, stop)` of a flattened tensor, in the type that it is stored as. Local.
+
+        Raises:
+            UserError: There is no such tensor, or what holds it is damaged.
+        """
+        record = self.record(path)
+        stop = int(np.prod(record.shape, dtype=np.int64)) if stop is None else stop
+        dtype = stored_type(record.dtype)
+        parts = [
+            self._file(rank).read(path, max(start, first), min(stop, last)).astype(dtype, copy=False)
+            for rank, first, last in record.pieces
+            if max(start, first) < min(stop, last)
+        ]
+        found = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+        if found.size != max(0, stop - start):
+            raise UserError(f"{self.directory} is damaged: it holds {found.size} of {stop - start} elements of {path}")
+        return found
+
+    def record(self, path: str) -> TensorRecord:
+        """Return what the manifest says of a tensor. Local."""
+        if path not in self.manifest.tensors:
+            raise UserError(f"{self.directory} has no tensor {path}")
+        return self.manifest.tensors[path]
+
+    def problem(self, ranks: Iterable[int]) -> str | None:
+        """Look whether these ranks' files are there, whole, and of this checkpoint; tensors are not read. Local.
+
+        Returns:
+            What is wrong with the first that is not; None if all is well.
+        """
+        try:
+            for rank in ranks:
+                with self._open(rank):
+                    pass
+        except UserError as error:
+            return str(error)
+        return None
+
+    def damage(self) -> Iterator[str]:
+        """Read every byte, and yield a sentence for everything that is damaged. Local."""
+        for rank in range(self.manifest.size):
+            try:
+                with self._open(rank) as file:
+                    yield from file.damage()
+            except UserError as error:
+                yield str(error)
+        path, expected = self.directory / INDEX, self.manifest.files[INDEX]
+        if not path.is_file():
+            yield f"{path} is missing"
+        elif checksum_of_file(path) != expected:
+            yield f"{path} is damaged: its checksum does not fit"
+
+    def close(self) -> None:
+        """Close the files. Local."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, rank: int) -> ShardFile:
+        name = shard_name(rank)
+        return ShardFile(self.directory / name, self.manifest.files[name])
+
+    def _file(self, rank: int) -> ShardFile:
+        if rank not in self._files:
+            if len(self._files) >= _MAX_OPEN:
+                self.close()
+            self._files[rank] = self._open(rank)
+        return self._files[rank]
+
+
+def directories(path: Path) -> list[Path]:
+    """Return the directories of checkpoints that a path means, the oldest first, complete or not. Local.
+
+    Args:
+        path: A run directory, its directory of checkpoints, or one checkpoint.
+
+    Raises:
+        UserError: There are none.
+    """
+    if (path / MANIFEST).exists() or steps_in(path.parent).get(_step_of(path)) == path:
+        return [path]
+    for place in (path / CHECKPOINTS, path):
+        found = list(steps_in(place).values())
+        if found:
+            return found
+    raise UserError(f"expected a run directory, its checkpoints or one of them, got {path}, where there are none")
+
+
+def _step_of(path: Path) -> int:
+    digits = path.name.removeprefix("step_")
+    return int(digits) if digits.isdecimal() else -1

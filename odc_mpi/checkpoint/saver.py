@@ -1,0 +1,289 @@
+"""Saving beside the training: a thread of each rank writes its file, one of rank 0's makes a checkpoint of them.
+
+    start      after B: this rank's copy goes to its thread, which writes it; no communication from there
+    report     before A: what this rank has to tell, three numbers, with what it tells anyway
+    hear       after A: where all ranks told that the same checkpoint is written, rank 0 publishes it in a thread
+
+The files of a checkpoint are written into a hidden directory, the index and the manifest last, which then gets its
+name: what has the name is complete. A checkpoint that some rank could not write is removed, and the training goes on.
+"""
+
+import errno
+import os
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from odc_mpi.checkpoint.index import write_index
+from odc_mpi.checkpoint.manifest import (
+    FORMAT,
+    INDEX,
+    MANIFEST,
+    VERSION,
+    FileRecord,
+    Manifest,
+    shard_name,
+    step_name,
+    steps_in,
+    write_manifest,
+)
+from odc_mpi.checkpoint.shard_file import Entry, write_shard
+from odc_mpi.errors import in_one_line
+
+T = TypeVar("T")
+
+#: Numbers that a rank tells of its saving.
+REPORT_LENGTH = 3
+#: What directories begin with that are no checkpoints yet, or no longer.
+_UNFINISHED, _RETIRED = ".step_", ".retired_"
+
+
+class Task(Generic[T]):
+    """A function that runs in a daemon thread: it does not keep a program from ending."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._ended = threading.Event()
+        self.result: T | None = None
+        self.error: Exception | None = None
+        threading.Thread(target=self._run, name="odc_mpi-checkpoint", daemon=True).start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, one way or the other. Local."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Return when it has ended. Local."""
+        while not self._ended.wait(0.1):  # so that signals are heard meanwhile
+            pass
+
+    def _run(self) -> None:
+        try:
+            self.result = self._function()
+        except Exception as error:
+            self.error = error
+        finally:
+            self._ended.set()
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that not all ranks have told to be written."""
+
+    step: int
+    writing: Task[FileRecord]
+    manifest: Manifest | None
+
+
+class Saver:
+    """Writes this rank's part of checkpoints. Local, all of it.
+
+    Args:
+        directory: Of the checkpoints; on a file system that all ranks see.
+        rank: This rank.
+        size: Number of ranks.
+        token: The same on every rank, and another in every run.
+        keep: How many complete checkpoints to keep; 0 keeps all.
+        warn: Called with a line that a person must see, from any thread.
+
+    Attributes:
+        num_saved: On rank 0: checkpoints that became complete.
+        num_failed: On rank 0: those that did not.
+        last_failed: On rank 0: whether the last one did not.
+    """
+
+    def __init__(
+        self, directory: Path, rank: int, size: int, token: str, *, keep: int = 0, warn: Callable[[str], None]
+    ) -> None:
+        self._directory = directory
+        self._rank, self._size = rank, size
+        self._token = token
+        self._keep = keep
+        self._warn = warn
+        self._pending: deque[_Pending] = deque()
+        self._publishing: Task[None] | None = None
+        self.num_saved = self.num_failed = 0
+        self.last_failed = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread of this rank is still writing or publishing."""
+        writing = bool(self._pending) and not self._pending[-1].writing.done
+        return writing or (self._publishing is not None and not self._publishing.done)
+
+    def wait_until_written(self) -> None:
+        """Return when this rank's thread has nothing left to write. Local; the caller sets the deadline."""
+        if self._pending:
+            self._pending[-1].writing.wait()
+
+    def start(self, step: int, entries: Sequence[Entry], manifest: Manifest | None) -> None:
+        """Have this rank's file of a checkpoint written. Local; the last one must be: `wait_until_written`.
+
+        Args:
+            step: The same on every rank.
+            entries: What to write; untouched until it is written.
+            manifest: On rank 0, but for the files.
+        """
+        assert not self._pending or self._pending[-1].writing.done, "two checkpoints at a time"
+        self._pending.append(_Pending(step, Task(lambda: self._write(step, entries)), manifest))
+
+    def report(self) -> tuple[float, float, float]:
+        """Return what to tell the other ranks: the oldest step that is written, the file's bytes and checksum. Local.
+
+        The step is negative where it could not be written, and 0 where there is nothing to tell yet.
+        """
+        if not self._pending or not self._pending[0].writing.done:
+            return 0.0, 0.0, 0.0
+        head = self._pending[0]
+        if head.writing.result is None:
+            return -float(head.step), 0.0, 0.0
+        return float(head.step), float(head.writing.result.num_bytes), float(head.writing.result.checksum)
+
+    def hear(self, reports: np.ndarray) -> None:
+        """Take what all ranks told, `[size, REPORT_LENGTH]`: the same on every rank. Local.
+
+        All have the same checkpoints in the same order; what all have told of is no longer pending.
+        """
+        steps = reports[:, 0]
+        if not self._pending or not (np.abs(steps) == self._pending[0].step).all():
+            return
+        head = self._pending.popleft()
+        if self._rank == 0:
+            before, failed = self._publishing, np.flatnonzero(steps < 0).tolist()
+            files = [FileRecord(int(num_bytes), int(checksum)) for _, num_bytes, checksum in reports]
+            self._publishing = Task(lambda: self._publish(head, files, failed, before))
+
+    def pending_reports(self) -> list[tuple[float, float, float]]:
+        """Return this rank's reports of all that is pending, once it is written; as long on every rank. Local."""
+        self.wait_until_written()
+        pending, reports = self._pending.copy(), []
+        while self._pending:
+            reports.append(self.report())
+            self._pending.popleft()
+        self._pending = pending
+        return reports
+
+    def wait_until_published(self) -> None:
+        """Return when rank 0's thread has nothing left to publish. Local; the caller sets the deadline."""
+        if self._publishing:
+            self._publishing.wait()
+
+    def _write(self, step: int, entries: Sequence[Entry]) -> FileRecord:
+        attributes: dict[str, str | int] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": step,
+            "rank": self._rank,
+            "size": self._size,
+        }
+        try:
+            directory = self._unfinished(step)
+            directory.mkdir(parents=True, exist_ok=True)
+            return write_shard(directory / shard_name(self._rank), entries, attributes)
+        except Exception as error:
+            self._warn(f"rank {self._rank} could not write its part of the checkpoint of step {step}: {_say(error)}")
+            raise
+
+    def _publish(self, head: _Pending, files: list[FileRecord], failed: list[int], before: Task[None] | None) -> None:
+        if before is not None:
+            before.wait()
+        directory = self._unfinished(head.step)
+        try:
+            if failed:
+                raise OSError(f"rank {', '.join(map(str, failed))} could not write")
+            assert head.manifest is not None
+            for rank, record in enumerate(files):
+                _check_seen(directory / shard_name(rank), record, rank)
+            publish(directory, replace(head.manifest, files=_named(files)), self._directory / step_name(head.step))
+        except Exception as error:
+            self._warn(f"WARNING: there is no checkpoint of step {head.step}, {_say(error)}; training goes on without")
+            shutil.rmtree(directory, ignore_errors=True)
+            self.num_failed, self.last_failed = self.num_failed + 1, True
+            return
+        self.num_saved, self.last_failed = self.num_saved + 1, False
+        if self._keep:
+            prune(self._directory, self._keep)
+
+    def _unfinished(self, step: int) -> Path:
+        return self._directory / f".{step_name(step)}.{self._token}"
+
+
+def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
+    """Make a checkpoint of a directory that has all ranks' files: it appears complete or not at all. Local.
+
+    Args:
+        directory: Beside `goal`.
+        manifest: With the ranks' files.
+        goal: Its name from then on; a checkpoint that has the name already is replaced.
+
+    Raises:
+        OSError: Something cannot be written.
+    """
+    index = write_index(directory, manifest)
+    write_manifest(directory / MANIFEST, replace(manifest, files={**manifest.files, INDEX: index}))
+    sync(directory)
+    if goal.exists():
+        _retire(goal)
+    directory.rename(goal)
+    sync(goal.parent)
+    # The names of the directories above may be new as well.
+    sync(goal.parent.parent)
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove the oldest checkpoints until so many are left. Local; what cannot be removed stays."""
+    complete = [path for path in steps_in(directory).values() if (path / MANIFEST).exists()]
+    for path in complete[:-keep]:
+        with suppress(OSError):
+            _retire(path)
+
+
+def clean(directory: Path) -> int:
+    """Remove what killed runs left half-written, and return how many that were. Local; nobody may be writing there."""
+    left = [path for start in (_UNFINISHED, _RETIRED) for path in directory.glob(f"{start}*")]
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return len(left)
+
+
+def sync(directory: Path) -> None:
+    """See the names in a directory on the disk, where the file system can tell. Local."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _retire(path: Path) -> None:
+    """Remove a checkpoint such that what is left of it, should that be interrupted, does not look like one."""
+    retired = path.with_name(f"{_RETIRED}{path.name}.{os.getpid()}")
+    path.rename(retired)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _check_seen(path: Path, record: FileRecord, rank: int) -> None:
+    if not path.is_file() or path.stat().st_size != record.num_bytes:
+        raise OSError(
+            f"rank 0 does not see the file that rank {rank} wrote: expected run.dir on a file system that all nodes "
+            f"share, got {path.parent.parent}"
+        )
+
+
+def _named(files: Sequence[FileRecord]) -> dict[str, FileRecord]:
+    return {shard_name(rank): record for rank, record in enumerate(files)}
+
+
+def _say(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else in_one_line(error)

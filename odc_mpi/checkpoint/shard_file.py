@@ -1,0 +1,276 @@
+"""A rank's file: flat stretches of tensors as plain data sets of HDF5, with checksums.
+
+h5py has one lock for all that a process does with HDF5. Writing gigabytes through it would keep the training from
+reading its data. So HDF5 only lays the file out, with room for the data sets and without filling it; bytes are then
+written to where it put them, without the lock. They are read in the same way.
+
+| data set                            | type            | holds                                                     |
+|-------------------------------------|-----------------|-----------------------------------------------------------|
+| `model/NAME`, `optimizer/KEY/NAME`  | of the tensor   | `[n]`, elements from `start` on of the flattened tensor    |
+| `checksums`                         | uint32          | CRC-32 of each 256 KiB of these, in the order of the file  |
+
+Attributes of each: `start`, `shape` (of the whole tensor), `dtype` (in torch's name); of the file: `format`, `version`,
+`step`, `rank`, `size`.
+"""
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.checkpoint.manifest import STORED_AS, FileRecord
+from odc_mpi.errors import UserError, in_one_line
+
+#: Bytes of a block that has a checksum: whoever reads a part of a tensor reads whole blocks.
+BLOCK_BYTES = 1 << 18
+#: Bytes written at once: more than a disk needs to be busy.
+_WRITE_BYTES = 1 << 22
+_CHECKSUMS = "checksums"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stretch of a tensor to store.
+
+    Attributes:
+        path: Of the data set.
+        values: `[n]`, contiguous, in the type that it is stored as.
+        start: First element of the flattened tensor.
+        shape: Of the whole tensor.
+        dtype: In torch's name.
+    """
+
+    path: str
+    values: npt.NDArray
+    start: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def write_shard(path: Path, entries: Sequence[Entry], attributes: Mapping[str, str | int]) -> FileRecord:
+    """Write a rank's file, and see it on the disk. Local; any thread may, and holds no lock while bytes move.
+
+    Args:
+        path: Where no file is yet.
+        entries: None of them empty.
+        attributes: Of the file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    offsets, table = _lay_out(path, entries, attributes)
+    # In the order of the file: HDF5 does not give out places in the order in which they are asked for.
+    places = sorted(zip(offsets, entries, strict=True), key=lambda place: place[0])
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        checksums: list[int] = []
+        for offset, entry in places:
+            checksums += _write(descriptor, _bytes_of(entry.values), offset)
+        if checksums:
+            _write(descriptor, _bytes_of(np.array(checksums, dtype="<u4")), table)
+        os.fsync(descriptor)
+        extents = [(offset, entry.values.nbytes) for offset, entry in places]
+        return FileRecord(os.fstat(descriptor).st_size, _checksum_of_rest(descriptor, extents))
+    finally:
+        os.close(descriptor)
+
+
+def _lay_out(path: Path, entries: Sequence[Entry], attributes: Mapping[str, str | int]) -> tuple[list[int], int]:
+    """Make a file with room for all entries; return where each is to be written, and where their checksums are."""
+    offsets = []
+    with h5py.File(path, "x", locking=False) as file:
+        file.attrs.update(attributes)
+        for entry in entries:
+            created = _reserve(file, entry.path, len(entry.values), entry.values.dtype)
+            created.attrs.update(start=entry.start, shape=np.array(entry.shape, dtype=np.int64), dtype=entry.dtype)
+            offsets.append(int(created.id.get_offset()))
+        num_blocks = sum(-(-entry.values.nbytes // BLOCK_BYTES) for entry in entries)
+        table = _reserve(file, _CHECKSUMS, num_blocks, np.dtype("<u4")).id.get_offset() if num_blocks else 0
+    return offsets, int(table)
+
+
+def _reserve(file: h5py.File, path: str, numel: int, dtype: np.dtype) -> h5py.Dataset:
+    """Create a data set that has its place in the file at once, and is not filled."""
+    plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plan.set_layout(h5py.h5d.CONTIGUOUS)
+    plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    group, _, name = path.rpartition("/")
+    place = file.require_group(group) if group else file
+    space = h5py.h5s.create_simple((numel,))
+    return h5py.Dataset(h5py.h5d.create(place.id, name.encode(), h5py.h5t.py_create(dtype), space, dcpl=plan))
+
+
+def _bytes_of(values: npt.NDArray) -> memoryview:
+    return memoryview(values.view(np.uint8))  # type: ignore[arg-type]
+
+
+def _write(descriptor: int, content: memoryview, offset: int) -> list[int]:
+    """Write bytes to a place in a file; return the checksums of their blocks."""
+    checksums = []
+    for begin in range(0, len(content), _WRITE_BYTES):
+        part = content[begin : begin + _WRITE_BYTES]
+        checksums += _block_checksums(part)
+        while part:
+            written = os.pwrite(descriptor, part, offset + begin)
+            part, begin = part[written:], begin + written
+    return checksums
+
+
+def _block_checksums(content: memoryview) -> list[int]:
+    return [zlib.crc32(content[i : i + BLOCK_BYTES]) for i in range(0, len(content), BLOCK_BYTES)]
+
+
+def _read(descriptor: int, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Read bytes at a place in a file; fewer where it ends."""
+    content = np.empty(num_bytes, dtype=np.uint8)
+    view, done = _bytes_of(content), 0
+    while done < num_bytes and (count := os.preadv(descriptor, [view[done:]], offset + done)):
+        done += count
+    return content[:done]
+
+
+def _checksum_of_rest(descriptor: int, extents: Sequence[tuple[int, int]]) -> int:
+    """Return the checksum of a file without some extents, `(offset, bytes)` each."""
+    checksum, position, size = 0, 0, os.fstat(descriptor).st_size
+    for offset, num_bytes in [*sorted(extents), (size, 0)]:
+        offset = min(offset, size)
+        checksum = zlib.crc32(_bytes_of(_read(descriptor, position, max(0, offset - position))), checksum)
+        position = offset + num_bytes
+    return checksum
+
+
+def checksum_of_file(path: Path) -> FileRecord:
+    """Return the length and the checksum of a file that holds no tensors. Local."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return FileRecord(os.fstat(descriptor).st_size, _checksum_of_rest(descriptor, ()))
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A data set as it lies in the file."""
+
+    dtype: np.dtype
+    numel: int
+    start: int
+    offset: int
+    first_block: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class ShardFile:
+    """A rank's file, open for reading; nothing in it is believed without its checksum. A context manager.
+
+    Args:
+        path: The file.
+        expected: What the manifest says of it.
+
+    Raises:
+        UserError: It is missing, damaged, or not the one that belongs here.
+    """
+
+    def __init__(self, path: Path, expected: FileRecord) -> None:
+        self.path = path
+        try:
+            num_bytes = path.stat().st_size
+            if num_bytes != expected.num_bytes:
+                raise UserError(f"{path} is damaged: expected {expected.num_bytes:,} bytes, got {num_bytes:,}")
+            self._datasets, table = _look_up(path)
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise UserError(f"{path} is missing: the checkpoint is damaged") from error
+        except UserError:
+            raise
+        except Exception as error:  # HDF5 tells of damage with exceptions of many kinds
+            raise UserError(f"{path} is damaged, or cannot be read: {in_one_line(error)}") from error
+        extents = [(stored.offset, stored.num_bytes) for stored in self._datasets.values()]
+        if _checksum_of_rest(self._descriptor, extents) != expected.checksum:
+            self.close()
+            raise UserError(f"{path} is damaged, or belongs to another checkpoint: its checksum does not fit")
+        blocks = sum(-(-num_bytes // BLOCK_BYTES) for _, num_bytes in extents)
+        self._checksums = _read(self._descriptor, table, 4 * blocks).view("<u4")
+
+    def read(self, path: str, start: int, stop: int) -> npt.NDArray:
+        """Read elements `[start, stop)` of a flattened tensor, all of which this file holds. Local.
+
+        Raises:
+            UserError: The file is damaged there.
+        """
+        stored = self._datasets[path]
+        assert stored.start <= start <= stop <= stored.start + stored.numel, f"{path} [{start}, {stop}) of {stored}"
+        begin, end = ((element - stored.start) * stored.dtype.itemsize for element in (start, stop))
+        first, last = begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)
+        content = self._read_blocks(path, first, last)
+        return content[begin - first * BLOCK_BYTES :][: end - begin].view(stored.dtype)
+
+    def damage(self) -> Iterator[str]:
+        """Read all tensors, and yield a sentence for each that is damaged. Local."""
+        for path, stored in self._datasets.items():
+            try:
+                blocks = -(-stored.num_bytes // BLOCK_BYTES)
+                for first in range(0, blocks, _WRITE_BYTES // BLOCK_BYTES):
+                    self._read_blocks(path, first, min(first + _WRITE_BYTES // BLOCK_BYTES, blocks))
+            except UserError as error:
+                yield str(error)
+
+    def _read_blocks(self, path: str, first: int, last: int) -> npt.NDArray[np.uint8]:
+        stored = self._datasets[path]
+        begin = first * BLOCK_BYTES
+        content = _read(self._descriptor, stored.offset + begin, min(last * BLOCK_BYTES, stored.num_bytes) - begin)
+        expected = self._checksums[stored.first_block + first : stored.first_block + last].tolist()
+        if _block_checksums(_bytes_of(content)) != expected:
+            raise UserError(f"{self.path} is damaged: the checksum of {path} does not fit")
+        return content
+
+    def close(self) -> None:
+        """Close the file. Local; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> "ShardFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _look_up(path: Path) -> tuple[dict[str, _Stored], int]:
+    """Return where in a file its tensors lie, in the order of the file, and where their checksums are."""
+    found: dict[str, h5py.Dataset] = {}
+    with h5py.File(path, "r", locking=False) as file:
+        file.visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Dataset) else None)
+        table = found.pop(_CHECKSUMS, None)
+        places = sorted((int(item.id.get_offset()), name) for name, item in found.items())
+        datasets, block = {}, 0
+        for offset, name in places:
+            item = found[name]
+            stored = _Stored(item.dtype, len(item), int(item.attrs["start"]), offset, block)
+            datasets[name] = stored
+            block += -(-stored.num_bytes // BLOCK_BYTES)
+        return datasets, int(table.id.get_offset()) if table is not None else 0
+
+
+def stored_type(dtype: str) -> np.dtype:
+    """Return the type in which a tensor is stored. Local.
+
+    Raises:
+        UserError: There is none.
+    """
+    if dtype not in STORED_AS:
+        raise UserError(f"a checkpoint cannot hold a tensor of {dtype}, expected one of {', '.join(STORED_AS)}")
+    return np.dtype(STORED_AS[dtype])

@@ -1,0 +1,244 @@
+"""What of a model and its optimizer belongs into a checkpoint, and the way back.
+
+    snapshot    a copy of this rank's slices: all that training waits for
+    restore     this rank's slices, whatever the ranks that wrote them; each reads what it owns
+
+Parameters in master precision, frozen ones too; what the optimizer keeps of each element; persistent buffers and other
+tensors that every rank has whole, which rank 0 stores.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from odc_mpi.checkpoint.manifest import Manifest, TensorRecord
+from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.checkpoint.shard_file import Entry, stored_type
+from odc_mpi.errors import UserError
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.shard.partition import whole_and_persistent
+
+MODEL, OPTIMIZER = "model", "optimizer"
+
+
+@dataclass(frozen=True)
+class _Live:
+    """A stretch of a tensor that trains."""
+
+    path: str
+    tensor: torch.Tensor
+    start: int
+    shape: tuple[int, ...]
+
+
+class TrainingState:
+    """The state of a model and its optimizer on this rank.
+
+    Args:
+        model: The model.
+        optimizer: Over all or some of its slices.
+        rank: This rank.
+    """
+
+    def __init__(self, model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._rank = rank
+        # Kept: memory that was never touched takes longer to write than what is copied.
+        self._copies: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def snapshot(self) -> list[Entry]:
+        """Copy what this rank is to store. Local, after point B; what an earlier call returned is overwritten."""
+        return [self._copy(live) for live in self._live() if live.tensor.numel()]
+
+    def describe(self, step: int, about: dict[str, object]) -> Manifest:
+        """Return the manifest of a snapshot that is taken now, without its files. Local.
+
+        Args:
+            step: Steps done.
+            about: What else to keep.
+        """
+        tensors: dict[str, TensorRecord] = {}
+        pieces, kinds = self._pieces, self._kinds
+        for live in self._live():
+            parameter = live.path.split("/", 2 if live.path.startswith(OPTIMIZER) else 1)[-1]
+            of = pieces.get(parameter, ((0, 0, live.tensor.numel()),) if live.tensor.numel() else ())
+            kind = "state" if live.path.startswith(OPTIMIZER) else kinds.get(parameter, "buffer")
+            tensors[live.path] = TensorRecord(kind, _name(live.tensor.dtype), live.shape, of)
+        size = self._model.layouts[0].num_owners
+        return Manifest(step, size, tensors, self._scalars(), type(self._optimizer).__name__, about)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Give the optimizer what it kept of this rank's slices. Local; parameters come in as `CheckpointWeights`.
+
+        Raises:
+            UserError: The checkpoint is damaged, or of another optimizer.
+        """
+        manifest = checkpoint.manifest
+        require_optimizer(manifest, type(self._optimizer).__name__, checkpoint)
+        keys = {path.split("/", 2)[1] for path, record in manifest.tensors.items() if record.kind == "state"}
+        own = {piece.spec.name: piece for piece, _ in self._model.slices()}
+        for name, parameter in self._model.named_shard_parameters():
+            state: dict[str, torch.Tensor] = self._optimizer.state[parameter]
+            for key in sorted(keys):
+                path = f"{OPTIMIZER}/{key}/{name}"
+                if path in manifest.tensors:
+                    state[key] = _resume_tensor(checkpoint, path, own[name].start, own[name].stop)
+            for key, values in manifest.scalars.items():
+                if name in values:
+                    state[key] = torch.tensor(values[name], dtype=torch.get_default_dtype())
+            if not state:
+                del self._optimizer.state[parameter]
+
+    def _live(self) -> Iterator[_Live]:
+        for piece, tensor in self._model.slices():
+            yield _Live(f"{MODEL}/{piece.spec.name}", tensor, piece.start, piece.spec.shape)
+        pieces = {piece.spec.name: piece for piece, _ in self._model.slices()}
+        for name, parameter in self._model.named_shard_parameters():
+            for key, value in self._state_of(name, parameter):
+                if value.dim():
+                    piece = pieces[name]
+                    yield _Live(f"{OPTIMIZER}/{key}/{name}", value, piece.start, piece.spec.shape)
+        if self._rank == 0:
+            for name, tensor in whole_and_persistent(self._model.module):
+                yield _Live(f"{MODEL}/{name}", tensor.detach().reshape(-1), 0, tuple(tensor.shape))
+
+    def _state_of(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+        for key, value in self._optimizer.state.get(parameter, {}).items():
+            if value is None:
+                continue
+            value = value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
+            if value.dim() and value.shape != parameter.shape:
+                raise UserError(
+                    f"{type(self._optimizer).__name__} keeps {key} of shape {list(value.shape)} for a slice of {name} "
+                    f"of {parameter.numel()} elements: a checkpoint holds what is kept of each element, or one number"
+                )
+            yield key, value
+
+    def _scalars(self) -> dict[str, dict[str, float]]:
+        scalars: dict[str, dict[str, float]] = {}
+        for name, parameter in self._model.named_shard_parameters():
+            for key, value in self._state_of(name, parameter):
+                if not value.dim():
+                    scalars.setdefault(key, {})[name] = float(value)
+        return scalars
+
+    @cached_property
+    def _pieces(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
+        """Return who holds which part of every parameter."""
+        pieces: dict[str, list[tuple[int, int, int]]] = {}
+        for layout in self._model.layouts:
+            for rank in range(layout.num_owners):
+                for piece in layout.slices(rank):
+                    own = pieces.setdefault(piece.spec.name, [])
+                    if piece.numel:
+                        own.append((rank, piece.start, piece.stop))
+        return {name: tuple(own) for name, own in pieces.items()}
+
+    @cached_property
+    def _kinds(self) -> dict[str, str]:
+        return {
+            slot.spec.name: "trainable" if layout.trainable else "frozen"
+            for layout in self._model.layouts
+            for slot in layout.slots
+        }
+
+    def _copy(self, live: _Live) -> Entry:
+        copy = self._copies.get(live.path)
+        if copy is None or copy.shape != live.tensor.shape or copy.dtype != live.tensor.dtype:
+            copy = self._copies[live.path] = torch.empty_like(live.tensor, device="cpu")
+        copy.copy_(live.tensor)
+        dtype = _name(live.tensor.dtype)
+        return Entry(live.path, copy.view(torch.uint8).numpy().view(stored_type(dtype)), live.start, live.shape, dtype)
+
+
+class CheckpointWeights:
+    """Initial parameters from a checkpoint: a `shard.slices.Weights`. Local; each rank reads what it owns.
+
+    Args:
+        checkpoint: Stays open while weights are read.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `Weights`."""
+        return _resume_tensor(self._checkpoint, f"{MODEL}/{name}", start, stop)
+
+
+@torch.no_grad()
+def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Fill what every rank has whole: persistent buffers, and parameters that are not floating-point. Local."""
+    for name, tensor in whole_and_persistent(module):
+        tensor.copy_(_resume_tensor(checkpoint, f"{MODEL}/{name}", 0, tensor.numel()).reshape(tensor.shape))
+
+
+def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
+    """Check that a checkpoint is of this model, which may be on the meta device. Local.
+
+    Raises:
+        UserError: Names, shapes, or which parameters are trained differ.
+    """
+    wanted = {
+        name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
+        for name, p in module.named_parameters()
+        if p.is_floating_point()
+    }
+    wanted |= {name: (tuple(tensor.shape), "buffer") for name, tensor in whole_and_persistent(module)}
+    found = {
+        path.removeprefix(f"{MODEL}/"): (record.shape, record.kind)
+        for path, record in checkpoint.manifest.tensors.items()
+        if record.kind != "state"
+    }
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            ours, theirs = (_say(tensors.get(name)) for tensors in (wanted, found))
+            raise UserError(
+                f"the checkpoint {checkpoint.directory} is of another model: {name} is {theirs} there, {ours} in "
+                f"this one: change model.*, or set run.resume to never, or run.dir"
+            )
+
+
+def require_optimizer(manifest: Manifest, name: str, checkpoint: Checkpoint) -> None:
+    """Check that a checkpoint is of an optimizer of this class. Local.
+
+    Raises:
+        UserError: It is of another.
+    """
+    if manifest.optimizer != name:
+        raise UserError(
+            f"the checkpoint {checkpoint.directory} is of the optimizer {manifest.optimizer}, got {name}: change "
+            "optim.optimizer, or set run.resume to never, or run.dir"
+        )
+
+
+def _say(tensor: tuple[tuple[int, ...], str] | None) -> str:
+    return "absent" if tensor is None else f"{tensor[1]} of shape {list(tensor[0])}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _resume_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> torch.Tensor:
+    try:
+        return read_tensor(checkpoint, path, start, stop)
+    except UserError as error:
+        raise UserError(
+            f"{error}: set run.resume to an older checkpoint, or remove {checkpoint.directory} and start again"
+        ) from error
+
+
+def read_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> torch.Tensor:
+    """Read elements `[start, stop)` of a flattened tensor, in its own type. Local.
+
+    Raises:
+        UserError: What holds it is damaged.
+    """
+    dtype = getattr(torch, checkpoint.record(path).dtype)
+    return torch.from_numpy(checkpoint.read(path, start, stop)).view(dtype)

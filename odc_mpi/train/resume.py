@@ -1,0 +1,187 @@
+"""Where a run begins: at its start, or at a checkpoint, whose ranks may have been others. Collective, at start-up."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
+from odc_mpi.checkpoint.reader import Checkpoint, directories
+from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_optimizer, restore_buffers
+from odc_mpi.comm.world import World
+from odc_mpi.errors import AgreedError, UserError
+from odc_mpi.train.config import Config, dump
+from odc_mpi.train.inputs import Inputs
+from odc_mpi.train.metrics import terminal_width
+from odc_mpi.train.rundir import open_run_directory, reopen_run_directory
+
+#: torch's classes of optim.optimizer.
+OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
+#: Settings that may change without a word.
+_PRIVATE = {"run.dir", "run.log_dir", "run.resume", "run.checkpoint_every", "run.keep_checkpoints", "comm.timeout_s"}
+_ANEW = "set run.resume to never, or choose another run.dir, to start anew"
+
+
+@dataclass
+class Origin:
+    """The checkpoint that a run begins at.
+
+    Attributes:
+        checkpoint: Open.
+        own: Whether it is one of run.dir: then the run goes on, else it is a new one.
+        path: What run.resume named when the run began; None if it began anew.
+    """
+
+    checkpoint: Checkpoint
+    own: bool
+    path: str | None
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.checkpoint.step
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What the run told of itself when it saved."""
+        return self.checkpoint.manifest.about
+
+    @property
+    def weights(self) -> CheckpointWeights:
+        """Where parameters come from."""
+        return CheckpointWeights(self.checkpoint)
+
+    def one_line(self, config: Config) -> str:
+        """Say where the run begins, and which settings are others than before. Local."""
+        before, now = _leaves(self.about["config"]), _leaves(asdict(config))
+        changed = [
+            f"{key} {before.get(key)} -> {now.get(key)}"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key) and key not in _PRIVATE
+        ]
+        tail = f"; changed since: {', '.join(changed)}" if changed else ""
+        return f"after step {self.step}, from {self.checkpoint.directory}, saved by {_ranks(self.checkpoint)}{tail}"
+
+
+def find_origin(config: Config, world: World, inputs: Inputs) -> Origin | None:
+    """Find the checkpoint that a run is to begin at; None if it begins anew. Collective.
+
+    Args:
+        config: Of the run.
+        world: The ranks.
+        inputs: Must fit the checkpoint; the model gets its buffers.
+
+    Raises:
+        AgreedError: There should be a checkpoint, and none is usable, or it does not fit.
+    """
+    origin = _find(config, world)
+    if origin:
+        world.agree(lambda: _check_fits(origin, config, inputs))
+        restore_buffers(inputs.model.module, origin.checkpoint)
+    return origin
+
+
+def open_run(run_dir: Path, config: Config, origin: Origin | None) -> None:
+    """Make the run directory ready. Local; for rank 0.
+
+    Raises:
+        UserError: It cannot be written, or the environment asks for something that there is not.
+    """
+    terminal_width()  # a wrong ODC_MPI_PROGRESS shows here
+    if origin and origin.own:
+        reopen_run_directory(run_dir, dump(config), origin.step)
+    else:
+        open_run_directory(run_dir, dump(config))
+
+
+def say_complete(origin: Origin, config: Config, world: World) -> dict[str, Any]:
+    """Say that there is nothing to do, and return a summary. Local."""
+    origin.checkpoint.close()
+    if world.rank == 0:
+        print(
+            f"nothing left to do: {config.run.dir} is at step {origin.step} of {config.run.steps}; raise run.steps to "
+            "go on, set run.resume to never to start anew",
+            flush=True,
+        )
+    return {"steps": origin.step}
+
+
+def _find(config: Config, world: World) -> Origin | None:
+    wish, run_dir = config.run.resume, Path(config.run.dir)
+    if wish == "never":
+        return None
+    own = _newest(world, list(steps_in(run_dir / CHECKPOINTS).values()))
+    if wish == "auto":
+        return Origin(own, True, own.manifest.about["origin"]) if own else None
+    path = str(Path(wish).resolve())
+    if own and own.manifest.about["origin"] == path:
+        return Origin(own, True, path)  # begun there, and started once more: a scheduler does that
+    if own:
+        own.close()
+    found = _newest(world, world.agree(lambda: directories(Path(wish))))
+    assert found, "directories() finds one, or raises"
+    return Origin(found, found.directory.resolve().parent == (run_dir / CHECKPOINTS).resolve(), path)
+
+
+def _check_fits(origin: Origin, config: Config, inputs: Inputs) -> None:
+    checkpoint, about = origin.checkpoint, origin.about
+    require_model(checkpoint, inputs.model.module)
+    require_optimizer(checkpoint.manifest, OPTIMIZERS[config.optim.optimizer], checkpoint)
+    if about["data_digest"] != inputs.dataset.digest():
+        raise UserError(
+            f"the checkpoint {checkpoint.directory} was trained on other data than data.path: {config.data.path}, "
+            f"namely {about['config']['data']['path']}: change data.path; or {_ANEW}"
+        )
+    if about["config"]["run"]["seed"] != config.run.seed:
+        raise UserError(
+            f"run.seed: expected {about['config']['run']['seed']}, the order of the data in the checkpoint "
+            f"{checkpoint.directory}, got {config.run.seed}: change run.seed; or {_ANEW}"
+        )
+    if not origin.own and origin.step >= config.run.steps:
+        raise UserError(
+            f"run.steps: expected more than the {origin.step} that {checkpoint.directory} has behind it, got "
+            f"{config.run.steps}: raise run.steps"
+        )
+
+
+def _newest(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
+    """Open the newest of some checkpoints that is whole; each rank looks at some of its files."""
+    # Rank 0's: a file system may show the others a newer one a moment later.
+    candidates = [Path(path) for path in world.gather_objects([str(path) for path in candidates])[0]]
+    problems: list[str] = []
+    for path in reversed(candidates):
+        checkpoint, problem = world.agree(lambda path=path: _look(path, world))  # type: ignore[misc]
+        found = world.gather_objects(problem)
+        if not any(found):
+            return checkpoint
+        problems.append(next(filter(None, found)))
+        if checkpoint:
+            checkpoint.close()
+        if world.rank == 0:
+            print(f"odc_mpi: WARNING: {problems[-1]}: looking for an older checkpoint", flush=True)
+    if problems:
+        raise AgreedError(
+            f"run.resume: expected a complete checkpoint, got none among {len(problems)}: {problems[0]}; {_ANEW}"
+        )
+    return None
+
+
+def _look(path: Path, world: World) -> tuple[Checkpoint | None, str | None]:
+    try:
+        checkpoint = Checkpoint(path)
+    except VersionError:
+        raise
+    except UserError as error:
+        return None, str(error)
+    return checkpoint, checkpoint.problem(range(world.rank, checkpoint.manifest.size, world.size))
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in config.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
+
+
+def _ranks(checkpoint: Checkpoint) -> str:
+    return "1 rank" if checkpoint.manifest.size == 1 else f"{checkpoint.manifest.size} ranks"

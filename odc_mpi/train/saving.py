@@ -1,0 +1,154 @@
+"""When a run saves, and how the ranks agree on it: with the numbers that they tell at point A anyway.
+
+before A   each rank tells whether it was asked to stop, and which checkpoint its thread has written
+after A    all know whether somebody was; rank 0 publishes a checkpoint that all have written
+after B    where a save is due, each rank copies its slices and hands them to its thread
+at the end collective: all wait for the last checkpoint, within comm.timeout_s
+"""
+
+import importlib.metadata
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from odc_mpi import __version__
+from odc_mpi.checkpoint.manifest import CHECKPOINTS
+from odc_mpi.checkpoint.saver import Saver
+from odc_mpi.checkpoint.state import TrainingState
+from odc_mpi.comm.world import World
+from odc_mpi.errors import StoppedError, TrainingError
+from odc_mpi.shard import model as sharded
+from odc_mpi.train.config import Config
+from odc_mpi.train.stop import StopWish
+
+#: What every rank tells the others at point A: whether it was told to stop, and `Saver.report`.
+_SAVED = ("saved_step", "saved_bytes", "saved_checksum")
+NAMES = ("stop", *_SAVED)
+_LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
+
+
+class Saving:
+    """The checkpoints of a run, and its end before the last step. Making one is collective.
+
+    Args:
+        config: Of the run.
+        world: The ranks.
+        state: Of the model and the optimizer.
+        about: Returns what else belongs into a checkpoint; called on rank 0.
+        stop: Whether this rank was asked to stop.
+    """
+
+    def __init__(
+        self, config: Config, world: World, state: TrainingState, about: Callable[[], dict[str, Any]], stop: StopWish
+    ) -> None:
+        self._run = config.run
+        self._world = world
+        self._state = state
+        self._about = about
+        self._stop = stop
+        token = world.gather_objects(f"{time.time_ns():x}")[0]
+        self._saver = Saver(
+            Path(config.run.dir) / CHECKPOINTS,
+            world.rank,
+            world.size,
+            token,
+            keep=config.run.keep_checkpoints,
+            warn=_warn,
+        )
+        self._last: int | None = None
+        self._pause_s = self._wait_s = 0.0
+        self._num_waits = 0
+        self.stopping = False
+
+    def tell(self, minibatch: sharded.Minibatch) -> None:
+        """Add this rank's numbers to what is told at point A. Local."""
+        minibatch.values.update(zip(NAMES, (float(self._stop.told), *self._saver.report()), strict=True))
+
+    def hear(self, minibatch: sharded.Minibatch) -> None:
+        """Take what all ranks told. Local, after point A; the same outcome on every rank."""
+        self.stopping = minibatch.total("stop") > 0
+        self._saver.hear(np.stack([minibatch.per_rank(name) for name in _SAVED], axis=1))
+
+    def after_step(self, step: int) -> None:
+        """Save, if that is due. Local, after point B."""
+        every = self._run.checkpoint_every
+        if self.stopping or (every and (step % every == 0 or step == self._run.steps)):
+            self._save(step)
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for the last checkpoint. Collective.
+
+        Returns:
+            What the summary tells of checkpoints.
+        """
+        with self._world.deadline("writing the last checkpoint"):
+            reports = self._saver.pending_reports()
+        for of_one_step in zip(*self._world.gather_objects(reports), strict=True):
+            self._saver.hear(np.array(of_one_step))
+        with self._world.deadline("publishing the last checkpoint"):
+            self._saver.wait_until_published()
+        saver = self._saver
+        told = self._world.gather_objects(
+            (saver.num_saved, saver.num_failed, saver.last_failed, self._num_waits, self._wait_s, self._pause_s)
+        )
+        saved, failed, self._last_failed, *_ = told[0]
+        waits, wait_s, pause_s = (max(column) for column in list(zip(*told, strict=True))[3:])
+        return {
+            "checkpoints_saved": saved,
+            "checkpoints_failed": failed,
+            "checkpoint_waits": waits,
+            "checkpoint_wait_s": wait_s,
+            "checkpoint_pause_s": pause_s,
+        }
+
+    def check_end(self, step: int) -> None:
+        """Say how a run ended that did not go as it should. Local, after `finish`; the same outcome on every rank.
+
+        Raises:
+            TrainingError: The last checkpoint could not be written.
+            StoppedError: The run was asked to stop before its last step.
+        """
+        if self._last_failed:
+            raise TrainingError(f"the last checkpoint, of step {self._last}, could not be written: see above")
+        if self.stopping and step < self._run.steps:
+            raise StoppedError(f"stopped as asked after step {step}, which is saved: start again to go on")
+
+    def _save(self, step: int) -> None:
+        began = time.perf_counter()
+        if self._saver.busy:
+            self._num_waits += 1
+            with self._world.deadline(f"writing the checkpoint of step {self._last}"):
+                self._saver.wait_until_written()
+                # Or a run of fast steps could be many checkpoints ahead of those that are complete.
+                self._saver.wait_until_published()
+        waited = time.perf_counter()
+        entries = self._state.snapshot()
+        manifest = self._state.describe(step, self._about()) if self._world.rank == 0 else None
+        self._saver.start(step, entries, manifest)
+        self._last = step
+        self._wait_s += waited - began
+        self._pause_s += time.perf_counter() - waited
+
+
+def about_run(config: Config, module: Any, data_digest: str, origin: str | None) -> dict[str, Any]:
+    """Return what a checkpoint tells of its run besides its state, as JSON takes it. Local."""
+    versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    return {
+        "config": asdict(config),
+        "data_digest": data_digest,
+        "origin": origin,
+        "transformers_config": json.loads(module.config.to_json_string(use_diff=False)),
+        "architectures": [type(module).__name__],
+        "versions": {"odc_mpi": __version__, "python": platform.python_version(), **versions},
+    }
+
+
+def _warn(line: str) -> None:
+    print(f"odc_mpi: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,34 @@
+"""A minibatch on one rank of the schedule benchmark, without MPI between ranks."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from odc_mpi.bench.scenario import Trial
+from odc_mpi.bench.schedule import Runner
+from odc_mpi.comm.transport import LocalGroup, LocalTransport
+from odc_mpi.data.balance import Plan
+
+ALONE = SimpleNamespace(rank=0, size=1, comm=SimpleNamespace(Ibarrier=lambda: None), meet=lambda request, what: None)
+
+
+class All(Runner):
+    def microbatches(self, plan):
+        yield from plan.microbatches[0]
+
+
+def test_what_is_slept_for_is_told_as_if_unscaled_and_without_padding():
+    # Sequences of 20 and 30 s, 10 s more in each microbatch, an empty one too: at a thousandth 30, 10 and 40 ms.
+    trial = Trial(np.array([1, 2]), np.array([20.0, 30.0]), 10.0, 0.0, np.ones(1))
+    runner = All(ALONE, LocalTransport(LocalGroup(1), 0), num_units=2)
+    sample = runner.run(trial, Plan((((0,), (), (1,)),)), scale=1e-3)
+    runner.close()
+    assert sample.busy_s == pytest.approx(0.07)
+    slept = [ended - began for began, ended in sample.slept]
+    assert sum(slept) == pytest.approx(70, rel=0.3), "that of the empty one is not told"
+    assert all(began <= ended for began, ended in sample.slept)
+    edges = [second for span in sample.slept for second in span]
+    assert edges == sorted(edges) and edges[-1] <= sample.end_s * 1e3
+    # The pause is the padding between the two.
+    assert max(b - a for a, b in zip(edges[1::2], edges[2::2], strict=False)) > 9

@@ -1,0 +1,83 @@
+"""What is exported computes the same in transformers, to the last bit."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from ranks import run_ranks
+
+from odc_mpi.checkpoint.export import export
+from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.checkpoint.saver import Saver
+from odc_mpi.checkpoint.state import TrainingState
+from odc_mpi.errors import UserError
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.train import models
+
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+FAMILIES = {
+    "llama": SMALL | {"tie_word_embeddings": True},
+    "mixtral": SMALL | {"num_key_value_heads": 2, "num_local_experts": 4},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 1},
+}
+TOKENS = torch.arange(8)[None]
+
+
+def about(module, data_path):
+    return {
+        "config": {"model": {"param_dtype": "float32", "path": None}, "data": {"path": str(data_path)}},
+        "transformers_config": json.loads(module.config.to_json_string(use_diff=False)),
+        "architectures": [type(module).__name__],
+    }
+
+
+@pytest.fixture(params=FAMILIES)
+def saved(request, tmp_path):
+    """A checkpoint of a family's model, and what the model says."""
+
+    def work(transport):
+        built = models.from_config({"model_type": request.param, **FAMILIES[request.param]}, seed=0)
+        model = ShardedModel(built.module, transport, weights=built.weights).eval()
+        state = TrainingState(model, torch.optim.AdamW(model.shard_parameters()), transport.rank)
+        saver = Saver(tmp_path, transport.rank, 2, "t", warn=print)
+        manifest = state.describe(1, about(model.module, tmp_path / "data.h5")) if transport.rank == 0 else None
+        saver.start(1, state.snapshot(), manifest)
+        saver.wait_until_written()
+        saver.hear(transport.complete_gradients(np.array(saver.report())))
+        saver.wait_until_published()
+        bounds = torch.tensor([0, 8], dtype=torch.int32)
+        with torch.no_grad():
+            packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "use_cache": False}
+            return model.module(input_ids=TOKENS, position_ids=TOKENS, **packed).logits
+
+    logits = run_ranks(2, work, torch.float32, torch.float32)[0]
+    return tmp_path / "step_00000001", logits
+
+
+def test_it_says_the_same(saved, tmp_path):
+    directory, logits = saved
+    tokenizer = tmp_path / "data.tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    with Checkpoint(directory) as checkpoint:
+        names = export(checkpoint, tmp_path / "out")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} == set(names)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=TOKENS).logits, logits)
+    assert model.config.use_cache
+
+
+def test_nothing_is_left_of_an_export_that_failed(saved, tmp_path):
+    directory, _ = saved
+    shard = directory / "rank_00001.h5"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    before = sorted(tmp_path.iterdir())
+    with Checkpoint(directory) as checkpoint, pytest.raises(UserError, match=r"rank_00001\.h5 is damaged"):
+        export(checkpoint, tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before

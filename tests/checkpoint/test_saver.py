@@ -1,0 +1,273 @@
+"""Saving beside the training: when a checkpoint is complete, and what becomes of one that is not."""
+
+import threading
+
+import numpy as np
+import pytest
+from saved import flip, load, save
+
+from odc_mpi.checkpoint import manifest as manifests
+from odc_mpi.checkpoint import saver as savers
+from odc_mpi.checkpoint.commands import list_lines, newest, verify
+from odc_mpi.checkpoint.manifest import Manifest, TensorRecord, read_manifest, step_name, steps_in
+from odc_mpi.checkpoint.reader import Checkpoint, directories
+from odc_mpi.checkpoint.saver import Saver, clean, prune
+from odc_mpi.checkpoint.shard_file import Entry
+from odc_mpi.errors import UserError
+
+
+def manifest(step, size):
+    pieces = tuple((rank, 3 * rank, 3 * rank + 3) for rank in range(size))
+    record = TensorRecord("trainable", "float32", (3 * size,), pieces)
+    return Manifest(step, size, {"model/x": record}, {}, "AdamW", {})
+
+
+def entries(rank, size, value):
+    return [Entry("model/x", np.full(3, value, dtype=np.float32), 3 * rank, (3 * size,), "float32")]
+
+
+class Ranks:
+    """Some ranks' savers, and the boundary at which they tell each other."""
+
+    def __init__(self, directory, size, keep=0):
+        self.directory, self.size, self.warnings = directory, size, []
+        self.savers = [Saver(directory, r, size, "t", keep=keep, warn=self.warnings.append) for r in range(size)]
+
+    def start(self, step, ranks=None):
+        for rank, saver in enumerate(self.savers):
+            if ranks is None or rank in ranks:
+                head = manifest(step, self.size) if rank == 0 else None
+                saver.start(step, entries(rank, self.size, float(step)), head)
+
+    def wait(self):
+        for saver in self.savers:
+            saver.wait_until_written()
+
+    def boundary(self):
+        reports = np.array([saver.report() for saver in self.savers])
+        for saver in self.savers:
+            saver.hear(reports)
+        self.savers[0].wait_until_published()
+
+    def steps(self):
+        return list(steps_in(self.directory))
+
+
+def test_complete_only_when_all_have_told(tmp_path, monkeypatch):
+    ranks, go, write = Ranks(tmp_path, 2), threading.Event(), savers.write_shard
+
+    def slow(path, *rest):
+        if path.name == "rank_00001.h5":
+            assert go.wait(10)
+        return write(path, *rest)
+
+    monkeypatch.setattr(savers, "write_shard", slow)
+    ranks.start(5)
+    ranks.savers[0].wait_until_written()
+    assert ranks.savers[1].busy and not ranks.savers[0].busy
+    ranks.boundary()
+    assert ranks.steps() == []
+    go.set()
+    ranks.wait()
+    assert ranks.steps() == []
+    ranks.boundary()
+    assert ranks.steps() == [5]
+    with Checkpoint(tmp_path / step_name(5)) as checkpoint:
+        assert checkpoint.read("model/x").tolist() == [5.0] * 6
+    assert not list(tmp_path.glob(".*"))
+    assert ranks.warnings == []
+
+
+def test_a_second_one_before_the_first_is_told(tmp_path):
+    """The first was written on all ranks after they told; the next is due before they tell again."""
+    ranks = Ranks(tmp_path, 3)
+    ranks.boundary()
+    ranks.start(1)
+    ranks.wait()
+    ranks.start(2)
+    ranks.wait()
+    ranks.boundary()
+    assert ranks.steps() == [1]
+    ranks.boundary()
+    assert ranks.steps() == [1, 2]
+
+
+def test_at_the_end_all_that_is_pending_is_told(tmp_path):
+    ranks = Ranks(tmp_path, 2)
+    for step in (1, 2):
+        ranks.wait()
+        ranks.start(step)
+    reports = [saver.pending_reports() for saver in ranks.savers]
+    for told in zip(*reports, strict=True):
+        for saver in ranks.savers:
+            saver.hear(np.array(told))
+    ranks.savers[0].wait_until_published()
+    assert ranks.steps() == [1, 2]
+
+
+def test_one_rank_cannot_write(tmp_path, monkeypatch):
+    ranks, write = Ranks(tmp_path, 3), savers.write_shard
+
+    def full(path, *rest):
+        if path.name == "rank_00001.h5":
+            raise OSError(28, "No space left on device")
+        return write(path, *rest)
+
+    ranks.start(1)
+    ranks.wait()
+    ranks.boundary()
+    monkeypatch.setattr(savers, "write_shard", full)
+    ranks.start(2)
+    ranks.wait()
+    assert ranks.warnings == ["rank 1 could not write its part of the checkpoint of step 2: No space left on device"]
+    ranks.boundary()
+    assert "WARNING: there is no checkpoint of step 2" in ranks.warnings[1]
+    assert ranks.steps() == [1]
+    assert not list(tmp_path.glob(".*")), "the half-written one is gone"
+    assert (ranks.savers[0].num_saved, ranks.savers[0].num_failed, ranks.savers[0].last_failed) == (1, 1, True)
+    monkeypatch.setattr(savers, "write_shard", write)
+    ranks.start(3)
+    ranks.wait()
+    ranks.boundary()
+    assert ranks.steps() == [1, 3]
+    assert not ranks.savers[0].last_failed
+
+
+@pytest.mark.parametrize("which", ["write_index", "write_manifest"])
+def test_rank_0_cannot_publish(tmp_path, monkeypatch, which):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(savers, which, full)
+    ranks = Ranks(tmp_path, 2)
+    ranks.start(1)
+    ranks.wait()
+    ranks.boundary()
+    assert ranks.steps() == [] and not list(tmp_path.iterdir())
+    assert "No space left on device" in ranks.warnings[0]
+
+
+def test_files_that_rank_0_does_not_see(tmp_path):
+    ranks = Ranks(tmp_path, 2)
+    ranks.start(1)
+    ranks.wait()
+    (tmp_path / ".step_00000001.t" / "rank_00001.h5").unlink()
+    ranks.boundary()
+    assert "file system that all nodes share" in ranks.warnings[0]
+    assert ranks.steps() == []
+
+
+def test_nothing_has_the_name_before_the_manifest_is_there(tmp_path, monkeypatch):
+    seen, write = [], savers.write_manifest
+
+    def look(path, content):
+        seen.append((path.parent.name, list(steps_in(tmp_path))))
+        write(path, content)
+
+    monkeypatch.setattr(savers, "write_manifest", look)
+    ranks = Ranks(tmp_path, 1)
+    ranks.start(1)
+    ranks.wait()
+    ranks.boundary()
+    assert seen == [(".step_00000001.t", [])]
+    assert ranks.steps() == [1]
+
+
+def test_old_ones_go(tmp_path):
+    ranks = Ranks(tmp_path, 1, keep=2)
+    for step in (1, 2, 3, 4):
+        ranks.start(step)
+        ranks.wait()
+        ranks.boundary()
+    assert ranks.steps() == [3, 4]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_pruning_counts_complete_ones(tmp_path):
+    ranks = Ranks(tmp_path, 1)
+    ranks.start(1)
+    ranks.wait()
+    ranks.boundary()
+    (tmp_path / step_name(2)).mkdir()
+    prune(tmp_path, 1)
+    assert ranks.steps() == [1, 2], "the last complete one stays"
+
+
+def test_leftovers_go(tmp_path):
+    ranks = Ranks(tmp_path, 2)
+    ranks.start(1)
+    ranks.wait()
+    ranks.boundary()
+    ranks.start(2, ranks=[1])
+    ranks.wait()
+    (tmp_path / ".retired_step_00000000.17").mkdir()
+    assert clean(tmp_path) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_a_manifest_that_is_missing_damaged_or_newer(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, 1)
+    ranks.start(1)
+    ranks.wait()
+    ranks.boundary()
+    directory = tmp_path / step_name(1)
+    path = directory / "manifest.json"
+    intact = path.read_text()
+    for text in (intact[:-20], intact.replace('"step": 1', '"step": 2'), "[]", "", "\0" * 100):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"damaged|no manifest"):
+            read_manifest(directory)
+    path.unlink()
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        read_manifest(directory)
+    path.write_text(intact)
+    monkeypatch.setattr(manifests, "VERSION", 2)
+    with pytest.raises(UserError, match="expected version 2 of the format, got 1"):
+        read_manifest(directory)
+
+
+def test_every_flipped_bit_of_a_checkpoint_is_found(tmp_path):
+    ranks = Ranks(tmp_path, 2)
+    ranks.start(1)
+    ranks.wait()
+    ranks.boundary()
+    assert verify(tmp_path) == ([f"{tmp_path / step_name(1)}  intact"], 0)
+    rng = np.random.default_rng(0)
+    for path in sorted((tmp_path / step_name(1)).iterdir()):
+        for position in rng.integers(path.stat().st_size, size=20).tolist():
+            flip(path, position)
+            lines, damaged = verify(tmp_path)
+            assert damaged == 1 and path.name in lines[1], (path, position, lines)
+            flip(path, position)
+    assert verify(tmp_path)[1] == 0
+
+
+def test_which_checkpoints_a_path_means(tmp_path):
+    ranks = Ranks(tmp_path / "run" / "checkpoints", 1)
+    for step in (1, 2):
+        ranks.start(step)
+        ranks.wait()
+        ranks.boundary()
+    both = [ranks.directory / step_name(step) for step in (1, 2)]
+    assert directories(tmp_path / "run") == directories(ranks.directory) == both
+    assert directories(both[0]) == [both[0]]
+    assert newest(tmp_path / "run").step == 2
+    (both[1] / "manifest.json").unlink()
+    assert newest(tmp_path / "run").step == 1
+    assert ["NOT USABLE" in line for line in list_lines(tmp_path / "run")] == [False, True]
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        newest(both[1])
+    with pytest.raises(UserError, match="where there are none"):
+        directories(tmp_path)
+
+
+def test_a_shard_of_another_step(tmp_path):
+    for step in (2, 3):
+        save(tmp_path, 2, step=step)
+    one, other = (tmp_path / step_name(step) / "rank_00001.h5" for step in (2, 3))
+    assert one.stat().st_size == other.stat().st_size
+    other.write_bytes(one.read_bytes())
+    with Checkpoint(other.parent) as checkpoint:
+        assert "belongs to another checkpoint" in checkpoint.problem(range(2))
+    with pytest.raises(UserError, match="belongs to another checkpoint"):
+        load(other.parent, 2)

@@ -1,0 +1,149 @@
+"""What is saved on some ranks is the same, to the last bit, on any other number of them."""
+
+import functools
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from saved import assert_same, build, load, make_adamw, save
+
+from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.checkpoint.state import require_model
+from odc_mpi.errors import UserError
+
+SIZES = (1, 2, 3, 4)
+STEP = "step_00000002"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Saves on some ranks once per type: `saved(size, dtype)` gives directory, state and buffers."""
+
+    @functools.cache
+    def get(size, dtype):
+        directory = tmp_path_factory.mktemp("saved")
+        state, buffers, warnings = save(directory, size, param_dtype=dtype)
+        assert not warnings
+        return directory / STEP, state, buffers
+
+    return get
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("writers", SIZES)
+@pytest.mark.parametrize("readers", SIZES)
+def test_any_number_of_ranks(saved, writers, readers, dtype):
+    directory, state, buffers = saved(writers, dtype)
+    loaded, loaded_buffers = load(directory, readers, param_dtype=dtype)
+    assert_same(loaded, state)
+    assert_same(loaded_buffers, buffers)
+
+
+def test_masters_are_saved_not_what_is_fetched(saved):
+    _, state, _ = saved(2, torch.bfloat16)
+    master = state["model/embedding.weight"]
+    assert master.dtype == torch.float32
+    assert not torch.equal(master, master.bfloat16().float()), "as bf16 has it"
+    assert state["model/norm.weight"].dtype == torch.bfloat16, "frozen: no master"
+
+
+def test_training_goes_on_as_if_nothing_had_been(saved, tmp_path):
+    directory, *_ = saved(1, torch.float32)
+    again, _ = load(directory, 1, steps=2)
+    once_more, _ = load(directory, 1, steps=2)
+    assert_same(again, once_more)
+    assert int(again["optimizer/step/embedding.weight"]) == 4
+
+
+def test_another_precision(saved):
+    directory, state, _ = saved(2, torch.bfloat16)
+    loaded, _ = load(directory, 2, param_dtype=torch.float32)
+    for path, value in state.items():
+        assert torch.equal(loaded[path], value.to(loaded[path].dtype)), path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("writers", [1, 4])
+def test_the_index_shows_whole_tensors(saved, writers, dtype):
+    directory, state, buffers = saved(writers, dtype)
+    shapes = {f"model/{name}": p.shape for name, p in build().named_parameters()}
+    with h5py.File(directory / "index.h5") as file:
+        names = []
+        file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+        for name in names:
+            found = file[name][()]
+            kind = file[name].attrs["dtype"]
+            if name in state:
+                shape = shapes["model/" + name.split("/", 2 if name.startswith("optimizer") else 1)[-1]]
+                wanted = state[name].reshape(shape)
+                assert kind == str(wanted.dtype).removeprefix("torch.")
+            else:
+                wanted = buffers[name.removeprefix("model/")]
+            assert found.shape == tuple(wanted.shape)
+            stored = wanted.view(torch.int16).numpy().view(np.uint16) if kind == "bfloat16" else wanted.numpy()
+            np.testing.assert_array_equal(found, stored, err_msg=name)
+        tensors = {path for path in state if not path.startswith("optimizer/step/")}
+        assert set(names) == tensors | {f"model/{name}" for name in buffers}
+
+
+def test_what_is_missing_shows_as_nan(tmp_path):
+    save(tmp_path, 3)
+    (tmp_path / STEP / "rank_00001.h5").unlink()
+    with h5py.File(tmp_path / STEP / "index.h5") as file:
+        assert any(np.isnan(item[()]).any() for item in file["model"].values())
+    with pytest.raises(UserError, match=r"rank_00001\.h5 is missing"):
+        load(tmp_path / STEP, 1)
+
+
+def test_sgd_with_and_without_momentum(tmp_path):
+    for momentum in (0.0, 0.9):
+        make = functools.partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+        state, *_ = save(tmp_path / str(momentum), 2, make=make)
+        loaded, _ = load(tmp_path / str(momentum) / STEP, 3, make=make)
+        assert_same(loaded, state)
+        assert any(path.startswith("optimizer/momentum_buffer/") for path in state) == bool(momentum)
+
+
+def test_another_optimizer_is_refused(saved):
+    directory, *_ = saved(2, torch.float32)
+    with pytest.raises(UserError, match="of the optimizer AdamW, got SGD"):
+        load(directory, 2, make=functools.partial(torch.optim.SGD, lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tied": False}, "head.weight is absent there, trainable"),
+        ({"frozen": False}, "is frozen of shape .* there, trainable of shape"),
+    ],
+)
+def test_another_model_is_refused(saved, change, words):
+    directory, *_ = saved(2, torch.float32)
+    with Checkpoint(directory) as checkpoint, pytest.raises(UserError, match=words):
+        require_model(checkpoint, build(**change))
+
+
+def test_other_shapes_are_refused(saved):
+    directory, *_ = saved(2, torch.float32)
+    other = build()
+    other.norm = torch.nn.LayerNorm(9).requires_grad_(False)
+    with Checkpoint(directory) as checkpoint, pytest.raises(UserError, match=r"norm.bias is frozen of shape \[8\]"):
+        require_model(checkpoint, other)
+
+
+def test_state_that_is_not_of_elements_is_refused(tmp_path):
+    class Rows(torch.optim.SGD):
+        elementwise = True
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["rows"] = torch.zeros(p.numel() + 1)
+
+    with pytest.raises(UserError, match="keeps rows of shape"):
+        save(tmp_path, 1, make=lambda p: Rows(p, lr=0.1))
+
+
+def test_adamw_is_the_default_here():
+    assert type(make_adamw([torch.zeros(1)])) is torch.optim.AdamW

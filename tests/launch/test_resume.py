@@ -1,0 +1,161 @@
+"""Checkpoints as a person meets them: killed and stopped runs, full disks, `odc-mpi checkpoint`."""
+
+import json
+import os
+import signal
+import subprocess
+
+import h5py
+import pytest
+import yaml
+from crash_soak import crash
+from mpi_launch import MPIEXEC, finish, odc_mpi, start
+from small_run import write_config
+
+from odc_mpi.checkpoint.commands import newest
+from odc_mpi.checkpoint.export import export
+from odc_mpi.errors import UserError
+
+CONSTANT = ("--optim.lr_scheduler_type", "constant")
+
+
+def losses(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def run_until(step, ranks, config, *arguments):
+    """Start a run that would go on for ever, and return when it has done a step."""
+    process = start(ranks, "-m", "odc_mpi", "train", "--config", config, "--run.steps", 100000, *CONSTANT, *arguments)
+    for line in process.stdout:
+        if f" {step}/100000" in line:
+            return process
+    raise AssertionError(process.stderr.read())
+
+
+@pytest.mark.parametrize("ranks", [0, 3])
+def test_a_warning_of_the_scheduler(config, tmp_path, ranks):
+    process = run_until(3, ranks, config)
+    # A launcher passes it on to its ranks; Open MPI's ends them at once on SIGTERM.
+    process.send_signal(signal.SIGUSR1 if ranks else signal.SIGTERM)
+    done = finish(process)
+    assert done.code == 75, (done.out, done.err)
+    assert "stopped as asked after step" in done.err
+    step = len(losses(tmp_path / "run"))
+    assert step >= 3 and json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == step
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{step:08d}"]
+
+
+def test_a_second_signal_does_not_wait(config):
+    process = run_until(2, 0, config, "--data.minibatch_sequences", 60)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+    assert finish(process).code in (-signal.SIGTERM, 75)
+
+
+def test_checkpoints_cannot_be_written(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    script = tmp_path / "script.py"
+    # Neither root nor the run directory itself is kept from writing: a file is where the checkpoints should be.
+    script.write_text(
+        "import sys, odc_mpi.train.saving as saving\n"
+        "saving.CHECKPOINTS = 'config.yaml'\n"
+        "from odc_mpi import cli\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    done = finish(start(2, script, "train", "--config", config, "--run.checkpoint_every", 4))
+    assert done.code == 1
+    assert done.err.count("WARNING: there is no checkpoint of step") == 2
+    assert "the last checkpoint, of step 8, could not be written" in done.err
+    assert "Traceback" not in done.err
+    assert len(losses(tmp_path / "run")) == 8
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
+def test_a_full_disk(config, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    # Room for one checkpoint and half of the next.
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", run]).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        done = odc_mpi(2, "train", "--config", config, "--run.checkpoint_every", 11, "--run.steps", 20)
+        assert done.code == 1, done.err
+        assert "No space left on device" in done.err
+        assert "the last checkpoint, of step 20, could not be written" in done.err
+        assert len(losses(run)) == 20
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000011"]
+        assert odc_mpi(0, "checkpoint", "verify", run).code == 0
+    finally:
+        subprocess.run(["umount", run], check=True)
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """The run directory of a model with tied weights, in bf16, that has saved twice."""
+    directory = tmp_path_factory.mktemp("trained")
+    config = write_config(data, directory)
+    settings = yaml.safe_load(config.read_text())
+    settings["model"]["config"]["tie_word_embeddings"] = True
+    settings["model"]["param_dtype"] = "bfloat16"
+    settings["run"] |= {"steps": 4, "checkpoint_every": 2}
+    config.write_text(yaml.safe_dump(settings))
+    done = odc_mpi(2, "train", "--config", config)
+    assert done.code == 0, done.err
+    return directory / "run"
+
+
+def test_list_and_show(trained):
+    done = odc_mpi(0, "checkpoint", "list", trained)
+    assert done.code == 0
+    assert ["step 2," in done.lines[0], "step 4," in done.lines[1]] == [True, True]
+    done = odc_mpi(0, "checkpoint", "show", trained)
+    assert done.code == 0
+    line = next(line for line in done.lines if "exp_avg/model.layers.1.mlp.up_proj.weight" in line)
+    assert "64x32" in line and "float32" in line and float(line.split()[-1]) > 0
+    done = odc_mpi(0, "checkpoint", "list", trained / "nowhere")
+    assert done.code == 2 and "Traceback" not in done.err
+
+
+def test_export_loads_in_transformers(trained, tmp_path):
+    import torch
+    import transformers
+
+    done = odc_mpi(0, "checkpoint", "export", trained, tmp_path / "bfloat16")
+    assert done.code == 0, done.err
+    with newest(trained) as checkpoint:
+        assert len(export(checkpoint, tmp_path / "float32", "float32", file_bytes=20_000)) > 4, "several files"
+        with pytest.raises(UserError, match="expected OUT to be a new directory"):
+            export(checkpoint, tmp_path / "float32")
+    for name in ("bfloat16", "float32"):
+        out, dtype = tmp_path / name, getattr(torch, name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
+        assert model.dtype == dtype and model.lm_head.weight is model.model.embed_tokens.weight
+        with h5py.File(trained / "checkpoints" / "step_00000004" / "index.h5") as file:
+            for key, value in model.state_dict().items():
+                if key != "lm_head.weight":
+                    assert torch.equal(value, torch.from_numpy(file[f"model/{key}"][()]).to(dtype)), key
+
+
+def test_verify_names_what_is_damaged(trained, tmp_path):
+    copy = tmp_path / "checkpoints"
+    subprocess.run(["cp", "-r", trained / "checkpoints", copy], check=True)
+    shard = copy / "step_00000002" / "rank_00001.h5"
+    with h5py.File(shard) as file:
+        position = file["optimizer/exp_avg/model.layers.0.mlp.up_proj.weight"].id.get_offset()
+    content = bytearray(shard.read_bytes())
+    content[position] ^= 1
+    shard.write_bytes(content)
+    done = odc_mpi(0, "checkpoint", "verify", copy)
+    assert done.code == 1
+    assert "rank_00001.h5" in done.out and "optimizer/exp_avg/model.layers.0.mlp.up_proj.weight" in done.out
+    assert "step_00000004  intact" in done.out
+
+
+def test_crashes(tmp_path):
+    """The short form of `make soak`'s."""
+    if MPIEXEC is None:
+        pytest.skip("no mpiexec")
+    crash(tmp_path, kills=2, seed=3, early_share=0)
+    assert losses(tmp_path / "run")

@@ -1,0 +1,54 @@
+"""Every way to train, side by side: that they train the same is found out by their losses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_parity import configure
+
+from odc_mpi.bench import train
+from odc_mpi.bench.plain import whole_model
+from odc_mpi.errors import AgreedError
+from odc_mpi.train.inputs import open_inputs
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def config(dataset_path):
+    """Steps that show a wrong factor at once: no clipping, and no optimizer that does not care for it."""
+    config = configure(dataset_path)
+    optim = replace(config.optim, optimizer="sgd", learning_rate=0.1, momentum=0.9, max_grad_norm=0.0)
+    return replace(config, optim=optim, data=replace(config.data, minibatch_sequences=3))
+
+
+def test_all_ways_train_the_same(world, config):
+    """Three sequences: on four ranks one has none, and pads where all have to meet."""
+    result = train.measure(world, config, steps=2, repeats=1)
+    for name in ("tokens_per_s", "quartiles", "ratio_to_fsdp2", "ratio_to_ceiling", "loss_deviation"):
+        assert set(result[name]) == set(train.CONTENDERS)
+    assert all(speed > 0 for speed in result["tokens_per_s"].values())
+    assert result["ratio_to_fsdp2"]["fsdp2"] == result["ratio_to_ceiling"]["ceiling"] == 1.0
+    assert max(result["loss_deviation"].values()) < 1e-5
+    assert len(result["losses"]) == 4
+    assert result["ranks"] == world.size
+
+
+def test_one_that_trains_something_else_is_found_out(world, config, monkeypatch):
+    monkeypatch.setattr(train.Ours, "step", lambda self: (lambda loss, tokens: (1.01 * loss, tokens))(*_step(self)))
+    with pytest.raises(AgreedError, match=r"losses of .* and fsdp2 differ by 0\.01"):
+        train.measure(world, config, steps=1, repeats=1)
+
+
+_step = train.Ours.step
+
+
+def test_the_whole_model_is_that_of_a_run(world, config):
+    settings = {**config.model.config, "tie_word_embeddings": True}
+    config = replace(config, model=replace(config.model, config=settings))
+    whole = whole_model(config)
+    built = open_inputs(config, world.rank, world.size).model
+    assert whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter.view(-1), built.weights.read(name, 0, parameter.numel()))
+    assert not any(tensor.is_meta for tensor in (*whole.parameters(), *whole.buffers()))

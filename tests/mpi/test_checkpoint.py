@@ -1,0 +1,219 @@
+"""A run that is interrupted and resumed is the run that was not; what does not fit together is refused."""
+
+import json
+import os
+import signal
+
+import h5py
+import numpy as np
+import pytest
+from test_parity import configure
+
+from odc_mpi.checkpoint.commands import verify
+from odc_mpi.checkpoint.manifest import read_manifest, step_name, steps_in
+from odc_mpi.errors import AgreedError, StoppedError, TrainingError
+from odc_mpi.train import saving
+from odc_mpi.train.trainer import train
+
+pytestmark = pytest.mark.mpi
+
+STEPS = 6
+#: So that the learning rate does not depend on the number of steps, by which runs are cut here.
+SETTINGS = {"optim.lr_scheduler_type": "constant", "comm.timeout_s": 60, "run.steps": STEPS}
+
+
+@pytest.fixture
+def run(world, shared_dir, dataset_path, request):
+    """`run(name, **settings)` trains in a directory of that name, and returns the losses of metrics.jsonl."""
+    base = shared_dir / "".join(c if c.isalnum() else "_" for c in request.node.name)
+
+    def start(name, **settings):
+        changes = {key.replace("__", "."): value for key, value in settings.items()}
+        config = configure(dataset_path, **(SETTINGS | {"run.dir": base / name} | changes))
+        train(config, world)
+        world.gather_objects(None)
+        return losses(base / name)
+
+    start.base = base
+    return start
+
+
+def losses(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "balance", "transport"),
+    [("float32", "lb_mini", "window"), ("bfloat16", "dynamic", "window"), ("float32", "lb_micro", "collective")],
+)
+def test_interrupted_and_resumed(world, run, dtype, balance, transport):
+    settings = {"model__param_dtype": dtype, "data__balance": balance, "comm__transport": transport}
+    settings["data__cost"] = "fitted"
+    if world.size == 1:
+        settings["data__cost"] = "flops"  # what is fitted depends on times
+    whole = run("whole", **settings)
+    run("cut", run__steps=2, run__checkpoint_every=2, **settings)
+    assert len(run("cut", run__steps=4, run__checkpoint_every=3, **settings)) == 4
+    cut = run("cut", run__checkpoint_every=100, **settings)
+    if world.size == 1:
+        assert cut == whole
+    else:
+        np.testing.assert_allclose(cut, whole, rtol=1e-5 if dtype == "float32" else 2e-2)
+    assert list(steps_in(run.base / "cut" / "checkpoints")) == [2, 3, 4, 6]
+    summary = json.loads((run.base / "cut" / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert [summary["loss_first"], summary["loss_last"]] == [cut[0], cut[-1]]
+    if transport == "window":
+        assert summary["collectives_per_minibatch"] == 3, "agreeing on checkpoints takes none"
+    assert summary["checkpoints_saved"] == 1 and summary["checkpoints_failed"] == 0
+    assert verify(run.base / "cut")[1] == 0
+
+
+def test_the_index_holds_what_was_trained(run):
+    run("run", run__checkpoint_every=STEPS)
+    directory = run.base / "run" / "checkpoints" / step_name(STEPS)
+    with h5py.File(directory / "index.h5") as file:
+        for path, record in read_manifest(directory).tensors.items():
+            values = file[path][()]
+            assert values.shape == record.shape
+            assert np.isfinite(values).all()
+        assert file["model/model.layers.0.mlp.up_proj.weight"].shape == (48, 32)
+        assert abs(file["optimizer/exp_avg/model.norm.weight"][()]).max() > 0
+
+
+def test_a_finished_run_is_left_alone(run, world, capsys):
+    run("run", run__checkpoint_every=STEPS)
+    before = (run.base / "run" / "summary.json").read_text()
+    world.gather_objects(None)
+    run("run", run__checkpoint_every=STEPS)
+    assert (run.base / "run" / "summary.json").read_text() == before
+    if world.rank == 0:
+        assert "nothing left to do" in capsys.readouterr().out
+
+
+def test_never_begins_anew_and_keeps_the_old(run):
+    first = run("run", run__checkpoint_every=2)
+    assert run("run", run__steps=2, run__resume="never", run__checkpoint_every=2) == pytest.approx(first[:2], rel=1e-5)
+    assert list(steps_in(run.base / "run" / "checkpoints")) == [2]
+    assert list(steps_in(run.base / "run" / "earlier-1" / "checkpoints")) == [2, 4, 6]
+    assert losses(run.base / "run" / "earlier-1") == first
+
+
+def test_a_run_that_begins_at_a_checkpoint_of_another(run, world):
+    whole = run("one", run__checkpoint_every=2)
+    path = run.base / "one" / "checkpoints" / step_name(2)
+    train_on = {"run__resume": path, "run__checkpoint_every": 1}
+    with pytest.raises(AssertionError, match="3"):
+        run("two", **train_on, run__steps=4)  # its metrics begin at step 3
+    lines = [json.loads(line) for line in (run.base / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 4]
+    np.testing.assert_allclose([line["loss"] for line in lines], whole[2:4], rtol=1e-5)
+    world.gather_objects(None)
+    with pytest.raises(AssertionError, match="3"):
+        run("two", **train_on)  # started once more, as by a scheduler: goes on, not back
+    assert list(steps_in(run.base / "two" / "checkpoints")) == [3, 4, 5, 6]
+
+
+@pytest.fixture(scope="module")
+def one_run(world, shared_dir, dataset_path):
+    """A run of two steps that has saved."""
+    changes = {"run.dir": shared_dir / "refused" / "one", "run.steps": 2, "run.checkpoint_every": 2}
+    train(configure(dataset_path, **(SETTINGS | changes)), world)
+    world.gather_objects(None)
+    return shared_dir / "refused" / "one"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model__config__hidden_size": 40}, "of another model"),
+        ({"optim__optimizer": "sgd"}, "of the optimizer AdamW, got SGD"),
+        ({"run__seed": 1}, "run.seed: expected 0"),
+        ({"run__resume": "/nowhere"}, "got /nowhere"),
+        ({"run__steps": 1, "run__resume": "one", "run__dir": "other"}, "run.steps: expected more than the 2"),
+    ],
+    ids=["model", "optimizer", "seed", "path", "steps"],
+)
+def test_what_does_not_fit_is_refused(run, one_run, settings, words):
+    settings = {"run__dir": one_run} | {
+        key: one_run.with_name(value) if value in ("one", "other") else value for key, value in settings.items()
+    }
+    before = sorted(one_run.rglob("*"))
+    with pytest.raises(AgreedError, match=words):
+        run("unused", **settings)
+    assert sorted(one_run.rglob("*")) == before, "nothing was touched"
+
+
+def test_other_data_is_refused(run, one_run, world, dataset_path, shared_dir):
+    other = shared_dir / "other.h5"
+    if world.rank == 0:
+        other.write_bytes(dataset_path.read_bytes())
+        with h5py.File(other, "a") as file:
+            file.attrs["vocabulary"] = "another"
+    world.gather_objects(None)
+    with pytest.raises(AgreedError, match="was trained on other data"):
+        run("unused", run__dir=one_run, data__path=other)
+
+
+def test_the_newest_is_damaged(run, world, capfd):
+    damage = ("cut", "missing", "manifest", "swapped")[world.size % 4]
+    run("run", run__steps=4, run__checkpoint_every=2)
+    old, new = (run.base / "run" / "checkpoints" / step_name(step) for step in (2, 4))
+    shard = new / f"rank_{world.size - 1:05d}.h5"
+    world.gather_objects(None)
+    if world.rank == 0:
+        if damage == "cut":
+            shard.write_bytes(shard.read_bytes()[:-1])
+        elif damage == "swapped":
+            shard.write_bytes((old / shard.name).read_bytes())
+        else:
+            (shard if damage == "missing" else new / "manifest.json").unlink()
+    world.gather_objects(None)
+    assert len(run("run", run__steps=4, run__checkpoint_every=2)) == 4
+    if world.rank == 0:
+        assert "WARNING" in capfd.readouterr().out
+    assert verify(run.base / "run")[1] == 0
+    assert list(steps_in(run.base / "run" / "earlier-1" / "checkpoints")) == [4], "nothing is thrown away"
+
+
+def test_all_are_damaged(run, world):
+    run("run", run__steps=2, run__checkpoint_every=2)
+    if world.rank == 0:
+        (run.base / "run" / "checkpoints" / step_name(2) / "rank_00000.h5").unlink()
+    world.gather_objects(None)
+    with pytest.raises(AgreedError, match="expected a complete checkpoint, got none among 1"):
+        run("run")
+
+
+def test_stop_is_told_to_one_rank(run, world, monkeypatch):
+    def told(self, minibatch):
+        if world.rank == world.size - 1 and minibatch.values["microbatches"] and not self._stop.told:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return tell(self, minibatch)
+
+    tell = saving.Saving.tell
+    monkeypatch.setattr(saving.Saving, "tell", told)
+    with pytest.raises(StoppedError, match="after step 1, which is saved"):
+        run("run")
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    world.gather_objects(None)
+    monkeypatch.undo()
+    assert len(run("run")) == STEPS
+    assert list(steps_in(run.base / "run" / "checkpoints")) == [1]
+
+
+def test_a_rank_that_cannot_write(run, world, monkeypatch, capfd):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    if world.rank == world.size - 1:
+        monkeypatch.setattr("odc_mpi.checkpoint.saver.write_shard", full)
+    with pytest.raises(TrainingError, match="the last checkpoint, of step 6, could not be written"):
+        run("run", run__checkpoint_every=2)
+    assert len(losses(run.base / "run")) == STEPS, "the training went on"
+    assert list((run.base / "run" / "checkpoints").iterdir()) == []
+    if world.rank == 0:
+        told = capfd.readouterr().err
+        assert told.count("WARNING: there is no checkpoint of step") == 3

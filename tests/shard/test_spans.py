@@ -1,0 +1,69 @@
+import itertools
+import time
+
+import pytest
+import torch
+from ranks import LateTransport, run_ranks
+from torch import nn
+
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.shard.spans import KINDS, Spans
+
+
+def test_seconds_add_up_whether_spans_are_kept_or_not():
+    spans = Spans()
+    began = time.perf_counter() - 2.0
+    spans.add("fetch", began)
+    assert spans.take() == [], "nobody asked for them"
+    spans.keep()
+    spans.add("fetch", began)
+    spans.add("A", began + 1.0)
+    assert spans.seconds["fetch"] == pytest.approx(4.0, abs=0.1)
+    assert spans.seconds["A"] == pytest.approx(1.0, abs=0.1)
+    assert spans.seconds.keys() == set(KINDS)
+    first, second = spans.take()
+    assert (first.kind, first.began) == ("fetch", began)
+    assert second.ended - second.began == pytest.approx(1.0, abs=0.1)
+    assert spans.take() == [], "taken once"
+    spans.add("B", began)
+    assert [span.kind for span in spans.take()] == ["B"], "still kept"
+
+
+def test_a_span_costs_less_than_a_microsecond():
+    spans, rounds = Spans(), 20_000
+
+    def seconds():
+        spans.keep()
+        began = time.perf_counter()
+        for _ in range(rounds):
+            spans.add("fetch", began)
+        return (time.perf_counter() - began) / rounds
+
+    assert min(seconds() for _ in range(5)) < 1e-6
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_what_a_model_waits_for_is_kept_in_order_and_adds_up(prefetch):
+    def work(transport):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)).double()
+        model = ShardedModel(module, transport, units=[nn.Linear], prefetch=prefetch)
+        before = dict(model.spans.seconds)
+        model.spans.keep()
+        with model.minibatch():
+            model(torch.ones(2, 4).double()).sum().backward()
+        model.clip_grad_norm_(1.0)
+        model.publish()
+        kept = model.spans.take()
+        waits = {kind: model.spans.seconds[kind] - before[kind] for kind in KINDS}
+        told = (model.fetch_wait_s, model.accumulate_wait_s, model.boundary_wait_s)
+        totals = dict(model.spans.seconds)
+        model.close()
+        return kept, waits, told, totals
+
+    for kept, waits, told, totals in run_ranks(2, work, transport=LateTransport):
+        for kind in KINDS:
+            assert sum(s.ended - s.began for s in kept if s.kind == kind) == pytest.approx(waits[kind], abs=1e-9)
+            assert waits[kind] > 0
+        assert [span.kind for span in kept][-3:] == ["A", "N", "B"]
+        assert all(a.began <= a.ended <= b.began for a, b in itertools.pairwise(kept))
+        assert told == pytest.approx((totals["fetch"], totals["accumulate"], totals["A"] + totals["N"] + totals["B"]))

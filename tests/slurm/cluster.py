@@ -1,0 +1,129 @@
+"""A Slurm cluster of two nodes on this machine, for tests.
+
+By hand, a program beside the cluster, a shell by default; what it submits runs on node0 and node1:
+
+    python tests/slurm/cluster.py [PROGRAM ...]
+
+Everything lives in one PID namespace with private mounts, network and host names (`daemons.py`). The kernel ends all
+of it together with its first process, and that with this one, however it ends: there is nothing to clean up.
+"""
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE.parent / "launch"), str(HERE.parent / "hosts")]
+from mpi_launch import MPIEXEC, ROOT, Finished, environment  # noqa: E402
+from two_hosts import NETWORK  # noqa: E402
+
+PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv", "mount")
+#: States that a job does not leave by itself.
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+#: For the whole cluster to come up, in seconds.
+START_S = 60.0
+
+
+def missing():
+    """Say why there can be no Slurm here; None if there can."""
+    if os.geteuid() != 0:
+        return "a Slurm of its own needs root"
+    for program in PROGRAMS:
+        if shutil.which(program) is None:
+            return f"a Slurm needs the program {program} (Debian: slurm-wlm, munge, libpmix-dev, iproute2, util-linux)"
+    if MPIEXEC is None:
+        return "no mpiexec beside python or on the PATH"
+    if os.cpu_count() < 2:
+        return "a Slurm that binds two tasks of a node needs two cores"
+    tried = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", "--net", "--uts", "true"], capture_output=True, text=True
+    )
+    if tried.returncode:
+        return f"a Slurm of its own needs the right to make namespaces: {tried.stderr.strip()}"
+    return None
+
+
+def srun_mpi():
+    """What srun --mpi is for the MPI library of these tests."""
+    version = subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True, timeout=20).stdout
+    return "pmi2" if "HYDRA" in version else "pmix"
+
+
+class Cluster:
+    """Slurm on two nodes; running from the start to the end of a `with` block."""
+
+    def __enter__(self):
+        # The outermost dies with this thread, its child with it, and with that one, a namespace's first, all the rest.
+        namespaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--net", "--uts", "--ipc"]
+        self._process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *namespaces, sys.executable, HERE / "daemons.py"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        told = select.select([self._process.stdout], [], [], START_S)[0] and self._process.stdout.readline()
+        if told != "ready\n":
+            os.kill(self._process.pid, signal.SIGKILL)
+            raise RuntimeError(f"Slurm did not start within {START_S:g} s: {told}{self._process.stdout.read()}")
+        self.first = int(Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()[0])
+        return self
+
+    def __exit__(self, *_):
+        # Not the outermost: the first of a PID namespace is gone, to its parent, only when all others are.
+        if self._process.poll() is None:
+            os.kill(self.first, signal.SIGKILL)
+            self._process.wait(timeout=20)
+        self._process.stdout.close()
+
+    def run(self, *command, cwd=ROOT, timeout_s=60, pipe=True, **env):
+        """Run a program beside the daemons, such as sbatch."""
+        enter = ["nsenter", "--target", str(self.first), "--mount", "--uts", "--net", "--pid", "--ipc"]
+        began = time.monotonic()
+        done = subprocess.run(
+            [*enter, f"--wdns={cwd}", "--", *map(str, command)],
+            capture_output=pipe,
+            text=True,
+            stdin=subprocess.DEVNULL if pipe else None,
+            timeout=timeout_s,
+            env=self._environment(env),
+        )
+        return Finished(done.returncode, done.stdout or "", done.stderr or "", time.monotonic() - began)
+
+    def _environment(self, changes):
+        own = {
+            name: value for name, value in environment(**NETWORK).items() if not name.startswith(("SLURM", "SBATCH"))
+        }
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # odc-mpi and mpiexec of this environment
+        return own | {"SLURM_CONF": "/run/slurm/slurm.conf", "SLURM_MPI_TYPE": srun_mpi(), "PATH": path} | changes
+
+    def show(self, job):
+        """What `scontrol show job` tells."""
+        words = self.run("scontrol", "--oneliner", "show", "job", job).out.split()
+        return dict(word.partition("=")[::2] for word in words)
+
+    def wait(self, job, timeout_s=90, states=frozenset(ENDED)):
+        """Wait until a job is in one of some states; return what is known of it."""
+        deadline = time.monotonic() + timeout_s
+        while (facts := self.show(job)).get("JobState") not in states:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"job {job} did not come to {sorted(states)} within {timeout_s:g} s: {facts}")
+            time.sleep(0.5)
+        return facts
+
+
+def main():
+    reason = missing()
+    if reason is not None:
+        raise SystemExit(reason)
+    with Cluster() as cluster:
+        return cluster.run(*(sys.argv[1:] or ["bash"]), pipe=False, timeout_s=None).code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The first process of the PID namespace that a Slurm cluster of this machine lives in; `cluster.py` starts it.
+
+It makes the two nodes, starts Slurm, says "ready" and then waits for its end.
+
+Network, mounts and host names are private to this process and its children. All talk goes over this network's loopback;
+each node has a /dev/shm and a scratch directory of its own, other files are common, as on a cluster. Slurm's own files
+are in /run, which is memory here.
+"""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+NODES = ("node0", "node1")
+ADDRESSES = {"controller": "10.77.0.10", "node0": "10.77.0.11", "node1": "10.77.0.12"}
+#: Where each node finds a directory that the other does not see.
+SCRATCH = "/run/scratch"
+#: What Slurm reads and writes.
+SLURM = Path("/run/slurm")
+#: For each of the daemons to answer, in seconds.
+START_S = 20.0
+
+#: Nothing here asks for control groups, which may be missing. Each node has all of this machine's cores, or binding to
+#: them would fail, and up to three jobs share each, so that one that waits does not idle the machine.
+SLURM_CONF = """
+ClusterName=odc
+SlurmctldHost=controller({controller})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+# A job that is put into the queue again waits until its credential has expired.
+AuthInfo=socket={directory}/munge.socket,cred_expire=5
+SlurmctldPort=7001
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmctldLogFile={directory}/slurmctld.log
+StateSaveLocation={directory}/state
+SlurmdPidFile={directory}/%n.pid
+SlurmdLogFile={directory}/%n.log
+SlurmdSpoolDir={directory}/spool-%n
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/affinity
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+KillWait=5
+OverTimeLimit=0
+MinJobAge=3600
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:3
+"""
+NODE = (
+    "NodeName={name} NodeHostname=controller NodeAddr={address} Port={port} CPUs={cores} RealMemory=1000 State=UNKNOWN"
+)
+
+
+def run(*command):
+    subprocess.run(command, check=True, timeout=20)
+
+
+def wait_until(is_so, what):
+    deadline = time.monotonic() + START_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            logs = [f"{path}:\n{path.read_text()[-2000:]}" for path in SLURM.glob("*.log")]
+            raise SystemExit("\n".join([f"{what} did not come up within {START_S:g} s", *logs]))
+        time.sleep(0.05)
+
+
+def make_machine():
+    """Give this process what a machine has of its own: /run, /dev/shm, names, a network that is loopback alone."""
+    for place in (str(Path("/var/run").resolve()), "/dev/shm"):
+        run("mount", "-t", "tmpfs", "tmpfs", place)
+    SLURM.mkdir()
+    names = SLURM / "hosts"
+    names.write_text("127.0.0.1 localhost\n" + "".join(f"{at} {name}\n" for name, at in ADDRESSES.items()))
+    run("mount", "--bind", str(names), "/etc/hosts")
+    run("hostname", "controller")
+    # What a host sends to an address of its own goes over loopback, but MPI libraries want to see another interface.
+    run("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "unused")
+    for address in ADDRESSES.values():
+        run("ip", "addr", "add", f"{address}/24", "dev", "eth0")
+    for interface in ("lo", "eth0", "unused"):
+        run("ip", "link", "set", interface, "up")
+
+
+def write_configuration():
+    ports = dict(zip(NODES, (7010, 7011), strict=True))  # each slurmd listens at all addresses
+    nodes = "\n".join(
+        NODE.format(name=name, address=ADDRESSES[name], port=ports[name], cores=os.cpu_count()) for name in NODES
+    )
+    settings = SLURM_CONF.format(directory=SLURM, nodes=nodes, controller=ADDRESSES["controller"])
+    (SLURM / "slurm.conf").write_text(settings)
+    (SLURM / "mpi.conf").write_text(f"PMIxCliTmpDirBase={SCRATCH}\n")
+    for name in ("state", *(f"spool-{name}" for name in NODES)):
+        (SLURM / name).mkdir()
+    key = SLURM / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+
+
+def start_munge():
+    names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    run("munged", "--force", *(f"--{option}={SLURM}/munge.{name}" for option, name in names.items()))
+    wait_until((SLURM / "munge.socket").exists, "munged")
+
+
+def start_slurm():
+    subprocess.Popen(["slurmctld", "-D"], stderr=subprocess.DEVNULL)  # its log has the same
+    Path(SCRATCH).mkdir()
+    for name in NODES:
+        # Both would find each other's PMIx server and shared memory; so each gets mounts of its own.
+        own = (
+            f"hostname {name}; mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs {SCRATCH}; export TMPDIR={SCRATCH};"
+        )
+        subprocess.Popen(["unshare", "--mount", "--uts", "sh", "-c", f"{own} exec slurmd -D -N {name} 2> /dev/null"])
+    wait_until(lambda: idle_nodes() == len(NODES), "Slurm")
+
+
+def idle_nodes():
+    told = subprocess.run(["sinfo", "-h", "-o", "%T %D"], capture_output=True, text=True, timeout=20).stdout
+    return sum(int(words[1]) for words in map(str.split, told.splitlines()) if words[0] == "idle")
+
+
+def main():
+    os.environ["SLURM_CONF"] = str(SLURM / "slurm.conf")
+    make_machine()
+    write_configuration()
+    start_munge()
+    start_slurm()
+    print("ready", flush=True)
+    while True:  # the first process inherits all whose parents are gone
+        try:
+            os.wait()
+        except ChildProcessError:
+            raise SystemExit("all daemons have ended") from None
+
+
+if __name__ == "__main__":
+    main()

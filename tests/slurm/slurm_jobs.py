@@ -1,0 +1,66 @@
+"""Jobs for the tests: a training that takes some seconds, submitted with the templates."""
+
+import json
+import time
+
+from mpi_launch import ROOT
+from small_run import write_config
+
+#: Of every training here: long enough to be met in the middle.
+STEPS = 120
+#: For any job to end, those before it in the queue included, in seconds. Every rank imports torch on two shared cores.
+LIMIT_S = 300
+
+
+class Directory:
+    """A directory in which jobs run, with a configuration; on one rank for each job and node unless told otherwise.
+
+    Args:
+        cluster: That runs them.
+        path: Of the directory.
+        data: The data set.
+    """
+
+    def __init__(self, cluster, path, data):
+        self.cluster = cluster
+        self.path = path
+        self.config = write_config(data, path)
+
+    def submit(self, template, *arguments, options=(), **env):
+        """Submit one of jobs/; return the job's number."""
+        small = ["--parsable", "--ntasks-per-node=1", "--cpus-per-task=1", *options]
+        done = self.cluster.run(
+            "sbatch", *small, ROOT / "jobs" / f"{template}.sbatch", *arguments, cwd=self.path, **env
+        )
+        assert done.code == 0, done.err
+        return int(done.out)
+
+    def train(self, template, *arguments, **options):
+        """Submit a training under its own name."""
+        return self.submit(template, "--config", self.config, "--run.steps", STEPS, *arguments, **options)
+
+    def finish(self, job, state="COMPLETED", timeout_s=LIMIT_S):
+        """Wait for the end of a job, which has to be this one; return its output."""
+        facts = self.cluster.wait(job, timeout_s)
+        told = "".join(path.read_text() for path in self.path.glob(f"*-{job}.out"))
+        assert facts["JobState"] == state, f"{facts}\n{told}"
+        return told
+
+    def steps(self, run="run"):
+        """The lines of a run's metrics.jsonl, so far."""
+        path = self.path / run / "metrics.jsonl"
+        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def losses(self, run="run"):
+        return [line["loss"] for line in self.steps(run)]
+
+    def summary(self, run="run"):
+        return json.loads((self.path / run / "summary.json").read_text())
+
+    def wait_for_steps(self, number, run="run", timeout_s=LIMIT_S):
+        """Wait until a run has done so many steps."""
+        deadline = time.monotonic() + timeout_s
+        while len(self.steps(run)) < number:
+            assert time.monotonic() < deadline, f"{run}: {len(self.steps(run))} steps in {timeout_s} s"
+            time.sleep(0.05)
