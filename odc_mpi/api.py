@@ -8,9 +8,11 @@ from torch import nn
 
 from odc_mpi.comm.collective import CollectiveTransport
 from odc_mpi.comm.decision import Decision, Wishes, decide, decide_collective
+from odc_mpi.comm.device import Device, find_device
 from odc_mpi.comm.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
 from odc_mpi.comm.probe import quick_report
 from odc_mpi.comm.reduction import AccumulateReduction, Reduction
+from odc_mpi.comm.staged import StagedTransport
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.window import WindowTransport
 from odc_mpi.comm.world import World
@@ -32,6 +34,8 @@ def shard_model(
     weights: Weights | None = None,
     decision: Decision | None = None,
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
+    device: str = "cpu",
+    optimizer_device: str = "cpu",
 ) -> ShardedModel:
     """Move a module's parameters into MPI windows, a shard on every rank. Collective.
 
@@ -53,19 +57,25 @@ def shard_model(
             `decide_for(world, transport="collective")` the model does what FSDP does, for comparison: every rank must
             then run the same number of microbatches, with `ShardedModel.padding` if need be, and nothing is prefetched.
         mailbox_bytes: Where gradients go through a mailbox: memory of this rank for those on their way to it.
+        device: Where the model computes: cpu, or cuda, of a node's GPUs the one with this rank's local number. The
+            shards are on the host all the same; a GPU holds no parameters but those of the units in use.
+        optimizer_device: cpu, or cuda: the slices to optimize are then on the GPU, with whatever the optimizer keeps.
 
     Returns:
         The model. Gradients of all microbatches of all ranks are summed.
 
     Raises:
         ValueError: Nothing to train, units that match nothing, parameters without values or of mixed types.
-        UserError: Too little shared memory for the windows.
+        UserError: Too little shared memory for the windows; no such device.
     """
+    computing = world.agree(lambda: _device(device, optimizer_device, world.local_rank))
     if param_dtype is None:
         param_dtype = _own_dtype(module)
     if reduce_dtype is None:
         reduce_dtype = torch.promote_types(param_dtype, torch.float32)
     transport = _transport(world, param_dtype, reduce_dtype, decision or decide_for(world), mailbox_bytes)
+    if computing is not None:
+        transport = StagedTransport(transport, computing)
     model = ShardedModel(
         module,
         transport,
@@ -73,6 +83,7 @@ def shard_model(
         weights=weights,
         activation_checkpointing=activation_checkpointing,
         prefetch=prefetch,
+        optimizer_device=transport.device if optimizer_device == "cuda" else None,
     )
     # Before the windows go, the slices must let go of them.
     world.on_close(model.close)
@@ -108,6 +119,15 @@ def decide_for(
         return decide_collective(wishes)
     report = quick_report(world)
     return world.agree(lambda: decide(report, wishes))
+
+
+def _device(device: str, optimizer_device: str, local_rank: int) -> Device | None:
+    for setting, value in (("run.device", device), ("optim.device", optimizer_device)):
+        if value not in ("cpu", "cuda"):
+            raise UserError(f"{setting}: expected cpu or cuda, got {value}")
+    if optimizer_device == "cuda" and device == "cpu":
+        raise UserError("optim.device: cuda goes with run.device cuda, got run.device cpu: set optim.device to cpu")
+    return find_device(device, local_rank)
 
 
 def _transport(

@@ -87,7 +87,8 @@ class TrainingState:
             for key in sorted(keys):
                 path = f"{OPTIMIZER}/{key}/{name}"
                 if path in manifest.tensors:
-                    state[key] = _resume_tensor(checkpoint, path, own[name].start, own[name].stop)
+                    stored = _resume_tensor(checkpoint, path, own[name].start, own[name].stop)
+                    state[key] = stored.to(parameter.device)
             for key, values in manifest.scalars.items():
                 if name in values:
                     state[key] = torch.tensor(values[name], dtype=torch.get_default_dtype())

@@ -6,17 +6,30 @@ back. Such a buffer is set aside and used again only when nobody looks at it any
 unit's parameters, at worst it costs memory.
 """
 
+import threading
+from collections.abc import Callable
+
 import torch
 
 
+def host_memory(num_bytes: int) -> torch.Tensor:
+    """Return plain host memory, `[num_bytes]` uint8, its content undefined. Local."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
 class BufferPool:
-    """Lends flat host buffers and takes them back.
+    """Lends flat buffers and takes them back. Any thread may call it.
+
+    Args:
+        memory: Makes memory of a number of bytes, as a uint8 tensor.
 
     Attributes:
         peak_bytes: The most memory that the pool ever held, lent or idle, in bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Callable[[int], torch.Tensor] = host_memory) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
         self._idle: list[torch.Tensor] = []
         self._lent: dict[int, torch.Tensor] = {}
         self._held_bytes = 0
@@ -25,24 +38,27 @@ class BufferPool:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Lend a buffer of `[numel]`, its content undefined. Local."""
         num_bytes = max(1, numel) * dtype.itemsize
-        whole = self._fitting(num_bytes)
-        if whole is None:
-            self._drop_one_unseen()
-            whole = torch.empty(num_bytes, dtype=torch.uint8)
-            self._held_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self._held_bytes)
-        self._lent[whole.untyped_storage().data_ptr()] = whole
+        with self._lock:
+            whole = self._fitting(num_bytes)
+            if whole is None:
+                self._drop_one_unseen()
+                whole = self._memory(num_bytes)
+                self._held_bytes += num_bytes
+                self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+            self._lent[whole.untyped_storage().data_ptr()] = whole
         # Not a view of `whole`: autograd would track views, and two tensors over one storage are all that is meant.
-        return torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), 0, (numel,), (1,))
+        return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), 0, (numel,), (1,))
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Take a lent buffer back. Local."""
-        self._idle.append(self._lent.pop(buffer.untyped_storage().data_ptr()))
+        with self._lock:
+            self._idle.append(self._lent.pop(buffer.untyped_storage().data_ptr()))
 
     def clear(self) -> None:
         """Let go of all idle buffers. Local."""
-        self._held_bytes -= sum(whole.numel() for whole in self._idle)
-        self._idle.clear()
+        with self._lock:
+            self._held_bytes -= sum(whole.numel() for whole in self._idle)
+            self._idle.clear()
 
     def _fitting(self, num_bytes: int) -> torch.Tensor | None:
         """Take the smallest idle buffer that is large enough and that nobody looks at."""

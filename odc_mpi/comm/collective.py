@@ -147,7 +147,7 @@ class CollectiveTransport(Transport):
         shard, element = self._parameters[index], _MOVED[self.param_dtype.itemsize]
         assert buffer.numel() == self.size * shard.numel()
         comm = self._gathers[index % len(self._gathers)]
-        self.num_collectives += 1
+        self._num_collectives += 1
         request = comm.Iallgather([_raw(shard), element], [_raw(buffer), element])
         return _Gather(self._world, request, f"gathering unit {self.layouts[index].name}", buffer)
 
@@ -166,7 +166,7 @@ class CollectiveTransport(Transport):
         counts = [stop - first for first, stop in map(layout.owned, range(self.size))]
         own = self._results.take(counts[self.rank], self.reduce_dtype)
         comm = self._scatters[index % len(self._scatters)]
-        self.num_collectives += 1
+        self._num_collectives += 1
         request = comm.Ireduce_scatter([gradient.numpy(), element], [own.numpy(), element], counts, MPI.SUM)
         what = f"reducing the gradient of unit {layout.name}"
         reduce = _Reduce(self._world, request, what, gradient, functools.partial(self._add, index, own))
@@ -178,15 +178,15 @@ class CollectiveTransport(Transport):
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
         while self._reduces:
             self._reduces.popleft().wait()
-        self.num_collectives += 1
+        self._num_collectives += 1
         return self._meeting_points.gradients_complete(report)
 
     def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:  # noqa: D102
-        self.num_collectives += 1
+        self._num_collectives += 1
         return self._meeting_points.norm(values)
 
     def publish_parameters(self) -> None:  # noqa: D102
-        self.num_collectives += 1
+        self._num_collectives += 1
         self._meeting_points.parameters_published()
 
     def broadcast(self, tensor: torch.Tensor) -> None:  # noqa: D102

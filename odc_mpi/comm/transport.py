@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.buffers import BufferPool, host_memory
 
 #: What may travel as parameters: any floating-point type, as bytes.
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -70,7 +70,6 @@ class Transport(ABC):
 
     Attributes:
         buffers: Where fetches land; its peak tells the parameter memory beyond the shards.
-        num_collectives: Collective operations so far: those at the ordering points, and fetches and pushes that are.
     """
 
     #: What `comm.transport` calls it.
@@ -82,6 +81,8 @@ class Transport(ABC):
     #: Whether fetches and pushes need nothing of other ranks. If not, they are collective: every rank makes the same
     #: ones in the same order, so that what is fetched must not depend on what happens to be there still.
     one_sided: bool = True
+    #: Where fetched arrays land and pushed gradients lie: where the model computes. Shards are on the host.
+    device: torch.device = torch.device("cpu")
 
     def __init__(self, rank: int, size: int, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         if param_dtype not in PARAMETER_DTYPES:
@@ -94,7 +95,12 @@ class Transport(ABC):
         self.reduce_dtype = reduce_dtype
         self.buffers = BufferPool()
         self.layouts: tuple[Layout, ...] = ()
-        self.num_collectives = 0
+        self._num_collectives = 0
+
+    @property
+    def num_collectives(self) -> int:
+        """Collective operations so far: those at the ordering points, and fetches and pushes that are. Local."""
+        return self._num_collectives
 
     @abstractmethod
     def allocate(self, layouts: Sequence[Layout]) -> None:
@@ -157,10 +163,30 @@ class Transport(ABC):
             microbatch: Its number in this minibatch, from 1; 0 outside of microbatches.
         """
 
+    def memory(self, num_bytes: int) -> torch.Tensor:
+        """Return memory on `device`, `[num_bytes]` uint8, its content undefined. Local."""
+        return host_memory(num_bytes)
+
+    def hand_over(self, memory: torch.Tensor) -> None:  # noqa: B027 - host memory is as it looks
+        """Tell what the next fetch into some memory, or push from it, comes after. Local.
+
+        To be called by the thread that computes, once it has given the device all that uses the memory, and before
+        `start_fetch` or `accumulate`, which another thread may call.
+
+        Args:
+            memory: What the operation will fill or read.
+        """
+
     def fetch(self, index: int) -> "Fetch":
         """Start to fetch a whole array. One-sided."""
-        buffer = self.buffers.take(self.layouts[index].numel, self.param_dtype)
+        buffer = self.take(index)
         return Fetch(buffer, self.start_fetch(index, buffer))
+
+    def take(self, index: int) -> torch.Tensor:
+        """Return a buffer to fetch an array into, handed over already. Local, by the thread that computes."""
+        buffer = self.buffers.take(self.layouts[index].numel, self.param_dtype)
+        self.hand_over(buffer)
+        return buffer
 
     def release(self, fetched: torch.Tensor) -> None:
         """Give back what a fetch returned. Local. Tensors that still look at it keep the memory until they are gone."""
@@ -260,7 +286,7 @@ class LocalTransport(Transport):
         return self._exchange(values).sum(axis=0)
 
     def publish_parameters(self) -> None:  # noqa: D102
-        self.num_collectives += 1
+        self._num_collectives += 1
         self._group.barrier.wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:  # noqa: D102
@@ -278,7 +304,7 @@ class LocalTransport(Transport):
         self._group.gradients[self.rank].clear()
 
     def _exchange(self, values: np.ndarray) -> np.ndarray:
-        self.num_collectives += 1
+        self._num_collectives += 1
         self._group.board[self.rank] = values.copy()
         self._group.barrier.wait()
         everyone = np.stack([np.asarray(values) for values in self._group.board])

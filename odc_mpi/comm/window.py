@@ -126,18 +126,18 @@ class WindowTransport(Transport):
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
         self.note("flushing gradients")
         self._reducing.flush()
-        self.num_collectives += 1
+        self._num_collectives += 1
         reports = self._points.gradients_complete(report)
         self._reducing.complete()
         return reports
 
     def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:  # noqa: D102
-        self.num_collectives += 1
+        self._num_collectives += 1
         return self._points.norm(values)
 
     def publish_parameters(self) -> None:  # noqa: D102
         self._sync()
-        self.num_collectives += 1
+        self._num_collectives += 1
         self._points.parameters_published()
         self._sync()
 

@@ -6,7 +6,7 @@ plan: no communication. A rank reads only its own sequences from the file, each 
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,17 @@ class Batch:
     num_tokens: int
     num_input_tokens: int
     indices: npt.NDArray[np.int64]
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch with its tokens on a device; bounds of sequences are wanted on the host. Local."""
+        if device.type == "cpu":
+            return self
+        bounds = ("cu_seq_lens_q", "cu_seq_lens_k")
+        moved = {
+            name: value.to(device) if isinstance(value, torch.Tensor) and name not in bounds else value
+            for name, value in self.inputs.items()
+        }
+        return replace(self, inputs=moved)
 
 
 @dataclass(frozen=True)

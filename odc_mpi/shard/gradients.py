@@ -31,7 +31,6 @@ class GradientPusher:
         spans: Told when the computation pushes, or waits for pushes.
 
     Attributes:
-        finite: Whether every gradient pushed since `start` was finite.
         padding: Whether gradients count as zeros, whatever they are.
     """
 
@@ -39,11 +38,16 @@ class GradientPusher:
         self._transport = transport
         self._spans = spans or Spans()
         self._thread = CommunicationThread("odc_mpi-push") if in_thread and transport.threads else None
-        self._buffers = BufferPool()
+        self._buffers = BufferPool(transport.memory)
         self._on_the_way: deque[tuple[Pending, torch.Tensor]] = deque()
         self._open = False
-        self.finite = True
+        self._finite: torch.Tensor | None = None
         self.padding = False
+
+    @property
+    def finite(self) -> bool:
+        """Whether every gradient pushed since `start` was finite. Local; waits for the device to tell."""
+        return self._finite is None or bool(self._finite)
 
     @property
     def accumulate_wait_s(self) -> float:
@@ -53,7 +57,7 @@ class GradientPusher:
     def start(self) -> None:
         """Allow pushes: a minibatch begins. Local."""
         self._open = True
-        self.finite = True
+        self._finite = None
 
     def push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
         """Start to add gradients into their owners' shards. One-sided.
@@ -75,8 +79,7 @@ class GradientPusher:
             flat = self._flatten(pieces)
             if self.padding:
                 flat.zero_()
-            low, high = torch.aminmax(flat)
-            self.finite &= bool(torch.isfinite(low) & torch.isfinite(high))
+            self._look_at(flat)
             self._send(unit.indices[array], flat, pieces[0][0].start)
 
     def finish(self) -> None:
@@ -103,9 +106,16 @@ class GradientPusher:
             flat[start:filled].view(slot.spec.shape).copy_(dense)
         return flat
 
+    def _look_at(self, flat: torch.Tensor) -> None:
+        """Note whether a gradient is finite, without asking: on a device the answer comes when the kernels are done."""
+        low, high = torch.aminmax(flat)
+        finite = torch.isfinite(low) & torch.isfinite(high)
+        self._finite = finite if self._finite is None else self._finite & finite
+
     def _send(self, index: int, flat: torch.Tensor, start: int) -> None:
         began = time.perf_counter()
         push = self._transport.accumulate
+        self._transport.hand_over(flat)
         pending = self._thread.start(push, index, flat, start) if self._thread else push(index, flat, start)
         self._on_the_way.append((pending, flat))
         self._spans.add("accumulate", began)

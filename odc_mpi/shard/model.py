@@ -89,6 +89,7 @@ class ShardedModel:
         activation_checkpointing: Keep only the inputs of each unit for the backward, and run its forward again there.
         prefetch: How many units to fetch ahead of their use, where the transport can. With 0 no thread is started;
             with 1 or more, gradients are pushed from a thread, too.
+        optimizer_device: Where this rank's slices are optimized; by default on the host, where the shards are.
 
     Raises:
         ValueError: Nothing to train, a choice of units that matches nothing, parameters without values or complex, an
@@ -109,6 +110,7 @@ class ShardedModel:
         weights: Weights | None = None,
         activation_checkpointing: bool = False,
         prefetch: int = 0,
+        optimizer_device: torch.device | None = None,
     ) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch: expected a number of units, 0 or more, got {prefetch}")
@@ -121,13 +123,13 @@ class ShardedModel:
         self.spans = Spans()
         self.units, layouts = _layouts(parts, transport.size)
         transport.allocate(layouts)
-        self._slices = OwnSlices(transport, layouts)
+        self._slices = OwnSlices(transport, layouts, optimizer_device or torch.device("cpu"))
         self._ready = ReadyUnits(transport, prefetch, self.spans)
         self._pusher = GradientPusher(transport, in_thread=prefetch > 0, spans=self.spans)
         calls, saved = UnitCalls(self._ready, self._push), SavedTensors(self._ready)
         self._slices.load(weights or ModuleWeights(parts, transport))
         replicate(module, transport)
-        self._guard = place_on_demand(places, self.units, transport.param_dtype, calls)
+        self._guard = place_on_demand(places, self.units, transport, calls)
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, calls, saved, activation_checkpointing)
         module.register_forward_pre_hook(lambda *_: self._ready.start_microbatch())
@@ -167,6 +169,11 @@ class ShardedModel:
         Views, empty where this rank owns nothing; they change from point A to B, and not otherwise.
         """
         return self._slices.everything()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes, and its inputs have to be. Local."""
+        return self._transport.device
 
     @property
     def layouts(self) -> list[FlatLayout]:

@@ -44,18 +44,21 @@ class StateDictGuard:
 
 
 def replicate(module: nn.Module, transport: Transport) -> None:
-    """Give every rank rank 0's buffers and integer parameters. Collective."""
+    """Give every rank rank 0's buffers and integer parameters, where it computes. Collective."""
     for _, tensor in whole_on_every_rank(module):
         if not tensor.is_meta:
-            whole = tensor.detach().contiguous()
+            whole = tensor.detach().contiguous().cpu()
             transport.broadcast(whole)
+            if tensor.device != transport.device:
+                # In place, as `nn.Module.to` does it: somebody else may hold the same tensor.
+                tensor.data = tensor.data.to(transport.device)
             tensor.detach().copy_(whole)
 
 
 def place_on_demand(
-    places: Sequence[Place], units: Sequence[Unit], dtype: torch.dtype, calls: UnitCalls
+    places: Sequence[Place], units: Sequence[Unit], transport: Transport, calls: UnitCalls
 ) -> StateDictGuard:
-    """Replace parameters by such that are fetched when touched. Local."""
+    """Replace parameters by such that are fetched when touched, to where the transport's fetches land. Local."""
     unit_of = {name: unit for unit in units for name in unit.slots}
 
     def find(name: str) -> torch.Tensor:
@@ -69,7 +72,9 @@ def place_on_demand(
     for submodule, keys in names.items():
         for key, name in keys.items():
             if name not in shown:
-                shown[name] = placeholder(cast(nn.Parameter, submodule._parameters[key]), dtype)
+                shown[name] = placeholder(
+                    cast(nn.Parameter, submodule._parameters[key]), transport.param_dtype, transport.device
+                )
         items = {key: shown[keys[key]] if key in keys else p for key, p in submodule._parameters.items()}
         submodule.__dict__["_parameters"] = OnDemandParameters(items, find, keys)
         if isinstance(submodule, nn.RNNBase):

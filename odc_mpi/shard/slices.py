@@ -1,8 +1,9 @@
 """This rank's own slices: what the optimizer sees, over the memory that the other ranks see.
 
-parameter window   [shard of param_dtype]  others fetch it; where param_dtype is fp32 the slices are views of it,
-master             [shard of fp32]         else of this, and `write` casts it into the window
-gradient window    [shard of reduce_dtype] others add into it; `.grad` of the slices are views of it (or casts)
+parameter window   [shard of param_dtype]  others fetch it; where the optimizer can work on it the slices are views of
+                                           it: it is in fp32, and on the device where the optimizer works
+master             [shard of fp32]         else they are views of this, and `write` copies it into the window
+gradient window    [shard of reduce_dtype] others add into it; `.grad` of the slices are views of it (or copies)
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ class ModuleWeights:
     """The parameters of a module that is there: rank 0's count, as with DistributedDataParallel. Reading is collective.
 
     Args:
-        units: Hold the parameters; all on the host.
+        units: Hold the parameters, on any device.
         transport: Broadcasts them.
     """
 
@@ -41,7 +42,7 @@ class ModuleWeights:
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `Weights`."""
-        whole = self._parameters.pop(name).detach().contiguous()
+        whole = self._parameters.pop(name).detach().contiguous().cpu()
         self._transport.broadcast(whole)
         return whole.view(-1)[start:stop]
 
@@ -61,18 +62,20 @@ class OwnSlices:
     Args:
         transport: Hosts the shards of `layouts`.
         layouts: Of the flat arrays.
+        device: Where the optimizer works.
 
     Attributes:
         trainable: In the order of the layouts; empty slices included, so that all ranks have the same list.
     """
 
-    def __init__(self, transport: Transport, layouts: Sequence[FlatLayout]) -> None:
+    def __init__(self, transport: Transport, layouts: Sequence[FlatLayout], device: torch.device) -> None:
         self._transport = transport
         self._layouts = layouts
         # Optimizers work in fp32 at least.
         dtype = torch.promote_types(transport.param_dtype, torch.float32)
+        # `to` gives back the window itself where nothing is to be changed.
         self._masters = [
-            self._window(i) if dtype == transport.param_dtype or not layout.trainable else self._window(i).to(dtype)
+            self._window(i).to(device, dtype) if layout.trainable else self._window(i)
             for i, layout in enumerate(layouts)
         ]
         self.trainable = [
@@ -100,7 +103,7 @@ class OwnSlices:
     def attach_gradients(self) -> None:
         """Let `.grad` show what has arrived. Local, after point A."""
         for own in self.trainable:
-            own.parameter.grad = own.gradient.to(own.parameter.dtype)
+            own.parameter.grad = own.gradient.to(own.parameter.device, own.parameter.dtype)
 
     @torch.no_grad()
     def write(self) -> None:

@@ -249,7 +249,7 @@ class ReadyUnits:
 
     def _fetch_in_thread(self, index: int) -> Fetch:
         assert self._thread is not None
-        buffer = self._transport.buffers.take(self._transport.layouts[index].numel, self._transport.param_dtype)
+        buffer = self._transport.take(index)
         return Fetch(buffer, self._thread.start(self._transport.start_fetch, index, buffer))
 
     def _make_room(self, unit: Unit, num_others: int, spared: Collection[Unit] = ()) -> None:
@@ -297,9 +297,8 @@ class OnDemandParameters(dict[str, Any]):
         return super().__getitem__(key) if name is None else self._find(name)
 
 
-def placeholder(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Return a parameter that has a shape but no memory of its own; whoever computes with it gets NaN. Local."""
-    device = "cpu" if parameter.device.type == "meta" else parameter.device
     nan = torch.full((), float("nan"), dtype=dtype, device=device)
     return nn.Parameter(nan.expand(parameter.shape), requires_grad=parameter.requires_grad)
 

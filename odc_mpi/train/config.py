@@ -104,6 +104,9 @@ class OptimConfig:
         Literal["linear", "cosine", "constant"], "course of the learning rate after the warm-up"
     ] = "linear"
     warmup_steps: Annotated[int, "steps in which the learning rate rises from 0", _NOT_NEGATIVE] = 0
+    device: Annotated[Literal["cpu", "cuda"], "where slices are optimized; cuda needs GPU memory for their state"] = (
+        "cpu"
+    )
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class RunConfig:
         None
     )
     seed: Annotated[int, "seed of the new model's weights and of the order of the data", _SEED] = 0
-    device: Annotated[Literal["cpu"], "where ranks compute"] = "cpu"
+    device: Annotated[Literal["cpu", "cuda"], "where ranks compute; cuda: a node's GPUs, by local rank"] = "cpu"
     threads: Annotated[int, "torch threads per rank; 0: the node's cores divided by its ranks", _THREADS] = 0
     trace_steps: Annotated[int, "last minibatches whose times go into trace.json; 0: none", _NOT_NEGATIVE] = 3
     max_skipped_steps: Annotated[int, "steps in a row that may be skipped for a non-finite gradient", _NOT_NEGATIVE] = (

@@ -138,6 +138,8 @@ class Trainer:
             weights=origin.weights if origin else inputs.model.weights,
             decision=self.decision,
             mailbox_bytes=comm.mailbox_bytes,
+            device=config.run.device,
+            optimizer_device=config.optim.device,
         ).train()
         self.trace = Trace(self.model.spans, config.run.trace_steps, config.data.max_tokens_per_microbatch)
         self._tickets = Tickets(world) if config.data.balance == "dynamic" else None
@@ -207,6 +209,7 @@ class Trainer:
             "zero_copy": self.decision.zero_copy.choice,
             "progress": self.decision.progress.choice,
             "param_dtype": self._config.model.param_dtype,
+            "device": str(model.device),
             "peak_parameter_bytes": int(everyone[:, 0].max()),
             "collectives_per_minibatch": (model.num_collectives - self._start_collectives) / steps,
             "fetch_wait_s": fetch_s,
@@ -265,13 +268,13 @@ class Trainer:
         """Take part in what other ranks have more microbatches for, and for nothing."""
         for batch in minibatch.padding():
             with self.trace.microbatch(0), self.model.padding():
-                self.model(**batch.inputs).loss.backward()
+                self.model(**batch.to(self.model.device).inputs).loss.backward()
 
     def _run_microbatch(self, minibatch: Minibatch, batch: Batch) -> float:
         # Random numbers belong to the microbatch, not to the rank that happens to run it.
         torch.manual_seed(_seed(self._config.run.seed, minibatch.data_epoch, int(batch.indices[0])))
         began = self._own_s()
-        loss = self.model(**batch.inputs).loss * (batch.num_tokens / minibatch.num_tokens)
+        loss = self.model(**batch.to(self.model.device).inputs).loss * (batch.num_tokens / minibatch.num_tokens)
         loss.backward()
         if self._fitted:
             self._fitted.observe(self._dataset.lengths[batch.indices], self._own_s() - began)

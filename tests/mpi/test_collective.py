@@ -167,7 +167,7 @@ def recorded(world):
     transport = Recording(world)
     model = ShardedModel(module, transport, units=[Block], prefetch=2)
     transport.log.clear()
-    transport.num_collectives = 0
+    transport._num_collectives = 0
     yield model, transport
     model.close()
 

@@ -60,7 +60,7 @@ def counted(world, request):
     transport = CountingTransport(world, reduction)
     model = ShardedModel(module, transport, units=[Block], prefetch=prefetch)
     transport.calls.clear()
-    transport.num_collectives = 0
+    transport._num_collectives = 0
     yield model, transport
     model.close()
 

@@ -32,7 +32,7 @@ def make_slices(transport: RecordingTransport) -> tuple[OwnSlices, list[FlatLayo
         FlatLayout.build("f", [ParameterSpec(name, shape, False) for name, shape in FROZEN.items()], transport.size),
     ]
     transport.allocate(layouts)
-    return OwnSlices(transport, layouts), layouts
+    return OwnSlices(transport, layouts, torch.device("cpu")), layouts
 
 
 def whole(transport: RecordingTransport, layouts: list[FlatLayout]) -> dict[str, torch.Tensor]:

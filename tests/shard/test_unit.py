@@ -195,7 +195,7 @@ def test_on_demand_parameters_are_found_by_key_only() -> None:
     module = nn.Linear(2, 2)
     module.register_parameter("absent", None)
     module.own = nn.Parameter(torch.ones(1))
-    items = dict(module._parameters) | {"weight": placeholder(module.weight, torch.float32)}
+    items = dict(module._parameters) | {"weight": placeholder(module.weight, torch.float32, torch.device("cpu"))}
     module.__dict__["_parameters"] = OnDemandParameters(items, find, {"weight": "a.b.weight"})
     assert torch.equal(module.weight, torch.full((2,), 7.0)) and asked == ["a.b.weight"]
     assert torch.equal(module._parameters["weight"], torch.full((2,), 7.0))
@@ -212,7 +212,7 @@ def test_on_demand_parameters_are_found_by_key_only() -> None:
 def test_a_placeholder(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> None:
     for device in ("cpu", "meta"):
         original = nn.Parameter(torch.ones(shape, device=device), requires_grad=requires_grad)
-        stand_in = placeholder(original, dtype)
+        stand_in = placeholder(original, dtype, torch.device("cpu"))
         assert isinstance(stand_in, nn.Parameter) and stand_in.requires_grad is requires_grad
         assert (stand_in.shape, stand_in.dtype, stand_in.device.type) == (shape, dtype, "cpu")
         assert bool(stand_in.isnan().all())

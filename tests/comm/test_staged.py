@@ -1,0 +1,145 @@
+"""Staging between a device and another transport, with a device that is late and notices haste."""
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from late_device import LateDevice
+from ranks import LateTransport
+
+from odc_mpi.comm.device import find_device
+from odc_mpi.comm.staged import StagedTransport
+from odc_mpi.comm.transport import Done, Fetch, LocalGroup, LocalTransport
+from odc_mpi.errors import UserError
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
+HOSTS = pytest.mark.parametrize("kind", ["copies", "views", "late"])
+
+
+class ViewTransport(LocalTransport):
+    """Its fetches are the memory in which the shards are, as over shared windows."""
+
+    copies = False
+
+    def fetch(self, index):
+        shards = [self._group.parameters[owner][index] for owner in range(self.size)]
+        return Fetch(torch.cat(shards)[: self.layouts[index].numel], Done())
+
+    def release(self, fetched):
+        fetched.fill_(float("nan"))  # whoever still reads it would notice
+
+
+TRANSPORTS = {"copies": LocalTransport, "views": ViewTransport, "late": LateTransport}
+
+
+def layouts(size):
+    shapes = [[(3, 5), (70,)], [(1,)], [(0,)], [(400,)]]
+    return [
+        FlatLayout.build(f"u{i}", [ParameterSpec(f"{i}.{k}", shape, True) for k, shape in enumerate(unit)], size)
+        for i, unit in enumerate(shapes)
+    ]
+
+
+def run(size, kind, work, **dtypes):
+    group = LocalGroup(size, timeout_s=10.0)
+
+    def rank(r):
+        try:
+            transport = StagedTransport(TRANSPORTS[kind](group, r, **dtypes), LateDevice())
+            transport.allocate(layouts(size))
+            return work(transport)
+        except BaseException:
+            group.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(rank, r) for r in range(size)]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]
+
+
+@SIZES
+@HOSTS
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
+def test_a_fetch_brings_every_owner_s_part_to_the_device(size, kind, param_dtype):
+    def work(transport):
+        for i, layout in enumerate(transport.layouts):
+            first, last = layout.owned(transport.rank)
+            transport.parameter_shard(i)[: last - first] = (torch.arange(first, last) % 256 + i).to(param_dtype)
+        transport.publish_parameters()
+        for _ in range(3):
+            for i, layout in enumerate(transport.layouts):
+                array = transport.fetch(i).wait()
+                assert torch.equal(array, (torch.arange(layout.numel) % 256 + i).to(param_dtype))
+                assert array.untyped_storage().data_ptr() in transport._device.device_memory
+                transport.release(array)
+        assert not transport.buffers._lent and not transport._pinned._lent and not transport._marks
+
+    run(size, kind, work, param_dtype=param_dtype)
+
+
+@SIZES
+@HOSTS
+def test_a_push_adds_what_the_device_had_when_it_was_handed_over(size, kind):
+    pushes = []
+    for rank in range(size):
+        rng = random.Random(rank)
+        pushes.append([])
+        for _ in range(20):
+            i = rng.choice([0, 1, 3])
+            numel = layouts(size)[i].numel
+            start = rng.randint(0, numel - 1)
+            pushes[rank].append((i, start, torch.randint(-9, 9, (rng.randint(1, numel - start),)).float()))
+
+    def work(transport):
+        transport.publish_parameters()
+        for i, start, gradient in pushes[transport.rank]:
+            on_device = gradient.clone()
+            transport.hand_over(on_device)
+            transport.accumulate(i, on_device, start).wait()
+            on_device.fill_(float("nan"))  # it belongs to the computation again
+        assert not transport._pinned._lent and not transport._marks
+        transport.complete_gradients(np.zeros(1))
+        return [transport.gradient_shard(i).clone() for i in range(4)]
+
+    ranks = run(size, kind, work)
+    for i, layout in enumerate(layouts(size)):
+        wanted = torch.zeros(size * layout.shard_numel)
+        for own in pushes:
+            for k, start, gradient in own:
+                if k == i:
+                    wanted[start : start + gradient.numel()] += gradient
+        assert torch.equal(torch.cat([shards[i] for shards in ranks]), wanted)
+
+
+def test_memory_that_was_not_handed_over_is_not_touched():
+    def work(transport):
+        with pytest.raises(KeyError):
+            transport.accumulate(0, torch.ones(3))
+        with pytest.raises(KeyError):
+            transport.start_fetch(0, torch.ones(transport.layouts[0].numel))
+
+    run(1, "copies", work)
+
+
+def test_the_late_device_notices_haste():
+    device = LateDevice()
+    for hasty in ("source", "target"):
+        source, target = torch.ones(4), torch.zeros(4)
+        copy = device.copy(target, source, device.mark())
+        (source if hasty == "source" else target).fill_(7)
+        with pytest.raises(AssertionError, match=hasty):
+            copy.synchronize()
+
+
+def test_a_machine_without_a_gpu_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device("cpu", 0) is None
+    with pytest.raises(UserError, match=r"run.device: cuda needs a GPU, torch .* sees none: set it to cpu"):
+        find_device("cuda", 0)
