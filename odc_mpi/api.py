@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from odc_mpi.comm.collective import CollectiveTransport
-from odc_mpi.comm.decision import Decision, Wishes, decide, decide_collective
+from odc_mpi.comm.decision import Decision, Wishes, decide, decide_collective, refuse_wrong_data
 from odc_mpi.comm.device import Device, find_device
 from odc_mpi.comm.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
-from odc_mpi.comm.probe import quick_report
+from odc_mpi.comm.probe import bare_report, quick_report
 from odc_mpi.comm.reduction import AccumulateReduction, Reduction
 from odc_mpi.comm.staged import StagedTransport
 from odc_mpi.comm.transport import Transport
@@ -100,6 +100,8 @@ def decide_for(
 ) -> Decision:
     """Find out what this MPI stack does, and decide how ranks reach each other. Collective; takes up to two seconds.
 
+    Where all is set nothing is tried.
+
     What was found is kept for the next run on the same stack, in `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi`.
 
     Args:
@@ -110,15 +112,19 @@ def decide_for(
         progress: auto, or whether a thread serves other ranks while this one computes: off or thread.
 
     Raises:
-        UserError: A value that a setting does not have, or that this MPI cannot grant.
+        UserError: A value that a setting does not have, or that this MPI cannot grant; or what would be used delivered
+            wrong data.
     """
     if transport not in ("window", "collective"):
         raise UserError(f"comm.transport: expected window or collective, got {transport}")
     wishes = Wishes(zero_copy=zero_copy, reduction=reduction, progress=progress)
     if transport == CollectiveTransport.name:
         return decide_collective(wishes)
-    report = quick_report(world)
-    return world.agree(lambda: decide(report, wishes))
+    # An operation that crashes here must not be tried if nothing depends on the answer.
+    report = bare_report(world) if wishes.leave_nothing_open else quick_report(world)
+    decision = world.agree(lambda: decide(report, wishes))
+    world.agree(lambda: refuse_wrong_data(report, decision))
+    return decision
 
 
 def _device(device: str, optimizer_device: str, local_rank: int) -> Device | None:

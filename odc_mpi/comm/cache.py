@@ -19,7 +19,7 @@ KEPT_S = 7 * 24 * 3600.0
 #: Raised when the probe measures something else, so that what older versions kept is not read.
 FORMAT = 1
 #: Settings of the libraries, but not what launchers add for each job.
-_SETTINGS = ("MPIR_CVAR_", "OMPI_MCA_", "UCX_", "FI_", "PMIX_MCA_")
+_SETTINGS = ("MPIR_CVAR_", "MPIR_PARAM_", "MPICH_", "OMPI_MCA_", "UCX_", "FI_", "PMIX_MCA_")
 _OF_THE_JOB = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_PREFIXES")
 
 
@@ -45,15 +45,15 @@ def load(key: dict[str, Any]) -> Report | None:
         fresh = 0 <= time.time() - kept["time_s"] < KEPT_S
         # The whole key is compared too: its digest only names the file.
         return Report.from_dict(kept["report"]) if fresh and kept["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # also without a home, or nested too deeply
         return None
 
 
 def store(key: dict[str, Any], report: Report) -> None:
     """Keep a report, readable for this user only, all of it or nothing. Local."""
     kept = json.dumps({"key": key, "time_s": time.time(), "report": report.to_dict()})
-    path = _path(key)
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):  # a user without an entry in passwd has no home
+        path = _path(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # mkstemp makes a file of mode 0600.
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)

@@ -42,6 +42,11 @@ class Wishes:
     reduction: str = "auto"
     progress: str = "auto"
 
+    @property
+    def leave_nothing_open(self) -> bool:
+        """Whether nothing is left to find out. Local."""
+        return "auto" not in (self.zero_copy, self.reduction, self.progress)
+
     def __post_init__(self) -> None:
         for name, values in _SETTINGS.items():
             value = getattr(self, name)
@@ -97,6 +102,21 @@ def decide(report: Report, wishes: Wishes = Wishes()) -> Decision:
     reduction = _reduction(report, wishes.reduction)
     progress = _progress(report, wishes.progress, reduction.choice)
     return Decision(_window(report, zero_copy), zero_copy, reduction, progress)
+
+
+def refuse_wrong_data(report: Report, decision: Decision) -> None:
+    """Refuse to train with operations that were seen to deliver wrong data. Local.
+
+    Raises:
+        UserError: A chosen one did.
+    """
+    for kind in report.peers.existing():
+        for name in ("get", "put" if decision.reduction.choice == "mailbox" else "accumulate"):
+            if report.is_wrong(kind, name):
+                raise UserError(
+                    f"{_NAMES[name]} with a peer {_WHERE[kind]} delivers wrong data under {report.library}: expected "
+                    "an MPI whose one-sided operations work (odc-mpi doctor), or set comm.transport to collective"
+                )
 
 
 def decide_collective(wishes: Wishes = Wishes()) -> Decision:
@@ -156,7 +176,7 @@ def _reduction(report: Report, wish: str) -> Choice:
     if not peers:
         return Choice("accumulate", "there is no peer")
     against = [text for kind, peer in peers.items() if (text := _against_accumulate(kind, peer))]
-    if against and all(peer.put.idle_s is None for peer in peers.values()):
+    if against and any(peer.put.idle_s is None for peer in peers.values()):
         return Choice("accumulate", f"{against[0]}, nor did Put")
     if against:
         return Choice("mailbox", against[0])

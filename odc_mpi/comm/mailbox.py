@@ -100,6 +100,10 @@ class MailboxReduction(Reduction):
         self._shards: dict[int, torch.Tensor] = {}
 
     @property
+    def num_windows(self) -> int:  # noqa: D102
+        return 2
+
+    @property
     def window_bytes(self) -> int:  # noqa: D102
         return self._inbox_bytes + self._rings_start
 
@@ -229,15 +233,16 @@ class MailboxReduction(Reduction):
 
     def _drain(self) -> None:
         """Add what has arrived, in the order of ranks. Only by who holds `_serving`."""
-        with self.world.deadline("handing room in the mailbox back"):
+        what = "handing room in the mailbox back"
+        with self.world.deadline(what, self._unflushed):
             # Complete since the last time, as a rule. Only then may a counter be put again.
             for pusher in self._unflushed:
                 self._returns.flush(pusher)
             self._unflushed.clear()
-        for pusher in range(self.world.size):
-            sent = int(self._arrived[pusher])
-            if sent > self._taken[pusher]:
-                self._taken[pusher] = self._take(pusher, int(self._taken[pusher]), sent)
+        pushers = np.flatnonzero(self._arrived > self._taken).tolist()
+        with self.world.deadline(what, pushers):
+            for pusher in pushers:
+                self._taken[pusher] = self._take(pusher, int(self._taken[pusher]), int(self._arrived[pusher]))
                 self._returns.put(pusher, self.world.rank * COUNTER_BYTES, _counter(self._taken, pusher))
                 self._unflushed.append(pusher)
 

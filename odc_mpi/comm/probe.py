@@ -74,9 +74,15 @@ def probe(
     report = replace(report, shared_memory=_try_shared_memory(world))
     pairs = find_pairs(nodes)
     if pairs:
-        report = _try_pairs(world, report, pairs, budget, allocate, listen)
+        with world.inattentive():
+            report = _try_pairs(world, report, pairs, budget, allocate, listen)
     listen(report, None)
     return report
+
+
+def bare_report(world: World) -> Report:
+    """Return what is known without trying anything. Local."""
+    return Report(library=world.mpi_library, thread_level=_THREAD_LEVELS[MPI.Query_thread()])
 
 
 def quick_report(world: World, cache_it: bool = True) -> Report:
@@ -97,7 +103,8 @@ def quick_report(world: World, cache_it: bool = True) -> Report:
     with world.meeting("hearing of the report that rank 0 kept"):
         kept = world.comm.bcast(kept)
     if kept is not None:
-        return replace(kept, shm_bytes=_free_shared_memory(world))
+        # What belongs to this start, not to the stack.
+        return replace(kept, thread_level=_THREAD_LEVELS[MPI.Query_thread()], shm_bytes=_free_shared_memory(world))
     report = probe(world, QUICK)
     if cache_it and world.rank == 0 and not report.problems:
         cache.store(key, report)

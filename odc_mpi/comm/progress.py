@@ -24,6 +24,8 @@ IDLE_AFTER_S = 0.1
 #: A look that took this much of the processor found work, so more may be there: look again at once. An idle look takes
 #: 2 to 5 µs. Not the clock on the wall: a look may wait long for Python's lock.
 BUSY_LOOK_S = 40e-6
+#: But so many times in a row at most: where a look itself is slow, every one would pass for work.
+MAX_LOOKS_IN_A_ROW = 100
 #: After work, look more often for a while: what comes in many pieces would wait for a sleep at each.
 EAGER_SLEEP_S = 50e-6
 EAGER_S = 5e-3
@@ -70,15 +72,18 @@ class ProgressThread:
 
     def _run(self) -> None:
         try:
-            worked = -IDLE_AFTER_S
+            worked, looks = -IDLE_AFTER_S, 0
             while not self._closed.is_set():
                 began = time.thread_time()
                 self._comm.Iprobe()
                 self._serve()
+                looks += 1
                 if time.thread_time() - began > BUSY_LOOK_S:
                     worked = time.perf_counter()
-                else:
-                    time.sleep(_sleep_s(time.perf_counter() - worked))
+                    if looks < MAX_LOOKS_IN_A_ROW:
+                        continue
+                looks = 0
+                time.sleep(_sleep_s(time.perf_counter() - worked))
         except BaseException as error:  # raised by `check` in the main thread: this one has nobody to tell
             self._failure = error
 

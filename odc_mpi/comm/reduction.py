@@ -21,7 +21,8 @@ from odc_mpi.comm.world import World
 
 #: So many ranks of a node can add at once to an array; more were not measured.
 MAX_WINDOWS_PER_ARRAY = 4
-#: MPICH 5.0.2 crashed between 1600 and 3200 windows; those of the parameters want room too.
+#: Of all arrays together, if that is to be had: a library may have room for no more (`comm.window`), and those of the
+#: parameters want some, too.
 MAX_WINDOWS = 800
 
 
@@ -43,6 +44,11 @@ class Reduction(ABC):
         self.dtype = dtype
         # Each rank begins with the next one, so that not all of them turn to rank 0 first.
         self.peers = [(world.rank + 1 + i) % world.size for i in range(world.size)]
+
+    @property
+    @abstractmethod
+    def num_windows(self) -> int:
+        """How many windows it will make. Local."""
 
     @property
     @abstractmethod
@@ -124,8 +130,12 @@ class AccumulateReduction(Reduction):
     def __init__(self, world: World, layouts: Sequence[Layout], dtype: torch.dtype) -> None:
         super().__init__(world, layouts, dtype)
         self._indices = [index for index, layout in enumerate(layouts) if layout.trainable]
-        self._num_windows = windows_per_array(world.mpi_library, world.size, len(self._indices))
+        self._per_array = windows_per_array(world.mpi_library, world.size, len(self._indices))
         self._windows: dict[int, list[Window]] = {}
+
+    @property
+    def num_windows(self) -> int:  # noqa: D102
+        return len(self._indices) * self._per_array
 
     @property
     def window_bytes(self) -> int:  # noqa: D102
@@ -168,14 +178,14 @@ class AccumulateReduction(Reduction):
         self._windows = {}
 
     def _share_out(self, numel: int) -> list[Window]:
-        own = self.world.rank % self._num_windows
-        same = self._num_windows == 1
+        own = self.world.rank % self._per_array
+        same = self._per_array == 1
         return [
-            Window(self.world, numel if i == own else 0, self.dtype, same_size=same) for i in range(self._num_windows)
+            Window(self.world, numel if i == own else 0, self.dtype, same_size=same) for i in range(self._per_array)
         ]
 
     def _window(self, index: int, owner: int) -> Window:
-        return self._windows[index][owner % self._num_windows]
+        return self._windows[index][owner % self._per_array]
 
     def _all_windows(self) -> Iterator[Window]:
         return chain.from_iterable(self._windows.values())

@@ -5,6 +5,8 @@ from typing import Any
 
 #: Kinds of peers, as fields of `Peers`.
 PEER_KINDS = ("same_node", "other_node")
+#: What the problem of an operation is called that came back and did something else than it should.
+WRONG = "what arrived is not what was sent"
 #: Operations, as fields of `Peer`, in the order in which a probe tries them: the one most likely to fail comes last.
 OPERATIONS = ("get", "put", "fetch_and_op", "accumulate")
 
@@ -100,6 +102,10 @@ class Report:
     def with_problem(self, problem: str) -> "Report":
         """Return a report that tells this problem too. Local."""
         return replace(self, problems=(*self.problems, problem))
+
+    def is_wrong(self, kind: str, name: str) -> bool:
+        """Tell whether an operation towards a kind of peer delivered wrong data. Local."""
+        return f"{kind} {name}: {WRONG}" in self.problems
 
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON can hold. Local."""

@@ -3,7 +3,7 @@
 Each rank has a page of 512 bytes in a window. It writes there by plain stores and asks nobody; others read it with
 MPI_Rget, but only when a wait has outlasted its deadline. So a rank that computes, or is stopped, can be read by the
 ranks of its node all the same. Over a network without one-sided hardware a page can be read while its rank enters MPI,
-which a thread does now and then within microbatches; a rank that is stopped does not answer there.
+which a thread does now and then; a rank that is stopped does not answer there.
 
 Note: torn pages
     A page has two slots, written in turn, each with a number and a checksum. A reader takes the valid slot with the
@@ -58,11 +58,6 @@ class StatusPage:
         self.num_meetings = 0
         self.leaving = False
         self.speaking = False
-
-    @property
-    def in_microbatch(self) -> bool:
-        """Whether this rank told last that it is in a microbatch. Local."""
-        return self._last[1] > 0
 
     def write(self, what: str, microbatch: int = 0) -> None:
         """Tell what this rank is doing. Local."""
@@ -136,9 +131,11 @@ class StatusWindow:
 
     Attributes:
         page: This rank's, to write.
+        attentive: Whether this rank enters MPI now and then, so that others can read the page over any network.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
+        self.attentive = True
         self._comm = comm
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         info = MPI.Info.Create({"same_size": "true", "same_disp_unit": "true"})
@@ -186,8 +183,7 @@ class StatusWindow:
             try:
                 reading = self._readings.get(timeout=SERVE_S)
             except queue.Empty:
-                # Only there: whether an operation is one-sided is measured outside, and must not be helped.
-                if self.page.in_microbatch:
+                if self.attentive:
                     self._serve_others()
                 continue
             if reading is None:

@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.comm import operations
-from odc_mpi.comm.report import Operation
+from odc_mpi.comm.report import WRONG, Operation
 from odc_mpi.comm.world import SLEEP_S, World
 
 #: Bytes of the large operations, in the order in which they are tried.
@@ -116,7 +116,7 @@ class Trials:
         self._world.meet(self._comm.Ibcast(numbers, root=origin), what)
         idle_s, busy_s, gb_per_s, one_sided, is_sure, is_right = numbers.tolist()
         if not is_right:
-            return Result(Operation(), "what arrived is not what was sent")
+            return Result(Operation(), WRONG)
         if not is_sure:
             return Result(Operation(None, idle_s, busy_s, gb_per_s), "the machine is too busy to tell if it waits")
         return Result(Operation(bool(one_sided), idle_s, busy_s, gb_per_s), None)

@@ -25,6 +25,10 @@ from odc_mpi.comm.reduction import AccumulateReduction, Reduction
 from odc_mpi.comm.rma import Flush, ReadableWindow, SharedWindow, Window
 from odc_mpi.comm.transport import Done, Fetch, Layout, Pending, Transport
 from odc_mpi.comm.world import World
+from odc_mpi.errors import UserError
+
+#: MPICH 5.0.2 crashed between 1600 and 3200 windows.
+MAX_WINDOWS = 1600
 
 
 class WindowTransport(Transport):
@@ -67,7 +71,7 @@ class WindowTransport(Transport):
     def allocate(self, layouts: Sequence[Layout]) -> None:  # noqa: D102
         assert not self.layouts, "a transport allocates once"
         self.layouts = tuple(layouts)
-        reduction = self._world.agree(lambda: self._make_reduction(self._world, layouts, self.reduce_dtype))
+        reduction = self._world.agree(lambda: self._plan_windows(layouts))
         num_bytes = self.parameter_shard_bytes + reduction.window_bytes
         self._world.require_shared_memory(num_bytes, "the parameter and gradient windows")
         self._world.on_close(self.close)
@@ -89,10 +93,9 @@ class WindowTransport(Transport):
         return self._reducing.shard(index)
 
     def fetch(self, index: int) -> Fetch:  # noqa: D102
-        # Where the reduction leaves owners a part, they do it in passing too.
-        self._serve()
         if self.copies:
             return super().fetch(index)
+        self._serve()
         whole = self._parameters[index].whole
         assert whole is not None
         return Fetch(whole[: self.layouts[index].numel], Done())
@@ -102,6 +105,8 @@ class WindowTransport(Transport):
             super().release(fetched)
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
+        # Where the reduction leaves owners a part, they do it in passing too.
+        self._serve()
         layout, window = self.layouts[index], self._parameters[index]
         data = buffer.view(torch.uint8).numpy()
         what = f"fetching unit {layout.name}"
@@ -159,6 +164,17 @@ class WindowTransport(Transport):
             self._points.free()
         self._reduction, self._progress, self._parameters = None, None, []
         self.buffers.clear()
+
+    def _plan_windows(self, layouts: Sequence[Layout]) -> Reduction:
+        reduction = self._make_reduction(self._world, layouts, self.reduce_dtype)
+        shared_apart = self._window_type is SharedWindow and self._world.num_nodes > 1
+        number = reduction.num_windows + len(layouts) * (2 if shared_apart else 1)
+        if self._world.mpi_library.startswith("MPICH") and number > MAX_WINDOWS:
+            raise UserError(
+                f"units: expected few enough for {MAX_WINDOWS} windows, beyond which MPICH crashes, got {len(layouts)} "
+                f"arrays, which take {number}: choose fewer, larger units, or comm.transport collective"
+            )
+        return reduction
 
     @property
     def _reducing(self) -> Reduction:

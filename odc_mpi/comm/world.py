@@ -130,6 +130,20 @@ class World:
         if self._alarm.status is not None:
             self._alarm.status.page.write(what, microbatch)
 
+    @contextmanager
+    def inattentive(self) -> Iterator[None]:
+        """Enclose what measures whether operations are one-sided: no thread of this rank enters MPI by itself. Local.
+
+        Outside, one does twice a second for some milliseconds, so that others can read what this rank is doing.
+        """
+        status = self._alarm.status
+        assert status is not None
+        status.attentive = False
+        try:
+            yield
+        finally:
+            status.attentive = True
+
     def deadline(self, what: str, owners: Iterable[int] = ()) -> AbstractContextManager[None]:
         """Give the enclosed wait at most `timeout_s`; beyond it the job ends and says what this rank was doing. Local.
 
@@ -299,8 +313,9 @@ class World:
 
     def _beat(self) -> None:
         """Called from the watchdog's thread."""
-        if self._alarm.status is not None:
-            self._alarm.status.page.beat()
+        status = self._alarm.status  # `close` takes it away in another thread
+        if status is not None:
+            status.page.beat()
 
 
 def _complete(

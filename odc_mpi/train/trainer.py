@@ -80,6 +80,8 @@ def _train(config: Config, world: World) -> dict[str, Any]:
     # Not earlier: whatever is wrong has to be found before anything is written.
     world.agree(lambda: open_run(run_dir, config, origin) if world.rank == 0 else None)
     opening = f"{world.mpi_library}, ranks {world.size}, nodes {world.num_nodes}: {trainer.decision.one_line()}"
+    if trainer.decision.reduction.choice == "mailbox":
+        opening += f"; mailbox of {config.comm.mailbox_bytes >> 10:,} KiB per rank at most"
     opening += f"\n{describe(world.layout, slurm_job())}"
     if origin:
         opening += f"\nresuming {origin.one_line(config)}"

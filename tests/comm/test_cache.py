@@ -43,6 +43,14 @@ def test_the_home_directory_is_the_default(tmp_path, monkeypatch):
     assert cache.folder() == tmp_path / ".cache" / "odc_mpi"
 
 
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a number that passwd does not know
+    cache.store(KEY, REPORT)
+    assert cache.load(KEY) is None
+
+
 @pytest.mark.parametrize("change", [{"library": "MPICH 5.0.3"}, {"settings": {}}, {"ranks": [[0, "a"], [0, "a"]]}])
 def test_another_stack_has_another_report(change):
     cache.store(KEY, REPORT)

@@ -1,12 +1,13 @@
 """What is decided from faked reports: every rule, every wish, every gap."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
-from odc_mpi.comm.decision import Wishes, decide, decide_collective, seconds
-from odc_mpi.comm.report import Operation, Peer, Peers, Report, SharedMemory
+from odc_mpi.comm.decision import Wishes, decide, decide_collective, refuse_wrong_data, seconds
+from odc_mpi.comm.report import WRONG, Operation, Peer, Peers, Report, SharedMemory
 from odc_mpi.errors import UserError
 
 FAST = Operation(one_sided=True, idle_s=2e-6, busy_s=2e-6, gb_per_s=10.0)
@@ -184,3 +185,44 @@ def test_a_damaged_report_is_refused(damage):
     damage(data)
     with pytest.raises(ValueError):
         Report.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction", "refused"),
+    [
+        ("get", "auto", True),
+        ("accumulate", "auto", False),
+        ("accumulate", "accumulate", True),
+        ("put", "auto", False),
+        ("put", "mailbox", True),
+        ("fetch_and_op", "auto", False),
+    ],
+)
+def test_what_delivers_wrong_data_is_not_used(name, reduction, refused):
+    found = report(other_node=replace(NODE, **{name: NO_ANSWER})).with_problem(f"other_node {name}: {WRONG}")
+    decision = decide(found, Wishes(reduction=reduction))
+    words = f"{name.title()} with a peer on the other node delivers wrong data under MPICH 5.0.2"
+    with pytest.raises(UserError, match=words) if refused else nullcontext():
+        refuse_wrong_data(found, decision)
+
+
+def test_where_neither_sums_nor_puts_are_right_nothing_is_left():
+    found = report(replace(NODE, accumulate=NO_ANSWER, put=NO_ANSWER))
+    for name in ("accumulate", "put"):
+        found = found.with_problem(f"same_node {name}: {WRONG}")
+    with pytest.raises(UserError, match=r"Accumulate .* delivers wrong data"):
+        refuse_wrong_data(found, decide(found))
+
+
+def test_a_put_that_never_came_back_rules_the_mailbox_out():
+    """As when it hung with one kind of peers: what comes after it was not tried with any."""
+    hung = replace(NODE, put=NO_ANSWER, fetch_and_op=NO_ANSWER, accumulate=NO_ANSWER)
+    untried = replace(NODE, fetch_and_op=NO_ANSWER, accumulate=NO_ANSWER)
+    made = decide(report(untried, hung)).reduction
+    assert made.choice == "accumulate" and made.reason.endswith("nor did Put")
+
+
+def test_what_is_all_set_needs_no_probe():
+    assert Wishes("off", "mailbox", "off").leave_nothing_open
+    for open_one in (Wishes("auto", "mailbox", "off"), Wishes("off", "auto", "off"), Wishes("off", "mailbox", "auto")):
+        assert not open_one.leave_nothing_open

@@ -2,7 +2,7 @@
 
 It makes the two hosts, runs mpiexec on node0, and looks what the job left behind. Usage:
 
-    machine.py MPIEXEC RANKS_PER_HOST COMMAND...
+    machine.py MPIEXEC RANKS_PER_HOST COMMAND...       RANKS_PER_HOST: a number, or one for each host, as in 2,1
 
     node0  10.77.0.1  eth0 ---- eth0  10.77.0.2  node1
 
@@ -64,10 +64,10 @@ def make_network():
     wait_until(lambda: all("state UP" in read("ip", "-n", name, "link", "show", "eth0") for name in ADDRESSES), 20)
 
 
-def launcher(mpiexec, ranks_per_host):
+def launcher(mpiexec, counts):
     """The command of either library that reaches the hosts through our agent in place of ssh."""
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=20).stdout
-    hosts = ",".join(f"{name}:{ranks_per_host}" for name in ADDRESSES)
+    hosts = ",".join(f"{name}:{count}" for name, count in zip(ADDRESSES, counts, strict=True))
     if "HYDRA" in version:
         how = ["-launcher", "ssh", "-launcher-exec", str(AGENT), "-hosts", hosts]
     elif "Open MPI" in version:
@@ -77,7 +77,7 @@ def launcher(mpiexec, ranks_per_host):
         how += ["--leave-session-attached"]
     else:
         raise SystemExit(f"{mpiexec}: expected MPICH's launcher (HYDRA) or Open MPI's, got {version!r}")
-    return [mpiexec, *how, "-n", str(ranks_per_host * len(ADDRESSES))]
+    return [mpiexec, *how, "-n", str(sum(counts))]
 
 
 def others():
@@ -103,7 +103,8 @@ def main():
     mpiexec, ranks_per_host, *command = sys.argv[1:]
     make_mounts()
     make_network()
-    line = shlex.join([*launcher(mpiexec, int(ranks_per_host)), *command])
+    counts = [int(count) for count in ranks_per_host.split(",")]
+    line = shlex.join([*launcher(mpiexec, counts if len(counts) > 1 else counts * len(ADDRESSES)), *command])
     code = subprocess.run([str(AGENT), "node0", line]).returncode
     left = left_behind()
     for what in left:

@@ -1,5 +1,7 @@
 """A rank of the second host fails, dies or is late: the job ends on both hosts, soon, and leaves nothing behind."""
 
+import re
+
 import pytest
 from two_hosts import launch
 
@@ -28,12 +30,19 @@ world.gather_objects(None)
 """
 
 LATE = """
-import time
-from odc_mpi import World
-world = World(timeout_s=2)
+import sys, time, torch
+import odc_mpi
+world = odc_mpi.World(timeout_s=30)
+model = odc_mpi.shard_model(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]), world)
+world.timeout_s = 3
+with model.minibatch():
+    loss = model(torch.randn(8, 64)).mean()
+    if world.node == 1 and sys.argv[1] == "microbatch":
+        time.sleep(60)
+    loss.backward()
 if world.node == 1:
     time.sleep(60)
-world.gather_objects(None)
+model.publish()
 """
 
 
@@ -61,8 +70,18 @@ def test_an_exception_ends_the_job_with_its_traceback(tmp_path):
     assert done.seconds < 30
 
 
-def test_a_late_host_ends_the_job_at_the_deadline(tmp_path):
-    done = launch(1, script(tmp_path, LATE), timeout_s=50)
+@pytest.mark.parametrize(
+    ("where", "doing"),
+    [
+        ("microbatch", r"in microbatch 1, forward of unit \(root\)"),
+        ("boundary", "after meeting at point A, gradients complete"),
+    ],
+)
+def test_a_late_host_is_named_with_what_it_was_doing(tmp_path, where, doing):
+    """Over TCP, where its page can be read only because a thread of it enters MPI now and then."""
+    done = launch(1, script(tmp_path, LATE), where, timeout_s=60)
     assert done.code not in (0, 124), done.err
-    assert "rank 0 on node0 waited more than 2 s while gathering from all ranks" in done.err
+    told = re.search(r"rank 0 on node0 waited more than 3 s while .*", done.err)
+    assert told, done.err
+    assert re.search(rf"late is rank 1 on node1, which was last seen \d+\.\d s ago, {doing}", told.group()), done.err
     assert "left behind" not in done.err

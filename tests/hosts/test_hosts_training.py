@@ -18,6 +18,8 @@ SETTINGS = [
 ]
 #: Those that two ranks on each host are tried with, too: near and far peers at once.
 SETTINGS_OF_FOUR = [SETTINGS[0], f"{SETTINGS[1]} balance=dynamic", SETTINGS[-1]]
+#: Where one host has more ranks than the other, by the ranks of each.
+UNEVEN = [("2,1", SETTINGS[-1]), ("1,2", "balance=dynamic")]
 
 
 def section_of(setting):
@@ -39,7 +41,7 @@ def alone(data, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("ranks_per_host", "settings"),
-    [(1, settings) for settings in SETTINGS] + [(2, settings) for settings in SETTINGS_OF_FOUR],
+    [(1, settings) for settings in SETTINGS] + [(2, settings) for settings in SETTINGS_OF_FOUR] + UNEVEN,
     ids=lambda value: value or "as it comes",
 )
 def test_losses_are_those_of_one_process(config, alone, tmp_path, ranks_per_host, settings):
@@ -48,8 +50,8 @@ def test_losses_are_those_of_one_process(config, alone, tmp_path, ranks_per_host
     done = launch(ranks_per_host, *command, *(f"--{section_of(s)}.{s}" for s in settings.split()), timeout_s=100)
     assert done.code == 0, done.err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["world_size"] == 2 * ranks_per_host
-    assert summary["num_nodes"] == 2
+    counts = [int(count) for count in str(ranks_per_host).split(",")]
+    assert summary["ranks_per_node"] == (counts if len(counts) == 2 else 2 * counts)
     for name, value in (setting.split("=") for setting in settings.split()):
         assert str(summary.get(name, value)) == value
     assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5)

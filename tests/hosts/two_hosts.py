@@ -62,7 +62,10 @@ def missing():
 
 
 def start(ranks_per_host, *command, cwd=None, pipe=True, **env):
-    """Start python with these arguments on the ranks of two hosts: 0 to n-1 on node0, n to 2n-1 on node1."""
+    """Start python with these arguments on the ranks of two hosts: the first on node0, the others on node1.
+
+    `ranks_per_host` is a number for both hosts, or a text such as "2,1".
+    """
     # The outermost dies with this thread, its child with it, and with that one, a namespace's first, all the rest.
     shell = ["setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     machine = [sys.executable, str(HERE / "machine.py"), MPIEXEC, str(ranks_per_host)]
@@ -108,7 +111,7 @@ def launch(ranks_per_host, *command, timeout_s=60, **options):
 
 def main():
     parser = argparse.ArgumentParser(description="Run a Python command as an MPI job on two hosts of this machine.")
-    parser.add_argument("--ranks-per-host", type=int, default=1, metavar="N")
+    parser.add_argument("--ranks-per-host", default="1", metavar="N", help="or one number for each, as in 2,1")
     parser.add_argument("--timeout-s", type=float, default=600, metavar="S", help="the job is killed after this many")
     parser.add_argument("command", nargs="+", help="what follows `python`, after --: a script, or -m odc_mpi ...")
     arguments = parser.parse_args()

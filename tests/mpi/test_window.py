@@ -12,6 +12,7 @@ from odc_mpi.comm.mailbox import MailboxReduction
 from odc_mpi.comm.reduction import AccumulateReduction
 from odc_mpi.comm.rma import SharedWindow
 from odc_mpi.comm.window import WindowTransport
+from odc_mpi.errors import AgreedError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = pytest.mark.mpi
@@ -196,3 +197,14 @@ def test_a_computing_owner_is_not_waited_for(make, world):
     transport.complete_gradients(np.zeros(1))
     if finished is not None:
         assert finished < busy_s / 2, "the fetch or the push waited for its target"
+
+
+def test_more_windows_than_the_library_bears_are_refused(world, monkeypatch):
+    """Before any is made, in a line that says what to change."""
+    if not world.mpi_library.startswith("MPICH"):
+        pytest.skip("MPICH's limit")
+    monkeypatch.setattr("odc_mpi.comm.window.MAX_WINDOWS", 3)
+    transport = WindowTransport(world, reduction=MailboxReduction)
+    layouts = [FlatLayout.build(f"u{i}", [ParameterSpec("p", (8,), True)], world.size) for i in range(2)]
+    with pytest.raises(AgreedError, match=r"3 windows, .* got 2 arrays, which take 4: choose fewer, larger units"):
+        transport.allocate(layouts)
