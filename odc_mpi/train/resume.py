@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,26 @@ from odc_mpi.train.config import Config, dump
 from odc_mpi.train.inputs import Inputs
 from odc_mpi.train.metrics import terminal_width
 from odc_mpi.train.rundir import open_run_directory, reopen_run_directory
+from odc_mpi.train.saving import model_config
 
 #: torch's classes of optim.optimizer.
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 #: Settings that may change without a word.
 _PRIVATE = {"run.dir", "run.log_dir", "run.resume", "run.checkpoint_every", "run.keep_checkpoints", "comm.timeout_s"}
+#: Keys of a model's configuration that say nothing of what it computes, or only how it is computed here.
+_INCIDENTAL = {
+    *("dtype", "torch_dtype", "use_cache", "transformers_version", "_name_or_path", "architectures"),
+    *(
+        "id2label",
+        "label2id",
+        "bos_token_id",
+        "eos_token_id",
+        "initializer_range",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    ),
+}
 _ANEW = "set run.resume to never, or choose another run.dir, to start anew"
 
 
@@ -126,6 +142,7 @@ def _find(config: Config, world: World) -> Origin | None:
 def _check_fits(origin: Origin, config: Config, inputs: Inputs) -> None:
     checkpoint, about = origin.checkpoint, origin.about
     require_model(checkpoint, inputs.model.module)
+    _require_configuration(origin, model_config(inputs.model.module))
     require_optimizer(checkpoint.manifest, OPTIMIZERS[config.optim.optimizer], checkpoint)
     if about["data_digest"] != inputs.dataset.digest():
         raise UserError(
@@ -142,6 +159,29 @@ def _check_fits(origin: Origin, config: Config, inputs: Inputs) -> None:
             f"run.steps: expected more than the {origin.step} that {checkpoint.directory} has behind it, got "
             f"{config.run.steps}: raise run.steps"
         )
+
+
+def _require_configuration(origin: Origin, config: Mapping[str, Any]) -> None:
+    """Check that models of the same shapes compute the same: heads, positions, activations and the like."""
+    theirs, ours = _telling(origin.about["transformers_config"]), _telling(config)
+    keys = theirs.keys() | ours.keys()
+    if origin.about["versions"]["transformers"] != version("transformers"):
+        keys = theirs.keys() & ours.keys()  # another version may have more settings, with defaults that change nothing
+    for key in sorted(keys):
+        if theirs.get(key) != ours.get(key):
+            raise UserError(
+                f"the checkpoint {origin.checkpoint.directory} is of another model: {key} is {theirs.get(key)!r} "
+                f"there, {ours.get(key)!r} in this one: change model.*, or set run.resume to never, or run.dir"
+            )
+
+
+def _telling(config: Mapping[str, Any]) -> dict[str, Any]:
+    leaves = {
+        key: value
+        for key, value in config.items()
+        if key not in _INCIDENTAL and not key.startswith("_attn_implementation")
+    }
+    return _leaves({key: _telling(value) if isinstance(value, dict) else value for key, value in leaves.items()})
 
 
 def _newest(world: World, candidates: Sequence[Path]) -> Checkpoint | None:

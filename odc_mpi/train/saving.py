@@ -144,10 +144,16 @@ def about_run(config: Config, module: Any, data_digest: str, origin: str | None)
         "config": asdict(config),
         "data_digest": data_digest,
         "origin": origin,
-        "transformers_config": json.loads(module.config.to_json_string(use_diff=False)),
+        "transformers_config": model_config(module),
         "architectures": [type(module).__name__],
         "versions": {"odc_mpi": __version__, "python": platform.python_version(), **versions},
     }
+
+
+def model_config(module: Any) -> dict[str, Any]:
+    """Return the whole configuration of a transformers model, as JSON has it. Local."""
+    content: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
+    return content
 
 
 def _warn(line: str) -> None:

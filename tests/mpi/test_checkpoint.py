@@ -11,6 +11,7 @@ from test_parity import configure
 
 from odc_mpi.checkpoint.commands import verify
 from odc_mpi.checkpoint.manifest import read_manifest, step_name, steps_in
+from odc_mpi.data.dataset import Dataset, DatasetWriter
 from odc_mpi.errors import AgreedError, StoppedError, TrainingError
 from odc_mpi.train import saving
 from odc_mpi.train.trainer import train
@@ -129,12 +130,19 @@ def one_run(world, shared_dir, dataset_path):
     ("settings", "words"),
     [
         ({"model__config__hidden_size": 40}, "of another model"),
+        (
+            {"model__config__num_attention_heads": 8, "model__config__num_key_value_heads": 4},
+            "of another model: num_attention_heads is 4 there, 8 in",
+        ),
+        ({"model__config__rope_parameters__rope_theta": 500.0}, "rope_theta is 10000.0 there, 500.0 in"),
+        ({"model__config__hidden_act": "gelu"}, "hidden_act is 'silu' there, 'gelu' in"),
+        ({"model__config__rms_norm_eps": 1e-3}, "rms_norm_eps is 1e-06 there, 0.001 in"),
         ({"optim__optimizer": "sgd"}, "of the optimizer AdamW, got SGD"),
         ({"run__seed": 1}, "run.seed: expected 0"),
         ({"run__resume": "/nowhere"}, "got /nowhere"),
         ({"run__steps": 1, "run__resume": "one", "run__dir": "other"}, "run.steps: expected more than the 2"),
     ],
-    ids=["model", "optimizer", "seed", "path", "steps"],
+    ids=["model", "heads", "positions", "activation", "norm", "optimizer", "seed", "path", "steps"],
 )
 def test_what_does_not_fit_is_refused(run, one_run, settings, words):
     settings = {"run__dir": one_run} | {
@@ -146,12 +154,21 @@ def test_what_does_not_fit_is_refused(run, one_run, settings, words):
     assert sorted(one_run.rglob("*")) == before, "nothing was touched"
 
 
-def test_other_data_is_refused(run, one_run, world, dataset_path, shared_dir):
-    other = shared_dir / "other.h5"
+@pytest.mark.parametrize("difference", ["vocabulary", "token"])
+def test_other_data_is_refused(run, one_run, world, dataset_path, shared_dir, difference):
+    other = shared_dir / f"other_{difference}.h5"
     if world.rank == 0:
-        other.write_bytes(dataset_path.read_bytes())
-        with h5py.File(other, "a") as file:
-            file.attrs["vocabulary"] = "another"
+        vocabulary = "another" if difference == "vocabulary" else ""
+        with (
+            Dataset(dataset_path) as known,
+            DatasetWriter(
+                other, vocab_size=known.vocab_size, tokenizer="none", source="", vocabulary=vocabulary
+            ) as writer,
+        ):
+            for i, (tokens, mask) in enumerate(known):
+                if i == 20 and difference == "token":
+                    tokens[0] ^= 1
+                writer.append(tokens.astype(np.uint32), mask)
     world.gather_objects(None)
     with pytest.raises(AgreedError, match="was trained on other data"):
         run("unused", run__dir=one_run, data__path=other)
