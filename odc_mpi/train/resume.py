@@ -14,7 +14,8 @@ from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.train.config import Config, dump
 from odc_mpi.train.inputs import Inputs
 from odc_mpi.train.metrics import terminal_width
-from odc_mpi.train.rundir import open_run_directory, reopen_run_directory
+from odc_mpi.train.records import warn
+from odc_mpi.train.rundir import has_records, open_run_directory, reopen_run_directory
 from odc_mpi.train.saving import model_config
 
 #: torch's classes of optim.optimizer.
@@ -110,6 +111,18 @@ def open_run(run_dir: Path, config: Config, origin: Origin | None) -> None:
         open_run_directory(run_dir, dump(config))
 
 
+def anew_line(config: Config) -> str:
+    """Return a line for a run that looked for a checkpoint of its own and found none, to print. Local.
+
+    It is empty where nobody expects one: nothing is saved, and there was no run in run.dir.
+    """
+    run_dir = Path(config.run.dir)
+    expected = config.run.checkpoint_every or has_records(run_dir)
+    if config.run.resume != "auto" or not expected:
+        return ""
+    return f"\nbeginning anew: no checkpoint in {run_dir / CHECKPOINTS}"
+
+
 def say_complete(origin: Origin, config: Config, world: World) -> dict[str, Any]:
     """Say that there is nothing to do, and return a summary. Local."""
     origin.checkpoint.close()
@@ -126,9 +139,17 @@ def _find(config: Config, world: World) -> Origin | None:
     wish, run_dir = config.run.resume, Path(config.run.dir)
     if wish == "never":
         return None
-    own = _newest(world, list(steps_in(run_dir / CHECKPOINTS).values()))
+    candidates = world.agree(lambda: _own_checkpoints(run_dir))
     if wish == "auto":
+        own = _newest(world, candidates)
         return Origin(own, True, own.manifest.about["origin"]) if own else None
+    try:
+        own = _newest(world, candidates)
+    except AgreedError as error:
+        own = None  # what was asked for lies elsewhere
+        if world.rank == 0:
+            reason = str(error).removesuffix(f"; {_ANEW}")
+            warn(f"WARNING: {run_dir} has checkpoints and none to go on from ({reason}): beginning at {wish}")
     path = str(Path(wish).resolve())
     if own and own.manifest.about["origin"] == path:
         return Origin(own, True, path)  # begun there, and started once more: a scheduler does that
@@ -137,6 +158,13 @@ def _find(config: Config, world: World) -> Origin | None:
     found = _newest(world, world.agree(lambda: directories(Path(wish))))
     assert found, "directories() finds one, or raises"
     return Origin(found, found.directory.resolve().parent == (run_dir / CHECKPOINTS).resolve(), path)
+
+
+def _own_checkpoints(run_dir: Path) -> list[Path]:
+    try:
+        return list(steps_in(run_dir / CHECKPOINTS).values())
+    except OSError as error:
+        raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from error
 
 
 def _check_fits(origin: Origin, config: Config, inputs: Inputs) -> None:

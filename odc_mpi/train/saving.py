@@ -9,7 +9,6 @@ at the end collective: all wait for the last checkpoint, within comm.timeout_s
 import importlib.metadata
 import json
 import platform
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from odc_mpi.comm.world import World
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.shard import model as sharded
 from odc_mpi.train.config import Config
+from odc_mpi.train.records import warn
 from odc_mpi.train.stop import StopWish
 
 #: What every rank tells the others at point A: whether it was told to stop, and `Saver.report`.
@@ -60,7 +60,7 @@ class Saving:
             world.size,
             token,
             keep=config.run.keep_checkpoints,
-            warn=_warn,
+            warn=warn,
         )
         self._last: int | None = None
         self._pause_s = self._wait_s = 0.0
@@ -154,7 +154,3 @@ def model_config(module: Any) -> dict[str, Any]:
     """Return the whole configuration of a transformers model, as JSON has it. Local."""
     content: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
     return content
-
-
-def _warn(line: str) -> None:
-    print(f"odc_mpi: {line}", file=sys.stderr, flush=True)

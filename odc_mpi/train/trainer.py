@@ -30,7 +30,7 @@ from odc_mpi.train.metrics import StepMetrics
 from odc_mpi.train.optimizer import make_optimizer, set_learning_rate
 from odc_mpi.train.place import describe, slurm_job
 from odc_mpi.train.ranklog import RankLog
-from odc_mpi.train.resume import Origin, find_origin, open_run, say_complete
+from odc_mpi.train.resume import Origin, anew_line, find_origin, open_run, say_complete
 from odc_mpi.train.saving import NAMES, Saving, about_run
 from odc_mpi.train.stop import StopWish
 from odc_mpi.train.trace import Trace
@@ -77,21 +77,25 @@ def _train(config: Config, world: World) -> dict[str, Any]:
     trainer = Trainer(config, world, inputs, origin)
     del inputs  # the weights that it can read have been read
     run_dir = Path(config.run.dir)
+    beginning = f"\nresuming {origin.one_line(config)}" if origin else anew_line(config)
     # Not earlier: whatever is wrong has to be found before anything is written.
     world.agree(lambda: open_run(run_dir, config, origin) if world.rank == 0 else None)
     opening = f"{world.mpi_library}, ranks {world.size}, nodes {world.num_nodes}: {trainer.decision.one_line()}"
-    opening += f"\n{describe(world.layout, slurm_job())}"
-    if origin:
-        opening += f"\nresuming {origin.one_line(config)}"
+    opening += f"\n{describe(world.layout, slurm_job())}{beginning}"
     with trainer, StopWish() as stop, Log(run_dir, config.run.steps, opening, speaks=world.rank == 0) as log:
         about = about_run(config, trainer.model.module, digest, origin.path if origin else None)
         saving = trainer.save(stop, about)
         while trainer.done < config.run.steps and not saving.stopping:
             log.step(trainer.step())
-            trainer.check_skipped()
+            try:
+                trainer.check_skipped()
+            except TrainingError:
+                saving.finish()  # what is written and not yet published would be lost
+                raise
             saving.after_step(trainer.done)
-        trainer.trace.write(world, run_dir)
+        # First: whatever becomes of the rest, the last checkpoint is not to be lost.
         checkpoints = saving.finish()
+        trainer.trace.write(world, run_dir)
         summary = log.finish(trainer.facts() | checkpoints)
         saving.check_end(trainer.done)
         return summary
