@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL, read_tensor
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, in_one_line
 
 #: Of weights in one file; a larger tensor has a file of its own.
 FILE_BYTES = 1 << 30
@@ -56,8 +57,9 @@ def export(checkpoint: Checkpoint, out: Path, dtype: str | None = None, file_byt
             _copy_tokenizer(about["config"], made)
             names = sorted(path.name for path in made.iterdir())
             made.replace(out)
-    except OSError as error:
-        raise UserError(f"expected OUT in a folder that can be written, got {out}: {error.strerror}") from error
+    except (OSError, SafetensorError) as error:  # safetensors tells of a full disk in its own way
+        reason = getattr(error, "strerror", None) or in_one_line(error)
+        raise UserError(f"expected OUT in a folder that can be written, got {out}: {reason}") from error
     return names
 
 

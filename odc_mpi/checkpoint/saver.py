@@ -49,7 +49,7 @@ class Task(Generic[T]):
     """A function that runs in a daemon thread: it does not keep a program from ending."""
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
+        self._function: Callable[[], T] | None = function
         self._ended = threading.Event()
         self.result: T | None = None
         self.error: Exception | None = None
@@ -66,11 +66,13 @@ class Task(Generic[T]):
             pass
 
     def _run(self) -> None:
+        assert self._function is not None
         try:
             self.result = self._function()
         except Exception as error:
             self.error = error
         finally:
+            self._function = None  # which holds the task before it, and that the one before ...
             self._ended.set()
 
 
@@ -187,7 +189,7 @@ class Saver:
         try:
             directory = self._unfinished(step)
             directory.mkdir(parents=True, exist_ok=True)
-            return write_shard(directory / shard_name(self._rank), entries, attributes)
+            return write_shard(directory / shard_name(step, self._rank), entries, attributes)
         except Exception as error:
             self._warn(f"rank {self._rank} could not write its part of the checkpoint of step {step}: {_say(error)}")
             raise
@@ -201,8 +203,12 @@ class Saver:
                 raise OSError(f"rank {', '.join(map(str, failed))} could not write")
             assert head.manifest is not None
             for rank, record in enumerate(files):
-                _check_seen(directory / shard_name(rank), record, rank)
-            publish(directory, replace(head.manifest, files=_named(files)), self._directory / step_name(head.step))
+                _check_seen(directory / shard_name(head.step, rank), record, rank)
+            publish(
+                directory,
+                replace(head.manifest, files=_named(head.step, files)),
+                self._directory / step_name(head.step),
+            )
         except Exception as error:
             self._warn(f"WARNING: there is no checkpoint of step {head.step}, {_say(error)}; training goes on without")
             shutil.rmtree(directory, ignore_errors=True)
@@ -281,8 +287,8 @@ def _check_seen(path: Path, record: FileRecord, rank: int) -> None:
         )
 
 
-def _named(files: Sequence[FileRecord]) -> dict[str, FileRecord]:
-    return {shard_name(rank): record for rank, record in enumerate(files)}
+def _named(step: int, files: Sequence[FileRecord]) -> dict[str, FileRecord]:
+    return {shard_name(step, rank): record for rank, record in enumerate(files)}
 
 
 def _say(error: Exception) -> str:

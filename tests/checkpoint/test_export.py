@@ -73,7 +73,7 @@ def test_it_says_the_same(saved, tmp_path):
 
 def test_nothing_is_left_of_an_export_that_failed(saved, tmp_path):
     directory, _ = saved
-    shard = directory / "rank_00001.h5"
+    shard = next(directory.glob("*rank_00001.h5"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)

@@ -141,7 +141,7 @@ def test_export_loads_in_transformers(trained, tmp_path):
 def test_verify_names_what_is_damaged(trained, tmp_path):
     copy = tmp_path / "checkpoints"
     subprocess.run(["cp", "-r", trained / "checkpoints", copy], check=True)
-    shard = copy / "step_00000002" / "rank_00001.h5"
+    shard = copy / "step_00000002" / "step_00000002_rank_00001.h5"
     with h5py.File(shard) as file:
         position = file["optimizer/exp_avg/model.layers.0.mlp.up_proj.weight"].id.get_offset()
     content = bytearray(shard.read_bytes())

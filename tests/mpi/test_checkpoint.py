@@ -10,7 +10,7 @@ import pytest
 from test_parity import configure
 
 from odc_mpi.checkpoint.commands import verify
-from odc_mpi.checkpoint.manifest import read_manifest, step_name, steps_in
+from odc_mpi.checkpoint.manifest import read_manifest, shard_name, step_name, steps_in
 from odc_mpi.data.dataset import Dataset, DatasetWriter
 from odc_mpi.errors import AgreedError, StoppedError, TrainingError
 from odc_mpi.train import saving
@@ -178,13 +178,13 @@ def test_the_newest_is_damaged(run, world, capfd):
     damage = ("cut", "missing", "manifest", "swapped")[world.size % 4]
     run("run", run__steps=4, run__checkpoint_every=2)
     old, new = (run.base / "run" / "checkpoints" / step_name(step) for step in (2, 4))
-    shard = new / f"rank_{world.size - 1:05d}.h5"
+    shard = new / shard_name(4, world.size - 1)
     world.gather_objects(None)
     if world.rank == 0:
         if damage == "cut":
             shard.write_bytes(shard.read_bytes()[:-1])
         elif damage == "swapped":
-            shard.write_bytes((old / shard.name).read_bytes())
+            shard.write_bytes((old / shard_name(2, world.size - 1)).read_bytes())
         else:
             (shard if damage == "missing" else new / "manifest.json").unlink()
     world.gather_objects(None)
@@ -198,7 +198,7 @@ def test_the_newest_is_damaged(run, world, capfd):
 def test_all_are_damaged(run, world):
     run("run", run__steps=2, run__checkpoint_every=2)
     if world.rank == 0:
-        (run.base / "run" / "checkpoints" / step_name(2) / "rank_00000.h5").unlink()
+        (run.base / "run" / "checkpoints" / step_name(2) / shard_name(2, 0)).unlink()
     world.gather_objects(None)
     with pytest.raises(AgreedError, match="expected a complete checkpoint, got none among 1"):
         run("run")
