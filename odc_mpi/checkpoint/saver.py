@@ -95,6 +95,7 @@ class Saver:
         token: The same on every rank, and another in every run.
         keep: How many complete checkpoints to keep; 0 keeps all.
         warn: Called with a line that a person must see, from any thread.
+        check: Raises OSError where this run may not write any more; called from any thread.
 
     Attributes:
         num_saved: On rank 0: checkpoints that became complete.
@@ -103,13 +104,22 @@ class Saver:
     """
 
     def __init__(
-        self, directory: Path, rank: int, size: int, token: str, *, keep: int = 0, warn: Callable[[str], None]
+        self,
+        directory: Path,
+        rank: int,
+        size: int,
+        token: str,
+        *,
+        keep: int = 0,
+        warn: Callable[[str], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
         self._rank, self._size = rank, size
         self._token = token
         self._keep = keep
         self._warn = warn
+        self._check = check
         self._pending: deque[_Pending] = deque()
         self._publishing: Task[None] | None = None
         self.num_saved = self.num_failed = 0
@@ -187,6 +197,7 @@ class Saver:
             "size": self._size,
         }
         try:
+            self._check()
             directory = self._unfinished(step)
             directory.mkdir(parents=True, exist_ok=True)
             return write_shard(directory / shard_name(step, self._rank), entries, attributes)
@@ -204,11 +215,9 @@ class Saver:
             assert head.manifest is not None
             for rank, record in enumerate(files):
                 _check_seen(directory / shard_name(head.step, rank), record, rank)
-            publish(
-                directory,
-                replace(head.manifest, files=_named(head.step, files)),
-                self._directory / step_name(head.step),
-            )
+            self._check()
+            manifest = replace(head.manifest, files=_named(head.step, files))
+            publish(directory, manifest, self._directory / step_name(head.step))
         except Exception as error:
             self._warn(f"WARNING: there is no checkpoint of step {head.step}, {_say(error)}; training goes on without")
             shutil.rmtree(directory, ignore_errors=True)
@@ -216,7 +225,9 @@ class Saver:
             return
         self.num_saved, self.last_failed = self.num_saved + 1, False
         if self._keep:
-            prune(self._directory, self._keep)
+            with suppress(OSError):
+                self._check()
+                prune(self._directory, self._keep)
 
     def _unfinished(self, step: int) -> Path:
         return self._directory / f".{step_name(step)}.{self._token}"

@@ -14,6 +14,7 @@ from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.train.config import Config, dump
 from odc_mpi.train.inputs import Inputs
 from odc_mpi.train.metrics import terminal_width
+from odc_mpi.train.owner import Owner, take
 from odc_mpi.train.records import warn
 from odc_mpi.train.rundir import has_records, open_run_directory, reopen_run_directory
 from odc_mpi.train.saving import model_config
@@ -98,17 +99,20 @@ def find_origin(config: Config, world: World, inputs: Inputs) -> Origin | None:
     return origin
 
 
-def open_run(run_dir: Path, config: Config, origin: Origin | None) -> None:
-    """Make the run directory ready. Local; for rank 0.
+def open_run(run_dir: Path, config: Config, origin: Origin | None) -> Owner:
+    """Make the run directory ready, and this run the one that writes there. Local; for rank 0.
 
     Raises:
-        UserError: It cannot be written, or the environment asks for something that there is not.
+        UserError: It cannot be written, another run writes there, or the environment asks for something that there is
+            not.
     """
     terminal_width()  # a wrong ODC_MPI_PROGRESS shows here
+    owner = take(run_dir, config.comm.timeout_s)
     if origin and origin.own:
         reopen_run_directory(run_dir, dump(config), origin.step)
     else:
         open_run_directory(run_dir, dump(config))
+    return owner
 
 
 def anew_line(config: Config) -> str:

@@ -25,6 +25,7 @@ from odc_mpi.comm.world import World
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.shard import model as sharded
 from odc_mpi.train.config import Config
+from odc_mpi.train.owner import Owner
 from odc_mpi.train.records import warn
 from odc_mpi.train.stop import StopWish
 
@@ -43,10 +44,17 @@ class Saving:
         state: Of the model and the optimizer.
         about: Returns what else belongs into a checkpoint; called on rank 0.
         stop: Whether this rank was asked to stop.
+        owner: On rank 0: without it nothing is saved any more.
     """
 
     def __init__(
-        self, config: Config, world: World, state: TrainingState, about: Callable[[], dict[str, Any]], stop: StopWish
+        self,
+        config: Config,
+        world: World,
+        state: TrainingState,
+        about: Callable[[], dict[str, Any]],
+        stop: StopWish,
+        owner: Owner | None,
     ) -> None:
         self._run = config.run
         self._world = world
@@ -61,6 +69,7 @@ class Saving:
             token,
             keep=config.run.keep_checkpoints,
             warn=warn,
+            check=owner.require if owner else lambda: None,
         )
         self._last: int | None = None
         self._pause_s = self._wait_s = 0.0

@@ -357,3 +357,30 @@ def test_a_shard_of_another_step(tmp_path):
         assert "belongs to another checkpoint" in checkpoint.problem(range(2))
     with pytest.raises(UserError, match="belongs to another checkpoint"):
         load(other.parent, 2)
+
+
+def test_who_may_not_write_any_more(tmp_path, monkeypatch):
+    """As when another run has taken over the directory: neither published nor pruned."""
+    ranks = Ranks(tmp_path, 2, keep=1)
+    ranks.start(1)
+    ranks.wait()
+    ranks.boundary()
+    ranks.start(2)
+    ranks.wait()
+
+    def taken():
+        raise OSError("another run has taken over")
+
+    monkeypatch.setattr(ranks.savers[0], "_check", taken)
+    ranks.boundary()
+    assert ranks.steps() == [1]
+    ranks.start(3)
+    ranks.wait()
+    ranks.boundary()
+    assert ranks.steps() == [1]
+    assert [line.partition(",")[0] for line in ranks.warnings] == [
+        "WARNING: there is no checkpoint of step 2",
+        "rank 0 could not write its part of the checkpoint of step 3: another run has taken over",
+        "WARNING: there is no checkpoint of step 3",
+    ]
+    assert not list(tmp_path.glob(".step*"))
