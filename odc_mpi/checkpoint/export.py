@@ -69,12 +69,17 @@ def _write_weights(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, file_b
     total = 0
     for number, names in enumerate(groups, 1):
         file = _WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors = {name: _tensor(checkpoint, name, dtype) for name in names}
-        save_file(tensors, out / file, metadata={"format": "pt"})
+        total += _write_file(checkpoint, out / file, names, dtype)
         weight_map |= dict.fromkeys(names, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
     if len(groups) > 1:
         _write_json(out / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_file(checkpoint: Checkpoint, path: Path, names: list[str], dtype: torch.dtype) -> int:
+    """Write some tensors, which are let go before those of the next file are read; return their bytes."""
+    tensors = {name: _tensor(checkpoint, name, dtype) for name in names}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _groups(checkpoint: Checkpoint, dtype: torch.dtype, file_bytes: int) -> Iterator[list[str]]:

@@ -126,6 +126,11 @@ class Saver:
         self.last_failed = False
 
     @property
+    def pending(self) -> bool:
+        """Whether there is a checkpoint that not all have told to be written; the same on every rank."""
+        return bool(self._pending)
+
+    @property
     def busy(self) -> bool:
         """Whether a thread of this rank is still writing or publishing."""
         writing = bool(self._pending) and not self._pending[-1].writing.done

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
 from odc_mpi.checkpoint.reader import Checkpoint, directories
@@ -64,10 +67,10 @@ class Origin:
         """What the run told of itself when it saved."""
         return self.checkpoint.manifest.about
 
-    @property
-    def weights(self) -> CheckpointWeights:
-        """Where parameters come from."""
-        return CheckpointWeights(self.checkpoint)
+    @cached_property
+    def weights(self) -> "PatientWeights":
+        """Where parameters come from; to be asked for its error when all are read."""
+        return PatientWeights(self.checkpoint)
 
     def one_line(self, config: Config) -> str:
         """Say where the run begins, and which settings are others than before. Local."""
@@ -79,6 +82,35 @@ class Origin:
         ]
         tail = f"; changed since: {', '.join(changed)}" if changed else ""
         return f"after step {self.step}, from {self.checkpoint.directory}, saved by {_ranks(self.checkpoint)}{tail}"
+
+
+class PatientWeights:
+    """Parameters from a checkpoint; one that is damaged is told when all ranks have read theirs, so that all hear it.
+
+    Args:
+        checkpoint: Stays open while weights are read.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._weights = CheckpointWeights(checkpoint)
+        self._error: UserError | None = None
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `shard.slices.Weights`. Local."""
+        try:
+            return self._weights.read(name, start, stop)
+        except UserError as error:
+            self._error = self._error or error
+            return torch.zeros(stop - start)
+
+    def require_intact(self) -> None:
+        """Check that all that was read is what was written. Local.
+
+        Raises:
+            UserError: It is not.
+        """
+        if self._error:
+            raise self._error
 
 
 def find_origin(config: Config, world: World, inputs: Inputs) -> Origin | None:
@@ -95,7 +127,7 @@ def find_origin(config: Config, world: World, inputs: Inputs) -> Origin | None:
     origin = _find(config, world)
     if origin:
         world.agree(lambda: _check_fits(origin, config, inputs))
-        restore_buffers(inputs.model.module, origin.checkpoint)
+        world.agree(lambda: restore_buffers(inputs.model.module, origin.checkpoint))
     return origin
 
 

@@ -2,7 +2,8 @@
 
 before A   each rank tells whether it was asked to stop, and which checkpoint its thread has written
 after A    all know whether somebody was; rank 0 publishes a checkpoint that all have written
-after B    where a save is due, each rank copies its slices and hands them to its thread
+after B    where a save is due, each rank copies its slices and hands them to its thread; if the one before is not
+           known to be written yet, all wait for it and tell each other there, collectively
 at the end collective: all wait for the last checkpoint, within comm.timeout_s
 """
 
@@ -86,7 +87,7 @@ class Saving:
         self._saver.hear(np.stack([minibatch.per_rank(name) for name in _SAVED], axis=1))
 
     def after_step(self, step: int) -> None:
-        """Save, if that is due. Local, after point B."""
+        """Save, if that is due. Local, after point B, unless the last save is not complete: `_settle`."""
         every = self._run.checkpoint_every
         if self.stopping or (every and (step % every == 0 or step == self._run.steps)):
             self._save(step)
@@ -97,12 +98,7 @@ class Saving:
         Returns:
             What the summary tells of checkpoints.
         """
-        with self._world.deadline("writing the last checkpoint"):
-            reports = self._saver.pending_reports()
-        for of_one_step in zip(*self._world.gather_objects(reports), strict=True):
-            self._saver.hear(np.array(of_one_step))
-        with self._world.deadline("publishing the last checkpoint"):
-            self._saver.wait_until_published()
+        self._settle()
         saver = self._saver
         told = self._world.gather_objects(
             (saver.num_saved, saver.num_failed, saver.last_failed, self._num_waits, self._wait_s, self._pause_s)
@@ -129,14 +125,21 @@ class Saving:
         if self.stopping and step < self._run.steps:
             raise StoppedError(f"stopped as asked after step {step}, which is saved: start again to go on")
 
+    def _settle(self) -> None:
+        """See the last checkpoint complete, or given up. Collective if not all know that it is written, else local."""
+        if self._saver.pending:
+            with self._world.deadline(f"writing the checkpoint of step {self._last}"):
+                reports = self._saver.pending_reports()
+            for of_one_step in zip(*self._world.gather_objects(reports), strict=True):
+                self._saver.hear(np.array(of_one_step))
+        with self._world.deadline(f"publishing the checkpoint of step {self._last}"):
+            self._saver.wait_until_published()
+
     def _save(self, step: int) -> None:
         began = time.perf_counter()
-        if self._saver.busy:
-            self._num_waits += 1
-            with self._world.deadline(f"writing the checkpoint of step {self._last}"):
-                self._saver.wait_until_written()
-                # Or a run of fast steps could be many checkpoints ahead of those that are complete.
-                self._saver.wait_until_published()
+        self._num_waits += self._saver.busy
+        # Or a run of fast steps could be several checkpoints ahead of the newest that is complete.
+        self._settle()
         waited = time.perf_counter()
         entries = self._state.snapshot()
         manifest = self._state.describe(step, self._about()) if self._world.rank == 0 else None

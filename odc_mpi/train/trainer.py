@@ -152,6 +152,8 @@ class Trainer:
             device=config.run.device,
             optimizer_device=config.optim.device,
         ).train()
+        if origin:
+            world.agree(origin.weights.require_intact)
         self.trace = Trace(self.model.spans, config.run.trace_steps, config.data.max_tokens_per_microbatch)
         self._tickets = Tickets(world) if config.data.balance == "dynamic" else None
         # With collectives ranks wait for the slowest in each fetch and push, not at A.

@@ -3,18 +3,20 @@
 import json
 import os
 import signal
+import time
 
 import h5py
 import numpy as np
 import pytest
 from test_parity import configure
 
+from odc_mpi.checkpoint import saver
 from odc_mpi.checkpoint.commands import verify
 from odc_mpi.checkpoint.manifest import read_manifest, shard_name, step_name, steps_in
 from odc_mpi.data.dataset import Dataset, DatasetWriter
 from odc_mpi.errors import AgreedError, StoppedError, TrainingError
 from odc_mpi.train import saving
-from odc_mpi.train.trainer import train
+from odc_mpi.train.trainer import Trainer, train
 
 pytestmark = pytest.mark.mpi
 
@@ -39,10 +41,14 @@ def run(world, shared_dir, dataset_path, request):
     return start
 
 
+def lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    return [line["loss"] for line in lines]
+    found = lines(run_dir)
+    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    return [line["loss"] for line in found]
 
 
 @pytest.mark.parametrize(
@@ -108,9 +114,9 @@ def test_a_run_that_begins_at_a_checkpoint_of_another(run, world):
     train_on = {"run__resume": path, "run__checkpoint_every": 1}
     with pytest.raises(AssertionError, match="3"):
         run("two", **train_on, run__steps=4)  # its metrics begin at step 3
-    lines = [json.loads(line) for line in (run.base / "two" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [3, 4]
-    np.testing.assert_allclose([line["loss"] for line in lines], whole[2:4], rtol=1e-5)
+    found = lines(run.base / "two")
+    assert [line["step"] for line in found] == [3, 4]
+    np.testing.assert_allclose([line["loss"] for line in found], whole[2:4], rtol=1e-5)
     world.gather_objects(None)
     with pytest.raises(AssertionError, match="3"):
         run("two", **train_on)  # started once more, as by a scheduler: goes on, not back
@@ -193,6 +199,92 @@ def test_the_newest_is_damaged(run, world, capfd):
         assert "WARNING" in capfd.readouterr().out
     assert verify(run.base / "run")[1] == 0
     assert list(steps_in(run.base / "run" / "earlier-1" / "checkpoints")) == [4], "nothing is thrown away"
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_tensor_is_damaged(run, world, part):
+    """It shows when it is read, on the ranks that read it, and all of them end."""
+    run("run", run__steps=2, run__checkpoint_every=2)
+    if world.rank == 0:
+        path = run.base / "run" / "checkpoints" / step_name(2) / shard_name(2, world.size - 1)
+        with h5py.File(path) as file:
+            datasets = []
+            file[part].visititems(lambda _, item: datasets.append(item) if isinstance(item, h5py.Dataset) else None)
+            name, position = datasets[-1].name.lstrip("/"), datasets[-1].id.get_offset()
+        flip(path, position)
+    world.gather_objects(None)
+    with pytest.raises(AgreedError, match=f"the checksum of {part}/.* does not fit: set run.resume to an older"):
+        run("run")
+    if world.rank == 0:
+        flip(path, position)
+        assert verify(run.base / "run")[1] == 0, f"{name} is as it was"
+    world.gather_objects(None)
+    assert len(run("run")) == STEPS
+
+
+def flip(path, position):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_steps_that_are_shorter_than_writing(run, world, monkeypatch):
+    """Whenever a save begins, the one before it is complete: two intervals are all that can be lost."""
+    write, save, behind = saver.write_shard, saving.Saving._save, []
+
+    def slow(*arguments):
+        time.sleep(0.3 if world.rank == world.size - 1 else 0.0)
+        return write(*arguments)
+
+    def look(self, step):
+        save(self, step)
+        behind.append(step - max(steps_in(run.base / "run" / "checkpoints"), default=0))
+
+    monkeypatch.setattr(saver, "write_shard", slow)
+    monkeypatch.setattr(saving.Saving, "_save", look)
+    run("run", run__checkpoint_every=1)
+    if world.rank == 0:
+        assert max(behind) <= 1, behind
+    assert list(steps_in(run.base / "run" / "checkpoints")) == list(range(1, STEPS + 1))
+
+
+def test_what_was_learned_of_the_cost_and_what_the_run_was(run, world, monkeypatch):
+    settings = {"data__cost": "fitted", "data__max_tokens_per_microbatch": 40}
+    run("run", run__checkpoint_every=STEPS, **settings)
+    about = read_manifest(run.base / "run" / "checkpoints" / step_name(STEPS)).about
+    assert about["config"]["optim"]["learning_rate"] == 1e-2 and about["config"]["data"]["cost"] == "fitted"
+    assert {"odc_mpi", "python", "torch", "transformers", "numpy", "h5py", "mpi4py"} == about["versions"].keys()
+    restored, resume = [], Trainer._resume
+
+    def look(self, origin):
+        prior = self._loader.cost
+        resume(self, origin)
+        restored.append((json.loads(json.dumps(self._fitted.state_dict())), self._loader.cost != prior))
+
+    monkeypatch.setattr(Trainer, "_resume", look)
+    run("run", run__steps=STEPS + 1, **settings)
+    assert restored == [(about["cost"], True)]
+
+
+def test_a_schedule_goes_on(run, world, monkeypatch):
+    settings = {"optim__lr_scheduler_type": "linear", "optim__warmup_steps": 4}
+    whole = run("whole", **settings)
+    rates = [line["learning_rate"] for line in lines(run.base / "whole")]
+    assert len(set(rates)) > 4, "it rises and falls"
+    tell = saving.Saving.tell
+
+    def told(self, minibatch):
+        if world.rank == 0 and not self._stop.told and len(lines(run.base / "cut")) == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return tell(self, minibatch)
+
+    monkeypatch.setattr(saving.Saving, "tell", told)
+    with pytest.raises(StoppedError, match="after step 2"):
+        run("cut", **settings)
+    world.gather_objects(None)
+    monkeypatch.undo()
+    np.testing.assert_allclose(run("cut", **settings), whole, rtol=1e-5)
+    assert [line["learning_rate"] for line in lines(run.base / "cut")] == rates
 
 
 def test_all_are_damaged(run, world):
