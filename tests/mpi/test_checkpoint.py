@@ -248,6 +248,32 @@ def test_steps_that_are_shorter_than_writing(run, world, monkeypatch):
     assert list(steps_in(run.base / "run" / "checkpoints")) == list(range(1, STEPS + 1))
 
 
+def test_a_run_that_goes_nowhere_keeps_its_last_checkpoint(run, world, monkeypatch):
+    write = saver.write_shard
+
+    def slow(*arguments):
+        time.sleep(0.5)  # beyond the end of the step that fails
+        return write(*arguments)
+
+    monkeypatch.setattr(saver, "write_shard", slow)
+    settings = {"optim__optimizer": "sgd", "optim__learning_rate": 1e30, "optim__max_grad_norm": 0}
+    settings |= {"optim__warmup_steps": 0, "run__max_skipped_steps": 0}
+    with pytest.raises(TrainingError, match="the gradient was not finite"):
+        run("run", run__checkpoint_every=1, **settings)
+    assert list(steps_in(run.base / "run" / "checkpoints")) == [1]
+
+
+def test_a_path_is_not_held_up_by_damage_in_the_own_directory(run, world, one_run, capfd):
+    run("run", run__steps=4, run__checkpoint_every=4, run__seed=1)
+    if world.rank == 0:
+        (run.base / "run" / "checkpoints" / step_name(4) / "manifest.json").unlink()
+    world.gather_objects(None)
+    with pytest.raises(AssertionError, match="3"):
+        run("run", run__resume=one_run, run__steps=3)  # its metrics begin at step 3
+    if world.rank == 0:
+        assert "none to go on from (run.resume: expected a complete checkpoint" in capfd.readouterr().err
+
+
 def test_what_was_learned_of_the_cost_and_what_the_run_was(run, world, monkeypatch):
     settings = {"data__cost": "fitted", "data__max_tokens_per_microbatch": 40}
     run("run", run__checkpoint_every=STEPS, **settings)
