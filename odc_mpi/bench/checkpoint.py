@@ -8,7 +8,7 @@ variant in turn, round after round; the slowest rank's time counts.
             dcp: torch.distributed.checkpoint, synced
     read    the same back into the memory of the model, with checksums where there are some; what the node's memory
             still has of the files is dropped before, as far as the system lets it be
-    pause   the copy, which is what training waits for, by the time of writing
+    pause   what training waits for, by the time of writing: the copy, the manifest's beginning, the thread's start
 
 `measure` returns, and `--json` prints, one object:
 
@@ -110,8 +110,8 @@ class State:
         saver = Saver(self._directory, world.rank, world.size, f"{self._round}", warn=_fail)
         began = perf_counter()
         entries = self._state.snapshot()
-        self.pauses_s.append(perf_counter() - began)
         saver.start(1, entries, self._state.describe(1, {}) if world.rank == 0 else None)
+        self.pauses_s.append(perf_counter() - began)
         saver.wait_until_written()
         saver.hear(np.array(world.gather_objects(saver.report())))
         saver.wait_until_published()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 _ACTIONS = {
     "list": "the checkpoints of a run",
-    "verify": "read every byte and compare it with its checksum; exit code 1 if something is damaged",
+    "verify": "read every byte and compare it with its checksum; exit code 1 if one is not intact",
     "show": "the tensors of the newest checkpoint, with shapes, types and norms",
     "export": "write the model as a Hugging Face directory with safetensors",
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from odc_mpi.checkpoint.manifest import MANIFEST, TensorRecord
+from odc_mpi.checkpoint.manifest import MANIFEST, TensorRecord, VersionError
 from odc_mpi.checkpoint.reader import Checkpoint, directories
 from odc_mpi.errors import UserError
 
@@ -46,17 +46,20 @@ def verify(path: Path) -> tuple[list[str], int]:
     """Read every byte of every checkpoint that a path means. Local.
 
     Returns:
-        A line for each checkpoint and for all damage, and how many are damaged.
+        A line for each checkpoint and for all damage, and how many are not known to be intact.
     """
     lines, num_damaged = [], 0
     for directory in directories(path):
+        verdict = "DAMAGED"
         try:
             with Checkpoint(directory) as checkpoint:
                 damage = list(checkpoint.damage())
+        except VersionError as error:
+            verdict, damage = "NOT VERIFIED", [str(error)]
         except UserError as error:
             damage = [str(error)]
         num_damaged += bool(damage)
-        lines += [f"{directory}  {'DAMAGED' if damage else 'intact'}", *(f"  {line}" for line in damage)]
+        lines += [f"{directory}  {verdict if damage else 'intact'}", *(f"  {line}" for line in damage)]
     return lines, num_damaged
 
 

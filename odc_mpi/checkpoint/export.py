@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL, read_tensor
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, in_one_line
 
 #: Of weights in one file; a larger tensor has a file of its own.
 FILE_BYTES = 1 << 30
@@ -56,8 +57,9 @@ def export(checkpoint: Checkpoint, out: Path, dtype: str | None = None, file_byt
             _copy_tokenizer(about["config"], made)
             names = sorted(path.name for path in made.iterdir())
             made.replace(out)
-    except OSError as error:
-        raise UserError(f"expected OUT in a folder that can be written, got {out}: {error.strerror}") from error
+    except (OSError, SafetensorError) as error:  # safetensors tells of a full disk in its own way
+        reason = getattr(error, "strerror", None) or in_one_line(error)
+        raise UserError(f"expected OUT in a folder that can be written, got {out}: {reason}") from error
     return names
 
 
@@ -67,12 +69,17 @@ def _write_weights(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, file_b
     total = 0
     for number, names in enumerate(groups, 1):
         file = _WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors = {name: _tensor(checkpoint, name, dtype) for name in names}
-        save_file(tensors, out / file, metadata={"format": "pt"})
+        total += _write_file(checkpoint, out / file, names, dtype)
         weight_map |= dict.fromkeys(names, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
     if len(groups) > 1:
         _write_json(out / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_file(checkpoint: Checkpoint, path: Path, names: list[str], dtype: torch.dtype) -> int:
+    """Write some tensors, which are let go before those of the next file are read; return their bytes."""
+    tensors = {name: _tensor(checkpoint, name, dtype) for name in names}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _groups(checkpoint: Checkpoint, dtype: torch.dtype, file_bytes: int) -> Iterator[list[str]]:

@@ -25,7 +25,7 @@ def write_index(directory: Path, manifest: Manifest) -> FileRecord:
     with h5py.File(path, "x", locking=False) as file:
         file.attrs.update(format=FORMAT, version=VERSION, step=manifest.step, size=manifest.size)
         for name, record in manifest.tensors.items():
-            _show(file, name, record, directory)
+            _show(file, name, record, directory, manifest.step)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,12 +34,12 @@ def write_index(directory: Path, manifest: Manifest) -> FileRecord:
     return checksum_of_file(path)
 
 
-def _show(file: h5py.File, name: str, record: TensorRecord, directory: Path) -> None:
+def _show(file: h5py.File, name: str, record: TensorRecord, directory: Path, step: int) -> None:
     dtype = stored_type(record.dtype)
     if record.shape and 0 not in record.shape:
         layout = h5py.VirtualLayout(record.shape, dtype)
         for rank, start, stop in record.pieces:
-            source = h5py.VirtualSource(shard_name(rank), name, shape=(stop - start,), dtype=dtype)
+            source = h5py.VirtualSource(shard_name(step, rank), name, shape=(stop - start,), dtype=dtype)
             for first, last, box in boxes(record.shape, start, stop):
                 layout[tuple(slice(*bounds) for bounds in box)] = source[first - start : last - start]
         created = file.create_virtual_dataset(name, layout, fillvalue=_fill(record.dtype, dtype))
@@ -47,7 +47,7 @@ def _show(file: h5py.File, name: str, record: TensorRecord, directory: Path) -> 
         created = file.create_dataset(name, shape=record.shape, dtype=dtype, fillvalue=_fill(record.dtype, dtype))
         # HDF5 has no virtual scalars: a copy.
         for rank, _, _ in record.pieces:
-            with h5py.File(directory / shard_name(rank), "r", locking=False) as source:
+            with h5py.File(directory / shard_name(step, rank), "r", locking=False) as source:
                 created[()] = source[name][0]
     created.attrs.update(dtype=record.dtype, kind=record.kind)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from odc_mpi.errors import UserError, in_one_line
 
-FORMAT, VERSION = "odc_mpi.checkpoint", 1
+FORMAT, VERSION = "odc_mpi.checkpoint", 2
 MANIFEST, INDEX = "manifest.json", "index.h5"
 #: In a run directory.
 CHECKPOINTS = "checkpoints"
@@ -85,9 +85,13 @@ class Manifest:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
 
-def shard_name(rank: int) -> str:
-    """Return the name of a rank's file. Local."""
-    return f"rank_{rank:05d}.h5"
+def shard_name(step: int, rank: int) -> str:
+    """Return the name of a rank's file. Local.
+
+    The step is in it because HDF5, where a file that an index refers to is missing, also looks for that name in the
+    current directory, which may be another checkpoint.
+    """
+    return f"{step_name(step)}_rank_{rank:05d}.h5"
 
 
 def step_name(step: int) -> str:
@@ -105,7 +109,8 @@ def steps_in(directory: Path) -> dict[int, Path]:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write a manifest, and see it on the disk. Local."""
-    body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    # As a reader will have it: JSON turns keys that are numbers into text, which sorts otherwise.
+    body = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}))
     document = {**body, "checksum": _checksum(body)}
     with path.open("w", encoding="utf-8") as file:
         json.dump(document, file)

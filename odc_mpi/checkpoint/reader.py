@@ -98,11 +98,14 @@ class Checkpoint:
                     yield from file.damage()
             except UserError as error:
                 yield str(error)
-        path, expected = self.directory / INDEX, self.manifest.files[INDEX]
-        if not path.is_file():
+        path = self.directory / INDEX
+        try:
+            if checksum_of_file(path) != self.manifest.files[INDEX]:
+                yield f"{path} is damaged: its checksum does not fit"
+        except FileNotFoundError:
             yield f"{path} is missing"
-        elif checksum_of_file(path) != expected:
-            yield f"{path} is damaged: its checksum does not fit"
+        except OSError as error:
+            yield f"cannot read {path}: {error.strerror}"
 
     def close(self) -> None:
         """Close the files. Local."""
@@ -118,7 +121,7 @@ class Checkpoint:
         self.close()
 
     def _open(self, rank: int) -> ShardFile:
-        name = shard_name(rank)
+        name = shard_name(self.step, rank)
         return ShardFile(self.directory / name, self.manifest.files[name])
 
     def _file(self, rank: int) -> ShardFile:

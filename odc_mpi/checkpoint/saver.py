@@ -49,7 +49,7 @@ class Task(Generic[T]):
     """A function that runs in a daemon thread: it does not keep a program from ending."""
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
+        self._function: Callable[[], T] | None = function
         self._ended = threading.Event()
         self.result: T | None = None
         self.error: Exception | None = None
@@ -66,11 +66,13 @@ class Task(Generic[T]):
             pass
 
     def _run(self) -> None:
+        assert self._function is not None
         try:
             self.result = self._function()
         except Exception as error:
             self.error = error
         finally:
+            self._function = None  # which holds the task before it, and that the one before ...
             self._ended.set()
 
 
@@ -93,6 +95,7 @@ class Saver:
         token: The same on every rank, and another in every run.
         keep: How many complete checkpoints to keep; 0 keeps all.
         warn: Called with a line that a person must see, from any thread.
+        check: Raises OSError where this run may not write any more; called from any thread.
 
     Attributes:
         num_saved: On rank 0: checkpoints that became complete.
@@ -101,17 +104,31 @@ class Saver:
     """
 
     def __init__(
-        self, directory: Path, rank: int, size: int, token: str, *, keep: int = 0, warn: Callable[[str], None]
+        self,
+        directory: Path,
+        rank: int,
+        size: int,
+        token: str,
+        *,
+        keep: int = 0,
+        warn: Callable[[str], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
         self._rank, self._size = rank, size
         self._token = token
         self._keep = keep
         self._warn = warn
+        self._check = check
         self._pending: deque[_Pending] = deque()
         self._publishing: Task[None] | None = None
         self.num_saved = self.num_failed = 0
         self.last_failed = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is a checkpoint that not all have told to be written; the same on every rank."""
+        return bool(self._pending)
 
     @property
     def busy(self) -> bool:
@@ -185,9 +202,10 @@ class Saver:
             "size": self._size,
         }
         try:
+            self._check()
             directory = self._unfinished(step)
             directory.mkdir(parents=True, exist_ok=True)
-            return write_shard(directory / shard_name(self._rank), entries, attributes)
+            return write_shard(directory / shard_name(step, self._rank), entries, attributes)
         except Exception as error:
             self._warn(f"rank {self._rank} could not write its part of the checkpoint of step {step}: {_say(error)}")
             raise
@@ -201,8 +219,10 @@ class Saver:
                 raise OSError(f"rank {', '.join(map(str, failed))} could not write")
             assert head.manifest is not None
             for rank, record in enumerate(files):
-                _check_seen(directory / shard_name(rank), record, rank)
-            publish(directory, replace(head.manifest, files=_named(files)), self._directory / step_name(head.step))
+                _check_seen(directory / shard_name(head.step, rank), record, rank)
+            self._check()
+            manifest = replace(head.manifest, files=_named(head.step, files))
+            publish(directory, manifest, self._directory / step_name(head.step))
         except Exception as error:
             self._warn(f"WARNING: there is no checkpoint of step {head.step}, {_say(error)}; training goes on without")
             shutil.rmtree(directory, ignore_errors=True)
@@ -210,7 +230,9 @@ class Saver:
             return
         self.num_saved, self.last_failed = self.num_saved + 1, False
         if self._keep:
-            prune(self._directory, self._keep)
+            with suppress(OSError):
+                self._check()
+                prune(self._directory, self._keep)
 
     def _unfinished(self, step: int) -> Path:
         return self._directory / f".{step_name(step)}.{self._token}"
@@ -281,8 +303,8 @@ def _check_seen(path: Path, record: FileRecord, rank: int) -> None:
         )
 
 
-def _named(files: Sequence[FileRecord]) -> dict[str, FileRecord]:
-    return {shard_name(rank): record for rank, record in enumerate(files)}
+def _named(step: int, files: Sequence[FileRecord]) -> dict[str, FileRecord]:
+    return {shard_name(step, rank): record for rank, record in enumerate(files)}
 
 
 def _say(error: Exception) -> str:

@@ -195,12 +195,24 @@ class ShardFile:
             raise
         except Exception as error:  # HDF5 tells of damage with exceptions of many kinds
             raise UserError(f"{path} is damaged, or cannot be read: {in_one_line(error)}") from error
-        extents = [(stored.offset, stored.num_bytes) for stored in self._datasets.values()]
-        if _checksum_of_rest(self._descriptor, extents) != expected.checksum:
+        try:
+            self._checksums = self._read_checksums(table, expected)
+        except BaseException:
             self.close()
-            raise UserError(f"{path} is damaged, or belongs to another checkpoint: its checksum does not fit")
+            raise
+
+    def _read_checksums(self, table: int, expected: FileRecord) -> npt.NDArray[np.uint32]:
+        """Check all of the file but for its tensors, and return the checksums of these."""
+        extents = [(stored.offset, stored.num_bytes) for stored in self._datasets.values()]
         blocks = sum(-(-num_bytes // BLOCK_BYTES) for _, num_bytes in extents)
-        self._checksums = _read(self._descriptor, table, 4 * blocks).view("<u4")
+        try:
+            checksum = _checksum_of_rest(self._descriptor, extents)
+            table_bytes = _read(self._descriptor, table, 4 * blocks)
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror}") from error
+        if checksum != expected.checksum:
+            raise UserError(f"{self.path} is damaged, or belongs to another checkpoint: its checksum does not fit")
+        return table_bytes.view("<u4")
 
     def read(self, path: str, start: int, stop: int) -> npt.NDArray:
         """Read elements `[start, stop)` of a flattened tensor, all of which this file holds. Local.
@@ -228,7 +240,11 @@ class ShardFile:
     def _read_blocks(self, path: str, first: int, last: int) -> npt.NDArray[np.uint8]:
         stored = self._datasets[path]
         begin = first * BLOCK_BYTES
-        content = _read(self._descriptor, stored.offset + begin, min(last * BLOCK_BYTES, stored.num_bytes) - begin)
+        num_bytes = min(last * BLOCK_BYTES, stored.num_bytes) - begin
+        try:
+            content = _read(self._descriptor, stored.offset + begin, num_bytes)
+        except OSError as error:  # a bad sector, or a file server that is gone: as good as damaged
+            raise UserError(f"cannot read {self.path}, {path}: {error.strerror}") from error
         expected = self._checksums[stored.first_block + first : stored.first_block + last].tolist()
         if _block_checksums(_bytes_of(content)) != expected:
             raise UserError(f"{self.path} is damaged: the checksum of {path} does not fit")

@@ -8,7 +8,8 @@
 | `num_trained_tokens` | int32  | [n]          | trained tokens of each, without its first: nothing predicts that |
 
 Attributes: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (a digest of which token has which number),
-`tokenizer` (a directory's name), `source`. They are written last: a file without them was never finished.
+`content` (a digest of tokens and mask), `tokenizer` (a directory's name), `source`. They are written last: a file
+without them was never finished.
 
 No communication. Any number of ranks may have the file open, for reading only.
 """
@@ -31,6 +32,8 @@ VERSION = 1
 
 _CHUNK = 16_384  # elements; a random read fetches whole chunks, so about 80 KB for tokens and mask
 _BUFFERED_TOKENS = 1 << 20  # written at once; bounds the writer's memory
+#: What `content` covers; the rest is read, and digested, when the file is opened.
+_DIGESTED = ("tokens", "loss_mask")
 _TYPES = {"tokens": np.uint32, "loss_mask": np.uint8, "offsets": np.int64, "num_trained_tokens": np.int32}
 
 
@@ -80,6 +83,7 @@ class DatasetWriter:
         self._buffers: dict[str, list[npt.NDArray]] = {name: [] for name in _TYPES}
         self._buffers["offsets"].append(np.zeros(1, dtype=np.int64))
         self._num_buffered = 0
+        self._digests = {name: hashlib.sha256() for name in _DIGESTED}
 
     def append(self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_]) -> None:
         """Add a sequence.
@@ -116,6 +120,8 @@ class DatasetWriter:
                 begin = len(target)
                 target.resize((begin + len(values),))
                 target[begin:] = values
+                if name in self._digests:
+                    self._digests[name].update(values.astype(values.dtype.newbyteorder("<")).tobytes())
                 parts.clear()
         self._num_buffered = 0
 
@@ -128,8 +134,9 @@ class DatasetWriter:
         try:
             if kind is None:
                 self._write_buffers()
+                content = hashlib.sha256(b"".join(self._digests[name].digest() for name in _DIGESTED)).hexdigest()
                 self._file.attrs.update(
-                    self._attributes, max_token_id=self.max_token_id, format=FORMAT, version=VERSION
+                    self._attributes, content=content, max_token_id=self.max_token_id, format=FORMAT, version=VERSION
                 )
         finally:
             self._file.close()
@@ -170,6 +177,7 @@ class Dataset:
             self.vocab_size = int(self._file.attrs["vocab_size"])
             self.max_token_id = int(self._file.attrs["max_token_id"])
             self.vocabulary = str(self._file.attrs.get("vocabulary", ""))
+            self._content = str(self._file.attrs.get("content", ""))  # files of before it was thought of have none
         except BaseException:
             self.close()
             raise
@@ -206,8 +214,12 @@ class Dataset:
         return self._file["tokens"][part].astype(np.int64), self._file["loss_mask"][part].astype(np.bool_)
 
     def digest(self) -> str:
-        """Return a digest of what plans depend on: two ranks with the same one plan alike. Local."""
-        parts = (self.lengths.tobytes(), self.num_trained_tokens.tobytes(), self.vocabulary.encode())
+        """Return a digest of the data: two ranks with the same one plan alike and train on the same. Local.
+
+        Tokens and mask are in it as the writer saw them, for they are not read here.
+        """
+        texts = f"{self.vocabulary}{self._content}"
+        parts = (self.lengths.tobytes(), self.num_trained_tokens.tobytes(), texts.encode())
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -30,6 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from odc_mpi.errors import UserError
+from odc_mpi.train.records import keep, warn_lost
 
 # As /proc shows them, cut to 15 characters: MPICH and its kin, Open MPI up to 4, Open MPI from 5 on.
 _LAUNCHERS = {"mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "mpirun", "orterun", "orted", "prterun", "prted"}
@@ -69,6 +70,8 @@ class StepMetrics:
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """``metrics.jsonl``, open for appending in a run directory that is made if need be. Local; for rank 0.
 
+    Once it is open, what cannot be written is dropped with a warning: a full disk is no reason to end a run.
+
     Raises:
         UserError: the directory or the file cannot be written.
     """
@@ -76,21 +79,32 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     def __init__(self, run_dir: Path) -> None:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+            self._path = run_dir / "metrics.jsonl"
+            # Without a buffer: it would hand what could not be written over once more, and again on closing.
+            self._file = self._path.open("ab", buffering=0)
+            self._warned = False
         except OSError as error:
             raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from None
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append a line and flush it, so that a run which dies leaves all its finished steps. nan and inf are null."""
+        """Append a line at once, so that a run which dies leaves all its finished steps. nan and inf are null."""
+        line = (json.dumps(_finite(asdict(metrics)), allow_nan=False) + "\n").encode()
+        begin = self._file.tell()
         try:
-            self._file.write(json.dumps(_finite(asdict(metrics)), allow_nan=False) + "\n")
-            self._file.flush()
+            while line:
+                line = line[self._file.write(line) :]
         except OSError as error:
-            raise UserError(f"run.dir: cannot write {self._file.name}: {error.strerror}") from None
+            with suppress(OSError):
+                self._file.truncate(begin)  # a part of a line would spoil the next one
+                self._file.seek(begin)
+            if not self._warned:
+                warn_lost(self._path, error)
+            self._warned = True
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -161,13 +175,8 @@ class Summary:
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write ``summary.json`` such that a reader sees the old one or the new one, never a part. Local; for rank 0."""
-    temporary = run_dir / "summary.json.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(_finite(dict(summary)), allow_nan=False, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())  # or a crash of the node could leave the new name with no content
-    temporary.replace(run_dir / "summary.json")
+    """Write ``summary.json``, whole or not at all, or warn that it cannot be written. Local; for rank 0."""
+    keep(run_dir / "summary.json", json.dumps(_finite(dict(summary)), allow_nan=False, indent=2) + "\n")
 
 
 def _finite(value: Any) -> Any:

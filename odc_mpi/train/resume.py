@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
 from odc_mpi.checkpoint.reader import Checkpoint, directories
@@ -13,12 +17,29 @@ from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.train.config import Config, dump
 from odc_mpi.train.inputs import Inputs
 from odc_mpi.train.metrics import terminal_width
-from odc_mpi.train.rundir import open_run_directory, reopen_run_directory
+from odc_mpi.train.owner import Owner, take
+from odc_mpi.train.records import warn
+from odc_mpi.train.rundir import has_records, open_run_directory, reopen_run_directory
+from odc_mpi.train.saving import model_config
 
 #: torch's classes of optim.optimizer.
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 #: Settings that may change without a word.
 _PRIVATE = {"run.dir", "run.log_dir", "run.resume", "run.checkpoint_every", "run.keep_checkpoints", "comm.timeout_s"}
+#: Keys of a model's configuration that say nothing of what it computes, or only how it is computed here.
+_INCIDENTAL = {
+    *("dtype", "torch_dtype", "use_cache", "transformers_version", "_name_or_path", "architectures"),
+    *(
+        "id2label",
+        "label2id",
+        "bos_token_id",
+        "eos_token_id",
+        "initializer_range",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    ),
+}
 _ANEW = "set run.resume to never, or choose another run.dir, to start anew"
 
 
@@ -46,10 +67,10 @@ class Origin:
         """What the run told of itself when it saved."""
         return self.checkpoint.manifest.about
 
-    @property
-    def weights(self) -> CheckpointWeights:
-        """Where parameters come from."""
-        return CheckpointWeights(self.checkpoint)
+    @cached_property
+    def weights(self) -> "PatientWeights":
+        """Where parameters come from; to be asked for its error when all are read."""
+        return PatientWeights(self.checkpoint)
 
     def one_line(self, config: Config) -> str:
         """Say where the run begins, and which settings are others than before. Local."""
@@ -61,6 +82,35 @@ class Origin:
         ]
         tail = f"; changed since: {', '.join(changed)}" if changed else ""
         return f"after step {self.step}, from {self.checkpoint.directory}, saved by {_ranks(self.checkpoint)}{tail}"
+
+
+class PatientWeights:
+    """Parameters from a checkpoint; one that is damaged is told when all ranks have read theirs, so that all hear it.
+
+    Args:
+        checkpoint: Stays open while weights are read.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._weights = CheckpointWeights(checkpoint)
+        self._error: UserError | None = None
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `shard.slices.Weights`. Local."""
+        try:
+            return self._weights.read(name, start, stop)
+        except UserError as error:
+            self._error = self._error or error
+            return torch.zeros(stop - start)
+
+    def require_intact(self) -> None:
+        """Check that all that was read is what was written. Local.
+
+        Raises:
+            UserError: It is not.
+        """
+        if self._error:
+            raise self._error
 
 
 def find_origin(config: Config, world: World, inputs: Inputs) -> Origin | None:
@@ -77,21 +127,36 @@ def find_origin(config: Config, world: World, inputs: Inputs) -> Origin | None:
     origin = _find(config, world)
     if origin:
         world.agree(lambda: _check_fits(origin, config, inputs))
-        restore_buffers(inputs.model.module, origin.checkpoint)
+        world.agree(lambda: restore_buffers(inputs.model.module, origin.checkpoint))
     return origin
 
 
-def open_run(run_dir: Path, config: Config, origin: Origin | None) -> None:
-    """Make the run directory ready. Local; for rank 0.
+def open_run(run_dir: Path, config: Config, origin: Origin | None) -> Owner:
+    """Make the run directory ready, and this run the one that writes there. Local; for rank 0.
 
     Raises:
-        UserError: It cannot be written, or the environment asks for something that there is not.
+        UserError: It cannot be written, another run writes there, or the environment asks for something that there is
+            not.
     """
     terminal_width()  # a wrong ODC_MPI_PROGRESS shows here
+    owner = take(run_dir, config.comm.timeout_s)
     if origin and origin.own:
         reopen_run_directory(run_dir, dump(config), origin.step)
     else:
         open_run_directory(run_dir, dump(config))
+    return owner
+
+
+def anew_line(config: Config) -> str:
+    """Return a line for a run that looked for a checkpoint of its own and found none, to print. Local.
+
+    It is empty where nobody expects one: nothing is saved, and there was no run in run.dir.
+    """
+    run_dir = Path(config.run.dir)
+    expected = config.run.checkpoint_every or has_records(run_dir)
+    if config.run.resume != "auto" or not expected:
+        return ""
+    return f"\nbeginning anew: no checkpoint in {run_dir / CHECKPOINTS}"
 
 
 def say_complete(origin: Origin, config: Config, world: World) -> dict[str, Any]:
@@ -110,9 +175,17 @@ def _find(config: Config, world: World) -> Origin | None:
     wish, run_dir = config.run.resume, Path(config.run.dir)
     if wish == "never":
         return None
-    own = _newest(world, list(steps_in(run_dir / CHECKPOINTS).values()))
+    candidates = world.agree(lambda: _own_checkpoints(run_dir))
     if wish == "auto":
+        own = _newest(world, candidates)
         return Origin(own, True, own.manifest.about["origin"]) if own else None
+    try:
+        own = _newest(world, candidates)
+    except AgreedError as error:
+        own = None  # what was asked for lies elsewhere
+        if world.rank == 0:
+            reason = str(error).removesuffix(f"; {_ANEW}")
+            warn(f"WARNING: {run_dir} has checkpoints and none to go on from ({reason}): beginning at {wish}")
     path = str(Path(wish).resolve())
     if own and own.manifest.about["origin"] == path:
         return Origin(own, True, path)  # begun there, and started once more: a scheduler does that
@@ -123,9 +196,17 @@ def _find(config: Config, world: World) -> Origin | None:
     return Origin(found, found.directory.resolve().parent == (run_dir / CHECKPOINTS).resolve(), path)
 
 
+def _own_checkpoints(run_dir: Path) -> list[Path]:
+    try:
+        return list(steps_in(run_dir / CHECKPOINTS).values())
+    except OSError as error:
+        raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from error
+
+
 def _check_fits(origin: Origin, config: Config, inputs: Inputs) -> None:
     checkpoint, about = origin.checkpoint, origin.about
     require_model(checkpoint, inputs.model.module)
+    _require_configuration(origin, model_config(inputs.model.module))
     require_optimizer(checkpoint.manifest, OPTIMIZERS[config.optim.optimizer], checkpoint)
     if about["data_digest"] != inputs.dataset.digest():
         raise UserError(
@@ -142,6 +223,29 @@ def _check_fits(origin: Origin, config: Config, inputs: Inputs) -> None:
             f"run.steps: expected more than the {origin.step} that {checkpoint.directory} has behind it, got "
             f"{config.run.steps}: raise run.steps"
         )
+
+
+def _require_configuration(origin: Origin, config: Mapping[str, Any]) -> None:
+    """Check that models of the same shapes compute the same: heads, positions, activations and the like."""
+    theirs, ours = _telling(origin.about["transformers_config"]), _telling(config)
+    keys = theirs.keys() | ours.keys()
+    if origin.about["versions"]["transformers"] != version("transformers"):
+        keys = theirs.keys() & ours.keys()  # another version may have more settings, with defaults that change nothing
+    for key in sorted(keys):
+        if theirs.get(key) != ours.get(key):
+            raise UserError(
+                f"the checkpoint {origin.checkpoint.directory} is of another model: {key} is {theirs.get(key)!r} "
+                f"there, {ours.get(key)!r} in this one: change model.*, or set run.resume to never, or run.dir"
+            )
+
+
+def _telling(config: Mapping[str, Any]) -> dict[str, Any]:
+    leaves = {
+        key: value
+        for key, value in config.items()
+        if key not in _INCIDENTAL and not key.startswith("_attn_implementation")
+    }
+    return _leaves({key: _telling(value) if isinstance(value, dict) else value for key, value in leaves.items()})
 
 
 def _newest(world: World, candidates: Sequence[Path]) -> Checkpoint | None:

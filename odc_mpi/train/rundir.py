@@ -1,13 +1,13 @@
 """The directory that a run leaves behind: configuration, metrics, trace, summary, checkpoints. Local; for rank 0."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, steps_in
-from odc_mpi.checkpoint.saver import clean, sync
+from odc_mpi.checkpoint.saver import clean
 from odc_mpi.errors import UserError
+from odc_mpi.train.records import replace_text
 
 _CONFIG, _METRICS, _TRACE, _SUMMARY = "config.yaml", "metrics.jsonl", "trace.json", "summary.json"
 #: What a run and its report write and a later run in the same directory must not mix with its own.
@@ -54,12 +54,17 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
         clean(path / CHECKPOINTS)
         _set_aside(path, [later for number, later in steps_in(path / CHECKPOINTS).items() if number > step])
         kept = [json.dumps(line) + "\n" for line in read_metrics(path, step)]
-        _replace(path / _METRICS, "".join(kept))
-        _replace(path / _CONFIG, config_text)
+        replace_text(path / _METRICS, "".join(kept))
+        replace_text(path / _CONFIG, config_text)
         for name in (_TRACE, _SUMMARY):
             (path / name).unlink(missing_ok=True)
 
     _tell(path, make_ready)
+
+
+def has_records(path: Path) -> bool:
+    """Return whether a run left something in a directory. Local."""
+    return any((path / name).exists() for name in RECORDS)
 
 
 def read_metrics(path: Path, step: int) -> list[dict[str, object]]:
@@ -82,17 +87,6 @@ def _set_aside(path: Path, left: list[Path]) -> None:
             goal = path / f"earlier-{number}" / record.relative_to(path)
             goal.parent.mkdir(parents=True, exist_ok=True)
             record.rename(goal)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file such that a reader, and whoever comes after a crash, sees the old one or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync(path.parent)
 
 
 def _tell(path: Path, make_ready: Callable[[], None]) -> None:

@@ -2,14 +2,14 @@
 
 before A   each rank tells whether it was asked to stop, and which checkpoint its thread has written
 after A    all know whether somebody was; rank 0 publishes a checkpoint that all have written
-after B    where a save is due, each rank copies its slices and hands them to its thread
+after B    where a save is due, each rank copies its slices and hands them to its thread; if the one before is not
+           known to be written yet, all wait for it and tell each other there, collectively
 at the end collective: all wait for the last checkpoint, within comm.timeout_s
 """
 
 import importlib.metadata
 import json
 import platform
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,6 +26,8 @@ from odc_mpi.comm.world import World
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.shard import model as sharded
 from odc_mpi.train.config import Config
+from odc_mpi.train.owner import Owner
+from odc_mpi.train.records import warn
 from odc_mpi.train.stop import StopWish
 
 #: What every rank tells the others at point A: whether it was told to stop, and `Saver.report`.
@@ -43,10 +45,17 @@ class Saving:
         state: Of the model and the optimizer.
         about: Returns what else belongs into a checkpoint; called on rank 0.
         stop: Whether this rank was asked to stop.
+        owner: On rank 0: without it nothing is saved any more.
     """
 
     def __init__(
-        self, config: Config, world: World, state: TrainingState, about: Callable[[], dict[str, Any]], stop: StopWish
+        self,
+        config: Config,
+        world: World,
+        state: TrainingState,
+        about: Callable[[], dict[str, Any]],
+        stop: StopWish,
+        owner: Owner | None,
     ) -> None:
         self._run = config.run
         self._world = world
@@ -60,7 +69,8 @@ class Saving:
             world.size,
             token,
             keep=config.run.keep_checkpoints,
-            warn=_warn,
+            warn=warn,
+            check=owner.require if owner else lambda: None,
         )
         self._last: int | None = None
         self._pause_s = self._wait_s = 0.0
@@ -77,7 +87,7 @@ class Saving:
         self._saver.hear(np.stack([minibatch.per_rank(name) for name in _SAVED], axis=1))
 
     def after_step(self, step: int) -> None:
-        """Save, if that is due. Local, after point B."""
+        """Save, if that is due. Local, after point B, unless the last save is not complete: `_settle`."""
         every = self._run.checkpoint_every
         if self.stopping or (every and (step % every == 0 or step == self._run.steps)):
             self._save(step)
@@ -88,12 +98,7 @@ class Saving:
         Returns:
             What the summary tells of checkpoints.
         """
-        with self._world.deadline("writing the last checkpoint"):
-            reports = self._saver.pending_reports()
-        for of_one_step in zip(*self._world.gather_objects(reports), strict=True):
-            self._saver.hear(np.array(of_one_step))
-        with self._world.deadline("publishing the last checkpoint"):
-            self._saver.wait_until_published()
+        self._settle()
         saver = self._saver
         told = self._world.gather_objects(
             (saver.num_saved, saver.num_failed, saver.last_failed, self._num_waits, self._wait_s, self._pause_s)
@@ -120,14 +125,21 @@ class Saving:
         if self.stopping and step < self._run.steps:
             raise StoppedError(f"stopped as asked after step {step}, which is saved: start again to go on")
 
+    def _settle(self) -> None:
+        """See the last checkpoint complete, or given up. Collective if not all know that it is written, else local."""
+        if self._saver.pending:
+            with self._world.deadline(f"writing the checkpoint of step {self._last}"):
+                reports = self._saver.pending_reports()
+            for of_one_step in zip(*self._world.gather_objects(reports), strict=True):
+                self._saver.hear(np.array(of_one_step))
+        with self._world.deadline(f"publishing the checkpoint of step {self._last}"):
+            self._saver.wait_until_published()
+
     def _save(self, step: int) -> None:
         began = time.perf_counter()
-        if self._saver.busy:
-            self._num_waits += 1
-            with self._world.deadline(f"writing the checkpoint of step {self._last}"):
-                self._saver.wait_until_written()
-                # Or a run of fast steps could be many checkpoints ahead of those that are complete.
-                self._saver.wait_until_published()
+        self._num_waits += self._saver.busy
+        # Or a run of fast steps could be several checkpoints ahead of the newest that is complete.
+        self._settle()
         waited = time.perf_counter()
         entries = self._state.snapshot()
         manifest = self._state.describe(step, self._about()) if self._world.rank == 0 else None
@@ -144,11 +156,13 @@ def about_run(config: Config, module: Any, data_digest: str, origin: str | None)
         "config": asdict(config),
         "data_digest": data_digest,
         "origin": origin,
-        "transformers_config": json.loads(module.config.to_json_string(use_diff=False)),
+        "transformers_config": model_config(module),
         "architectures": [type(module).__name__],
         "versions": {"odc_mpi": __version__, "python": platform.python_version(), **versions},
     }
 
 
-def _warn(line: str) -> None:
-    print(f"odc_mpi: {line}", file=sys.stderr, flush=True)
+def model_config(module: Any) -> dict[str, Any]:
+    """Return the whole configuration of a transformers model, as JSON has it. Local."""
+    content: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
+    return content

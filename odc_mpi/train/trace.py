@@ -26,8 +26,8 @@ import numpy as np
 
 from odc_mpi.comm.world import World
 from odc_mpi.data.loader import Minibatch
-from odc_mpi.errors import UserError
 from odc_mpi.shard.spans import KINDS, Span, Spans
+from odc_mpi.train.records import keep
 
 NAME = "trace.json"
 #: Spans in the file, over all ranks and minibatches: a few megabytes. Of more than its part a rank keeps the longest.
@@ -77,11 +77,7 @@ class Trace:
         self._steps.append({"step": step, "microbatches": microbatches, **own})
 
     def write(self, world: World, run_dir: Path) -> None:
-        """Write the file of all ranks. Collective.
-
-        Raises:
-            UserError: It cannot be written; on rank 0.
-        """
+        """Write the file of all ranks, or warn that it cannot be written. Collective."""
         if not self._steps:
             return
         most = max(MIN_SPANS, MAX_SPANS // (world.size * len(self._steps)))
@@ -94,10 +90,8 @@ class Trace:
             tokens = {"edges": self._edges.tolist(), "counts": self._counts.tolist()}
             tokens |= {"first_step": self._first_step, "last_step": numbers[-1]}
             most_tokens = int(self._edges[-1])
-            _write(
-                run_dir / NAME,
-                {"steps": steps, "max_tokens_per_microbatch": most_tokens, "tokens_per_microbatch": tokens},
-            )
+            content = {"steps": steps, "max_tokens_per_microbatch": most_tokens, "tokens_per_microbatch": tokens}
+            keep(run_dir / NAME, json.dumps(content) + "\n")
 
 
 def _tokens(minibatch: Minibatch) -> list[int]:
@@ -120,12 +114,3 @@ def _on_paper(step: dict[str, Any], most: int) -> dict[str, Any]:
             left_out_s[kind] += ended - began
     microbatches = [[round(began - origin, 6), round(ended - origin, 6), n] for began, ended, n in step["microbatches"]]
     return {"end_s": round(step["end_s"], 6), "microbatches": microbatches, **kept, "left_out_s": left_out_s}
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise UserError(f"run.dir: cannot write {path}: {error.strerror}") from None

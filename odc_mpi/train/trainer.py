@@ -9,6 +9,7 @@ finish    collective: the last checkpoint is waited for, every rank's totals are
 import math
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ from odc_mpi.train.inputs import Inputs, open_inputs
 from odc_mpi.train.log import Log
 from odc_mpi.train.metrics import StepMetrics
 from odc_mpi.train.optimizer import make_optimizer, set_learning_rate
+from odc_mpi.train.owner import Owner
 from odc_mpi.train.place import describe, slurm_job
 from odc_mpi.train.ranklog import RankLog
-from odc_mpi.train.resume import Origin, find_origin, open_run, say_complete
+from odc_mpi.train.resume import Origin, anew_line, find_origin, open_run, say_complete
 from odc_mpi.train.saving import NAMES, Saving, about_run
 from odc_mpi.train.stop import StopWish
 from odc_mpi.train.trace import Trace
@@ -77,23 +79,32 @@ def _train(config: Config, world: World) -> dict[str, Any]:
     trainer = Trainer(config, world, inputs, origin)
     del inputs  # the weights that it can read have been read
     run_dir = Path(config.run.dir)
+    beginning = f"\nresuming {origin.one_line(config)}" if origin else anew_line(config)
     # Not earlier: whatever is wrong has to be found before anything is written.
-    world.agree(lambda: open_run(run_dir, config, origin) if world.rank == 0 else None)
+    owner = world.agree(lambda: open_run(run_dir, config, origin) if world.rank == 0 else None)
     opening = f"{world.mpi_library}, ranks {world.size}, nodes {world.num_nodes}: {trainer.decision.one_line()}"
     if trainer.decision.reduction.choice == "mailbox":
         opening += f"; mailbox of {config.comm.mailbox_bytes >> 10:,} KiB per rank at most"
-    opening += f"\n{describe(world.layout, slurm_job())}"
-    if origin:
-        opening += f"\nresuming {origin.one_line(config)}"
-    with trainer, StopWish() as stop, Log(run_dir, config.run.steps, opening, speaks=world.rank == 0) as log:
+    opening += f"\n{describe(world.layout, slurm_job())}{beginning}"
+    with (
+        trainer,
+        owner or nullcontext(),
+        StopWish() as stop,
+        Log(run_dir, config.run.steps, opening, speaks=world.rank == 0) as log,
+    ):
         about = about_run(config, trainer.model.module, digest, origin.path if origin else None)
-        saving = trainer.save(stop, about)
+        saving = trainer.save(stop, about, owner)
         while trainer.done < config.run.steps and not saving.stopping:
             log.step(trainer.step())
-            trainer.check_skipped()
+            try:
+                trainer.check_skipped()
+            except TrainingError:
+                saving.finish()  # what is written and not yet published would be lost
+                raise
             saving.after_step(trainer.done)
-        trainer.trace.write(world, run_dir)
+        # First: whatever becomes of the rest, the last checkpoint is not to be lost.
         checkpoints = saving.finish()
+        trainer.trace.write(world, run_dir)
         summary = log.finish(trainer.facts() | checkpoints)
         saving.check_end(trainer.done)
         return summary
@@ -143,6 +154,8 @@ class Trainer:
             device=config.run.device,
             optimizer_device=config.optim.device,
         ).train()
+        if origin:
+            world.agree(origin.weights.require_intact)
         self.trace = Trace(self.model.spans, config.run.trace_steps, config.data.max_tokens_per_microbatch)
         self._tickets = Tickets(world) if config.data.balance == "dynamic" else None
         # With collectives ranks wait for the slowest in each fetch and push, not at A.
@@ -183,14 +196,19 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self._dataset.close()
 
-    def save(self, stop: StopWish, about: dict[str, Any]) -> Saving:
+    def save(self, stop: StopWish, about: dict[str, Any], owner: Owner | None) -> Saving:
         """Begin to save, as the configuration says. Collective.
 
         Args:
             stop: Whether this rank was asked to stop.
             about: What checkpoints tell of the run besides its state.
+            owner: Of the run directory, on rank 0.
         """
-        self._saving = Saving(self._config, self._world, self._state, lambda: {**about, **self._progress()}, stop)
+
+        def about_now() -> dict[str, Any]:
+            return {**about, **self._progress()}
+
+        self._saving = Saving(self._config, self._world, self._state, about_now, stop, owner)
         return self._saving
 
     def facts(self) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 """What is exported computes the same in transformers, to the last bit."""
 
 import json
+import weakref
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from ranks import run_ranks
+from safetensors import SafetensorError
 
+from odc_mpi.checkpoint import export as module
 from odc_mpi.checkpoint.export import export
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
@@ -71,9 +74,39 @@ def test_it_says_the_same(saved, tmp_path):
     assert model.config.use_cache
 
 
+def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
+    directory, _ = saved
+    alive, peaks, make = {}, [], module._tensor
+
+    def count(*arguments):
+        made = make(*arguments)
+        alive[id(made)] = made.nbytes
+        weakref.finalize(made, alive.pop, id(made))
+        peaks.append(sum(alive.values()))
+        return made
+
+    monkeypatch.setattr(module, "_tensor", count)
+    with Checkpoint(directory) as checkpoint:
+        names = export(checkpoint, tmp_path / "out", file_bytes=6000)
+        model = [record for record in checkpoint.manifest.tensors.values() if record.kind != "state"]
+        largest = max(4 * torch.Size(record.shape).numel() for record in model)
+    assert len(names) > 5 and len(peaks) == len(model)
+    assert max(peaks) <= max(6000, largest), "a larger tensor is a file of its own"
+
+
+def test_a_full_disk_is_told_in_one_line(saved, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(module, "save_file", full)
+    with Checkpoint(saved[0]) as checkpoint, pytest.raises(UserError, match=r"got .*No space left on device"):
+        export(checkpoint, tmp_path / "out")
+    assert not list(tmp_path.glob(".out*")) and not (tmp_path / "out").exists()
+
+
 def test_nothing_is_left_of_an_export_that_failed(saved, tmp_path):
     directory, _ = saved
-    shard = directory / "rank_00001.h5"
+    shard = next(directory.glob("*rank_00001.h5"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)

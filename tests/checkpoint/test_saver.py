@@ -1,6 +1,12 @@
 """Saving beside the training: when a checkpoint is complete, and what becomes of one that is not."""
 
+import errno
+import gc
+import os
 import threading
+import weakref
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +15,15 @@ from saved import flip, load, save
 from odc_mpi.checkpoint import manifest as manifests
 from odc_mpi.checkpoint import saver as savers
 from odc_mpi.checkpoint.commands import list_lines, newest, verify
-from odc_mpi.checkpoint.manifest import Manifest, TensorRecord, read_manifest, step_name, steps_in
+from odc_mpi.checkpoint.manifest import (
+    Manifest,
+    TensorRecord,
+    read_manifest,
+    shard_name,
+    step_name,
+    steps_in,
+    write_manifest,
+)
 from odc_mpi.checkpoint.reader import Checkpoint, directories
 from odc_mpi.checkpoint.saver import Saver, clean, prune
 from odc_mpi.checkpoint.shard_file import Entry
@@ -57,7 +71,7 @@ def test_complete_only_when_all_have_told(tmp_path, monkeypatch):
     ranks, go, write = Ranks(tmp_path, 2), threading.Event(), savers.write_shard
 
     def slow(path, *rest):
-        if path.name == "rank_00001.h5":
+        if path.name == shard_name(5, 1):
             assert go.wait(10)
         return write(path, *rest)
 
@@ -109,7 +123,7 @@ def test_one_rank_cannot_write(tmp_path, monkeypatch):
     ranks, write = Ranks(tmp_path, 3), savers.write_shard
 
     def full(path, *rest):
-        if path.name == "rank_00001.h5":
+        if path.name == shard_name(2, 1):
             raise OSError(28, "No space left on device")
         return write(path, *rest)
 
@@ -151,7 +165,7 @@ def test_files_that_rank_0_does_not_see(tmp_path):
     ranks = Ranks(tmp_path, 2)
     ranks.start(1)
     ranks.wait()
-    (tmp_path / ".step_00000001.t" / "rank_00001.h5").unlink()
+    (tmp_path / ".step_00000001.t" / shard_name(1, 1)).unlink()
     ranks.boundary()
     assert "file system that all nodes share" in ranks.warnings[0]
     assert ranks.steps() == []
@@ -221,9 +235,81 @@ def test_a_manifest_that_is_missing_damaged_or_newer(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no complete checkpoint"):
         read_manifest(directory)
     path.write_text(intact)
-    monkeypatch.setattr(manifests, "VERSION", 2)
-    with pytest.raises(UserError, match="expected version 2 of the format, got 1"):
+    monkeypatch.setattr(manifests, "VERSION", 7)
+    with pytest.raises(UserError, match="expected version 7 of the format, got 2"):
         read_manifest(directory)
+
+
+def test_verify_does_not_call_another_version_damaged(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, 1)
+    ranks.start(1)
+    ranks.wait()
+    ranks.boundary()
+    monkeypatch.setattr(manifests, "VERSION", 7)
+    (verdict, reason), number = verify(tmp_path)
+    assert number == 1
+    assert verdict.endswith("NOT VERIFIED") and "expected version 7 of the format, got 2" in reason
+
+
+def test_keys_that_are_numbers(tmp_path):
+    """JSON makes them text, of which "10" comes before "2"."""
+    about = {"id2label": {2: "a", 10: "b", 9: "c"}}
+    write_manifest(tmp_path / "manifest.json", replace(manifest(1, 1), about=about))
+    assert read_manifest(tmp_path).about == {"id2label": {"2": "a", "10": "b", "9": "c"}}
+
+
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    """As of a bad sector, or a file server that forgot it: the rest is still looked at, and it is named."""
+    ranks = Ranks(tmp_path, 3)
+    ranks.start(1)
+    ranks.wait()
+    ranks.boundary()
+
+    def fail(descriptor, buffers, offset):
+        if str(Path(f"/proc/self/fd/{descriptor}").readlink()).endswith(("rank_00001.h5", "index.h5")):
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(descriptor, buffers, offset)
+
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", fail)
+    (verdict, *lines), number = verify(tmp_path)
+    assert number == 1 and verdict.endswith("DAMAGED")
+    assert len(lines) == 2 and all("cannot read" in line and "Input/output error" in line for line in lines)
+    assert "rank_00001.h5" in lines[0] and "index.h5" in lines[1]
+    monkeypatch.undo()
+    assert verify(tmp_path)[1] == 0
+
+
+def test_tensors_that_cannot_be_read(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, 1)
+    ranks.start(1)
+    ranks.wait()
+    ranks.boundary()
+    with Checkpoint(tmp_path / step_name(1)) as checkpoint:
+        checkpoint.read("model/x", 0, 1)
+
+        def fail(*_):
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(UserError, match=r"cannot read .*rank_00000\.h5, model/x: Stale file handle"):
+            checkpoint.read("model/x")
+        assert "Stale file handle" in checkpoint.problem([0])
+
+
+def test_what_was_saved_is_let_go(tmp_path):
+    """Neither the manifest nor the thread of an earlier checkpoint is kept by those of later ones."""
+    ranks = Ranks(tmp_path, 1)
+    heads = []
+    for step in (1, 2, 3):
+        head = manifest(step, 1)
+        heads.append(weakref.ref(head))
+        ranks.savers[0].start(step, entries(0, 1, 1.0), head)
+        del head
+        ranks.wait()
+        ranks.boundary()
+    gc.collect()
+    assert [head() for head in heads] == [None, None, None]
 
 
 def test_every_flipped_bit_of_a_checkpoint_is_found(tmp_path):
@@ -264,10 +350,37 @@ def test_which_checkpoints_a_path_means(tmp_path):
 def test_a_shard_of_another_step(tmp_path):
     for step in (2, 3):
         save(tmp_path, 2, step=step)
-    one, other = (tmp_path / step_name(step) / "rank_00001.h5" for step in (2, 3))
+    one, other = (tmp_path / step_name(step) / shard_name(step, 1) for step in (2, 3))
     assert one.stat().st_size == other.stat().st_size
     other.write_bytes(one.read_bytes())
     with Checkpoint(other.parent) as checkpoint:
         assert "belongs to another checkpoint" in checkpoint.problem(range(2))
     with pytest.raises(UserError, match="belongs to another checkpoint"):
         load(other.parent, 2)
+
+
+def test_who_may_not_write_any_more(tmp_path, monkeypatch):
+    """As when another run has taken over the directory: neither published nor pruned."""
+    ranks = Ranks(tmp_path, 2, keep=1)
+    ranks.start(1)
+    ranks.wait()
+    ranks.boundary()
+    ranks.start(2)
+    ranks.wait()
+
+    def taken():
+        raise OSError("another run has taken over")
+
+    monkeypatch.setattr(ranks.savers[0], "_check", taken)
+    ranks.boundary()
+    assert ranks.steps() == [1]
+    ranks.start(3)
+    ranks.wait()
+    ranks.boundary()
+    assert ranks.steps() == [1]
+    assert [line.partition(",")[0] for line in ranks.warnings] == [
+        "WARNING: there is no checkpoint of step 2",
+        "rank 0 could not write its part of the checkpoint of step 3: another run has taken over",
+        "WARNING: there is no checkpoint of step 3",
+    ]
+    assert not list(tmp_path.glob(".step*"))

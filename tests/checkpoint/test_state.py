@@ -8,6 +8,8 @@ import pytest
 import torch
 from saved import assert_same, build, load, make_adamw, save
 
+from odc_mpi.checkpoint import shard_file
+from odc_mpi.checkpoint.manifest import shard_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import require_model
 from odc_mpi.errors import UserError
@@ -89,11 +91,40 @@ def test_the_index_shows_whole_tensors(saved, writers, dtype):
 
 def test_what_is_missing_shows_as_nan(tmp_path):
     save(tmp_path, 3)
-    (tmp_path / STEP / "rank_00001.h5").unlink()
+    (tmp_path / STEP / shard_name(2, 1)).unlink()
     with h5py.File(tmp_path / STEP / "index.h5") as file:
         assert any(np.isnan(item[()]).any() for item in file["model"].values())
     with pytest.raises(UserError, match=r"rank_00001\.h5 is missing"):
         load(tmp_path / STEP, 1)
+
+
+def test_the_current_directory_does_not_stand_in_for_what_is_missing(tmp_path, monkeypatch):
+    """HDF5 looks there, too, for files that an index names."""
+    save(tmp_path, 2, step=2)
+    save(tmp_path, 2, step=3)
+    missing = tmp_path / STEP / shard_name(2, 1)
+    missing.unlink()
+    monkeypatch.chdir(tmp_path / "step_00000003")
+    assert list(tmp_path.glob("step_00000003/*rank_00001.h5"))
+    with h5py.File(tmp_path / STEP / "index.h5") as file:
+        assert any(np.isnan(item[()]).any() for item in file["model"].values())
+
+
+def test_each_rank_reads_what_it_owns(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_file, "BLOCK_BYTES", 64)
+    state, *_ = save(tmp_path, 2)
+    num_read, read = [], shard_file.ShardFile._read_blocks
+
+    def count(*arguments):
+        content = read(*arguments)
+        num_read.append(content.nbytes)
+        return content
+
+    monkeypatch.setattr(shard_file.ShardFile, "_read_blocks", count)
+    load(tmp_path / STEP, 3)
+    stored = sum(value.nbytes for value in state.values())
+    # Whole blocks are read: at the ends of pieces some that are another's, too. Buffers are everyone's.
+    assert stored < sum(num_read) < 1.5 * stored
 
 
 def test_sgd_with_and_without_momentum(tmp_path):

@@ -53,7 +53,9 @@ def test_layout_is_plain_hdf5(write_dataset: Write) -> None:
             "num_trained_tokens": (np.int32, (2,)),
         }
         assert file["offsets"][:].tolist() == [0, 4, 10]
-        assert dict(file.attrs) == {
+        attributes = dict(file.attrs)
+        assert len(attributes.pop("content")) == 64
+        assert attributes == {
             "format": "odc_mpi.dataset",
             "version": 1,
             "vocab_size": 10,
@@ -62,6 +64,27 @@ def test_layout_is_plain_hdf5(write_dataset: Write) -> None:
             "source": "test",
             "vocabulary": "",
         }
+
+
+def _digest(path: Path, tokens: Sequence[int], mask: Sequence[int]) -> str:
+    with DatasetWriter(path, vocab_size=10, tokenizer="none", source="test") as writer:
+        for part in (slice(0, 3), slice(3, None)):
+            writer.append(np.array(tokens[part], dtype=np.uint32), np.array(mask[part], dtype=bool))
+    with Dataset(path) as dataset:
+        return dataset.digest()
+
+
+def test_the_digest_tells_tokens_and_masks_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, mask = [1, 2, 3, 4, 5, 6, 7], [0, 1, 0, 0, 1, 1, 0]
+    known = _digest(tmp_path / "a.h5", tokens, mask)
+    assert _digest(tmp_path / "b.h5", [1, 2, 3, 4, 5, 6, 8], mask) != known
+    assert _digest(tmp_path / "c.h5", tokens, [0, 1, 0, 0, 1, 0, 1]) != known, "as many are trained"
+    monkeypatch.setattr(module, "_BUFFERED_TOKENS", 1)
+    assert _digest(tmp_path / "d.h5", tokens, mask) == known, "written in other pieces"
+    with h5py.File(tmp_path / "d.h5", "a") as file:
+        del file.attrs["content"]
+    with Dataset(tmp_path / "d.h5") as dataset:
+        assert dataset.digest() != known, "a file without it opens"
 
 
 @pytest.mark.parametrize("index", [-1, 2, 100])

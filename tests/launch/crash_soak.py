@@ -24,11 +24,10 @@ from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.data.dataset import DatasetWriter
 
 EVERY = 2
-#: Steps here are shorter than writing. A save waits for the writing of the one before it, which is told at the next
-#: point A and published before the next save: so at most this many intervals are lost. It is one and a bit where steps
+#: Steps here are shorter than writing. A save waits until the one before it is complete: so what is lost is the
+#: interval that was being written, and the one after it. It is one, and the steps while it is written, where steps
 #: take longer.
-INTERVALS = 3
-
+INTERVALS = 2
 
 #: So many of the kills come while a run starts, or soon after.
 EARLY = 0.25

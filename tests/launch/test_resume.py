@@ -4,16 +4,18 @@ import json
 import os
 import signal
 import subprocess
+from contextlib import contextmanager, suppress
 
 import h5py
 import pytest
 import yaml
 from crash_soak import crash
-from mpi_launch import MPIEXEC, finish, odc_mpi, start
+from mpi_launch import MPIEXEC, end_all, finish, odc_mpi, start
 from small_run import write_config
 
-from odc_mpi.checkpoint.commands import newest
+from odc_mpi.checkpoint.commands import newest, verify
 from odc_mpi.checkpoint.export import export
+from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.errors import UserError
 
 CONSTANT = ("--optim.lr_scheduler_type", "constant")
@@ -28,9 +30,14 @@ def losses(run_dir):
 def run_until(step, ranks, config, *arguments):
     """Start a run that would go on for ever, and return when it has done a step."""
     process = start(ranks, "-m", "odc_mpi", "train", "--config", config, "--run.steps", 100000, *CONSTANT, *arguments)
+    wait_for(process, f" {step}/100000")
+    return process
+
+
+def wait_for(process, words):
     for line in process.stdout:
-        if f" {step}/100000" in line:
-            return process
+        if words in f" {line}":
+            return
     raise AssertionError(process.stderr.read())
 
 
@@ -47,11 +54,38 @@ def test_a_warning_of_the_scheduler(config, tmp_path, ranks):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{step:08d}"]
 
 
-def test_a_second_signal_does_not_wait(config):
-    process = run_until(2, 0, config, "--data.minibatch_sequences", 60)
-    for _ in range(2):
-        process.send_signal(signal.SIGTERM)
-    assert finish(process).code in (-signal.SIGTERM, 75)
+def test_a_second_signal_does_not_wait(config, tmp_path):
+    script = tmp_path / "script.py"
+    # A save that takes longer than anybody wants to wait.
+    script.write_text(
+        "import sys, time\n"
+        "from odc_mpi.train.saving import Saving\n"
+        "def after_step(self, step):\n"
+        "    if self.stopping:\n"
+        "        print('saving', flush=True)\n"
+        "        time.sleep(80)\n"
+        "Saving.after_step = after_step\n"
+        "from odc_mpi import cli\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    process = start(0, script, "train", "--config", config, "--run.steps", 100000, *CONSTANT)
+    wait_for(process, " 2/100000")
+    process.send_signal(signal.SIGTERM)
+    wait_for(process, "saving")
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert done.code == -signal.SIGTERM and done.seconds < 10
+
+
+def test_two_runs_in_one_directory(config, tmp_path):
+    first = run_until(3, 0, config, "--run.checkpoint_every", 2)
+    second = odc_mpi(2, "train", "--config", config, "--run.checkpoint_every", 1, "--run.resume", "never")
+    assert second.code == 2 and "Traceback" not in second.err
+    assert second.err.count("expected a directory in which no other run writes") == 1
+    first.send_signal(signal.SIGTERM)
+    assert finish(first).code == 75
+    assert not list((tmp_path / "run").glob("earlier-*")) and not (tmp_path / "run" / "owner.json").exists()
+    assert verify(tmp_path / "run")[1] == 0
 
 
 def test_checkpoints_cannot_be_written(config, tmp_path):
@@ -89,6 +123,69 @@ def test_a_full_disk(config, tmp_path):
         assert odc_mpi(0, "checkpoint", "verify", run).code == 0
     finally:
         subprocess.run(["umount", run], check=True)
+
+
+@contextmanager
+def small_disk(path, options):
+    path.mkdir(exist_ok=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path]).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield
+    finally:
+        end_all()
+        subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
+def test_a_disk_that_is_full_for_a_while(config, tmp_path):
+    run, ballast = tmp_path / "run", tmp_path / "run" / "ballast"
+    with small_disk(run, "size=4m"):
+        process = run_until(5, 0, config, "--run.checkpoint_every", 2, "--run.keep_checkpoints", 1)
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        wait_for(process, " 30/100000")
+        ballast.unlink()
+        wait_for(process, " 34/100000")
+        process.send_signal(signal.SIGUSR1)
+        done = finish(process)
+        assert done.code == 75, (done.out, done.err)
+        assert "Traceback" not in done.err and "No space left on device" in done.err
+        assert "WARNING: there is no checkpoint of step" in done.err
+        assert done.err.count("metrics.jsonl: No space left on device") == 1
+        steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert steps[:5] == [1, 2, 3, 4, 5] and steps == sorted(set(steps)) and steps[-1] >= 34
+        assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{steps[-1]:08d}"]
+        assert verify(run)[1] == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a file system that is read-only")
+def test_a_directory_that_becomes_read_only(config, tmp_path):
+    run = tmp_path / "run"
+    process = run_until(5, 2, config, "--run.checkpoint_every", 2)
+    with small_disk(run / "checkpoints", "ro"):
+        wait_for(process, " 20/100000")
+        process.send_signal(signal.SIGUSR1)
+        done = finish(process)
+        assert done.code == 1, (done.out, done.err)
+        assert "Traceback" not in done.err and "Read-only file system" in done.err
+        assert "could not be written: see above" in done.err
+    assert len(losses(run)) >= 20
+    assert max(steps_in(run / "checkpoints")) >= 2
+    assert verify(run)[1] == 0
+
+
+def test_other_ranks_train_on_the_same_data(config, tmp_path):
+    """None repeated, none skipped, on more ranks and on fewer: else the losses would be others."""
+    settings = ("--optim.adam_epsilon", 1e-3, "--optim.lr_scheduler_type", "constant", "--run.checkpoint_every", 100)
+    whole = odc_mpi(2, "train", "--config", config, *settings, "--run.dir", tmp_path / "whole")
+    assert whole.code == 0, whole.err
+    for ranks, steps in [(2, 3), (3, 6), (1, 8)]:
+        done = odc_mpi(ranks, "train", "--config", config, *settings, "--run.steps", steps)
+        assert done.code == 0, done.err
+        assert ("beginning anew: no checkpoint in" in done.out) == (steps == 3)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +238,7 @@ def test_export_loads_in_transformers(trained, tmp_path):
 def test_verify_names_what_is_damaged(trained, tmp_path):
     copy = tmp_path / "checkpoints"
     subprocess.run(["cp", "-r", trained / "checkpoints", copy], check=True)
-    shard = copy / "step_00000002" / "rank_00001.h5"
+    shard = copy / "step_00000002" / "step_00000002_rank_00001.h5"
     with h5py.File(shard) as file:
         position = file["optimizer/exp_avg/model.layers.0.mlp.up_proj.weight"].id.get_offset()
     content = bytearray(shard.read_bytes())
@@ -151,6 +248,27 @@ def test_verify_names_what_is_damaged(trained, tmp_path):
     assert done.code == 1
     assert "rank_00001.h5" in done.out and "optimizer/exp_avg/model.layers.0.mlp.up_proj.weight" in done.out
     assert "step_00000004  intact" in done.out
+
+
+def test_a_flipped_byte_ends_a_resume_in_one_line(trained, tmp_path):
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", trained, copy], check=True)
+    shard = next((copy / "checkpoints" / "step_00000004").glob("*rank_00000.h5"))
+    with h5py.File(shard) as file:
+        position = file["model/model.layers.0.mlp.up_proj.weight"].id.get_offset()
+    content = bytearray(shard.read_bytes())
+    content[position] ^= 1
+    shard.write_bytes(content)
+    again = ("train", "--config", trained.parent / "config.yaml", "--run.dir", copy, "--run.steps", 6)
+    done = odc_mpi(3, *again)
+    assert done.code == 2
+    (line,) = [line for line in done.err.splitlines() if "damaged" in line]
+    assert "the checksum of model/model.layers.0.mlp.up_proj.weight does not fit" in line
+    assert "Traceback" not in done.err
+    # As the line says.
+    subprocess.run(["rm", "-r", shard.parent], check=True)
+    done = odc_mpi(3, *again)
+    assert done.code == 0 and "resuming after step 2" in done.out
 
 
 def test_crashes(tmp_path):

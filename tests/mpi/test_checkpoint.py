@@ -3,17 +3,20 @@
 import json
 import os
 import signal
+import time
 
 import h5py
 import numpy as np
 import pytest
 from test_parity import configure
 
+from odc_mpi.checkpoint import saver
 from odc_mpi.checkpoint.commands import verify
-from odc_mpi.checkpoint.manifest import read_manifest, step_name, steps_in
+from odc_mpi.checkpoint.manifest import read_manifest, shard_name, step_name, steps_in
+from odc_mpi.data.dataset import Dataset, DatasetWriter
 from odc_mpi.errors import AgreedError, StoppedError, TrainingError
 from odc_mpi.train import saving
-from odc_mpi.train.trainer import train
+from odc_mpi.train.trainer import Trainer, train
 
 pytestmark = pytest.mark.mpi
 
@@ -38,10 +41,14 @@ def run(world, shared_dir, dataset_path, request):
     return start
 
 
+def lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    return [line["loss"] for line in lines]
+    found = lines(run_dir)
+    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    return [line["loss"] for line in found]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +114,9 @@ def test_a_run_that_begins_at_a_checkpoint_of_another(run, world):
     train_on = {"run__resume": path, "run__checkpoint_every": 1}
     with pytest.raises(AssertionError, match="3"):
         run("two", **train_on, run__steps=4)  # its metrics begin at step 3
-    lines = [json.loads(line) for line in (run.base / "two" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [3, 4]
-    np.testing.assert_allclose([line["loss"] for line in lines], whole[2:4], rtol=1e-5)
+    found = lines(run.base / "two")
+    assert [line["step"] for line in found] == [3, 4]
+    np.testing.assert_allclose([line["loss"] for line in found], whole[2:4], rtol=1e-5)
     world.gather_objects(None)
     with pytest.raises(AssertionError, match="3"):
         run("two", **train_on)  # started once more, as by a scheduler: goes on, not back
@@ -129,12 +136,19 @@ def one_run(world, shared_dir, dataset_path):
     ("settings", "words"),
     [
         ({"model__config__hidden_size": 40}, "of another model"),
+        (
+            {"model__config__num_attention_heads": 8, "model__config__num_key_value_heads": 4},
+            "of another model: num_attention_heads is 4 there, 8 in",
+        ),
+        ({"model__config__rope_parameters__rope_theta": 500.0}, "rope_theta is 10000.0 there, 500.0 in"),
+        ({"model__config__hidden_act": "gelu"}, "hidden_act is 'silu' there, 'gelu' in"),
+        ({"model__config__rms_norm_eps": 1e-3}, "rms_norm_eps is 1e-06 there, 0.001 in"),
         ({"optim__optimizer": "sgd"}, "of the optimizer AdamW, got SGD"),
         ({"run__seed": 1}, "run.seed: expected 0"),
         ({"run__resume": "/nowhere"}, "got /nowhere"),
         ({"run__steps": 1, "run__resume": "one", "run__dir": "other"}, "run.steps: expected more than the 2"),
     ],
-    ids=["model", "optimizer", "seed", "path", "steps"],
+    ids=["model", "heads", "positions", "activation", "norm", "optimizer", "seed", "path", "steps"],
 )
 def test_what_does_not_fit_is_refused(run, one_run, settings, words):
     settings = {"run__dir": one_run} | {
@@ -146,12 +160,21 @@ def test_what_does_not_fit_is_refused(run, one_run, settings, words):
     assert sorted(one_run.rglob("*")) == before, "nothing was touched"
 
 
-def test_other_data_is_refused(run, one_run, world, dataset_path, shared_dir):
-    other = shared_dir / "other.h5"
+@pytest.mark.parametrize("difference", ["vocabulary", "token"])
+def test_other_data_is_refused(run, one_run, world, dataset_path, shared_dir, difference):
+    other = shared_dir / f"other_{difference}.h5"
     if world.rank == 0:
-        other.write_bytes(dataset_path.read_bytes())
-        with h5py.File(other, "a") as file:
-            file.attrs["vocabulary"] = "another"
+        vocabulary = "another" if difference == "vocabulary" else ""
+        with (
+            Dataset(dataset_path) as known,
+            DatasetWriter(
+                other, vocab_size=known.vocab_size, tokenizer="none", source="", vocabulary=vocabulary
+            ) as writer,
+        ):
+            for i, (tokens, mask) in enumerate(known):
+                if i == 20 and difference == "token":
+                    tokens[0] ^= 1
+                writer.append(tokens.astype(np.uint32), mask)
     world.gather_objects(None)
     with pytest.raises(AgreedError, match="was trained on other data"):
         run("unused", run__dir=one_run, data__path=other)
@@ -161,13 +184,13 @@ def test_the_newest_is_damaged(run, world, capfd):
     damage = ("cut", "missing", "manifest", "swapped")[world.size % 4]
     run("run", run__steps=4, run__checkpoint_every=2)
     old, new = (run.base / "run" / "checkpoints" / step_name(step) for step in (2, 4))
-    shard = new / f"rank_{world.size - 1:05d}.h5"
+    shard = new / shard_name(4, world.size - 1)
     world.gather_objects(None)
     if world.rank == 0:
         if damage == "cut":
             shard.write_bytes(shard.read_bytes()[:-1])
         elif damage == "swapped":
-            shard.write_bytes((old / shard.name).read_bytes())
+            shard.write_bytes((old / shard_name(2, world.size - 1)).read_bytes())
         else:
             (shard if damage == "missing" else new / "manifest.json").unlink()
     world.gather_objects(None)
@@ -178,10 +201,122 @@ def test_the_newest_is_damaged(run, world, capfd):
     assert list(steps_in(run.base / "run" / "earlier-1" / "checkpoints")) == [4], "nothing is thrown away"
 
 
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_tensor_is_damaged(run, world, part):
+    """It shows when it is read, on the ranks that read it, and all of them end."""
+    run("run", run__steps=2, run__checkpoint_every=2)
+    if world.rank == 0:
+        path = run.base / "run" / "checkpoints" / step_name(2) / shard_name(2, world.size - 1)
+        with h5py.File(path) as file:
+            datasets = []
+            file[part].visititems(lambda _, item: datasets.append(item) if isinstance(item, h5py.Dataset) else None)
+            name, position = datasets[-1].name.lstrip("/"), datasets[-1].id.get_offset()
+        flip(path, position)
+    world.gather_objects(None)
+    with pytest.raises(AgreedError, match=f"the checksum of {part}/.* does not fit: set run.resume to an older"):
+        run("run")
+    if world.rank == 0:
+        flip(path, position)
+        assert verify(run.base / "run")[1] == 0, f"{name} is as it was"
+    world.gather_objects(None)
+    assert len(run("run")) == STEPS
+
+
+def flip(path, position):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_steps_that_are_shorter_than_writing(run, world, monkeypatch):
+    """Whenever a save begins, the one before it is complete: two intervals are all that can be lost."""
+    write, save, behind = saver.write_shard, saving.Saving._save, []
+
+    def slow(*arguments):
+        time.sleep(0.3 if world.rank == world.size - 1 else 0.0)
+        return write(*arguments)
+
+    def look(self, step):
+        save(self, step)
+        behind.append(step - max(steps_in(run.base / "run" / "checkpoints"), default=0))
+
+    monkeypatch.setattr(saver, "write_shard", slow)
+    monkeypatch.setattr(saving.Saving, "_save", look)
+    run("run", run__checkpoint_every=1)
+    if world.rank == 0:
+        assert max(behind) <= 1, behind
+    assert list(steps_in(run.base / "run" / "checkpoints")) == list(range(1, STEPS + 1))
+
+
+def test_a_run_that_goes_nowhere_keeps_its_last_checkpoint(run, world, monkeypatch):
+    write = saver.write_shard
+
+    def slow(*arguments):
+        time.sleep(0.5)  # beyond the end of the step that fails
+        return write(*arguments)
+
+    monkeypatch.setattr(saver, "write_shard", slow)
+    settings = {"optim__optimizer": "sgd", "optim__learning_rate": 1e30, "optim__max_grad_norm": 0}
+    settings |= {"optim__warmup_steps": 0, "run__max_skipped_steps": 0}
+    with pytest.raises(TrainingError, match="the gradient was not finite"):
+        run("run", run__checkpoint_every=1, **settings)
+    assert list(steps_in(run.base / "run" / "checkpoints")) == [1]
+
+
+def test_a_path_is_not_held_up_by_damage_in_the_own_directory(run, world, one_run, capfd):
+    run("run", run__steps=4, run__checkpoint_every=4, run__seed=1)
+    if world.rank == 0:
+        (run.base / "run" / "checkpoints" / step_name(4) / "manifest.json").unlink()
+    world.gather_objects(None)
+    with pytest.raises(AssertionError, match="3"):
+        run("run", run__resume=one_run, run__steps=3)  # its metrics begin at step 3
+    if world.rank == 0:
+        assert "none to go on from (run.resume: expected a complete checkpoint" in capfd.readouterr().err
+
+
+def test_what_was_learned_of_the_cost_and_what_the_run_was(run, world, monkeypatch):
+    settings = {"data__cost": "fitted", "data__max_tokens_per_microbatch": 40}
+    run("run", run__checkpoint_every=STEPS, **settings)
+    about = read_manifest(run.base / "run" / "checkpoints" / step_name(STEPS)).about
+    assert about["config"]["optim"]["learning_rate"] == 1e-2 and about["config"]["data"]["cost"] == "fitted"
+    assert {"odc_mpi", "python", "torch", "transformers", "numpy", "h5py", "mpi4py"} == about["versions"].keys()
+    restored, resume = [], Trainer._resume
+
+    def look(self, origin):
+        prior = self._loader.cost
+        resume(self, origin)
+        restored.append((json.loads(json.dumps(self._fitted.state_dict())), self._loader.cost != prior))
+
+    monkeypatch.setattr(Trainer, "_resume", look)
+    run("run", run__steps=STEPS + 1, **settings)
+    assert restored == [(about["cost"], True)]
+
+
+def test_a_schedule_goes_on(run, world, monkeypatch):
+    settings = {"optim__lr_scheduler_type": "linear", "optim__warmup_steps": 4}
+    whole = run("whole", **settings)
+    rates = [line["learning_rate"] for line in lines(run.base / "whole")]
+    assert len(set(rates)) > 4, "it rises and falls"
+    tell = saving.Saving.tell
+
+    def told(self, minibatch):
+        if world.rank == 0 and not self._stop.told and len(lines(run.base / "cut")) == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return tell(self, minibatch)
+
+    monkeypatch.setattr(saving.Saving, "tell", told)
+    with pytest.raises(StoppedError, match="after step 2"):
+        run("cut", **settings)
+    world.gather_objects(None)
+    monkeypatch.undo()
+    np.testing.assert_allclose(run("cut", **settings), whole, rtol=1e-5)
+    assert [line["learning_rate"] for line in lines(run.base / "cut")] == rates
+
+
 def test_all_are_damaged(run, world):
     run("run", run__steps=2, run__checkpoint_every=2)
     if world.rank == 0:
-        (run.base / "run" / "checkpoints" / step_name(2) / "rank_00000.h5").unlink()
+        (run.base / "run" / "checkpoints" / step_name(2) / shard_name(2, 0)).unlink()
     world.gather_objects(None)
     with pytest.raises(AgreedError, match="expected a complete checkpoint, got none among 1"):
         run("run")

@@ -97,6 +97,31 @@ class TestMetricsWriter:
         with pytest.raises(UserError, match=r"^run\.dir: expected a directory to write in, got .*file/run: Not a dir"):
             MetricsWriter(tmp_path / "file" / "run")
 
+    def test_a_full_disk_is_told_once_and_leaves_whole_lines(self, tmp_path, capsys):
+        # A process of its own: the limit would hold for the whole test run.
+        script = (
+            "import resource, signal, sys\n"
+            "from dataclasses import replace\n"
+            "from pathlib import Path\n"
+            "from test_metrics import STEP\n"
+            "from odc_mpi.train.metrics import MetricsWriter\n"
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "with MetricsWriter(Path(sys.argv[1])) as writer:\n"
+            "    writer.write(STEP)\n"
+            "    resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))\n"
+            "    writer.write(replace(STEP, step=2))\n"
+            "    writer.write(replace(STEP, step=3))\n"
+            "    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)\n"
+            "    writer.write(replace(STEP, step=4))\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[2]}"}
+        command = [sys.executable, "-c", script, str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("WARNING: cannot write") == 1
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert [strict_json(line)["step"] for line in lines] == [STEP.step, 4]
+
 
 class TestSummary:
     def test_totals_over_steps(self):

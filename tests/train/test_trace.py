@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from odc_mpi.data.balance import Plan
-from odc_mpi.errors import UserError
 from odc_mpi.shard.spans import Spans
 from odc_mpi.train import trace
 from odc_mpi.train.trace import Trace
@@ -76,9 +75,9 @@ def test_of_too_many_spans_the_longest_are_kept(tmp_path, monkeypatch):
     assert own["left_out_s"]["fetch"] == pytest.approx(3.0, abs=0.1)
 
 
-def test_a_directory_that_cannot_be_written_is_the_users_affair(tmp_path):
+def test_a_run_does_not_end_for_a_trace_that_cannot_be_written(tmp_path, capsys):
     spans = Spans()
     kept = Trace(spans, 1, max_tokens=80)
     kept.end_step(1, minibatch(((0,),)))
-    with pytest.raises(UserError, match=r"run\.dir: cannot write"):
-        kept.write(ALONE, tmp_path / "nowhere")
+    kept.write(ALONE, tmp_path / "nowhere")
+    assert "WARNING: cannot write" in capsys.readouterr().err
