@@ -129,7 +129,7 @@ class ShardedModel:
         calls, saved = UnitCalls(self._ready, self._push), SavedTensors(self._ready)
         self._slices.load(weights or ModuleWeights(parts, transport))
         replicate(module, transport)
-        self._guard = place_on_demand(places, self.units, transport, calls)
+        self._placeholders = place_on_demand(places, self.units, transport, calls)
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, calls, saved, activation_checkpointing)
         module.register_forward_pre_hook(lambda *_: self._ready.start_microbatch())
@@ -198,6 +198,8 @@ class ShardedModel:
         Yields:
             The minibatch, to add numbers to.
         """
+        self._placeholders.check_frozen()
+        self._ready.check_unchanged()
         self._advance(Phase.PUBLISHED, Phase.MINIBATCH, "minibatch()")
         self._pusher.start()
         self._ready.activity.start_minibatch()
@@ -265,7 +267,7 @@ class ShardedModel:
         One-sided: any rank may call it alone, but not between points A and B; collective where the transport's fetches
         are. The caller needs room for all of it.
         """
-        with self._guard.lifted():
+        with self._placeholders.guard.lifted():
             state = dict(self.module.state_dict())
         placed = {place.full_name: place.name for place in self._places}
         state |= {name: copy.deepcopy(value) for name, value in state.items() if name not in placed}
@@ -327,8 +329,10 @@ class ShardedModel:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Called before any optimizer's step."""
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        self._placeholders.check_trained(given)
         own = {id(parameter) for parameter in self.shard_parameters()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if any(id(p) in own for p in given):
             require_elementwise(optimizer)
             if self._phase is not Phase.COMPLETE:
                 raise RuntimeError(
