@@ -51,7 +51,7 @@ class Minibatch:
 
     Attributes:
         values: This rank's numbers by name; add to them while the minibatch runs.
-        finite: After the minibatch: whether every gradient of every rank was finite.
+        finite: After the minibatch: whether the sums of all ranks' gradients are finite.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -59,13 +59,13 @@ class Minibatch:
         self.finite = True
         self._reports = np.empty((0, 0))
 
-    def report(self, finite: bool) -> np.ndarray:
+    def report(self, fullness: float) -> np.ndarray:
         """Return what this rank tells, `[1 + num_values]` float64. Local."""
-        return np.array([float(finite), *self.values.values()])
+        return np.array([fullness, *self.values.values()])
 
     def receive(self, reports: np.ndarray) -> None:
         """Take what all ranks told, `[size, 1 + num_values]`. Local."""
-        self.finite, self._reports = bool(reports[:, 0].all()), reports[:, 1:]
+        self.finite, self._reports = bool(reports[:, 0].sum() < 1.0), reports[:, 1:]
 
     def per_rank(self, name: str) -> np.ndarray:
         """Return every rank's number of this name, `[size]` float64. Local, after the minibatch."""
@@ -212,7 +212,7 @@ class ShardedModel:
         self._ready.readable = False
         self._pusher.finish()
         self._ready.activity.finish_minibatch()
-        report = minibatch.report(self._pusher.finite)
+        report = minibatch.report(self._pusher.fullness)
         minibatch.receive(self._at_boundary("A", lambda: self._transport.complete_gradients(report)))
         self._slices.attach_gradients()
         self._phase = Phase.COMPLETE

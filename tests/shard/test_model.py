@@ -454,6 +454,24 @@ def test_a_gradient_that_is_not_finite_is_known_to_all(size: int, value: float) 
     run_ranks(size, work)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_finite_gradients_whose_sum_is_not_are_known_to_all(size: int) -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        for num_microbatches, finite in ((1, True), (4 // size, False), (1, size < 4)):
+            with model.minibatch() as minibatch:
+                for _ in range(num_microbatches):
+                    (model(INPUT).sum() * 6e37).backward()
+            gradients = torch.cat([p.grad for p in model.shard_parameters()])
+            assert minibatch.finite is finite
+            assert not finite or gradients.isfinite().all()
+            model.publish()
+
+    run_ranks(size, work, torch.float32, torch.float32)
+
+
 def test_publishing_without_a_step_forgets_the_gradients() -> None:
     module = stack()
 
