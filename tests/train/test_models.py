@@ -27,6 +27,18 @@ QWEN2 = {
 }
 LLAMA = QWEN2 | {"model_type": "llama"}
 SLIDING = QWEN2 | {"model_type": "mistral", "sliding_window": 5}
+#: Their windows are in the mask alone.
+EXPERTS = QWEN2 | {"num_hidden_layers": 3, "sliding_window": 5}
+PHIMOE = EXPERTS | {"model_type": "phimoe", "num_local_experts": 4, "pad_token_id": 0}
+QWEN2_MOE = EXPERTS | {
+    "model_type": "qwen2_moe",
+    "use_sliding_window": True,
+    "max_window_layers": 3,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 
 
 def shard(built):
@@ -90,7 +102,11 @@ class TestFromConfig:
         assert not torch.equal(weights.read(layers[0], 0, 9), weights.read(layers[1], 0, 9))
         assert not torch.equal(weights.read(layers[0], 0, 9), other.read(layers[0], 0, 9))
 
-    @pytest.mark.parametrize("settings", [QWEN2, LLAMA, SLIDING, QWEN2 | {"tie_word_embeddings": True}])
+    @pytest.mark.parametrize(
+        "settings",
+        [QWEN2, LLAMA, SLIDING, QWEN2 | {"tie_word_embeddings": True}, PHIMOE, QWEN2_MOE],
+        ids=["qwen2", "llama", "mistral", "tied", "phimoe", "qwen2_moe"],
+    )
     def test_packed_outputs_are_those_of_single_sequences(self, settings):
         built, reference = models.from_config(settings, seed=0), stock(settings).eval()
         with torch.no_grad():
@@ -121,6 +137,10 @@ class TestFromConfig:
             (LLAMA | {"model_type": "nemotron"}, "no boundaries"),
             (LLAMA | {"model_type": "gemma2"}, "softcap"),
             ({"model_type": "bert", "num_hidden_layers": 1}, "not causal"),
+            (QWEN2 | {"num_key_value_heads": 3}, "model.config: Qwen2ForCausalLM is built from it and cannot run"),
+            (QWEN2 | {"hidden_size": 36}, "model.config: Qwen2ForCausalLM is built from it and cannot run"),
+            ({"model_type": "qwen2", 3: 4}, "unknown setting model.config.3"),
+            ({"model_type": ["qwen2"]}, "model.config.model_type: transformers knows no ['qwen2']"),
         ],
     )
     def test_mistakes(self, settings, words):
