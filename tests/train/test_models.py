@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from odc_mpi.comm.transport import LocalGroup, LocalTransport
 from odc_mpi.errors import UserError
@@ -62,6 +64,19 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def copy(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "copy")
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
 
 
 class TestFromConfig:
@@ -123,6 +138,19 @@ class TestFromConfig:
             for first, stop in itertools.pairwise(bounds):
                 alone = reference(input_ids=tokens[:, first:stop], use_cache=False).logits
                 torch.testing.assert_close(packed[:, first:stop], alone, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("settings", [QWEN2, SLIDING, PHIMOE], ids=["qwen2", "mistral", "phimoe"])
+    def test_nothing_of_the_size_of_the_squared_pack_is_made(self, settings):
+        """Not by the attention, and not by transformers around it, for a pack of many short sequences."""
+        num_tokens = 1024
+        built = models.from_config(settings | {"max_position_embeddings": num_tokens}, seed=0)
+        model = shard(built)
+        bounds = torch.arange(0, num_tokens + 1, 16, dtype=torch.int32)
+        inputs = {"input_ids": torch.arange(num_tokens)[None] % 64, "position_ids": torch.arange(num_tokens)[None] % 16}
+        with model.minibatch(), Largest() as made:
+            loss = model(**inputs, labels=inputs["input_ids"], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds).loss
+            loss.backward()
+        assert num_tokens * 64 <= made.numel < num_tokens**2 / 4  # the logits are the largest
 
     @pytest.mark.parametrize(
         ("settings", "words"),
