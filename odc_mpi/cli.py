@@ -10,8 +10,10 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING
 from odc_mpi import job_command
 from odc_mpi.arguments import SCENARIO, parser
 from odc_mpi.checkpoint import command_line
-from odc_mpi.errors import AgreedError, StoppedError, TrainingError, UserError
+from odc_mpi.errors import AgreedError, StoppedError, TrainingError, UserError, in_one_line
 from odc_mpi.imports import no_collections
 from odc_mpi.launcher import is_launched, launched_rank
 from odc_mpi.limits import end_by_interrupt, start_limit
@@ -113,8 +115,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not isinstance(loaded, UserError):
         with no_collections():
             importlib.import_module("odc_mpi.train.models")
-    with start_limit():
-        _check_before_start()
+    with _start_of_mpi():
         from odc_mpi.comm.world import World
 
     world = World()
@@ -168,8 +169,7 @@ def _bench_transport(arguments: argparse.Namespace) -> int:
     from odc_mpi.bench.tables import transport_tables
     from odc_mpi.train.metrics import make_console
 
-    with no_collections(), start_limit():
-        _check_before_start()
+    with no_collections(), _start_of_mpi():
         from odc_mpi.bench.transport import measure
         from odc_mpi.comm.world import World
 
@@ -197,8 +197,7 @@ def _bench_schedule(arguments: argparse.Namespace) -> int:
         words = ["schedule", *(word for option, value in values.items() for word in (option, value))]
         return _launch(arguments, scenario.ranks, words)
     # Not before here, and MPI last: see _train.
-    with no_collections(), start_limit():
-        _check_before_start()
+    with no_collections(), _start_of_mpi():
         from odc_mpi.bench import schedule_command
         from odc_mpi.comm.world import World
 
@@ -214,8 +213,7 @@ def _bench_train(arguments: argparse.Namespace) -> int:
     # Not before here, and MPI last: see _train.
     with no_collections():
         importlib.import_module("odc_mpi.train.models")
-    with no_collections(), start_limit():
-        _check_before_start()
+    with no_collections(), _start_of_mpi():
         from odc_mpi.bench import train_command
         from odc_mpi.comm.world import World
 
@@ -236,8 +234,7 @@ def _bench_checkpoint(arguments: argparse.Namespace) -> int:
         words = ["checkpoint", "--size", size, "--dir", arguments.dir.absolute(), "--repeats", arguments.repeats]
         return _launch(arguments, arguments.ranks or 2, words)
     # Not before here, and MPI last: see _train.
-    with no_collections(), start_limit():
-        _check_before_start()
+    with no_collections(), _start_of_mpi():
         from odc_mpi.bench.checkpoint import measure, report
         from odc_mpi.comm.world import World
 
@@ -252,10 +249,21 @@ def _bench_checkpoint(arguments: argparse.Namespace) -> int:
     return _on_ranks(world, work)
 
 
-def _check_before_start() -> None:
+@contextmanager
+def _start_of_mpi() -> Iterator[None]:
+    """Enclose the imports that start MPI: within a limit, and with a word to those who have no library."""
     from odc_mpi.comm.pmi import check_before_start
 
-    check_before_start()
+    with start_limit():
+        try:
+            check_before_start()
+            yield
+        except (ImportError, RuntimeError) as error:
+            if not re.search(r"cannot load MPI|libmpi", str(error)):
+                raise
+            raise UserError(
+                f"no MPI library found ({in_one_line(error)}): pip install 'odc_mpi[mpich]', or load your cluster's"
+            ) from error
 
 
 def _check_ranks(arguments: argparse.Namespace, world: "World") -> None:

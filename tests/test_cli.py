@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -51,6 +53,7 @@ def config(tmp_path):
         (["--model.config.max_position_embeddings", "16"], ["max_position_embeddings", "16", "30"]),
         (["--model.config.hiden_size", "8"], ["model.config.hiden_size", "hidden_size"]),
         (["--model.config.hidden_size", "wide"], ["model.config", "hidden_size"]),
+        (["--model.config.num_key_value_heads", "3"], ["model.config", "Number of heads"]),
         (["--model.config.model_type", "qwen22"], ["model_type", "qwen22", "qwen2"]),
         (["--model.config.model_type", "mamba"], ["model.config"]),
         (["--model.path", "/nowhere"], ["model.path", "model.config"]),
@@ -121,6 +124,16 @@ def test_help_names_every_setting(capsys):
     said = capsys.readouterr().out
     for setting in ("data.minibatch_sequences", "optim.learning_rate", "comm.timeout_s", "run.max_skipped_steps"):
         assert setting in said
+
+
+def test_no_mpi_library(config):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI"))}
+    environment["MPI4PY_LIBMPI"] = "/nowhere/libmpi.so"
+    command = [sys.executable, "-m", "odc_mpi", "train", "--config", str(config)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("odc-mpi: error: no MPI library found (") and "pip install 'odc_mpi[mpich]'" in line
 
 
 def test_version(capsys):

@@ -21,7 +21,7 @@ from odc_mpi.errors import UserError, in_one_line
 #: Of weights in one file; a larger tensor has a file of its own.
 FILE_BYTES = 1 << 30
 _WEIGHTS, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-#: Beside DATA.h5 lies DATA.tokenizer, if `odc-mpi prepare` trained it.
+#: Beside DATA.h5 or DATA.hdf5 lies DATA.tokenizer, beside any other DATA too, if `odc-mpi prepare` trained it.
 _TOKENIZER_SUFFIX = ".tokenizer"
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
 
@@ -115,7 +115,8 @@ def _config(about: Any, dtype: str) -> dict[str, Any]:
 
 def _copy_tokenizer(config: Any, out: Path) -> None:
     """Copy the tokenizer that the data was prepared with, where it is to be found."""
-    places = [Path(config["data"]["path"]).with_suffix(_TOKENIZER_SUFFIX)]
+    data = Path(config["data"]["path"])
+    places = [data.with_name((data.stem if data.suffix in (".h5", ".hdf5") else data.name) + _TOKENIZER_SUFFIX)]
     if config["model"]["path"] is not None:
         places.append(Path(config["model"]["path"]))
     place = next((place for place in places if place.is_dir()), None)

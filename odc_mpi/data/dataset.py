@@ -274,8 +274,10 @@ def _check_shapes(file: h5py.File, path: Path) -> None:
         raise _damaged(path, "vocab_size or max_token_id is missing")
     if len(file["tokens"]) != len(file["loss_mask"]):
         raise _damaged(path, "tokens and loss_mask differ in length")
-    if len(file["offsets"]) != len(file["num_trained_tokens"]) + 1 or len(file["offsets"]) < 2:
+    if len(file["offsets"]) != len(file["num_trained_tokens"]) + 1:
         raise _damaged(path, "offsets and num_trained_tokens do not fit each other")
+    if len(file["offsets"]) == 1:
+        raise UserError(f"the data set {str(path)!r} is empty: prepare it again, or change data.path")
 
 
 def _damaged(path: Path, what: str) -> UserError:

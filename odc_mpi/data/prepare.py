@@ -110,7 +110,7 @@ def prepare(
         source: The word "stdlib", or the path of a JSONL file; gzipped if it ends in .gz.
         out: File to write. If anything goes wrong, it stays as it was.
         tokenizer: Directory of a tokenizer. None trains one on the standard library and writes it beside `out`, as
-            its name with the suffix .tokenizer.
+            its name, without .h5 or .hdf5, with the suffix .tokenizer.
         max_length: The most tokens in a sequence; None for no limit.
         overlong: What to do with longer ones.
         prompt_field: Field of a line that holds the prompt; required if it is not "prompt".
@@ -126,7 +126,7 @@ def prepare(
     """
     limit = _Limit(max_length, overlong)
     _check_request(source, out, tokenizer, limit, vocab_size)
-    directory = out.with_suffix(TOKENIZER_SUFFIX) if tokenizer is None else tokenizer
+    directory = _beside(out) if tokenizer is None else tokenizer
     with (
         staging(out, directory if tokenizer is None else None) as parts,
         Progress(console=console, disable=console is None) as progress,
@@ -160,6 +160,12 @@ def prepare(
         longest=writer.longest,
         vocab_size=len(loaded),
     )
+
+
+def _beside(out: Path) -> Path:
+    """Return where the tokenizer of a data set goes."""
+    name = out.stem if out.suffix in (".h5", ".hdf5") else out.name  # data.v1 and data.v2 are two data sets
+    return out.with_name(name + TOKENIZER_SUFFIX)
 
 
 class _Limit:

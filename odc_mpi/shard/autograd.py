@@ -89,6 +89,7 @@ class UnitCalls:
                     del self._current[unit]
                 else:
                     self._current[unit] = outer
+        unit.check_unchanged()
         self._ready.forward_ended(unit)
 
     def parameter(self, unit: Unit, name: str) -> torch.Tensor:

@@ -3,6 +3,12 @@
 Autograd's gradients of one call of a unit are laid into a buffer as the flat array has them, in `reduce_dtype`, and
 added into the owners' shards. Only the stretch between the first and the last parameter with a gradient travels.
 A push is on its way while the next gradient is computed and laid out; in a thread where the transport allows it.
+
+Note: sums that overflow
+    Finite gradients of several pushes may have a sum that is not. Whether an owner's sum is finite it knows only after
+    A, and to tell the others would take one more meeting. So every rank tells at A how large the sum of what it pushed
+    may be in any element: the largest element of each push, added up. If all ranks' together may be beyond what
+    `reduce_dtype` holds, the gradients count as not finite.
 """
 
 import time
@@ -41,13 +47,19 @@ class GradientPusher:
         self._buffers = BufferPool(transport.memory)
         self._on_the_way: deque[tuple[Pending, torch.Tensor]] = deque()
         self._open = False
-        self._finite: torch.Tensor | None = None
+        self._bound: torch.Tensor | None = None
+        # Half of what it holds: sums are rounded.
+        self._limit = torch.finfo(transport.reduce_dtype).max / 2
         self.padding = False
 
     @property
-    def finite(self) -> bool:
-        """Whether every gradient pushed since `start` was finite. Local; waits for the device to tell."""
-        return self._finite is None or bool(self._finite)
+    def fullness(self) -> float:
+        """How much of the range of `reduce_dtype` an element of what was pushed since `start` may take up, at most.
+
+        If the sum over all ranks is not below 1, gradients are not finite, or may not be: NaN and infinity tell so
+        themselves. Local; waits for the device to tell.
+        """
+        return 0.0 if self._bound is None else float(self._bound) / self._limit
 
     @property
     def accumulate_wait_s(self) -> float:
@@ -57,7 +69,7 @@ class GradientPusher:
     def start(self) -> None:
         """Allow pushes: a minibatch begins. Local."""
         self._open = True
-        self._finite = None
+        self._bound = None
 
     def push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
         """Start to add gradients into their owners' shards. One-sided.
@@ -107,10 +119,10 @@ class GradientPusher:
         return flat
 
     def _look_at(self, flat: torch.Tensor) -> None:
-        """Note whether a gradient is finite, without asking: on a device the answer comes when the kernels are done."""
+        """Note how large a gradient is, without asking: on a device the answer comes when the kernels are done."""
         low, high = torch.aminmax(flat)
-        finite = torch.isfinite(low) & torch.isfinite(high)
-        self._finite = finite if self._finite is None else self._finite & finite
+        largest = torch.maximum(-low, high).double()
+        self._bound = largest if self._bound is None else self._bound + largest
 
     def _send(self, index: int, flat: torch.Tensor, start: int) -> None:
         began = time.perf_counter()

@@ -51,7 +51,7 @@ class Minibatch:
 
     Attributes:
         values: This rank's numbers by name; add to them while the minibatch runs.
-        finite: After the minibatch: whether every gradient of every rank was finite.
+        finite: After the minibatch: whether the sums of all ranks' gradients are finite.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -59,13 +59,13 @@ class Minibatch:
         self.finite = True
         self._reports = np.empty((0, 0))
 
-    def report(self, finite: bool) -> np.ndarray:
+    def report(self, fullness: float) -> np.ndarray:
         """Return what this rank tells, `[1 + num_values]` float64. Local."""
-        return np.array([float(finite), *self.values.values()])
+        return np.array([fullness, *self.values.values()])
 
     def receive(self, reports: np.ndarray) -> None:
         """Take what all ranks told, `[size, 1 + num_values]`. Local."""
-        self.finite, self._reports = bool(reports[:, 0].all()), reports[:, 1:]
+        self.finite, self._reports = bool(reports[:, 0].sum() < 1.0), reports[:, 1:]
 
     def per_rank(self, name: str) -> np.ndarray:
         """Return every rank's number of this name, `[size]` float64. Local, after the minibatch."""
@@ -129,7 +129,7 @@ class ShardedModel:
         calls, saved = UnitCalls(self._ready, self._push), SavedTensors(self._ready)
         self._slices.load(weights or ModuleWeights(parts, transport))
         replicate(module, transport)
-        self._guard = place_on_demand(places, self.units, transport, calls)
+        self._placeholders = place_on_demand(places, self.units, transport, calls)
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, calls, saved, activation_checkpointing)
         module.register_forward_pre_hook(lambda *_: self._ready.start_microbatch())
@@ -198,6 +198,8 @@ class ShardedModel:
         Yields:
             The minibatch, to add numbers to.
         """
+        self._placeholders.check_frozen()
+        self._ready.check_unchanged()
         self._advance(Phase.PUBLISHED, Phase.MINIBATCH, "minibatch()")
         self._pusher.start()
         self._ready.activity.start_minibatch()
@@ -210,7 +212,7 @@ class ShardedModel:
         self._ready.readable = False
         self._pusher.finish()
         self._ready.activity.finish_minibatch()
-        report = minibatch.report(self._pusher.finite)
+        report = minibatch.report(self._pusher.fullness)
         minibatch.receive(self._at_boundary("A", lambda: self._transport.complete_gradients(report)))
         self._slices.attach_gradients()
         self._phase = Phase.COMPLETE
@@ -265,7 +267,7 @@ class ShardedModel:
         One-sided: any rank may call it alone, but not between points A and B; collective where the transport's fetches
         are. The caller needs room for all of it.
         """
-        with self._guard.lifted():
+        with self._placeholders.guard.lifted():
             state = dict(self.module.state_dict())
         placed = {place.full_name: place.name for place in self._places}
         state |= {name: copy.deepcopy(value) for name, value in state.items() if name not in placed}
@@ -327,8 +329,10 @@ class ShardedModel:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Called before any optimizer's step."""
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        self._placeholders.check_trained(given)
         own = {id(parameter) for parameter in self.shard_parameters()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if any(id(p) in own for p in given):
             require_elementwise(optimizer)
             if self._phase is not Phase.COMPLETE:
                 raise RuntimeError(

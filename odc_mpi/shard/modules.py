@@ -1,7 +1,8 @@
-"""What happens to the module itself: parameters on demand, calls of units, a guard against saving placeholders."""
+"""What happens to the module itself: parameters on demand, calls of units, guards against misusing placeholders."""
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -43,6 +44,47 @@ class StateDictGuard:
             )
 
 
+class Placeholders:
+    """What stands in the module for its parameters, and what must not be done with it.
+
+    Args:
+        shown: The placeholders by dotted name.
+        originals: The parameters that they stand for; not kept alive.
+        guard: Of `state_dict()`.
+    """
+
+    def __init__(
+        self, shown: Mapping[str, nn.Parameter], originals: Mapping[str, nn.Parameter], guard: StateDictGuard
+    ) -> None:
+        self.guard = guard
+        self._shown = dict(shown)
+        self._names = {id(parameter): name for name, parameter in shown.items()}
+        self._originals = {id(parameter): (name, weakref.ref(parameter)) for name, parameter in originals.items()}
+        self._trained = {name: parameter.requires_grad for name, parameter in shown.items()}
+
+    def check_trained(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuse that an optimizer has placeholders, or what they stand for: neither is trained. Local."""
+        for parameter in parameters:
+            name = self._names.get(id(parameter))
+            if name is None and id(parameter) in self._originals:
+                original_name, original = self._originals[id(parameter)]
+                name = original_name if original() is parameter else None  # an address may be used again
+            if name is not None:
+                raise RuntimeError(
+                    f"an optimizer was given {name} of the module, which training does not change: give the optimizer "
+                    "model.shard_parameters()"
+                )
+
+    def check_frozen(self) -> None:
+        """Refuse that what is to be trained has changed since the parameters were sharded. Local."""
+        for name, parameter in self._shown.items():
+            if parameter.requires_grad is not self._trained[name]:
+                now = "frozen" if self._trained[name] else "made trainable"
+                raise RuntimeError(
+                    f"{name} was {now} after shard_model, which changes nothing: set requires_grad before shard_model"
+                )
+
+
 def replicate(module: nn.Module, transport: Transport) -> None:
     """Give every rank rank 0's buffers and integer parameters, where it computes. Collective."""
     for _, tensor in whole_on_every_rank(module):
@@ -57,7 +99,7 @@ def replicate(module: nn.Module, transport: Transport) -> None:
 
 def place_on_demand(
     places: Sequence[Place], units: Sequence[Unit], transport: Transport, calls: UnitCalls
-) -> StateDictGuard:
+) -> "Placeholders":
     """Replace parameters by such that are fetched when touched, to where the transport's fetches land. Local."""
     unit_of = {name: unit for unit in units for name in unit.slots}
 
@@ -69,17 +111,17 @@ def place_on_demand(
         names.setdefault(place.module, {})[place.key] = place.name
     # One for all places of a tied parameter, as it was one parameter.
     shown: dict[str, nn.Parameter] = {}
+    originals: dict[str, nn.Parameter] = {}
     for submodule, keys in names.items():
         for key, name in keys.items():
             if name not in shown:
-                shown[name] = placeholder(
-                    cast(nn.Parameter, submodule._parameters[key]), transport.param_dtype, transport.device
-                )
+                originals[name] = cast(nn.Parameter, submodule._parameters[key])
+                shown[name] = placeholder(originals[name], transport.param_dtype, transport.device)
         items = {key: shown[keys[key]] if key in keys else p for key, p in submodule._parameters.items()}
         submodule.__dict__["_parameters"] = OnDemandParameters(items, find, keys)
         if isinstance(submodule, nn.RNNBase):
             _refresh_flat_weights(submodule)
-    return StateDictGuard(names)
+    return Placeholders(shown, originals, StateDictGuard(names))
 
 
 def wrap_forward(module: nn.Module, unit: Unit, calls: UnitCalls, saved: SavedTensors, checkpointing: bool) -> None:

@@ -43,7 +43,8 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
         ValueError: It is neither one of `ELEMENTWISE` nor says of itself, by an attribute `elementwise = True`, that
             each element's update depends on that element's gradients alone.
     """
-    if isinstance(optimizer, ELEMENTWISE) or getattr(optimizer, "elementwise", False):
+    # A subclass of one may do anything.
+    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
         return
     name = type(optimizer).__name__
     reason = _REASONS.get(name, "it is not known to be element-wise; if it is, set `elementwise = True` on its class")

@@ -11,6 +11,12 @@ also ahead of its use: `ReadyUnits` keeps the root, the most recently used few a
 touches a parameter gets it, fetched if need be: modules find them through `OnDemandParameters`, autograd through
 `shard.autograd`.
 
+Note: changes in place
+    What is handed out may be the memory of other ranks' windows, so a change would reach them, and train nothing.
+    All tensors of one parameter that are handed out between a fetch and a release are aliases of one, with which they
+    share torch's count of changes in place. It is looked at after each call of a unit, before a minibatch, and on
+    release. Changes through `.data` or numpy are not counted.
+
 Where fetches are collective, all ranks must fetch the same units in the same order, and it is done as FSDP does it: a
 unit goes when its forward is through, and again when another is fetched for the backward; the root goes at the next
 microbatch.
@@ -18,7 +24,7 @@ microbatch.
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -64,6 +70,8 @@ class Unit:
         self.num_calls = 0
         self._fetches: list[Fetch] = []
         self._arrays: list[torch.Tensor] = []
+        # Of what aliases were handed out, with its version before.
+        self._handed_out: dict[str, tuple[torch.Tensor, int]] = {}
 
     @property
     def is_root(self) -> bool:
@@ -101,6 +109,7 @@ class Unit:
         """Give the whole parameters up. Local."""
         assert self.state is UnitState.READY
         arrays, self._arrays = self._arrays, []
+        self._handed_out = {}
         self.state = UnitState.SHARDED
         for array in arrays:
             transport.release(array)
@@ -121,10 +130,24 @@ class Unit:
 
     def parameter(self, name: str) -> torch.Tensor:
         """Return a whole parameter of a ready unit, without history. Local."""
-        i, slot = self.slots[name]
-        array = self._arrays[i]
-        shape = slot.spec.shape
-        return self.look(i, array.dtype, int(array.storage_offset()) + slot.start, shape, _contiguous_stride(shape))
+        if name not in self._handed_out:
+            i, slot = self.slots[name]
+            array, shape = self._arrays[i], slot.spec.shape
+            start = int(array.storage_offset()) + slot.start
+            # Of inference tensors nobody counts the changes.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                whole = self.look(i, array.dtype, start, shape, _contiguous_stride(shape))
+            self._handed_out[name] = whole, whole._version
+        return self._handed_out[name][0].detach()
+
+    def check_unchanged(self) -> None:
+        """Refuse that a parameter was changed in place since the unit became ready. Local."""
+        for name, (whole, version) in self._handed_out.items():
+            if whole._version != version:
+                raise RuntimeError(
+                    f"{name} was changed in place, which trains nothing and may reach other ranks: expected changes "
+                    "before shard_model, or of the slices in model.shard_parameters() before publish()"
+                )
 
 
 class ReadyUnits:
@@ -210,10 +233,17 @@ class ReadyUnits:
         self.release_all()
         self.generation += 1
 
+    def check_unchanged(self) -> None:
+        """Refuse that a parameter of a ready unit was changed in place. Local."""
+        for unit in self._held:
+            unit.check_unchanged()
+
     def close(self) -> None:
         """Release every unit and end the thread. One-sided; a second call does nothing."""
         if self._thread is not None:
             self._thread.close()
+        for unit in list(self._held):
+            self._drop(unit)  # changed or not: it must not keep the windows from being freed
         self.expire()
 
     def _check_readable(self) -> None:
@@ -260,6 +290,12 @@ class ReadyUnits:
             self._release(other)
 
     def _release(self, unit: Unit) -> None:
+        try:
+            unit.check_unchanged()
+        finally:
+            self._drop(unit)
+
+    def _drop(self, unit: Unit) -> None:
         if unit.state is UnitState.FETCHING:
             # Guessed wrong. A buffer that is being filled cannot be given back.
             self._complete(unit)

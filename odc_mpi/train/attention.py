@@ -2,6 +2,9 @@
 
 A microbatch is one row of several sequences end to end. With padding-free inputs Hugging Face's models hand the
 boundaries (`cu_seq_lens_q`) down to the attention function; `packed_attention` computes each sequence for itself.
+
+Some models tell a layer its sliding window, some put it only in the mask that they have made for the layer. So where a
+mask is asked for that has a window, `_window_as_mask` makes one of a single number, the window.
 """
 
 import itertools
@@ -45,7 +48,7 @@ def packed_attention(
         query: `[batch, heads, tokens, head_dim]`.
         key: `[batch, key_value_heads, tokens, head_dim]`.
         value: Like `key`.
-        attention_mask: Must be None: inputs have no padding.
+        attention_mask: None, or from `_window_as_mask`: inputs have no padding.
         dropout: Probability to drop an attention weight.
         scaling: Of the scores; by default one over the root of `head_dim`.
         sliding_window: How many tokens back a token sees, itself included; None for all.
@@ -61,12 +64,14 @@ def packed_attention(
     given = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
         given.append("a layer that is not causal")
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.ndim:
         given.append("an attention mask")
     if cu_seq_lens_q is None:
         given.append("no boundaries of sequences (cu_seq_lens_q)")
     if given or cu_seq_lens_q is None:
         raise UnpackableError(f"packed attention serves plain causal layers without padding, got {', '.join(given)}")
+    if attention_mask is not None:
+        sliding_window = min(int(attention_mask), sliding_window or int(attention_mask))
     boundaries = cu_seq_lens_q.tolist()
     lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
     parts = [
@@ -92,8 +97,20 @@ def _causal(
 def register() -> None:
     """Make the function known to transformers. Local; a second call does nothing."""
     AttentionInterface.register(IMPLEMENTATION, packed_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+    AttentionMaskInterface.register(IMPLEMENTATION, _window_as_mask)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Causality is in the function itself; a mask would cost the square of the pack."""
+def _window_as_mask(*args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Any:
+    """Return the window of a mask, `[]` int64 on the host, or None if it has none. Local.
+
+    Causality is in the function itself; a whole mask would cost the square of the pack.
+
+    Args:
+        *args: Not looked at.
+        local_size: The window that transformers would draw into the mask.
+        use_vmap: Whether the model adds a rule of its own to the mask.
+        **kwargs: Not looked at.
+    """
+    if use_vmap:
+        raise UnpackableError("packed attention serves plain causal layers without padding, got a mask of its own")
+    return None if local_size is None else torch.tensor(local_size, device="cpu")

@@ -122,9 +122,9 @@ class RunConfig:
     device: Annotated[Literal["cpu", "cuda"], "where ranks compute; cuda: a node's GPUs, by local rank"] = "cpu"
     threads: Annotated[int, "torch threads per rank; 0: the node's cores divided by its ranks", _THREADS] = 0
     trace_steps: Annotated[int, "last minibatches whose times go into trace.json; 0: none", _NOT_NEGATIVE] = 3
-    max_skipped_steps: Annotated[int, "steps in a row that may be skipped for a non-finite gradient", _NOT_NEGATIVE] = (
-        10
-    )
+    max_skipped_steps: Annotated[
+        int, "the run ends after so many steps in a row with a non-finite gradient", _ONE_OR_MORE
+    ] = 10
     checkpoint_every: Annotated[int, "steps between checkpoints, one after the last step; 0: none", _NOT_NEGATIVE] = 0
     keep_checkpoints: Annotated[int, "how many of them to keep, the newest; 0: all", _NOT_NEGATIVE] = 0
     resume: Annotated[str, "auto: from the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = (

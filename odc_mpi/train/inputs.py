@@ -67,14 +67,22 @@ def _first_cost(config: DataConfig, built: models.BuiltModel) -> Cost:
 
 
 def _check_vocabulary(config: Config, dataset: Dataset, built: models.BuiltModel) -> None:
-    if dataset.vocab_size > built.vocab_size:
+    path = config.model.path
+    has_tokenizer = path is not None and dataset.vocabulary and (Path(path) / "tokenizer.json").is_file()
+    # Without the model's tokenizer the numbers of tokens are all there is to compare. With it, a token that it lists
+    # beyond the embedding does no harm unless the data has it.
+    if dataset.vocab_size > built.vocab_size and not has_tokenizer:
         raise UserError(
             f"data.path: {config.data.path} was prepared with a tokenizer of {dataset.vocab_size} tokens, the model "
             f"knows {built.vocab_size}: prepare it with the model's own tokenizer, or raise model.config.vocab_size"
         )
-    path = config.model.path
-    if path is None or not dataset.vocabulary or not (Path(path) / "tokenizer.json").is_file():
-        return  # The numbers of tokens are all there is to compare.
+    if dataset.max_token_id >= built.vocab_size:
+        raise UserError(
+            f"data.path: {config.data.path} has a token of number {dataset.max_token_id}, the model knows "
+            f"{built.vocab_size}, from 0: prepare it with the model's own tokenizer, or raise model.config.vocab_size"
+        )
+    if path is None or not has_tokenizer:
+        return
     if vocabulary_digest(load_tokenizer(Path(path)).get_vocab()) != dataset.vocabulary:
         raise UserError(
             f"data.path: {config.data.path} was prepared with another tokenizer than that in model.path: prepare it "

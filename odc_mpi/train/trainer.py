@@ -309,13 +309,12 @@ class Trainer:
         """End a run that goes nowhere. Local, with the same outcome on every rank.
 
         Raises:
-            TrainingError: More than `run.max_skipped_steps` steps in a row were skipped.
+            TrainingError: `run.max_skipped_steps` steps in a row were skipped.
         """
-        if self._skipped_in_a_row > self._config.run.max_skipped_steps:
+        if self._skipped_in_a_row >= self._config.run.max_skipped_steps:
             raise TrainingError(
-                f"step {self.done}: the gradient was not finite in {self._skipped_in_a_row} steps in a row, more than "
-                f"run.max_skipped_steps ({self._config.run.max_skipped_steps}): lower optim.learning_rate or look at "
-                "the data"
+                f"step {self.done}: the gradient was not finite in {self._skipped_in_a_row} steps in a row, which is "
+                "run.max_skipped_steps: lower optim.learning_rate or look at the data"
             )
 
 

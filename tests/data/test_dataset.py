@@ -199,3 +199,7 @@ def test_inconsistent_files(write_dataset: Write, damage: Callable[[h5py.File], 
     with h5py.File(path, "a") as file:
         damage(file)
     assert "is damaged" in refused(path)
+
+
+def test_a_data_set_without_sequences(write_dataset: Write) -> None:
+    assert "is empty" in refused(write_dataset([]))

@@ -173,7 +173,26 @@ def test_mistakes_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path)
     assert "--max-length" in refused(source, out, tokenizer=tokenizer, max_length=1)
     assert "--overlong" in refused(source, out, tokenizer=tokenizer, overlong="cut")
     assert "--vocab-size of at least 260" in refused("stdlib", out, vocab_size=259)
+    (tmp_path / "empty.jsonl").touch()
+    assert "SOURCE holds none" in refused(str(tmp_path / "empty.jsonl"), tmp_path / "new" / "a.h5", tokenizer=tokenizer)
+    (tmp_path / "empty.jsonl").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer"),
+    [
+        ("a.h5", "a.tokenizer"),
+        ("a.b.hdf5", "a.b.tokenizer"),
+        ("data.v1", "data.v1.tokenizer"),
+        ("data.v2", "data.v2.tokenizer"),
+    ],
+)
+def test_where_the_tokenizer_goes(name: str, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [Sample(f"def f{i}():", f"    return {i}") for i in range(20)]
+    monkeypatch.setattr(stdlib, "functions", lambda: iter(samples))
+    prepare("stdlib", tmp_path / name, vocab_size=260)
+    assert {path.name for path in tmp_path.iterdir()} == {name, tokenizer}
 
 
 def test_slow_libraries_are_loaded_when_they_are_used() -> None:

@@ -45,7 +45,9 @@ def configure(dataset_path, **changes):
         "optim.adam_epsilon": 1e-3,
         "run.steps": STEPS,
         "run.threads": 1,
-    } | {f"model.config.{key}": value for key, value in QWEN2.items()}
+    }
+    if "model.path" not in changes:
+        settings |= {f"model.config.{key}": value for key, value in QWEN2.items()}
     settings |= changes
     return configuration.load(None, [f"--{key}={value}" for key, value in settings.items()])
 

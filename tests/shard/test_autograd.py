@@ -136,7 +136,7 @@ def test_tensors_without_a_graph_do_not_serve_code_that_wants_one() -> None:
             with torch.no_grad():
                 assert not parts.calls.parameter(unit, "a").requires_grad
             with torch.inference_mode():
-                assert parts.calls.parameter(unit, "a").is_inference()
+                assert not parts.calls.parameter(unit, "a").requires_grad
             tensor = parts.calls.parameter(unit, "a")
             assert tensor.requires_grad and not tensor.is_inference()
             with torch.no_grad():

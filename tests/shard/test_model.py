@@ -14,6 +14,7 @@ from ranks import RecordingTransport, run_ranks
 from torch import nn, optim
 from zoo import WIDTH, Block, Layer, Stack, Transformer
 
+from odc_mpi.comm.transport import Done, Fetch
 from odc_mpi.shard.model import ShardedModel
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -207,6 +208,144 @@ def test_an_optimizer_steps_between_a_and_b_only() -> None:
     run_ranks(1, work)
 
 
+@pytest.mark.parametrize("given", ["placeholders", "originals", "one placeholder among slices"])
+def test_an_optimizer_over_the_module_s_parameters_is_refused(given: str) -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> None:
+        own = copy.deepcopy(module)
+        early = optim.AdamW(own.parameters())
+        model = ShardedModel(own, transport, units=[Layer])
+        mixed = [*model.shard_parameters(), next(iter(own.parameters()))]
+        optimizer = {
+            "placeholders": optim.AdamW(model.module.parameters()),
+            "originals": early,
+            "one placeholder among slices": optim.AdamW(mixed),
+        }[given]
+        with model.minibatch():
+            work_once(model)
+        with pytest.raises(RuntimeError, match=r"given first.weight of .*give the optimizer model.shard_parameters"):
+            optimizer.step()
+        optim.AdamW(model.shard_parameters()).step()
+        optim.AdamW(module.parameters()).step()  # of a module that is not sharded
+
+    run_ranks(1, work)
+
+
+def test_freezing_after_sharding_is_refused() -> None:
+    module = stack()
+    module.layers[0].linear.weight.requires_grad_(False)
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        model.module.layers[1].requires_grad_(False)
+        frozen = r"layers.1.linear.weight was frozen after shard_model.*: set requires_grad before shard_model"
+        with pytest.raises(RuntimeError, match=frozen), model.minibatch():
+            raise AssertionError("entered")
+        model.module.layers.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"layers.0.linear.weight was made trainable"), model.minibatch():
+            raise AssertionError("entered")
+        for name, parameter in model.module.named_parameters():
+            parameter.requires_grad_(name != "layers.0.linear.weight")
+        with model.minibatch():
+            work_once(model)
+        model.publish()
+
+    run_ranks(1, work)
+
+
+class Changing(nn.Module):
+    """Changes its own weight in its forward, if told how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.how = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "with a graph":
+            self.linear.weight.mul_(2.0)
+        elif self.how == "without a graph":
+            with torch.no_grad():
+                self.linear.weight[0].clamp_(-0.01, 0.01)
+        elif self.how == "in inference mode":
+            with torch.inference_mode():
+                self.linear.weight.zero_()
+        elif self.how == "a frozen one":
+            self.linear.bias.add_(1.0)
+        return self.linear(x)
+
+
+class InPlace(RecordingTransport):
+    """Fetches the one rank's window itself, as with zero-copy."""
+
+    copies = False
+
+    def fetch(self, index: int) -> Fetch:
+        return Fetch(self.parameter_shard(index)[: self.layouts[index].numel], Done())
+
+    def release(self, fetched: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("transport", [RecordingTransport, InPlace])
+@pytest.mark.parametrize("how", ["with a graph", "without a graph", "in inference mode", "a frozen one"])
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_a_parameter_changed_in_its_unit_is_refused(transport: Any, how: str, activation_checkpointing: bool) -> None:
+    module = nn.Sequential(Changing(), Changing()).double()
+    module[1].linear.bias.requires_grad_(False)
+    name = "1.linear.bias" if how == "a frozen one" else "1.linear.weight"
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport, units=[Changing], activation_checkpointing=activation_checkpointing)
+        with model.minibatch():
+            work_once(model)
+        model.publish()
+        model.module[1].how = how
+        with pytest.raises(RuntimeError, match=f"{name} was changed in place.*before shard_model"), model.minibatch():
+            work_once(model)
+        model.close()
+
+    run_ranks(1, work, transport=transport)
+
+
+@pytest.mark.parametrize("transport", [RecordingTransport, InPlace])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: nn.init.normal_(module.layers[0].linear.weight),
+        lambda module: module.layers[0].linear.weight.detach().t().zero_(),
+    ],
+)
+def test_a_parameter_changed_from_outside_is_refused(transport: Any, change: Any) -> None:
+    module = stack(4)
+    message = "layers.0.linear.weight was changed in place"
+
+    def before(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        change(model.module)
+        with pytest.raises(RuntimeError, match=message), model.minibatch():
+            raise AssertionError("entered")
+        model.close()
+
+    def inside(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        with pytest.raises(RuntimeError, match=message), model.minibatch():
+            work_once(model)
+            change(model.module)
+        model.close()
+
+    def released(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        change(model.module)
+        with pytest.raises(RuntimeError, match=message):
+            model(INPUT)
+        model.close()
+
+    for work in (before, inside, released):
+        run_ranks(1, work, transport=transport)
+
+
 def test_a_new_parameter_cannot_take_a_sharded_ones_place() -> None:
     def work(transport: RecordingTransport) -> None:
         model = ShardedModel(nn.Linear(2, 2), transport)
@@ -313,6 +452,24 @@ def test_a_gradient_that_is_not_finite_is_known_to_all(size: int, value: float) 
         assert_same_state(model.state_dict(), plain.state_dict(), 1e-9)
 
     run_ranks(size, work)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_finite_gradients_whose_sum_is_not_are_known_to_all(size: int) -> None:
+    module = stack()
+
+    def work(transport: RecordingTransport) -> None:
+        model = shard(module, transport)
+        for num_microbatches, finite in ((1, True), (4 // size, False), (1, size < 4)):
+            with model.minibatch() as minibatch:
+                for _ in range(num_microbatches):
+                    (model(INPUT).sum() * 6e37).backward()
+            gradients = torch.cat([p.grad for p in model.shard_parameters()])
+            assert minibatch.finite is finite
+            assert not finite or gradients.isfinite().all()
+            model.publish()
+
+    run_ranks(size, work, torch.float32, torch.float32)
 
 
 def test_publishing_without_a_step_forgets_the_gradients() -> None:

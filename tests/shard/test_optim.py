@@ -28,6 +28,13 @@ class Lamb(optim.Optimizer):
         raise AssertionError("refused before")
 
 
+class Lars(optim.SGD):
+    """A subclass of an element-wise optimizer that is not one."""
+
+
+Lars.__name__ = "LARS"
+
+
 class Sign(optim.Optimizer):
     elementwise = True
 
@@ -45,7 +52,9 @@ def one_parameter() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(2, 2))]
 
 
-@pytest.mark.parametrize("kind", [*ELEMENTWISE, Sign], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [*ELEMENTWISE, Sign, type("Mine", (optim.AdamW,), {"elementwise": True})], ids=lambda kind: kind.__name__
+)
 def test_elementwise_optimizers_pass(kind: type[optim.Optimizer]) -> None:
     require_elementwise(kind(one_parameter()))
 
@@ -57,6 +66,8 @@ def test_elementwise_optimizers_pass(kind: type[optim.Optimizer]) -> None:
         (optim.Adafactor, "rows and columns"),
         (optim.Muon, "whole matrices"),
         (Lamb, "norm of a whole parameter"),
+        (Lars, "norm of a whole parameter"),
+        (type("Mine", (optim.AdamW,), {}), "set `elementwise = True`"),
         (optim.SparseAdam, "not known to be element-wise"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from odc_mpi.train.attention import UnpackableError, packed_attention
+from odc_mpi.train.attention import UnpackableError, _window_as_mask, packed_attention
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 
@@ -66,6 +66,18 @@ def test_the_cost_grows_with_the_squares_of_the_sequences(monkeypatch):
 def test_what_would_change_the_result_is_refused(given):
     with pytest.raises(ValueError, match="packed attention serves plain causal layers"):
         packed_attention(None, *draw(4), None, cu_seq_lens_q=torch.tensor([0, 4]), **given)
+
+
+@pytest.mark.parametrize("told", [None, 3, 9])
+def test_a_window_in_the_mask_counts(told):
+    inputs, boundaries = draw(12), [0, 1, 12]
+    bounds = torch.tensor(boundaries, dtype=torch.int32)
+    mask = _window_as_mask(local_size=3)
+    actual, _ = packed_attention(None, *inputs, mask, sliding_window=told, cu_seq_lens_q=bounds)
+    torch.testing.assert_close(actual, written_out(*inputs, boundaries, 3))
+    assert _window_as_mask() is None
+    with pytest.raises(UnpackableError, match="a mask of its own"):
+        _window_as_mask(use_vmap=True)
 
 
 def test_a_mask_is_refused():

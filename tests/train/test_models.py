@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from odc_mpi.comm.transport import LocalGroup, LocalTransport
 from odc_mpi.errors import UserError
@@ -27,6 +29,18 @@ QWEN2 = {
 }
 LLAMA = QWEN2 | {"model_type": "llama"}
 SLIDING = QWEN2 | {"model_type": "mistral", "sliding_window": 5}
+#: Their windows are in the mask alone.
+EXPERTS = QWEN2 | {"num_hidden_layers": 3, "sliding_window": 5}
+PHIMOE = EXPERTS | {"model_type": "phimoe", "num_local_experts": 4, "pad_token_id": 0}
+QWEN2_MOE = EXPERTS | {
+    "model_type": "qwen2_moe",
+    "use_sliding_window": True,
+    "max_window_layers": 3,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 
 
 def shard(built):
@@ -50,6 +64,19 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def copy(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "copy")
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
 
 
 class TestFromConfig:
@@ -90,7 +117,11 @@ class TestFromConfig:
         assert not torch.equal(weights.read(layers[0], 0, 9), weights.read(layers[1], 0, 9))
         assert not torch.equal(weights.read(layers[0], 0, 9), other.read(layers[0], 0, 9))
 
-    @pytest.mark.parametrize("settings", [QWEN2, LLAMA, SLIDING, QWEN2 | {"tie_word_embeddings": True}])
+    @pytest.mark.parametrize(
+        "settings",
+        [QWEN2, LLAMA, SLIDING, QWEN2 | {"tie_word_embeddings": True}, PHIMOE, QWEN2_MOE],
+        ids=["qwen2", "llama", "mistral", "tied", "phimoe", "qwen2_moe"],
+    )
     def test_packed_outputs_are_those_of_single_sequences(self, settings):
         built, reference = models.from_config(settings, seed=0), stock(settings).eval()
         with torch.no_grad():
@@ -108,6 +139,19 @@ class TestFromConfig:
                 alone = reference(input_ids=tokens[:, first:stop], use_cache=False).logits
                 torch.testing.assert_close(packed[:, first:stop], alone, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.parametrize("settings", [QWEN2, SLIDING, PHIMOE], ids=["qwen2", "mistral", "phimoe"])
+    def test_nothing_of_the_size_of_the_squared_pack_is_made(self, settings):
+        """Not by the attention, and not by transformers around it, for a pack of many short sequences."""
+        num_tokens = 1024
+        built = models.from_config(settings | {"max_position_embeddings": num_tokens}, seed=0)
+        model = shard(built)
+        bounds = torch.arange(0, num_tokens + 1, 16, dtype=torch.int32)
+        inputs = {"input_ids": torch.arange(num_tokens)[None] % 64, "position_ids": torch.arange(num_tokens)[None] % 16}
+        with model.minibatch(), Largest() as made:
+            loss = model(**inputs, labels=inputs["input_ids"], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds).loss
+            loss.backward()
+        assert num_tokens * 64 <= made.numel < num_tokens**2 / 4  # the logits are the largest
+
     @pytest.mark.parametrize(
         ("settings", "words"),
         [
@@ -121,6 +165,10 @@ class TestFromConfig:
             (LLAMA | {"model_type": "nemotron"}, "no boundaries"),
             (LLAMA | {"model_type": "gemma2"}, "softcap"),
             ({"model_type": "bert", "num_hidden_layers": 1}, "not causal"),
+            (QWEN2 | {"num_key_value_heads": 3}, "model.config: Qwen2ForCausalLM is built from it and cannot run"),
+            (QWEN2 | {"hidden_size": 36}, "model.config: Qwen2ForCausalLM is built from it and cannot run"),
+            ({"model_type": "qwen2", 3: 4}, "unknown setting model.config.3"),
+            ({"model_type": ["qwen2"]}, "model.config.model_type: transformers knows no ['qwen2']"),
         ],
     )
     def test_mistakes(self, settings, words):
