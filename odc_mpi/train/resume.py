@@ -13,6 +13,7 @@ from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.train.config import Config, dump
 from odc_mpi.train.inputs import Inputs
 from odc_mpi.train.metrics import terminal_width
+from odc_mpi.train.place import slurm_job
 from odc_mpi.train.rundir import open_run_directory, reopen_run_directory
 
 #: torch's classes of optim.optimizer.
@@ -108,9 +109,17 @@ def say_complete(origin: Origin, config: Config, world: World) -> dict[str, Any]
 
 def _find(config: Config, world: World) -> Origin | None:
     wish, run_dir = config.run.resume, Path(config.run.dir)
-    if wish == "never":
+    job = slurm_job()
+    if wish == "never" and not job.get("slurm_restarts"):
         return None
     own = _newest(world, list(steps_in(run_dir / CHECKPOINTS).values()))
+    if wish == "never":
+        # The same run, which the scheduler started once more; another's checkpoint is none of it.
+        if own and own.manifest.about.get("slurm_job_id") == job["slurm_job_id"]:
+            return Origin(own, True, own.manifest.about["origin"])
+        if own:
+            own.close()
+        return None
     if wish == "auto":
         return Origin(own, True, own.manifest.about["origin"]) if own else None
     path = str(Path(wish).resolve())

@@ -26,6 +26,7 @@ from odc_mpi.comm.world import World
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.shard import model as sharded
 from odc_mpi.train.config import Config
+from odc_mpi.train.place import slurm_job
 from odc_mpi.train.stop import StopWish
 
 #: What every rank tells the others at point A: whether it was told to stop, and `Saver.report`.
@@ -144,6 +145,7 @@ def about_run(config: Config, module: Any, data_digest: str, origin: str | None)
         "config": asdict(config),
         "data_digest": data_digest,
         "origin": origin,
+        "slurm_job_id": slurm_job().get("slurm_job_id"),
         "transformers_config": json.loads(module.config.to_json_string(use_diff=False)),
         "architectures": [type(module).__name__],
         "versions": {"odc_mpi": __version__, "python": platform.python_version(), **versions},
