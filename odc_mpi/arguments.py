@@ -95,17 +95,19 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     parser.usage = "odc-mpi job CONFIG [options] [--SECTION.KEY VALUE ...]"
-    parser.description = "Print the batch script that trains a configuration, or submit it."
+    parser.description = "Print the batch script that trains a configuration, and submit it on request."
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file that every node finds under this name")
     for option, default, meaning in JOB:
         parser.add_argument(option, type=_positive, default=default, metavar="N", help=f"{meaning}; default: {default}")
-    parser.add_argument("--time", default="04:00:00", help="limit, as sbatch takes it; default: 04:00:00")
+    parser.add_argument(
+        "--time", default="04:00:00", help="limit, as sbatch takes it, 5 minutes or more; default: 04:00:00"
+    )
     for name in CHOICES:
         parser.add_argument(f"--{name}", metavar="VALUE", help="of sbatch; default: none")
     parser.add_argument("--name", default="odc-mpi", help="of the job; default: odc-mpi")
     parser.add_argument("--stage", metavar="DIR", help="of each node: copy the data set there first")
     parser.add_argument("--mpi", metavar="TYPE", help="of srun; default: what this environment's MPI library needs")
-    parser.add_argument("--submit", action="store_true", help="hand it to sbatch instead of printing it")
+    parser.add_argument("--submit", action="store_true", help="hand it to sbatch, too")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

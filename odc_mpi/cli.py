@@ -26,6 +26,8 @@ from odc_mpi.errors import AgreedError, StoppedError, TrainingError, UserError, 
 from odc_mpi.imports import no_collections
 from odc_mpi.launcher import is_launched, launched_rank
 from odc_mpi.limits import end_by_interrupt, start_limit
+from odc_mpi.train.ranklog import RankLog
+from odc_mpi.train.stop import StopWish
 
 if TYPE_CHECKING:
     from odc_mpi.bench.scenario import Scenario
@@ -59,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "doctor": _doctor,
             "bench": _bench,
             "simulate": _simulate,
-            "checkpoint": _checkpoint,
+            "checkpoint": lambda arguments, _: command_line.run(arguments),
             "report": _report,
-            "job": _job,
+            "job": job_command.run,
         }
         return commands[arguments.command](arguments, rest)
     except UserError as error:
@@ -109,6 +111,12 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.help:
         print("usage: odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]\n\n" + configuration.help_text())
         return 0
+    # From here on: a scheduler may want the end of a run that has hardly begun, and libraries warn when imported.
+    with StopWish() as stop, RankLog(launched_rank()) as log:
+        return _train_under(stop, log, arguments, overrides)
+
+
+def _train_under(stop: StopWish, log: RankLog, arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     loaded = _load(arguments, overrides)
     # Not before here: torch and transformers take seconds, for which nobody needs to wait who made a mistake. In this
     # order: the last starts MPI, and a rank that fails to import anything after that would leave the others waiting.
@@ -119,7 +127,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         from odc_mpi.comm.world import World
 
     world = World()
-    return _on_ranks(world, lambda: _train_as(world.agree(lambda: _unless_mistaken(loaded)), world))
+    return _on_ranks(world, lambda: _train_as(world.agree(lambda: _unless_mistaken(loaded)), world, stop, log))
 
 
 def _load(arguments: argparse.Namespace, overrides: Sequence[str]) -> "Config | UserError":
@@ -138,14 +146,11 @@ def _unless_mistaken(loaded: "Config | UserError") -> "Config":
     return loaded
 
 
-def _train_as(config: "Config", world: "World") -> None:
+def _train_as(config: "Config", world: "World", stop: StopWish, log: RankLog) -> None:
     from odc_mpi.train.trainer import train
 
-    train(config, world)
-
-
-def _job(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    return job_command.run(arguments, overrides)
+    world.agree(lambda: log.open(config.run.log_dir, world))
+    train(config, world, stop)
 
 
 def _bench(arguments: argparse.Namespace, _: Sequence[str]) -> int:
@@ -283,10 +288,6 @@ def _launch(arguments: argparse.Namespace, ranks: int, words: Sequence[object]) 
         return 1
 
 
-def _checkpoint(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    return command_line.run(arguments)
-
-
 def _simulate(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from odc_mpi.bench import simulate_command
 
@@ -337,13 +338,17 @@ def _tell_stopped(stopped: StoppedError, rank: int) -> int:
     """Say that a run ended as asked, and return the exit code.
 
     A launcher that ends all ranks at the first bad exit code would kill those that are a little later, and pass on
-    their code instead of ours. So a file can tell it; then the exit code is 0.
+    their code instead of ours. So a file can tell it; then the exit code is 0, unless rank 0 cannot write it.
     """
     note = os.environ.get("ODC_MPI_STOPPED_FILE")
     if rank == 0:
         print(f"odc-mpi: {stopped}", file=sys.stderr, flush=True)
-        if note:
+    if rank == 0 and note:
+        try:
             Path(note).touch()
+        except OSError as error:
+            print(f"odc-mpi: cannot write ODC_MPI_STOPPED_FILE={note}: {error.strerror}", file=sys.stderr, flush=True)
+            return _STOPPED
     return 0 if note else _STOPPED
 
 

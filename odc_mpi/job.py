@@ -1,12 +1,11 @@
 """Batch scripts for Slurm: of a training configuration, and the templates in jobs/, which are the same.
 
 Nothing here starts MPI. The scripts are plain bash, to be read and changed: what a site has to choose stands at their
-beginning. They rest on this: the batch script alone gets a signal before the time is up and passes it to the ranks,
-which save and end; they leave a note that tells this from an end at the last step, and the job puts itself back into
-the queue.
+beginning. They rest on this: the batch script alone gets a signal before the time is up and passes it to what runs, to
+the ranks mostly, which save and end; they leave a note that tells this from an end at the last step, and the job puts
+itself back into the queue.
 """
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -43,12 +42,20 @@ _SITE = """\
 #   container=(apptainer exec --nv IMAGE)
 container=()
 # By what the ranks find each other: pmix for Open MPI, pmi2 for MPICH. srun --mpi=list shows what this Slurm has.
-export SLURM_MPI_TYPE=${{SLURM_MPI_TYPE:-{mpi}}}
+export SLURM_MPI_TYPE={mpi}
 """
 _STAGING = """\
 # STAGE=DIR DATA=FILE: read this data set from a directory that each node has of its own, such as /tmp. Empty: no copy.
 stage={stage}
 data={data}
+"""
+_CHECK_STAGING = """\
+if [ -n "$stage" ]; then
+    mistake=
+    [ -n "$data" ] || mistake="STAGE=$stage: expected DATA, the data set to copy there, got none"
+    case " $*" in *" --data.path"*) mistake="STAGE=$stage copies $data: leave --data.path out" ;; esac
+    [ -z "$mistake" ] || { echo "error: $mistake" >&2; exit 2; }
+fi
 """
 _ARGUMENTS = """\
 
@@ -62,19 +69,52 @@ settings=(
     "--optim.learning_rate 3e-5"
     "--optim.learning_rate 1e-4"
 )
-read -ra own <<< "${settings[SLURM_ARRAY_TASK_ID]}"
-set -- "$@" "${own[@]}" --run.dir "runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID"
+read -ra own <<< "${settings[SLURM_ARRAY_TASK_ID]?there is no line of settings for number $SLURM_ARRAY_TASK_ID}"
+directory=runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID
+set -- "$@" "${own[@]}" --run.dir "$directory" --run.log_dir "$directory/logs"
+"""
+#: Bash hears a signal when a command in the foreground is over, or in a wait. 138 is 128 + 10: the wait was ended, or
+#: what was waited for did not listen to the signal.
+_RUN = """\
+
+# SIGUSR1 before the time is up may come at any moment. What runs is told once: told twice, ranks would not save.
+told=
+trap 'trap "" USR1; told=$SECONDS; kill -USR1 $! 2> /dev/null' USR1
+run() {
+    [ -z "$told" ] || return 138
+    "$@" &
+    [ -z "$told" ] || kill -USR1 $!
+    wait $!
+    local code=$?
+    while [ "$code" -eq 138 ] && kill -0 $! 2> /dev/null; do
+        wait $!
+        code=$?
+    done
+    return "$code"
+}
 """
 _STAGE = """\
 
+remove_copies() {
+    rm -f "$local_data"
+    timeout 30 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --mpi=none rm -f "$local_data"
+}
 if [ -n "$stage" ]; then
     local_data=$stage/$SLURM_JOB_ID-${data##*/}
-    sbcast --force "$data" "$local_data" || exit 1
+    trap 'kill $!; remove_copies; exit 143' TERM
+    if ! run sbcast --force "$data" "$local_data" && [ -z "$told" ]; then
+        echo "error: cannot copy $data to $stage on each node: see above" >&2
+        remove_copies
+        exit 1
+    fi
+    trap - TERM
+    export ODC_MPI_STAGED_FILE=$local_data    # the ranks remove it as soon as all of them have it open
     set -- "$@" --data.path "$local_data"
 fi
 """
 #: Every task may use all GPUs of its node: with one each, tasks could not open each other's memory.
 _BINDING = """\
+
 binding=(--distribution=block --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --cpu-bind=cores --mem-bind=local)
 binding+=(--gpu-bind=none)        # every rank reads the memory of all GPUs of its node
 """
@@ -83,26 +123,20 @@ _TRAIN = """\
 # srun ends all ranks when one ends badly; so those that stop as asked end well, and leave this file.
 export ODC_MPI_STOPPED_FILE=$PWD/.odc-mpi-$SLURM_JOB_ID.stopped
 rm -f "$ODC_MPI_STOPPED_FILE"
-srun --kill-on-bad-exit=1 "${binding[@]}" "${container[@]}" odc-mpi train "$@" &
-step=$!
-# Once: told twice, the ranks would not wait for the end of their step.
-trap 'trap "" USR1; kill -USR1 "$step"' USR1
-wait "$step"
+began=$SECONDS
+run srun --kill-on-bad-exit=1 "${binding[@]}" "${container[@]}" odc-mpi train "$@"
 code=$?
-if [ "$code" -eq 138 ]; then      # 128 + 10: it was the wait that the signal ended
-    wait "$step"
-    code=$?
+# Told so early, some ranks may not have listened yet: then this was no failure.
+if [ -n "$told" ] && [ "$code" -ne 0 ] && [ $((told - began)) -lt 120 ]; then
+    code=75
 fi
-"""
-_UNSTAGE = """\
-if [ -n "$stage" ]; then
-    srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --mpi=none rm -f "$local_data"
+if [ -n "$stage" ] && [ "$code" -ne 0 ]; then
+    remove_copies
 fi
-"""
-_END = """\
-if [ -e "$ODC_MPI_STOPPED_FILE" ]; then
+if [ -e "$ODC_MPI_STOPPED_FILE" ] || [ "$code" -eq 75 ]; then
     rm -f "$ODC_MPI_STOPPED_FILE"
-    scontrol requeue "$SLURM_JOB_ID"
+    # By its number alone the last task of an array would stand for all of them.
+    scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
     exit 75                       # taken for the job's only if the requeue fails
 fi
 exit "$code"
@@ -111,6 +145,8 @@ _COMMAND = """\
 
 srun --kill-on-bad-exit=1 "${{binding[@]}}" "${{container[@]}}" {command}
 """
+#: Seconds before the end of a job at which it is told to stop; Slurm may be up to a minute early.
+SIGNAL_S = 120
 #: Options of sbatch that a site may ask for; those that are not given stay comments.
 _CHOICES = {
     "partition": "PARTITION",
@@ -119,7 +155,6 @@ _CHOICES = {
     "mem": "0                 # all memory of each node",
     "exclusive": "",
 }
-_TIME = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){1,2}|\d+(-\d{1,2})?")
 
 
 @dataclass(frozen=True)
@@ -131,7 +166,7 @@ class Job:
         ranks_per_node: Tasks of each.
         cores_per_rank: Cores of a task.
         time: Limit, as sbatch takes it.
-        mpi: What srun --mpi is, unless SLURM_MPI_TYPE says otherwise.
+        mpi: What srun --mpi is, as bash is to read it: see `unless_set`.
         name: Of the job.
         choices: Options of sbatch by name, of those a site may ask for.
         arguments: Of odc-mpi train; more may be given to the script.
@@ -143,7 +178,7 @@ class Job:
     ranks_per_node: int = 8
     cores_per_rank: int = 8
     time: str = "04:00:00"
-    mpi: str = "pmix"
+    mpi: str = "${SLURM_MPI_TYPE:-pmix}"
     name: str = "odc-mpi"
     choices: tuple[tuple[str, str], ...] = ()
     arguments: tuple[str, ...] = ()
@@ -167,19 +202,20 @@ def training(job: Job, headline: str, usage: str, *, array: str | None = None) -
     parts = [
         _head(job, headline, usage),
         *([f"#SBATCH --array={array}\n"] if array else []),
-        _RESTART.format(signal_s=120),
+        _RESTART.format(signal_s=SIGNAL_S),
         _site(job, "%x-%A_%a.out" if array else "%x-%j.out"),
         _STAGING.format(**staging),
+        _CHECK_STAGING,
         *([_ARGUMENTS.format(arguments=shlex.join(job.arguments))] if job.arguments else []),
         *([_SWEEP] if array else []),
-        *(_STAGE, "\n", _BINDING, _TRAIN, _UNSTAGE, _END),
+        *(_RUN, _STAGE, _BINDING, _TRAIN),
     ]
     return "".join(parts)
 
 
 def command(job: Job, headline: str, usage: str, words: str) -> str:
     """Return the batch script of a command that ends by itself. Local; arguments as for `training`."""
-    parts = [_head(job, headline, usage), _site(job, "%x-%j.out"), "\n", _BINDING, _COMMAND.format(command=words)]
+    parts = [_head(job, headline, usage), _site(job, "%x-%j.out"), _BINDING, _COMMAND.format(command=words)]
     return "".join(parts)
 
 
@@ -216,7 +252,7 @@ def templates() -> dict[str, str]:
         "bench": command(
             replace(few, name="bench"),
             "What fetches and pushes achieve between these nodes, in GB/s, beside MPI's own collectives.",
-            "sbatch jobs/bench.sbatch [transport --sizes 64K,1M,16M ... | train --config CONFIG ...]",
+            "sbatch jobs/bench.sbatch [transport --sizes 64K,1M,16M ... | schedule --ranks 4 ...]",
             'odc-mpi bench "${@:-transport}"',
         ),
     }
@@ -234,26 +270,9 @@ def submit(script: str) -> int:
     return subprocess.run([sbatch], input=script, text=True, check=False).returncode
 
 
-def check_time(time: str) -> str:
-    """Return a time limit that sbatch understands. Local.
-
-    Raises:
-        UserError: It does not look like one.
-    """
-    if not _TIME.fullmatch(time):
-        raise UserError(f"--time: expected minutes, HH:MM:SS or DAYS-HH:MM:SS, got {time!r}")
-    return time
-
-
-def check_name(name: str) -> str:
-    """Return a name that may stand in a script and in file names. Local.
-
-    Raises:
-        UserError: It may not.
-    """
-    if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-        raise UserError(f"--name: expected letters, digits, dots, dashes and underscores, got {name!r}")
-    return name
+def unless_set(mpi: str) -> str:
+    """Return what srun --mpi is, unless the variable SLURM_MPI_TYPE says otherwise. Local."""
+    return f"${{SLURM_MPI_TYPE:-{mpi}}}"
 
 
 def for_config(job: Job, config: Path, overrides: tuple[str, ...], data: str) -> str:
@@ -265,9 +284,11 @@ def for_config(job: Job, config: Path, overrides: tuple[str, ...], data: str) ->
         overrides: Further arguments of odc-mpi train.
         data: The data set that the configuration names, for staging.
     """
-    arguments = ("--config", str(config.resolve()), *overrides)
+    # As it was named: what a link stands for here may be another place on the nodes.
+    arguments = ("--config", str(config.absolute()), *overrides)
     job = replace(job, arguments=arguments, data=data if job.stage else None)
-    headline = f"Training of {config.name}: it saves before its time is up, queues again and goes on by itself."
+    name = "".join(letter if letter.isprintable() else "?" for letter in config.name)  # in a comment of one line
+    headline = f"Training of {name}: it saves before its time is up, queues again and goes on by itself."
     return training(job, headline, "sbatch FILE [--section.key value ...]")
 
 

@@ -1,16 +1,23 @@
 """`odc-mpi job`: what its arguments ask for."""
 
 import argparse
+import re
 from collections.abc import Sequence
 
 from odc_mpi import job
+from odc_mpi.errors import UserError
 
 #: Options that are sbatch's own, for sites that ask for them.
 CHOICES = ("partition", "account", "gpus-per-node")
+#: Minutes, with seconds or after hours; or hours after days, with minutes and seconds.
+_TIME = re.compile(r"(\d+)(?::(\d+))?|(\d+):(\d+):(\d+)|(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?")
+_UNITS_S = (60, 1, 3600, 60, 1, 86400, 3600, 60, 1)
+#: A shorter job would be told to stop while it starts.
+_SHORTEST_S = 300
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the script, or submit it. Local.
+    """Print the script, and submit it if that is asked. Local.
 
     Returns:
         The exit code: sbatch's, if it was asked.
@@ -22,20 +29,63 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from odc_mpi.comm.pmi import srun_mpi
     from odc_mpi.train import config as configuration
 
+    if not arguments.config.exists():
+        raise UserError(
+            f"{arguments.config}: expected a configuration file, got none of this name: CONFIG comes first, as in "
+            "odc-mpi job CONFIG --run.steps 5"
+        )
     config = configuration.load(arguments.config, overrides)
     choices = {name: getattr(arguments, name.replace("-", "_")) for name in CHOICES}
     asked = job.Job(
         nodes=arguments.nodes,
         ranks_per_node=arguments.ranks_per_node,
         cores_per_rank=arguments.cores_per_rank,
-        time=job.check_time(arguments.time),
-        mpi=arguments.mpi or srun_mpi(),
-        name=job.check_name(arguments.name),
-        choices=tuple((name, value) for name, value in choices.items() if value is not None),
+        time=check_time(arguments.time),
+        mpi=check_word("mpi", arguments.mpi) if arguments.mpi is not None else job.unless_set(srun_mpi()),
+        name=check_name(arguments.name),
+        choices=tuple((name, check_word(name, value)) for name, value in choices.items() if value is not None),
         stage=arguments.stage,
     )
     script = job.for_config(asked, arguments.config, tuple(overrides), config.data.path)
-    if arguments.submit:
-        return job.submit(script)
-    print(script, end="")
-    return 0
+    print(script, end="", flush=True)
+    return job.submit(script) if arguments.submit else 0
+
+
+def check_time(time: str) -> str:
+    """Return a time limit that sbatch understands, and that leaves time to train. Local.
+
+    Raises:
+        UserError: It does not look like one, or is too short.
+    """
+    found = _TIME.fullmatch(time)
+    if not found:
+        raise UserError(f"--time: expected minutes, HH:MM:SS or DAYS-HH:MM:SS, got {time!r}")
+    seconds = sum(int(number or 0) * unit for number, unit in zip(found.groups(), _UNITS_S, strict=True))
+    if 0 < seconds < _SHORTEST_S:  # 0 is no limit
+        raise UserError(
+            f"--time: expected at least {_SHORTEST_S // 60} minutes, as a job is told to stop up to "
+            f"{job.SIGNAL_S // 60 + 1} before its end, got {time!r}, {seconds / 60:g} minutes"
+        )
+    return time
+
+
+def check_name(name: str) -> str:
+    """Return a name that may stand in a script and in file names. Local.
+
+    Raises:
+        UserError: It may not.
+    """
+    if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+        raise UserError(f"--name: expected letters, digits, dots, dashes and underscores, got {name!r}")
+    return name
+
+
+def check_word(option: str, value: str) -> str:
+    """Return a value of sbatch's or srun's that may stand in a script without quotes. Local.
+
+    Raises:
+        UserError: It may not.
+    """
+    if not re.fullmatch(r"[\w.,:/@+=-]+", value, re.ASCII):
+        raise UserError(f"--{option}: expected a word of letters, digits and . , : / @ + = - _, got {value!r}")
+    return value

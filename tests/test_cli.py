@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import yaml
 
 from odc_mpi import __version__, cli
 from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.errors import StoppedError
 
 QWEN2 = {
     "model_type": "qwen2",
@@ -108,6 +110,39 @@ def test_a_run_on_one_rank(config, tmp_path, capsys):
     assert cli.main(["train", "--config", str(config)]) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 1
     assert "loss first -> last" in capsys.readouterr().out
+
+
+def test_a_staged_data_set_is_gone_once_it_is_open(config, tmp_path, monkeypatch, capsys):
+    copy, other = tmp_path / "copy.h5", tmp_path / "other.h5"
+    for path in (copy, other):
+        path.write_bytes((tmp_path / "data.h5").read_bytes())
+    monkeypatch.setenv("ODC_MPI_STAGED_FILE", str(copy))
+    for path in (copy, other):
+        assert cli.main(["train", "--config", str(config), "--data.path", str(path), "--run.resume", "never"]) == 0
+    assert [path.exists() for path in (copy, other)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("note", "rank", "code"),
+    [(None, 0, 75), (None, 1, 75), ("note", 0, 0), ("note", 1, 0), ("no/note", 0, 75), ("no/note", 1, 0)],
+)
+def test_how_a_stopped_run_ends(tmp_path, monkeypatch, capsys, note, rank, code):
+    def stopped():
+        raise StoppedError("stopped as asked after step 3")
+
+    monkeypatch.delenv("ODC_MPI_STOPPED_FILE", raising=False)
+    if note:
+        monkeypatch.setenv("ODC_MPI_STOPPED_FILE", str(tmp_path / note))
+    closed = []
+    world = types.SimpleNamespace(rank=rank, close=lambda: closed.append(rank))
+    assert cli._on_ranks(world, stopped) == code
+    assert closed == [rank]
+    told = capsys.readouterr().err.splitlines()
+    assert told[:1] == ["odc-mpi: stopped as asked after step 3"] * (rank == 0)
+    assert told[1:] == [
+        f"odc-mpi: cannot write ODC_MPI_STOPPED_FILE={tmp_path / 'no/note'}: No such file or directory"
+    ] * (note == "no/note" and rank == 0)
+    assert (tmp_path / "note").exists() == (note == "note" and rank == 0)
 
 
 def test_settings_from_a_pipe(config, tmp_path):

@@ -62,7 +62,7 @@ def test_a_script_from_a_configuration(config, capsys):
     wanted |= {"gpus-per-node": "2", "job-name": "a.b", "signal": "B:USR1@120", "requeue": "", "open-mode": "append"}
     assert directives(script).items() >= wanted.items()
     assert "##SBATCH --account=ACCOUNT" in script
-    assert "SLURM_MPI_TYPE:-pmi2}" in script
+    assert "export SLURM_MPI_TYPE=pmi2\n" in script, "what is asked for wins over the environment"
     assert f"set -- --config '{config}' --run.steps 5" in script
     assert "stage='/my tmp'\ndata='data of mine.h5'" in script
 
@@ -73,6 +73,11 @@ def test_a_script_from_a_configuration(config, capsys):
         (["--run.stepz", "5"], ["run.stepz", "run.steps"]),
         (["--nodes", "0"], ["--nodes", "'0'"]),
         (["--time", "3 days"], ["--time", "3 days", "HH:MM:SS"]),
+        (["--time", "4:59"], ["--time", "at least 5 minutes", "'4:59'"]),
+        (["--partition", "a\nrm -rf b"], ["--partition", "'a\\nrm -rf b'"]),
+        (["--account", "a b"], ["--account", "'a b'"]),
+        (["--gpus-per-node", "$(id)"], ["--gpus-per-node", "$(id)"]),
+        (["--mpi", "pmix; id"], ["--mpi", "pmix; id"]),
         (["--name", "a/b"], ["--name", "a/b"]),
         (["--submit"], ["--submit", "sbatch"]),
     ],
@@ -86,10 +91,42 @@ def test_mistakes(config, tmp_path, monkeypatch, capsys, arguments, words):
         assert word in told[0]
 
 
-def test_submitting_passes_the_exit_code_on(config, tmp_path, monkeypatch):
+TIMES = ["0", "5", "5:00", "240", "90:30", "120:00:00", "00:30:00", "7-0", "1-12:30", "1-00:00:00"]
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_times_that_sbatch_takes(config, capsys, time):
+    assert cli.main(["job", str(config), "--time", time]) == 0
+    assert directives(capsys.readouterr().out)["time"] == time
+
+
+def test_without_a_wish_the_environment_tells_the_mpi(config, capsys):
+    assert cli.main(["job", str(config)]) == 0
+    assert "export SLURM_MPI_TYPE=${SLURM_MPI_TYPE:-pmi" in capsys.readouterr().out
+
+
+def test_the_configuration_comes_first(config, capsys):
+    assert cli.main(["job", "--run.steps", "5", str(config)]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "5: expected a configuration file" in told and "CONFIG comes first" in told
+
+
+def test_the_name_of_a_configuration_stays_what_it_is(config, tmp_path, capsys):
+    link = tmp_path / "two\nlines.yaml"
+    link.symlink_to(config)
+    assert cli.main(["job", str(link)]) == 0
+    script = capsys.readouterr().out
+    check(script)
+    assert script.splitlines()[1].startswith("# Training of two?lines.yaml: ")
+    assert f"set -- --config '{link}' \"$@\"" in script, "a link may be another file on a node"
+
+
+def test_submitting_prints_and_passes_the_exit_code_on(config, tmp_path, monkeypatch, capfd):
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(f"#!/bin/sh\ncat > '{tmp_path}/script'\nexit 7\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert cli.main(["job", str(config), "--submit"]) == 7
-    assert (tmp_path / "script").read_text().startswith("#!/bin/bash\n")
+    script = (tmp_path / "script").read_text()
+    assert script.startswith("#!/bin/bash\n")
+    assert capfd.readouterr().out == script

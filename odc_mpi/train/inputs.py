@@ -1,5 +1,6 @@
 """What a run is made from: the data set, the model and the loader, opened and checked against each other."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,15 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
         cost=_first_cost(config.data, built),
     )
     return Inputs(dataset, built, loader)
+
+
+def remove_staged(path: str) -> None:
+    """Remove the data set if it is the copy that a batch script made for this job, and told so. Local.
+
+    Once all ranks of a node have it open nobody needs its name; so nothing is left however the job ends.
+    """
+    if os.environ.get("ODC_MPI_STAGED_FILE") == path:
+        Path(path).unlink(missing_ok=True)
 
 
 def _first_cost(config: DataConfig, built: models.BuiltModel) -> Cost:

@@ -7,40 +7,55 @@ files of run.log_dir, one per rank, which begin with who and where the rank is. 
 import logging
 import os
 import sys
+from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from odc_mpi.comm.world import World
 from odc_mpi.errors import UserError
 from odc_mpi.train.place import slurm_job
+
+if TYPE_CHECKING:
+    from odc_mpi.comm.world import World
 
 #: Loggers that print what they are told themselves, besides passing it on or not.
 _APART = ("transformers",)
 
 
 class RankLog:
-    """Where warnings go, while it is a context.
+    """Where warnings go, while it is a context: from before large libraries are imported, which warn of things, too.
 
     Args:
-        directory: For the files; None: no files.
-        world: The ranks.
-
-    Raises:
-        UserError: The directory cannot be written.
+        rank: Of this process, as its launcher tells it. Ranks other than 0 keep what they are told until `open`.
     """
 
-    def __init__(self, directory: str | None, world: World) -> None:
-        self._handlers: list[logging.Handler] = [logging.NullHandler()]  # without any, the last resort would print
-        if world.rank == 0:
-            self._handlers.append(_terminal())
-        if directory is not None:
-            self._handlers.append(_file(Path(directory), world))
+    def __init__(self, rank: int) -> None:
+        # Without a target and without a limit: it keeps all.
+        self._kept = MemoryHandler(capacity=0, flushLevel=logging.CRITICAL + 1)
+        self._kept.setLevel(logging.WARNING)
+        self._handlers: list[logging.Handler] = [self._kept, *([_terminal()] if rank == 0 else [])]
         self._before: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
 
+    def open(self, directory: str | None, world: "World") -> None:
+        """Write what was kept, and all that comes, into this rank's file. Local.
+
+        Args:
+            directory: For the files; None: no files.
+            world: The ranks.
+
+        Raises:
+            UserError: The directory cannot be written.
+        """
+        handler = _file(Path(directory), world) if directory is not None else logging.NullHandler()
+        self._kept.setTarget(handler)
+        self._kept.close()  # which hands over what it has
+        self._handlers[0] = handler
+        self._direct()
+
     def __enter__(self) -> "RankLog":
-        for name in (None, *_APART):
-            logger = logging.getLogger(name)
-            self._before.append((logger, logger.handlers, logger.propagate))
-            logger.handlers, logger.propagate = [] if name else list(self._handlers), True
+        self._before = [
+            (logger, logger.handlers, logger.propagate) for logger in map(logging.getLogger, (None, *_APART))
+        ]
+        self._direct()
         logging.captureWarnings(True)
         return self
 
@@ -51,8 +66,13 @@ class RankLog:
         for handler in self._handlers:
             handler.close()
 
+    def _direct(self) -> None:
+        """Lead all loggers here; those that print themselves are set up by the import of their library. Local."""
+        for logger, *_ in self._before:
+            logger.handlers, logger.propagate = list(self._handlers) if logger is logging.root else [], True
 
-def introduction(world: World) -> str:
+
+def introduction(world: "World") -> str:
     """Return who and where this rank is, as its file begins. Local."""
     cores = sorted(os.sched_getaffinity(0))
     facts = {
@@ -73,7 +93,7 @@ def _terminal() -> logging.Handler:
     return handler
 
 
-def _file(directory: Path, world: World) -> logging.Handler:
+def _file(directory: Path, world: "World") -> logging.Handler:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"rank-{world.rank:0{len(str(world.size - 1))}}.log"

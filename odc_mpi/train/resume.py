@@ -18,6 +18,7 @@ from odc_mpi.train.config import Config, dump
 from odc_mpi.train.inputs import Inputs
 from odc_mpi.train.metrics import terminal_width
 from odc_mpi.train.owner import Owner, take
+from odc_mpi.train.place import slurm_job
 from odc_mpi.train.records import warn
 from odc_mpi.train.rundir import has_records, open_run_directory, reopen_run_directory
 from odc_mpi.train.saving import model_config
@@ -173,9 +174,18 @@ def say_complete(origin: Origin, config: Config, world: World) -> dict[str, Any]
 
 def _find(config: Config, world: World) -> Origin | None:
     wish, run_dir = config.run.resume, Path(config.run.dir)
-    if wish == "never":
+    job = slurm_job()
+    if wish == "never" and not job.get("slurm_restarts"):
         return None
     candidates = world.agree(lambda: _own_checkpoints(run_dir))
+    if wish == "never":
+        own = _newest(world, candidates)
+        # The same run, which the scheduler started once more; another's checkpoint is none of it.
+        if own and own.manifest.about.get("slurm_job_id") == job["slurm_job_id"]:
+            return Origin(own, True, own.manifest.about["origin"])
+        if own:
+            own.close()
+        return None
     if wish == "auto":
         own = _newest(world, candidates)
         return Origin(own, True, own.manifest.about["origin"]) if own else None

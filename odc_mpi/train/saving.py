@@ -27,6 +27,7 @@ from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.shard import model as sharded
 from odc_mpi.train.config import Config
 from odc_mpi.train.owner import Owner
+from odc_mpi.train.place import slurm_job
 from odc_mpi.train.records import warn
 from odc_mpi.train.stop import StopWish
 
@@ -156,6 +157,7 @@ def about_run(config: Config, module: Any, data_digest: str, origin: str | None)
         "config": asdict(config),
         "data_digest": data_digest,
         "origin": origin,
+        "slurm_job_id": slurm_job().get("slurm_job_id"),
         "transformers_config": model_config(module),
         "architectures": [type(module).__name__],
         "versions": {"odc_mpi": __version__, "python": platform.python_version(), **versions},

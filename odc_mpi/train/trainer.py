@@ -22,16 +22,15 @@ from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.world import World
 from odc_mpi.data.fitted import ROW_LENGTH, FittedCost
 from odc_mpi.data.loader import Batch, Minibatch
-from odc_mpi.errors import TrainingError
+from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.shard import model as sharded
 from odc_mpi.train.config import Config, dump
-from odc_mpi.train.inputs import Inputs, open_inputs
+from odc_mpi.train.inputs import Inputs, open_inputs, remove_staged
 from odc_mpi.train.log import Log
 from odc_mpi.train.metrics import StepMetrics
 from odc_mpi.train.optimizer import make_optimizer, set_learning_rate
 from odc_mpi.train.owner import Owner
 from odc_mpi.train.place import describe, slurm_job
-from odc_mpi.train.ranklog import RankLog
 from odc_mpi.train.resume import Origin, anew_line, find_origin, open_run, say_complete
 from odc_mpi.train.saving import NAMES, Saving, about_run
 from odc_mpi.train.stop import StopWish
@@ -43,12 +42,13 @@ _TOLD = ("loss", "busy_s", "fetch_s", "accumulate_s", "microbatches")
 _TOLD_OF_COST = tuple(f"cost_{i}" for i in range(ROW_LENGTH))
 
 
-def train(config: Config, world: World) -> dict[str, Any]:
+def train(config: Config, world: World, stop: StopWish | None = None) -> dict[str, Any]:
     """Run a configuration from the first step to the last. Collective.
 
     Args:
         config: As `config.load` returns it.
         world: The ranks.
+        stop: Whether this rank was asked to stop, heard from the start of the program on; None: from here on.
 
     Returns:
         The summary, the same on every rank but for times.
@@ -58,20 +58,21 @@ def train(config: Config, world: World) -> dict[str, Any]:
             before anything is written.
         TrainingError: Too many steps in a row had gradients that are not finite, or the last checkpoint could not be
             written; raised on every rank.
-        StoppedError: The run was asked to stop, and has saved; raised on every rank.
+        StoppedError: The run was asked to stop, and has saved what it did; raised on every rank.
     """
+    if stop is None:
+        with StopWish() as stop:
+            return train(config, world, stop)
     world.timeout_s = config.comm.timeout_s
-    with world.agree(lambda: RankLog(config.run.log_dir, world)):
-        return _train(config, world)
-
-
-def _train(config: Config, world: World) -> dict[str, Any]:
     cores = world.cores_per_rank()
     if config.run.threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(config.run.threads or cores)
     world.require_same(dump(config), "the configuration")
     inputs = world.agree(lambda: open_inputs(config, world.rank, world.size))
     world.require_same(inputs.dataset.digest(), f"data.path: {config.data.path}")
+    if world.local_rank == 0:
+        remove_staged(config.data.path)
+    _check_stop(stop, world)
     origin = find_origin(config, world, inputs)
     if origin and origin.step >= config.run.steps:
         return say_complete(origin, config, world)
@@ -80,6 +81,7 @@ def _train(config: Config, world: World) -> dict[str, Any]:
     del inputs  # the weights that it can read have been read
     run_dir = Path(config.run.dir)
     beginning = f"\nresuming {origin.one_line(config)}" if origin else anew_line(config)
+    _check_stop(stop, world)
     # Not earlier: whatever is wrong has to be found before anything is written.
     owner = world.agree(lambda: open_run(run_dir, config, origin) if world.rank == 0 else None)
     opening = f"{world.mpi_library}, ranks {world.size}, nodes {world.num_nodes}: {trainer.decision.one_line()}"
@@ -89,7 +91,6 @@ def _train(config: Config, world: World) -> dict[str, Any]:
     with (
         trainer,
         owner or nullcontext(),
-        StopWish() as stop,
         Log(run_dir, config.run.steps, opening, speaks=world.rank == 0) as log,
     ):
         about = about_run(config, trainer.model.module, digest, origin.path if origin else None)
@@ -108,6 +109,12 @@ def _train(config: Config, world: World) -> dict[str, Any]:
         summary = log.finish(trainer.facts() | checkpoints)
         saving.check_end(trainer.done)
         return summary
+
+
+def _check_stop(stop: StopWish, world: World) -> None:
+    """End a run that was asked to stop while it started, as long as nothing is written. Collective."""
+    if any(world.gather_objects(stop.told)):
+        raise StoppedError("stopped as asked before the first step: start again to go on")
 
 
 class Trainer:

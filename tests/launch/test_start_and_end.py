@@ -16,6 +16,18 @@ if rank == 1:
 from odc_mpi.cli import main
 sys.exit(main(["train", "--data.path", "none.h5", "--model.path", "none"]))
 """
+#: One rank is told to stop while it imports the models.
+STOPPED_START = """
+import os, signal, sys
+from odc_mpi import cli
+imported = cli.importlib.import_module
+def import_module(name, *rest, **named):
+    if name == "odc_mpi.train.models" and cli.launched_rank() == 1:
+        os.kill(os.getpid(), signal.{signal})
+    return imported(name, *rest, **named)
+cli.importlib.import_module = import_module
+sys.exit(cli.main(sys.argv[1:]))
+"""
 #: Leaves the world, and stops before MPI_Finalize.
 LATE_END = """
 import os, signal
@@ -55,6 +67,14 @@ def test_a_rank_that_is_interrupted_before_mpi_is_up_ends_the_job():
     done = ended_within(start(3, "-c", LATE_START.format(what=what), ODC_MPI_START_TIMEOUT_S="60"), 40)
     assert done.code != 0
     assert "odc-mpi: interrupted" in done.err
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_rank_that_is_told_to_stop_while_it_starts_stops_the_job_in_good_order(config, tmp_path, name):
+    done = ended_within(start(3, "-c", STOPPED_START.format(signal=name), "train", "--config", config), 60)
+    assert done.code == 75, done.err
+    assert done.err.count("stopped as asked before the first step") == 1
+    assert not (tmp_path / "run").exists(), "what an earlier run left is not touched"
 
 
 def test_a_rank_that_stops_before_it_finalizes_ends_the_job():

@@ -155,6 +155,36 @@ def test_a_mistake_that_one_rank_meets_alone(config, tmp_path):
     mistake(launch(2, script, config, data, cwd=tmp_path), "here.h5", "(on rank 1)")
 
 
+#: Each rank warns while it imports, from a library with a handler of its own too, and while it trains.
+WARNING_RANKS = """
+import logging, sys, warnings
+from odc_mpi import cli
+imported, trained = cli.importlib.import_module, cli._train_as
+def import_module(name, *rest, **named):
+    if name == "odc_mpi.train.models":
+        warnings.warn("at the import")
+    return imported(name, *rest, **named)
+def train_as(*arguments):
+    logging.getLogger("transformers.x").warning("of the library, before the files are open")
+    try:
+        trained(*arguments)
+    finally:
+        logging.getLogger("transformers.x").warning("of the library")
+        warnings.warn("while it trained")
+cli.importlib.import_module, cli._train_as = import_module, train_as
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_one_rank_warns_on_the_terminal_and_each_in_its_file(config, tmp_path):
+    logs = tmp_path / "logs"
+    done = launch(3, "-c", WARNING_RANKS, "train", "--config", config, "--run.steps", 1, "--run.log_dir", logs)
+    assert done.code == 0, done.err
+    for words in ("UserWarning: at the import", "UserWarning: while it trained", "of the library\n"):
+        assert done.err.count(words) == 1, words
+        assert [path.read_text().count(words) for path in sorted(logs.iterdir())] == [1, 1, 1], words
+
+
 def test_gradients_that_stay_infinite_end_the_run(config, tmp_path):
     done = odc_mpi(
         2,

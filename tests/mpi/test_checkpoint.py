@@ -123,6 +123,18 @@ def test_a_run_that_begins_at_a_checkpoint_of_another(run, world):
     assert list(steps_in(run.base / "two" / "checkpoints")) == [3, 4, 5, 6]
 
 
+def test_never_means_the_first_start_of_a_job(run, monkeypatch):
+    settings = {"run__resume": "never", "run__checkpoint_every": 2}
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    first = run("run", run__steps=4, **settings)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert run("run", **settings)[:4] == first
+    assert not (run.base / "run" / "earlier-1").exists(), "it went on"
+    monkeypatch.setenv("SLURM_JOB_ID", "8")  # stopped and queued again before it began, beside what another job left
+    run("run", run__steps=4, **settings)
+    assert list(steps_in(run.base / "run" / "earlier-1" / "checkpoints")) == [2, 4, 6]
+
+
 @pytest.fixture(scope="module")
 def one_run(world, shared_dir, dataset_path):
     """A run of two steps that has saved."""

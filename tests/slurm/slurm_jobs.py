@@ -9,7 +9,7 @@ from small_run import write_config
 #: Of every training here: long enough to be met in the middle.
 STEPS = 120
 #: For any job to end, those before it in the queue included, in seconds. Every rank imports torch on two shared cores.
-LIMIT_S = 300
+LIMIT_S = 600
 
 
 class Directory:
@@ -24,6 +24,7 @@ class Directory:
     def __init__(self, cluster, path, data):
         self.cluster = cluster
         self.path = path
+        self.data = data
         self.config = write_config(data, path)
 
     def submit(self, template, *arguments, options=(), **env):
