@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from odc_mpi import cli
+from odc_mpi.arguments import parser
 from odc_mpi.bench.events import Timing, apart, drawn, lockstep, merged
 from odc_mpi.bench.scenario import REFERENCE_OVERHEAD_S, Scenario, Trial
 from odc_mpi.bench.simulate import SCHEDULES, floor_s, plan, simulate, timing
@@ -178,6 +179,7 @@ def test_a_ticket_and_a_microbatch_cost_time():
 
     assert dynamic(ticket_s=0.1) > dynamic() + 0.2
     assert dynamic(unit_bytes=10**8, fetch_gb_per_s=10.0) > dynamic()
+    assert dynamic(fetch_gb_per_s=10.0) > dynamic(fetch_gb_per_s=100.0) > dynamic()
 
 
 def test_the_command_prints_one_object(capsys):
@@ -187,6 +189,22 @@ def test_the_command_prints_one_object(capsys):
     assert said["floor"] == said["speedup"]["floor"]
     assert said["scenario"]["ranks"] == 4 and said["scenario"]["num_minibatches"] == 3
     assert set(said["idle_fraction"]) == set(said["speedup"])
+
+
+def test_the_command_takes_the_options_of_bench_schedule(capsys):
+    options = {action.option_strings[0] for action in _options("bench", "schedule")}
+    assert {"--step-s", "--timeout-s", "--ranks", "--units", "--json"} <= options
+    assert options <= {action.option_strings[0] for action in _options("simulate")}
+    assert cli.main(["simulate", "--minibatches", "1", "--step-s", "0.5", "--timeout-s", "60", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scenario"]["ranks"] == 8
+
+
+def _options(*words):
+    found = parser()
+    for word in words:
+        (commands,) = (action.choices for action in found._actions if isinstance(action.choices, dict))
+        found = commands[word]
+    return found._actions
 
 
 def test_the_command_prints_tables(capsys):
@@ -215,6 +233,12 @@ def test_advice_names_what_is_enough():
         (["--speed-variation", "nan"], ["--speed-variation", "nan"]),
         (["--packing-ratio", "0.5"], ["--packing-ratio", "0.5"]),
         (["--rank", "4"], ["--rank"]),
+        (["--packing-ratio", "1e300"], ["--packing-ratio", "1e+300"]),
+        (["--overhead-s", "1e308"], ["--overhead-s", "1e+308"]),
+        (["--ranks", "1" + "0" * 60], ["--ranks"]),
+        (["--unit-bytes", "1000"], ["--unit-bytes", "--fetch-gb-per-s"]),
+        (["--timeout-s", "1" + "0" * 30], ["--timeout-s", "at most"]),
+        (["--step-s", "inf"], ["--step-s", "inf"]),
     ],
 )
 def test_mistakes_are_one_line(capsys, arguments, words):
