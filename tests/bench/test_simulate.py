@@ -1,6 +1,7 @@
 """The simulator against figures found by hand, a second implementation that steps through time, and known bounds."""
 
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -152,6 +153,13 @@ def test_outcomes_repeat_and_depend_on_the_seed():
     assert set(one.speedup) == set(one.idle_fraction) == {*SCHEDULES, "floor"}
     assert all(0 <= idle < 1 for idle in one.idle_fraction.values())
     assert one.floor == max(one.speedup.values())
+
+
+def test_thousands_of_ranks():
+    began = time.process_time()
+    outcome = simulate(Scenario(ranks=2048, per_rank=4, num_minibatches=2))
+    assert time.process_time() - began < 20.0
+    assert outcome.speedup["window/dynamic"] > 1.0
 
 
 def test_one_rank_has_nobody_to_wait_for():
