@@ -1,6 +1,7 @@
 """`odc-mpi bench schedule`: schedules on the real runtime beside the simulator's, for people or as one JSON object."""
 
 import json
+import os
 import sys
 
 from odc_mpi.bench.scenario import Scenario
@@ -33,6 +34,7 @@ def run(world: World, scenario: Scenario, step_s: float, as_json: bool) -> None:
         if world.rank == 0:
             print("odc-mpi: measuring", line, file=sys.stderr, flush=True)
 
+    before = os.getloadavg()[0]
     outcome = measure(world, scenario, step_s, say)
     if world.rank:
         return
@@ -43,6 +45,7 @@ def run(world: World, scenario: Scenario, step_s: float, as_json: bool) -> None:
             "library": world.mpi_library,
             "nodes": world.num_nodes,
             "slept_step_s": step_s,
+            "load_average": [before, os.getloadavg()[0]],
         }
         print(json.dumps({**stack, **outcome.as_json(), "simulated": simulated.speedup}), flush=True)
     else:

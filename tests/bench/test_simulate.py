@@ -224,7 +224,37 @@ def test_the_command_prints_tables(capsys):
 
 
 def test_the_paper_is_quoted_where_it_applies_only():
-    assert "paper" not in report(simulate(Scenario(num_minibatches=1)))
+    told = report(simulate(Scenario(num_minibatches=1)))
+    assert "The paper has, for 8 ranks with 4 sequences each: window/lb_micro 1.16, window/lb_mini 1.34." in told
+    assert "paper" not in told.replace("The paper has", "")
+    assert "paper" not in report(simulate(Scenario(num_minibatches=1, lengths="aime"))).lower()
+
+
+def test_the_papers_figures_are_in_the_json_with_what_they_are_of():
+    same = simulate(Scenario(num_minibatches=1, per_rank=4)).as_json()["paper"]
+    assert same["same"] is True and same["speedup"] == {"window/lb_micro": 1.16, "window/lb_mini": 1.34}
+    other = simulate(Scenario(num_minibatches=1)).as_json()["paper"]
+    assert other == {**same, "same": False}
+    assert (other["lengths"], other["ranks"], other["per_rank"]) == ("longalign", 8, 4)
+    assert simulate(Scenario(num_minibatches=1, lengths="swesmith")).as_json()["paper"] is None
+
+
+def test_idle_time_by_rank_and_quartiles_over_minibatches():
+    outcome = simulate(NOISY)
+    assert set(outcome.idle_per_rank) == set(SCHEDULES)
+    for name, ranks in outcome.idle_per_rank.items():
+        assert len(ranks) == NOISY.ranks and min(ranks) >= 0
+        assert np.mean(ranks) == pytest.approx(outcome.idle_fraction[name], abs=1e-9)
+    assert set(outcome.speedup_per_minibatch) == set(outcome.speedup)
+    alone = [simulate(replace(NOISY, num_minibatches=n)) for n in (1, 2)]
+    first = alone[0].speedup["window/dynamic"]
+    assert alone[0].speedup_per_minibatch["window/dynamic"].median == first
+    spread = alone[1].speedup_per_minibatch["window/dynamic"]
+    assert spread.low <= spread.median <= spread.high and first in (
+        pytest.approx(2 * spread.low - spread.median),
+        pytest.approx(2 * spread.high - spread.median),
+    )
+    assert set(json.loads(json.dumps(outcome.as_json()))["speedup_per_minibatch"]["floor"]) == {"low", "median", "high"}
 
 
 def test_advice_names_what_is_enough():

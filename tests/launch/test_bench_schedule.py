@@ -32,6 +32,11 @@ def test_the_simulator_agrees_with_the_real_runtime():
     assert figures["speedup"]["collective/lb_micro"] == 1.0
     assert figures["speedup"]["floor"] == figures["floor"] > figures["speedup"]["window/dynamic"]
     assert all(0 <= idle < 1 for idle in figures["idle_fraction"].values())
+    for name, ranks in figures["idle_per_rank"].items():
+        assert len(ranks) == 8
+        assert sum(ranks) / 8 == pytest.approx(figures["idle_fraction"][name], abs=0.01)
+    assert set(figures["speedup_per_minibatch"]) == set(figures["speedup"])
+    assert figures["paper"]["speedup"]["window/lb_mini"] == 1.34 and len(figures["load_average"]) == 2
     assert set(figures["timeline"]) == set(SCHEDULES)
     for ranks in figures["timeline"].values():
         assert len(ranks) == 8
