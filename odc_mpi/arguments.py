@@ -13,9 +13,9 @@ from odc_mpi.checkpoint import command_line
 from odc_mpi.errors import UserError
 from odc_mpi.job_command import CHOICES
 
-#: What a scenario of `odc-mpi simulate` and `bench schedule` is made of, besides lengths, with the former's defaults.
+#: What a scenario of `odc-mpi simulate` and `bench schedule` is made of, besides lengths, ranks and tickets, with the
+#: former's defaults.
 SCENARIO: tuple[tuple[str, int | float, str], ...] = (
-    ("--ranks", 8, "number of ranks"),
     ("--per-rank", 8, "sequences per rank and minibatch"),
     ("--minibatches", 30, "how many are drawn"),
     ("--seed", 0, "everything follows from it"),
@@ -24,11 +24,14 @@ SCENARIO: tuple[tuple[str, int | float, str], ...] = (
     ("--cost-error", 0.0, "standard deviation of a sequence's time to its cost"),
     ("--overhead-s", 0.0, "seconds of a microbatch besides its sequences"),
     ("--units", 28, "units of the model"),
-    ("--unit-bytes", 0, "bytes of a unit"),
+    ("--unit-bytes", 0, "bytes of a unit; 0: of a model of 1.5 B parameters in bf16, by its units"),
     ("--fetch-gb-per-s", 0.0, "of a unit; 0 is free"),
     ("--push-gb-per-s", 0.0, "of a unit; 0 is free"),
-    ("--ticket-s", 0.0, "seconds to draw a ticket"),
 )
+#: Ranks of a scenario, unless mpiexec says how many.
+RANKS = 8
+#: No count and no number of seconds is larger: what is, was a slip, and not every system call takes it.
+MOST = 10**9
 
 #: How large a job of `odc-mpi job` is.
 JOB = (
@@ -36,6 +39,9 @@ JOB = (
     ("--ranks-per-node", 8, "ranks of each, as many as it has GPUs, say"),
     ("--cores-per-rank", 8, "cores of each rank"),
 )
+
+
+_STEP_S = "seconds an even share of a minibatch is scaled to"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -129,10 +135,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         description="Speed-ups of windows over collectives on the real runtime. Starts mpiexec if it is not under it.",
         allow_abbrev=False,
     )
+    schedule.add_argument("--ranks", type=int, metavar="N", help=f"to start; default: {RANKS}, or mpiexec's")
     _add_scenario(schedule, {"--minibatches": 10, "--units": 4})
-    schedule.add_argument(
-        "--step-s", type=float, default=1.0, metavar="X", help="seconds an even share of a minibatch is scaled to"
-    )
+    schedule.add_argument("--step-s", type=_step_s, default=1.0, metavar="X", help=f"{_STEP_S}; default: 1")
     _add_launch(schedule)
     training = benchmarks.add_parser(
         "train",
@@ -169,7 +174,12 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.description = "Reckon speed-ups of windows over collectives, by how sequences are dealt out. Needs no MPI."
+    parser.add_argument("--ranks", type=int, default=RANKS, metavar="N", help=f"number of ranks; default: {RANKS}")
     _add_scenario(parser, {})
+    parser.add_argument("--ticket-s", type=float, default=0.0, metavar="X", help="seconds to draw a ticket; default: 0")
+    # Whoever has the options of a measurement has them for the reckoning beside it, too.
+    parser.add_argument("--step-s", type=_step_s, metavar="X", help="of bench schedule; nothing here")
+    parser.add_argument("--timeout-s", type=_positive, metavar="SECONDS", help="of bench schedule; nothing here")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
@@ -201,6 +211,16 @@ def _add_scenario(parser: argparse.ArgumentParser, defaults: Mapping[str, int]) 
 
 
 def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    if not (text.isascii() and text.isdecimal() and 0 < int(text[:20]) <= MOST):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, at most {MOST:,}, got {text!r}")
     return int(text)
+
+
+def _step_s(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1e-3 <= seconds <= 3600:  # not a number is neither
+        raise argparse.ArgumentTypeError(f"expected seconds from 0.001 to 3600, got {text!r}")
+    return seconds

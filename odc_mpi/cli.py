@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from odc_mpi.comm.world import World
     from odc_mpi.train.config import Config
 
-#: A benchmark's single wait for another rank lasts at most so long, in seconds: gloo takes a few for 256 MB.
-_WAIT_S = 120
-
 #: EX_TEMPFAIL of sysexits.h: a scheduler may be told to requeue a job that ends with it.
 _STOPPED = 75
 
@@ -176,9 +173,8 @@ def _bench_transport(arguments: argparse.Namespace) -> int:
 
     with no_collections(), _start_of_mpi():
         from odc_mpi.bench.transport import measure
-        from odc_mpi.comm.world import World
 
-    world = World(timeout_s=min(_WAIT_S, arguments.timeout_s))
+    world = _world(arguments)
 
     def work() -> None:
         _check_ranks(arguments, world)
@@ -199,15 +195,21 @@ def _bench_schedule(arguments: argparse.Namespace) -> int:
     if not is_launched():
         options = ["--lengths", "--step-s", *(option for option, *_ in SCENARIO)]
         values = {option: getattr(arguments, option[2:].replace("-", "_")) for option in options}
+        values["--ranks"] = scenario.ranks
         words = ["schedule", *(word for option, value in values.items() for word in (option, value))]
         return _launch(arguments, scenario.ranks, words)
     # Not before here, and MPI last: see _train.
     with no_collections(), _start_of_mpi():
         from odc_mpi.bench import schedule_command
-        from odc_mpi.comm.world import World
 
-    world = World(timeout_s=min(_WAIT_S, arguments.timeout_s))
-    return _on_ranks(world, lambda: schedule_command.run(world, scenario, arguments.step_s, arguments.json))
+    world = _world(arguments)
+
+    def work() -> None:
+        _check_ranks(arguments, world)
+        here = world.agree(lambda: replace(scenario, ranks=world.size))
+        schedule_command.run(world, here, arguments.step_s, arguments.json)
+
+    return _on_ranks(world, work)
 
 
 def _bench_train(arguments: argparse.Namespace) -> int:
@@ -220,9 +222,8 @@ def _bench_train(arguments: argparse.Namespace) -> int:
         importlib.import_module("odc_mpi.train.models")
     with no_collections(), _start_of_mpi():
         from odc_mpi.bench import train_command
-        from odc_mpi.comm.world import World
 
-    world = World(timeout_s=min(_WAIT_S, arguments.timeout_s))
+    world = _world(arguments)
 
     def work() -> None:
         _check_ranks(arguments, world)
@@ -241,9 +242,8 @@ def _bench_checkpoint(arguments: argparse.Namespace) -> int:
     # Not before here, and MPI last: see _train.
     with no_collections(), _start_of_mpi():
         from odc_mpi.bench.checkpoint import measure, report
-        from odc_mpi.comm.world import World
 
-    world = World(timeout_s=min(_WAIT_S, arguments.timeout_s))
+    world = _world(arguments)
 
     def work() -> None:
         _check_ranks(arguments, world)
@@ -269,6 +269,13 @@ def _start_of_mpi() -> Iterator[None]:
             raise UserError(
                 f"no MPI library found ({in_one_line(error)}): pip install 'odc_mpi[mpich]', or load your cluster's"
             ) from error
+
+
+def _world(arguments: argparse.Namespace) -> "World":
+    """Return the world of a benchmark: a single wait may last as long as all of it, since a round of some does."""
+    from odc_mpi.comm.world import World
+
+    return World(timeout_s=arguments.timeout_s, limit="--timeout-s")
 
 
 def _check_ranks(arguments: argparse.Namespace, world: "World") -> None:
@@ -305,7 +312,8 @@ def _report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 def _scenario(arguments: argparse.Namespace) -> "Scenario":
     from odc_mpi.bench.scenario import REFERENCE_COST, Scenario
 
-    settings = {name: value for name, value in vars(arguments).items() if name in Scenario.__dataclass_fields__}
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    settings = {name: value for name, value in given.items() if name in Scenario.__dataclass_fields__}
     cost = replace(REFERENCE_COST, constant=arguments.overhead_s)
     scenario = Scenario(**settings, num_minibatches=arguments.minibatches, num_units=arguments.units, cost=cost)
     scenario.source  # noqa: B018 - a wrong name is found here, before anything is started

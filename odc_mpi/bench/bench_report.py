@@ -8,10 +8,10 @@ from odc_mpi.bench import pictures
 from odc_mpi.bench.events import merged
 from odc_mpi.bench.measure import format_size
 from odc_mpi.bench.page import Figure, Report
+from odc_mpi.bench.paper import PAPER
 from odc_mpi.bench.selection import choose
 from odc_mpi.bench.shapes import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Bar, Chart, Curve, Lane, Look, Panel
 from odc_mpi.bench.simulate import BASELINE, FLOOR, SCHEDULES
-from odc_mpi.bench.simulate_command import PAPER
 
 #: The schedule that is set against the baseline.
 ON_DEMAND = "window/dynamic"
@@ -47,6 +47,7 @@ def _schedule(result: Mapping[str, Any]) -> Report:
             f"real run, with sleeps in place of computation, {result['slept_step_s']:g} s for an even share of a "
             "minibatch; times as if nothing had been scaled."
         )
+        lead += [_load(result)] if "load_average" in result else []
     else:
         lead.append("Reckoned by odc-mpi simulate, not measured.")
     timeline = result.get("timeline")

@@ -23,6 +23,8 @@ _OPEN_MPI = {
     "OMPI_MCA_osc": "^ucx",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+#: Ranks that are started on this node unless it has more cores: each is a process of its own, with torch in it.
+MOST_RANKS = 64
 #: An mpiexec that was asked to end gets this long to end its ranks, then it is killed; ranks notice that themselves.
 GRACE_S = 10.0
 
@@ -41,9 +43,12 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
         The exit code: mpiexec's, or 128 and the number of the signal that killed it.
 
     Raises:
-        UserError: There is no mpiexec.
+        UserError: There is no mpiexec, or there are to be more ranks than a node bears.
         TimeoutError: It took longer than `timeout_s`; nothing runs any more.
     """
+    most = max(MOST_RANKS, os.cpu_count() or 1)
+    if ranks > most:
+        raise UserError(f"--ranks {ranks}: expected at most {most} on this node; to have more, start mpiexec yourself")
     process = subprocess.Popen(
         command(ranks, arguments),
         env=environment(os.environ),

@@ -115,8 +115,11 @@ def find(name: str) -> Source:
         near = difflib.get_close_matches(name, KNOWN, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(f"expected --lengths among {', '.join(KNOWN)} or the path of a data set, got {name!r}{hint}")
-    with Dataset(name) as dataset:
-        lengths = np.array(dataset.lengths, dtype=np.int64)
+    try:
+        with Dataset(name) as dataset:
+            lengths = np.array(dataset.lengths, dtype=np.int64)
+    except UserError as error:  # which names the setting of a run
+        raise UserError(str(error).replace("data.path", "--lengths")) from error
     return Source(int(lengths.max()), lambda n, rng: rng.choice(lengths, n))
 
 

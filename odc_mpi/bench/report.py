@@ -49,10 +49,11 @@ def _read(source: Path) -> dict[str, object]:
         content = json.loads(source.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{source}: expected a run directory or a benchmark's JSON, got: {error.strerror}") from None
-    if not isinstance(content, dict) or str(content.get("benchmark")) not in bench_report.KINDS:
-        raise UserError(
-            f"{source}: expected what odc-mpi bench or simulate prints with --json, got JSON of something else"
-        )
+    kind = content.get("benchmark") if isinstance(content, dict) else None
+    if not isinstance(kind, str) or kind not in bench_report.KINDS:
+        kinds = " or ".join(sorted(bench_report.KINDS))
+        got = f"that of {kind}" if isinstance(kind, str) else "JSON of something else"
+        raise UserError(f"{source}: expected what odc-mpi prints with --json for {kinds}, got {got}")
     return content
 
 

@@ -42,7 +42,7 @@ class Run:
         trace: Of trace.json; None if there is none.
         settings: Of config.yaml.
         config_text: The same as it is.
-        lengths: Of the data set's sequences; None if it is not there any more.
+        lengths: Of the data set's sequences; None if it is not there any more, or damaged.
         notes: What is missing.
     """
 
@@ -119,12 +119,14 @@ def _read_json(path: Path, otherwise: str, notes: list[str]) -> dict[str, Any] |
 
 def _read_lengths(settings: Mapping[str, Any], notes: list[str]) -> np.ndarray | None:
     path = (settings.get("data") or {}).get("path")
-    try:
-        if path:
+    if path and not Path(path).exists():
+        notes.append(f"The data set {path} (data.path) is not there any more: no lengths of its sequences.")
+    elif path:
+        try:
             with Dataset(path) as dataset:
                 return np.array(dataset.lengths)
-    except UserError:
-        notes.append(f"The data set {path} (data.path) is not there any more: no lengths of its sequences.")
+        except UserError as error:
+            notes.append(f"There are no lengths of the sequences: {error}.")
     return None
 
 

@@ -23,6 +23,11 @@ Floats = npt.NDArray[np.float64]
 #: `REFERENCE_OVERHEAD_S`, too, which the reference leaves out when it plans, and so does the default here.
 REFERENCE_COST = Cost(linear=2.611821 / 32_000, quadratic=1.982122 / 32_000**2)
 REFERENCE_OVERHEAD_S = 0.666759
+#: Of that model's parameters, in bf16.
+MODEL_BYTES = 2 * 1_500_000_000
+#: What is larger was a slip: times of a microbatch in seconds, sequences of a minibatch.
+MOST_S = 10**6
+MOST_SEQUENCES = 10**7
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Scenario:
             sequence has one, drawn from a log-normal distribution. The cost is right on average.
         cost: Seconds of a sequence on a rank of speed 1, as everybody plans with; its constant is a microbatch's.
         num_units: Units of the model: each is fetched twice per microbatch, for forward and backward, and pushed once.
-        unit_bytes: Of each unit.
+        unit_bytes: Of each unit; 0: of a model of 1.5 B parameters, `MODEL_BYTES` by units.
         fetch_gb_per_s: 10^9 bytes of a unit that a fetch moves per second; 0: fetches cost nothing.
         push_gb_per_s: The same for pushes.
         ticket_s: Seconds that it takes to draw a ticket.
@@ -92,16 +97,38 @@ class Scenario:
     ticket_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for option, value, least in (
-            *(("--ranks", self.ranks, 1), ("--per-rank", self.per_rank, 1), ("--minibatches", self.num_minibatches, 1)),
-            *(("--seed", self.seed, 0), ("--packing-ratio", self.packing_ratio, 1), ("--units", self.num_units, 1)),
-            *(("--speed-variation", self.speed_variation, 0), ("--cost-error", self.cost_error, 0)),
-            *(("--overhead-s", self.cost.constant, 0), ("--unit-bytes", self.unit_bytes, 0)),
-            *(("--fetch-gb-per-s", self.fetch_gb_per_s, 0), ("--push-gb-per-s", self.push_gb_per_s, 0)),
-            ("--ticket-s", self.ticket_s, 0),
+        for option, value, least, most in (
+            ("--ranks", self.ranks, 1, 10**5),
+            ("--per-rank", self.per_rank, 1, 10**5),
+            ("--minibatches", self.num_minibatches, 1, 10**6),
+            ("--seed", self.seed, 0, 2**63),
+            ("--packing-ratio", self.packing_ratio, 1, 10**6),
+            ("--units", self.num_units, 1, 10**4),
+            ("--speed-variation", self.speed_variation, 0, 10),
+            ("--cost-error", self.cost_error, 0, 10),
+            ("--overhead-s", self.cost.constant, 0, MOST_S),
+            ("--unit-bytes", self.unit_bytes, 0, 10**12),
+            ("--fetch-gb-per-s", self.fetch_gb_per_s, 0, 10**6),
+            ("--push-gb-per-s", self.push_gb_per_s, 0, 10**6),
+            ("--ticket-s", self.ticket_s, 0, MOST_S),
         ):
-            if not least <= value < math.inf:  # not a number is neither
-                raise UserError(f"expected {option} of at least {least}, got {value}")
+            if not least <= value <= most:  # not a number is neither
+                raise UserError(f"expected {option} from {least} to {most}, got {value}")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.ranks * self.per_rank > MOST_SEQUENCES:
+            raise UserError(
+                f"expected at most {MOST_SEQUENCES} sequences in a minibatch, got {self.ranks} --ranks with "
+                f"{self.per_rank} each: lower --per-rank"
+            )
+        if self.unit_bytes and not (self.fetch_gb_per_s or self.push_gb_per_s):
+            raise UserError("--unit-bytes: expected --fetch-gb-per-s or --push-gb-per-s, too, got neither")
+        if self.communication_s > MOST_S:
+            raise UserError(
+                f"expected communication of at most {MOST_S} s a microbatch, got {self.communication_s:.3g} s: raise "
+                "--fetch-gb-per-s and --push-gb-per-s, or lower --unit-bytes"
+            )
 
     @cached_property
     def source(self) -> Source:
@@ -119,7 +146,8 @@ class Scenario:
         seconds_per_gb = sum(
             times / speed for times, speed in ((2, self.fetch_gb_per_s), (1, self.push_gb_per_s)) if speed
         )
-        return self.num_units * self.unit_bytes / 1e9 * seconds_per_gb
+        num_bytes = self.num_units * self.unit_bytes if self.unit_bytes else MODEL_BYTES
+        return num_bytes / 1e9 * seconds_per_gb
 
     @property
     def planned_cost(self) -> Cost:

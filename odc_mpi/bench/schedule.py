@@ -23,7 +23,7 @@ import torch
 from odc_mpi.bench.events import Intervals, merged
 from odc_mpi.bench.measure import around
 from odc_mpi.bench.scenario import Scenario, Trial
-from odc_mpi.bench.simulate import BASELINE, FLOOR, PAUSE_S, SCHEDULES, Outcome, floor_s, plan
+from odc_mpi.bench.simulate import BASELINE, FLOOR, PAUSE_S, SCHEDULES, Outcome, floor_s, idle, plan, speedups
 from odc_mpi.comm.collective import CollectiveTransport
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.transport import Transport
@@ -84,14 +84,18 @@ def measure(
     for runner in runners.values():
         runner.close()
     everyone = world.gather_objects(samples)
-    ends = {name: sum(max(s.end_s for s in turn) for turn in _turns(everyone, name)) for name in SCHEDULES}
-    busy = {name: sum(s.busy_s for turn in _turns(everyone, name) for s in turn) for name in SCHEDULES}
-    ends[FLOOR] = scale * sum(max(floor) for floor in floors)
+    each = {name: [max(s.end_s for s in turn) for turn in _turns(everyone, name)] for name in SCHEDULES}
+    each[FLOOR] = [scale * max(floor) for floor in floors]
+    ends = {name: sum(own) for name, own in each.items()}
+    ranks_busy = {name: np.array([sum(s.busy_s for s in own[name]) for own in everyone]) for name in SCHEDULES}
+    busy = {name: float(own.sum()) for name, own in ranks_busy.items()}
     busy[FLOOR] = scale * sum(shared for _, shared in floors) * scenario.ranks
     return Outcome(
         scenario,
         {name: ends[BASELINE] / end for name, end in ends.items()},
         {name: max(0.0, 1 - busy[name] / (scenario.ranks * end)) for name, end in ends.items()},
+        {name: idle(own, ends[name]) for name, own in ranks_busy.items()},
+        {name: speedups(each[BASELINE], own) for name, own in each.items()},
         {name: end / scale / len(trials) for name, end in ends.items()},
         sum(longest > shared for longest, shared in floors) / len(trials),
         {name: [own[name][0].slept for own in everyone] for name in SCHEDULES},

@@ -14,7 +14,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from odc_mpi.bench.events import Intervals, Timing, apart, drawn, lockstep, merged
+from odc_mpi.bench.measure import Spread
+from odc_mpi.bench.paper import nearest
 from odc_mpi.bench.scenario import Scenario, Trial
 from odc_mpi.data.balance import BALANCES, Plan
 
@@ -41,6 +46,9 @@ class Outcome:
         scenario: Of what.
         speedup: Over collective/lb_micro, by schedule and for the floor.
         idle_fraction: The part of the ranks' time in which they wait or run padding, likewise.
+        idle_per_rank: The same of each rank, by schedule; `idle_fraction` is the mean.
+        speedup_per_minibatch: Over collective/lb_micro, of each minibatch alone, by schedule and for the floor:
+            quartiles.
         step_s: Mean seconds of a minibatch, likewise.
         longest_rules: The part of minibatches whose floor is the longest sequence, not the sum of all work.
         timeline: Of the first minibatch, by schedule: for each rank when it computes, in seconds, padding left out.
@@ -49,6 +57,8 @@ class Outcome:
     scenario: Scenario
     speedup: dict[str, float]
     idle_fraction: dict[str, float]
+    idle_per_rank: dict[str, list[float]]
+    speedup_per_minibatch: dict[str, Spread]
     step_s: dict[str, float]
     longest_rules: float
     timeline: dict[str, list[Intervals]]
@@ -60,7 +70,7 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures as one object. Local."""
-        return {"floor": self.floor, **asdict(self)}
+        return {"floor": self.floor, **asdict(self), "paper": nearest(self.scenario)}
 
 
 def simulate(scenario: Scenario) -> Outcome:
@@ -73,6 +83,8 @@ def simulate(scenario: Scenario) -> Outcome:
         UserError: Its lengths are not to be had.
     """
     totals = {name: Timing(0.0, 0.0) for name in (*SCHEDULES, FLOOR)}
+    ends: dict[str, list[float]] = {name: [] for name in totals}
+    busy = {name: np.zeros(scenario.ranks) for name in SCHEDULES}
     timeline: dict[str, list[Intervals]] = {}
     rules = 0
     for trial in scenario.trials():
@@ -82,18 +94,33 @@ def simulate(scenario: Scenario) -> Outcome:
             found = timing(trial, plans[balance], transport, scenario.ticket_s)
             timeline.setdefault(name, [merged(own, PAUSE_S) for own in found.timeline])
             totals[name] += found
+            ends[name].append(found.end_s)
+            busy[name] += [math.fsum(ended - began for began, ended in own) for own in found.timeline]
         longest, shared = floor_s(trial, scenario.max_tokens)
         # The work of the floor is that of the fewest microbatches.
         totals[FLOOR] += Timing(max(longest, shared), shared * scenario.ranks)
+        ends[FLOOR].append(max(longest, shared))
         rules += longest > shared
     return Outcome(
         scenario,
         {name: totals[BASELINE].end_s / total.end_s for name, total in totals.items()},
         {name: max(0.0, 1.0 - total.busy_s / (scenario.ranks * total.end_s)) for name, total in totals.items()},
+        {name: idle(own, totals[name].end_s) for name, own in busy.items()},
+        {name: speedups(ends[BASELINE], own) for name, own in ends.items()},
         {name: total.end_s / scenario.num_minibatches for name, total in totals.items()},
         rules / scenario.num_minibatches,
         timeline,
     )
+
+
+def idle(busy_s: npt.NDArray[np.float64], end_s: float) -> list[float]:
+    """Return which part of the time each rank was idle, from its busy seconds, [ranks], of all seconds. Local."""
+    return np.maximum(0.0, 1.0 - busy_s / end_s).tolist()
+
+
+def speedups(baseline_s: Sequence[float], own_s: Sequence[float]) -> Spread:
+    """Return quartiles over minibatches of the baseline's time by the own one of the same minibatch. Local."""
+    return Spread.of([baseline / own for baseline, own in zip(baseline_s, own_s, strict=True)])
 
 
 def plan(scenario: Scenario, trial: Trial, balance: str) -> Plan:

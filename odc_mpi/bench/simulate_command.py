@@ -4,14 +4,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
+from odc_mpi.bench.paper import PAPER, nearest
 from odc_mpi.bench.scenario import Scenario
 from odc_mpi.bench.simulate import FLOOR, SCHEDULES, Outcome, simulate
 
-#: Speed-ups over FSDP with LB-Micro that the ODC paper (arXiv 2601.19362) measured on A100s, with a model of 1.5 B
-#: parameters, by lengths, ranks and sequences per rank.
-PAPER: Mapping[tuple[str, int, int], Mapping[str, float]] = {
-    ("longalign", 8, 4): {"window/lb_micro": 1.16, "window/lb_mini": 1.34},
-}
 #: Sequences per rank that the advice compares.
 PER_RANK = (1, 2, 4, 8, 16)
 #: The advice draws at most so many sequences for each: a few seconds for all.
@@ -61,7 +57,16 @@ def report(outcome: Outcome, beside: Mapping[str, Mapping[str, float]] | None = 
         line = f"{name:24}{outcome.speedup[name]:9.3f}{outcome.idle_fraction[name]:8.1%}{outcome.step_s[name]:10.2f}"
         line += "".join(f"{other[name]:11.2f}" if name in other else 11 * " " for other in others.values())
         lines.append(line.rstrip())
-    return "\n".join([*lines, "", _floor(outcome)])
+    return "\n".join([*lines, "", _floor(outcome), *_elsewhere(scenario, paper)])
+
+
+def _elsewhere(scenario: Scenario, paper: Mapping[str, float]) -> list[str]:
+    """Say what the paper has for another scenario, if it has it for none like this one."""
+    other = None if paper else nearest(scenario)
+    if other is None:
+        return []
+    figures = ", ".join(f"{name} {value:.2f}" for name, value in other["speedup"].items())
+    return [f"The paper has, for {other['ranks']} ranks with {other['per_rank']} sequences each: {figures}."]
 
 
 def _floor(outcome: Outcome) -> str:

@@ -53,7 +53,7 @@ def run(world: World, path: Path | None, steps: int, repeats: int, as_json: bool
     result = {"benchmark": "train", "repeats": repeats, "steps": steps, **measure(world, config, steps, repeats, say)}
     result["load_average"] = [before, os.getloadavg()[0]]
     if world.rank == 0:
-        print(json.dumps(result) if as_json else report(result), flush=True)
+        print(json.dumps(result, allow_nan=False) if as_json else report(result), flush=True)
 
 
 def report(result: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ class Alarm:
 
     Args:
         rank: This rank.
+        limit: The setting that deadlines come from, by its name.
 
     Attributes:
         rank: This rank.
@@ -28,8 +29,9 @@ class Alarm:
         status: What the ranks tell of themselves; None while there is no window for it, and nobody can be named.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, limit: str = "comm.timeout_s") -> None:
         self.rank = rank
+        self._limit = limit
         self.hosts: Sequence[str] = ()
         self.status: StatusWindow | None = None
 
@@ -49,7 +51,7 @@ class Alarm:
             time.sleep(SIGN_OF_LIFE_S)
             peers = status.read()
             late = say_late(wait, compare(first, peers), self.hosts, time.time())
-        self._end(f"waited more than {timeout_s:g} s while {wait.what}: {late}; the limit is comm.timeout_s", peers)
+        self._end(f"waited more than {timeout_s:g} s while {wait.what}: {late}; the limit is {self._limit}", peers)
 
     def check_stranded(self) -> None:
         """End the job if others wait for this rank, which is leaving, at a meeting it will not come to. One-sided."""

@@ -3,7 +3,8 @@
     window      shared memory on each node where that works, else `Win.Allocate`
     zero_copy   a fetch is a view, where the shards of a node lie side by side and can be read in place
     reduction   Accumulate where it is one-sided, or not much slower than Put; else Put into a mailbox
-    progress    a thread that serves peers, where Get or the reduction waits for a target that computes
+    progress    a thread that serves peers, where Get or the reduction waits for a target that computes, or drawing a
+                ticket from another node
 
 With `comm.transport: collective` nothing of this is left to choose.
 
@@ -214,15 +215,17 @@ def _progress(report: Report, wish: str, reduction: str) -> Choice:
     peers = report.peers.existing()
     if not peers:
         return Choice("off", "there is no peer to serve")
-    needed = ("get", "accumulate" if reduction == "accumulate" else "put")
+    needed = ["get", "accumulate" if reduction == "accumulate" else "put"]
+    uses = [(kind, name) for kind in peers for name in needed]
+    if "other_node" in peers:
+        # Tickets: within a node there is shared memory to draw from, whatever the window of the trial was.
+        uses.append(("other_node", "fetch_and_op"))
     waiting = [
-        _waits(kind, name, operation)
-        for kind, peer in peers.items()
-        for name in needed
-        if not (operation := getattr(peer, name)).one_sided
+        _waits(kind, name, operation) for kind, name in uses if not (operation := getattr(peers[kind], name)).one_sided
     ]
     if not waiting:
-        return Choice("off", f"{' and '.join(_NAMES[name] for name in needed)} are one-sided towards all peers")
+        *names, last = [_NAMES[name] for name in dict.fromkeys(name for _, name in uses)]
+        return Choice("off", f"{', '.join(names)} and {last} are one-sided towards all peers")
     if granted != THREADS_NEEDED:
         return Choice("off", f"warning: {waiting[0]}, but a thread needs {THREADS_NEEDED} and {granted} is granted")
     return Choice("thread", waiting[0])

@@ -117,6 +117,10 @@ class Window:
         """Add to an int64 element of a rank's shard and return what was there before, at once. One-sided."""
         return self._fetch_and(MPI.SUM, target, place, value)
 
+    def read(self, target: int, place: int) -> int:
+        """Return an int64 element of a rank's shard, as `fetch_and_add` and `replace` leave it. One-sided."""
+        return self._fetch_and(MPI.NO_OP, target, place, 0)
+
     def replace(self, target: int, place: int, value: int) -> None:
         """Overwrite an int64 element of a rank's shard at once, as `fetch_and_add` sees it. One-sided."""
         self._fetch_and(MPI.REPLACE, target, place, value)

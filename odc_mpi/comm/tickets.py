@@ -2,10 +2,11 @@
 
 A ticket is the right to one position in a list that all ranks know. The lowest rank of each node hosts a counter in an
 MPI window; drawing is one MPI_Fetch_and_op, and the host takes no part. Each node has its share of the positions, so
-that draws stay on the node as long as it has any; then its ranks draw from the other nodes.
+that draws stay on the node as long as it has any; then its ranks draw from the other nodes. Which of these have run
+out, too, the ranks of a node tell each other beside their counter, so that it is not each of them who asks every node.
 
     between B and A    draw: whoever is free
-    between A and B    reset: each host sets its counter to zero
+    between A and B    reset: each host sets its counter and the note beside it to zero
 
 No draw can meet the reset. Before a rank comes to A it has drawn all it will, and it draws again only after B.
 """
@@ -16,6 +17,9 @@ import torch
 
 from odc_mpi.comm.rma import Window
 from odc_mpi.comm.world import World
+
+#: What a host keeps: how many positions were drawn, and how many other nodes are known to have none left.
+_DRAWN, _EMPTY = range(2)
 
 
 class Tickets:
@@ -29,10 +33,10 @@ class Tickets:
         self._world = world
         nodes = world.gather_objects(world.node)
         # From this node on, around: so the nodes that have run out do not all turn to the same one.
-        self._order = [(world.node + i) % world.num_nodes for i in range(world.num_nodes)]
+        self._others = [(world.node + i) % world.num_nodes for i in range(1, world.num_nodes)]
         # Of every `size` positions in a row a node has as many as it has ranks, spread like these.
         self._offsets = [[rank for rank, node in enumerate(nodes) if node == own] for own in range(world.num_nodes)]
-        self._window = Window(world, 1, torch.int64)
+        self._window = Window(world, 2, torch.int64)
         world.on_close(self.close)
         world.meet(world.comm.Ibarrier(), "setting the ticket counters to zero")
 
@@ -44,16 +48,24 @@ class Tickets:
         Args:
             count: Of positions, the same on every rank.
         """
-        for node in self._order:
-            while (position := self._next(node)) < count:
+        own = self._world.node
+        while (position := self._next(own)) < count:
+            yield position
+        while (num_empty := self._num_empty()) < len(self._others):
+            position = self._next(self._others[num_empty])
+            if position < count:
                 yield position
+            else:
+                # Another rank may have come further meanwhile; then a node is asked once more, and has still none.
+                self._window.replace(self._host(own), _EMPTY, num_empty + 1)
 
     def reset(self) -> None:
         """Start over. Local, on every rank: after A, when all have drawn, and before B."""
         host = self._host(self._world.node)
         if self._world.rank == host:
             # By the same way as a draw: where network cards add, they do not look at the processor's caches.
-            self._window.replace(host, 0, 0)
+            self._window.replace(host, _DRAWN, 0)
+            self._window.replace(host, _EMPTY, 0)
 
     def close(self) -> None:
         """Free the counters. Collective; a second call does nothing."""
@@ -64,9 +76,14 @@ class Tickets:
     def _next(self, node: int) -> int:
         host, offsets = self._host(node), self._offsets[node]
         with self._world.deadline("drawing a ticket", [host]):
-            turn = self._window.fetch_and_add(host, 0, 1)
+            turn = self._window.fetch_and_add(host, _DRAWN, 1)
         around, place = divmod(turn, len(offsets))
         return around * self._world.size + offsets[place]
+
+    def _num_empty(self) -> int:
+        host = self._host(self._world.node)
+        with self._world.deadline("looking which nodes have tickets left", [host]):
+            return self._window.read(host, _EMPTY)
 
     def _host(self, node: int) -> int:
         return self._offsets[node][0]

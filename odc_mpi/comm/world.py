@@ -51,6 +51,7 @@ class World:
     Args:
         comm: Communicator to duplicate; all ranks of the job by default.
         timeout_s: Seconds that any single wait for another rank may last before the job ends with an error.
+        limit: What a person changes to have it otherwise, for that error.
 
     Attributes:
         rank: This process's number in the job, from 0.
@@ -66,7 +67,9 @@ class World:
         node_comm: The ranks of this node.
     """
 
-    def __init__(self, comm: MPI.Intracomm | None = None, *, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm | None = None, *, timeout_s: float = 600.0, limit: str = "comm.timeout_s"
+    ) -> None:
         if not timeout_s > 0:
             raise UserError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
         try:
@@ -74,7 +77,7 @@ class World:
         except UserError:
             unlink(startup_memory())  # this process's own, as MPI sees no other
             raise
-        self._alarm = Alarm(MPI.COMM_WORLD.Get_rank())
+        self._alarm = Alarm(MPI.COMM_WORLD.Get_rank(), limit)
         self._watchdog = Watchdog(timeout_s, self._expired, self._beat)
         install_excepthook()
         with self.deadline("starting up"):

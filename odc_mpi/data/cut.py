@@ -50,15 +50,20 @@ def cut(
     Returns:
         Microbatches of positions in `lengths`, costliest first; a position is in exactly one.
     """
-    best: tuple[Microbatch, ...] = ()
+    best: Sequence[tuple[float, int, Sequence[int]]] = ()
     earliest = math.inf
+    each = costs.tolist()  # plain numbers are summed several times faster
     for bins in _candidates(lengths, costs, max_tokens, size):
-        microbatches = ordered(bins, costs)
-        work = [constant + math.fsum(costs[list(microbatch)]) for microbatch in microbatches]
-        end = math.fsum(makespan(work, size, spread) for spread in SPREADS)
+        # As `ordered` has it; no two bins have the same first position.
+        found = sorted((-math.fsum([each[i] for i in own]), min(own), own) for own in bins)
+        work = [constant - minus for minus, _, _ in found]
+        end = 0.0
+        for spread in SPREADS:
+            if end < earliest:  # else it can only come later still
+                end += makespan(work, size, spread)
         if end < earliest:
-            best, earliest = microbatches, end
-    return best
+            best, earliest = found, end
+    return tuple(tuple(own) for _, _, own in best)
 
 
 def makespan(work: Sequence[float], size: int, spread: float = 0.0) -> float:
@@ -71,19 +76,17 @@ def makespan(work: Sequence[float], size: int, spread: float = 0.0) -> float:
         size: Number of ranks.
         spread: A rank takes from 1 - spread to 1 + spread times the cost, in equal distances.
     """
+    slowness = [1 + spread * (2 * rank / (size - 1) - 1 if size > 1 else 0) for rank in range(size)]
     free = [(0.0, rank) for rank in range(size)]
-    end = 0.0
     for cost in work:
         began, rank = free[0]
-        ended = began + cost * (1 + spread * (2 * rank / (size - 1) - 1 if size > 1 else 0))
-        heapq.heapreplace(free, (ended, rank))
-        end = max(end, ended)
-    return end
+        heapq.heapreplace(free, (began + cost * slowness[rank], rank))
+    return max(free)[0]
 
 
 def ordered(bins: Sequence[Sequence[int]], costs: npt.NDArray[np.float64]) -> tuple[Microbatch, ...]:
     """Sort bins of positions by falling cost, equal ones by position. Local."""
-    return tuple(map(tuple, sorted(bins, key=lambda own: (-math.fsum(costs[list(own)]), min(own)))))
+    return tuple(map(tuple, sorted(bins, key=lambda own: (-math.fsum(costs[list(own)].tolist()), min(own)))))
 
 
 def _candidates(

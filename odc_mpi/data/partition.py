@@ -86,21 +86,38 @@ def _difference_out(splits: list[_Split], size: int) -> list[list[int]]:
 def _exchange(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[int]]:
     """Exchange single items of the costliest and the cheapest part, as long as that brings both closer."""
     loads = np.array([costs[part].sum() for part in parts])
-    for _ in range(4 * len(parts)):  # each costs about 20 us; few are needed, and the end of it is not to be waited for
+    for _ in range(4 * len(parts)):  # few are needed, and the end of it is not to be waited for
         high, low = int(loads.argmax()), int(loads.argmin())
-        gap = loads[high] - loads[low]
-        moved = costs[parts[high]][:, None] - costs[parts[low]][None, :]
-        if not moved.size:
+        if high == low or not parts[low]:
             break
-        best = int(np.abs(moved - gap / 2).argmin())
-        a, b = divmod(best, moved.shape[1])
-        if not 1e-9 * gap < moved[a, b] < (1 - 1e-9) * gap:
+        gap = loads[high] - loads[low]
+        a, b = _halving(costs[parts[high]], costs[parts[low]], gap)
+        moved = costs[parts[high][a]] - costs[parts[low][b]]
+        if not 1e-9 * gap < moved < (1 - 1e-9) * gap:
             break
         parts[high][a], parts[low][b] = parts[low][b], parts[high][a]
-        loads[high] -= moved[a, b]
-        loads[low] += moved[a, b]
+        loads[high] -= moved
+        loads[low] += moved
     order = by_falling(np.array([costs[part].sum() for part in parts]))
     return [sorted(parts[i]) for i in order]
+
+
+def _halving(high: npt.NDArray[np.float64], low: npt.NDArray[np.float64], gap: float) -> tuple[int, int]:
+    """Return the first pair of a high and a low item whose difference is closest to half of a gap.
+
+    For each high item the low ones next to what is wanted are looked up: all pairs would take memory with the square.
+    """
+    order = np.argsort(low, kind="stable")
+    rising = low[order]
+    above = np.searchsorted(rising, high - gap / 2)
+    # Of equal ones the first, as the search finds it, too.
+    below = np.searchsorted(rising, rising[np.maximum(above - 1, 0)])
+    partners = order[np.stack([below, np.minimum(above, len(low) - 1)])]
+    misses = np.abs(high - low[partners] - gap / 2)
+    # Both are as close: the first.
+    partner = np.where(misses[0] == misses[1], partners.min(axis=0), np.where(misses[0] < misses[1], *partners))
+    a = int(misses.min(axis=0).argmin())
+    return a, int(partner[a])
 
 
 def _join(one: list[_Bin], other: list[_Bin], size: int) -> list[_Bin]:
@@ -177,8 +194,8 @@ def even_fit(
     """
     bins: list[list[int]] = []
     open_bins: list[tuple[float, int, int]] = []  # (cost, serial, room)
-    for i in by_falling(costs):
-        size, cost = int(sizes[i]), float(costs[i])
+    order = by_falling(costs)
+    for i, size, cost in zip(order, sizes[order].tolist(), costs[order].tolist(), strict=True):
         if open_bins and open_bins[0][0] + cost <= most and open_bins[0][2] >= size:
             total, serial, room = open_bins[0]
             heapq.heapreplace(open_bins, (total + cost, serial, room - size))

@@ -53,6 +53,12 @@ def test_no_mpiexec(mpiexec, monkeypatch):
         launch.mpiexec()
 
 
+def test_more_ranks_than_a_node_bears_are_not_started(mpiexec):
+    mpiexec("echo started >&2; exit 9")
+    with pytest.raises(UserError, match=r"--ranks 100000: expected at most \d+ on"):
+        launch.run(100_000, ["bench", "transport"], timeout_s=10)
+
+
 def test_open_mpi_may_run_as_root_and_with_more_ranks_than_cores():
     settings = launch.environment({"OMPI_MCA_osc": "rdma", "HOME": "/x"})
     assert settings["OMPI_ALLOW_RUN_AS_ROOT"] == settings["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"

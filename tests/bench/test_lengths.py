@@ -54,3 +54,11 @@ def test_mistakes_are_told(name, words):
     with pytest.raises(UserError) as caught:
         sample(name, 1, np.random.default_rng(0))
     assert all(word in str(caught.value) for word in words)
+
+
+def test_a_damaged_data_set_names_the_option_of_this_command(tmp_path):
+    path = tmp_path / "damaged.h5"
+    path.write_bytes(b"damaged")
+    with pytest.raises(UserError, match="change --lengths") as caught:
+        find(str(path))
+    assert "data.path" not in str(caught.value)

@@ -175,6 +175,12 @@ def test_a_run_that_was_killed(run):
     pictures_of(written(run))
 
 
+def test_a_data_set_that_is_damaged_is_not_called_gone(run):
+    (run.parent / "data.h5").write_bytes(b"damaged")
+    (note,) = describe(run).notes
+    assert "one that does not open" in note and "not there any more" not in note
+
+
 def test_a_run_that_was_killed_before_its_first_step(run):
     for path in run.iterdir():
         if path.name != "config.yaml":
@@ -293,6 +299,7 @@ def mistake(capsys, *arguments):
         ("[1, 2]", "JSON of something else"),
         ('{"loss": 1}', "JSON of something else"),
         ('{"benchmark": ["schedule"]}', "JSON of something else"),
+        ('{"benchmark": "checkpoint"}', "schedule or simulate or train or transport, got that of checkpoint"),
         ('{"benchmark": "schedule"}', "scenario"),
         ('{"benchmark": "train", "tokens_per_s": 3}', "train"),
         ('{"benchmark": "transport", "sizes": []}', "transport"),

@@ -1,9 +1,11 @@
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from odc_mpi.bench.scenario import REFERENCE_COST, Scenario
+from odc_mpi.bench.simulate import simulate
 from odc_mpi.data.cost import Cost
 from odc_mpi.errors import UserError
 
@@ -57,6 +59,20 @@ def test_durations_by_hand():
     assert trial.duration_s(1, (0,)) == pytest.approx(18.0)  # communication does not depend on the rank's speed
 
 
+def test_a_speed_alone_moves_the_bytes_of_the_model_that_costs_are_of():
+    scenario = Scenario(fetch_gb_per_s=6.0)
+    assert scenario.communication_s == pytest.approx(1.0)  # 3 GB, twice
+    assert replace(scenario, num_units=4).communication_s == scenario.communication_s
+    assert replace(scenario, fetch_gb_per_s=0.0, push_gb_per_s=6.0).communication_s == pytest.approx(0.5)
+
+
+def test_the_largest_values_still_give_figures():
+    outcome = simulate(
+        Scenario(ranks=3, per_rank=2, num_minibatches=2, packing_ratio=1e6, speed_variation=10, cost_error=10)
+    )
+    assert all(0 < value < math.inf for value in outcome.speedup.values())
+
+
 def test_the_packing_ratio_sets_the_most_tokens():
     assert Scenario(packing_ratio=1.5).max_tokens == 98_304
 
@@ -64,11 +80,20 @@ def test_the_packing_ratio_sets_the_most_tokens():
 @pytest.mark.parametrize(
     ("values", "option"),
     [
-        ({"ranks": 0}, "--ranks of at least 1, got 0"),
+        ({"ranks": 0}, "--ranks from 1 to 100000, got 0"),
+        ({"ranks": 10**400}, "--ranks"),
+        ({"ranks": 10**5, "per_rank": 10**5}, "at most 10000000 sequences in a minibatch, got 100000 --ranks"),
         ({"per_rank": -1}, "--per-rank"),
         ({"num_minibatches": 0}, "--minibatches"),
         ({"seed": -1}, "--seed"),
         ({"packing_ratio": 0.9}, "--packing-ratio"),
+        ({"packing_ratio": 1e15}, "--packing-ratio from 1 to 1000000, got 1000000000000000.0"),
+        ({"packing_ratio": 1e300}, "--packing-ratio"),
+        ({"speed_variation": 1e200}, "--speed-variation"),
+        ({"cost_error": 1e200}, "--cost-error"),
+        ({"cost": Cost(1.0, 0.0, 1e308)}, "--overhead-s"),
+        ({"unit_bytes": 10**8}, "--fetch-gb-per-s or --push-gb-per-s, too, got neither"),
+        ({"fetch_gb_per_s": 1e-300}, "raise --fetch-gb-per-s"),
         ({"speed_variation": float("nan")}, "--speed-variation"),
         ({"cost_error": float("inf")}, "--cost-error"),
         ({"cost": Cost(1.0, 0.0, -1.0)}, "--overhead-s"),

@@ -5,12 +5,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from odc_mpi.bench.scenario import Trial
+from odc_mpi.bench import schedule_command
+from odc_mpi.bench.scenario import Scenario, Trial
 from odc_mpi.bench.schedule import Runner
 from odc_mpi.comm.transport import LocalGroup, LocalTransport
 from odc_mpi.data.balance import Plan
+from odc_mpi.errors import AgreedError
 
 ALONE = SimpleNamespace(rank=0, size=1, comm=SimpleNamespace(Ibarrier=lambda: None), meet=lambda request, what: None)
+
+
+def test_several_nodes_are_refused():
+    """Ranks that sleep there serve nobody."""
+    with pytest.raises(AgreedError, match="measures on one node, got 2"):
+        schedule_command.run(SimpleNamespace(num_nodes=2), Scenario(), 1.0, as_json=False)
 
 
 class All(Runner):

@@ -1,12 +1,14 @@
 """The simulator against figures found by hand, a second implementation that steps through time, and known bounds."""
 
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from odc_mpi import cli
+from odc_mpi.arguments import parser
 from odc_mpi.bench.events import Timing, apart, drawn, lockstep, merged
 from odc_mpi.bench.scenario import REFERENCE_OVERHEAD_S, Scenario, Trial
 from odc_mpi.bench.simulate import SCHEDULES, floor_s, plan, simulate, timing
@@ -153,6 +155,13 @@ def test_outcomes_repeat_and_depend_on_the_seed():
     assert one.floor == max(one.speedup.values())
 
 
+def test_thousands_of_ranks():
+    began = time.process_time()
+    outcome = simulate(Scenario(ranks=2048, per_rank=4, num_minibatches=2))
+    assert time.process_time() - began < 20.0
+    assert outcome.speedup["window/dynamic"] > 1.0
+
+
 def test_one_rank_has_nobody_to_wait_for():
     outcome = simulate(Scenario(ranks=1, num_minibatches=3))
     assert all(ratio == pytest.approx(1.0) for ratio in outcome.speedup.values())
@@ -178,6 +187,7 @@ def test_a_ticket_and_a_microbatch_cost_time():
 
     assert dynamic(ticket_s=0.1) > dynamic() + 0.2
     assert dynamic(unit_bytes=10**8, fetch_gb_per_s=10.0) > dynamic()
+    assert dynamic(fetch_gb_per_s=10.0) > dynamic(fetch_gb_per_s=100.0) > dynamic()
 
 
 def test_the_command_prints_one_object(capsys):
@@ -189,6 +199,22 @@ def test_the_command_prints_one_object(capsys):
     assert set(said["idle_fraction"]) == set(said["speedup"])
 
 
+def test_the_command_takes_the_options_of_bench_schedule(capsys):
+    options = {action.option_strings[0] for action in _options("bench", "schedule")}
+    assert {"--step-s", "--timeout-s", "--ranks", "--units", "--json"} <= options
+    assert options <= {action.option_strings[0] for action in _options("simulate")}
+    assert cli.main(["simulate", "--minibatches", "1", "--step-s", "0.5", "--timeout-s", "60", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scenario"]["ranks"] == 8
+
+
+def _options(*words):
+    found = parser()
+    for word in words:
+        (commands,) = (action.choices for action in found._actions if isinstance(action.choices, dict))
+        found = commands[word]
+    return found._actions
+
+
 def test_the_command_prints_tables(capsys):
     assert cli.main(["simulate", "--per-rank", "4", "--minibatches", "2"]) == 0
     said = capsys.readouterr().out
@@ -198,7 +224,37 @@ def test_the_command_prints_tables(capsys):
 
 
 def test_the_paper_is_quoted_where_it_applies_only():
-    assert "paper" not in report(simulate(Scenario(num_minibatches=1)))
+    told = report(simulate(Scenario(num_minibatches=1)))
+    assert "The paper has, for 8 ranks with 4 sequences each: window/lb_micro 1.16, window/lb_mini 1.34." in told
+    assert "paper" not in told.replace("The paper has", "")
+    assert "paper" not in report(simulate(Scenario(num_minibatches=1, lengths="aime"))).lower()
+
+
+def test_the_papers_figures_are_in_the_json_with_what_they_are_of():
+    same = simulate(Scenario(num_minibatches=1, per_rank=4)).as_json()["paper"]
+    assert same["same"] is True and same["speedup"] == {"window/lb_micro": 1.16, "window/lb_mini": 1.34}
+    other = simulate(Scenario(num_minibatches=1)).as_json()["paper"]
+    assert other == {**same, "same": False}
+    assert (other["lengths"], other["ranks"], other["per_rank"]) == ("longalign", 8, 4)
+    assert simulate(Scenario(num_minibatches=1, lengths="swesmith")).as_json()["paper"] is None
+
+
+def test_idle_time_by_rank_and_quartiles_over_minibatches():
+    outcome = simulate(NOISY)
+    assert set(outcome.idle_per_rank) == set(SCHEDULES)
+    for name, ranks in outcome.idle_per_rank.items():
+        assert len(ranks) == NOISY.ranks and min(ranks) >= 0
+        assert np.mean(ranks) == pytest.approx(outcome.idle_fraction[name], abs=1e-9)
+    assert set(outcome.speedup_per_minibatch) == set(outcome.speedup)
+    alone = [simulate(replace(NOISY, num_minibatches=n)) for n in (1, 2)]
+    first = alone[0].speedup["window/dynamic"]
+    assert alone[0].speedup_per_minibatch["window/dynamic"].median == first
+    spread = alone[1].speedup_per_minibatch["window/dynamic"]
+    assert spread.low <= spread.median <= spread.high and first in (
+        pytest.approx(2 * spread.low - spread.median),
+        pytest.approx(2 * spread.high - spread.median),
+    )
+    assert set(json.loads(json.dumps(outcome.as_json()))["speedup_per_minibatch"]["floor"]) == {"low", "median", "high"}
 
 
 def test_advice_names_what_is_enough():
@@ -215,6 +271,12 @@ def test_advice_names_what_is_enough():
         (["--speed-variation", "nan"], ["--speed-variation", "nan"]),
         (["--packing-ratio", "0.5"], ["--packing-ratio", "0.5"]),
         (["--rank", "4"], ["--rank"]),
+        (["--packing-ratio", "1e300"], ["--packing-ratio", "1e+300"]),
+        (["--overhead-s", "1e308"], ["--overhead-s", "1e+308"]),
+        (["--ranks", "1" + "0" * 60], ["--ranks"]),
+        (["--unit-bytes", "1000"], ["--unit-bytes", "--fetch-gb-per-s"]),
+        (["--timeout-s", "1" + "0" * 30], ["--timeout-s", "at most"]),
+        (["--step-s", "inf"], ["--step-s", "inf"]),
     ],
 )
 def test_mistakes_are_one_line(capsys, arguments, words):

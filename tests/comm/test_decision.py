@@ -45,11 +45,26 @@ def choices(decision):
         (report(None, TCP), ("allocate_shared", "on", "accumulate", "thread")),
         (report(other_node=replace(TCP, get=FAST)), ("allocate_shared", "on", "accumulate", "thread")),
         (report(other_node=replace(NODE, put=WAITS)), ("allocate_shared", "on", "accumulate", "off")),
+        (report(other_node=replace(NODE, fetch_and_op=WAITS)), ("allocate_shared", "on", "accumulate", "thread")),
+        (report(other_node=replace(NODE, fetch_and_op=NO_ANSWER)), ("allocate_shared", "on", "accumulate", "thread")),
+        (report(replace(NODE, fetch_and_op=WAITS)), ("allocate_shared", "on", "accumulate", "off")),
     ],
-    ids=["one node", "one rank", "network like memory", "TCP", "a rank per node", "only Get", "only Put waits"],
+    ids=[
+        *("one node", "one rank", "network like memory", "TCP", "a rank per node", "only Get", "only Put waits"),
+        *("only tickets wait", "tickets gave no answer", "tickets on a node"),
+    ],
 )
 def test_what_is_used(found, wanted):
     assert choices(decide(found)) == wanted
+
+
+def test_a_ticket_that_waits_is_the_reason_for_the_thread():
+    made = decide(report(other_node=replace(NODE, fetch_and_op=WAITS))).progress
+    assert made.reason == "Fetch_and_op to a peer on the other node waits for the target: 3.1 s against 0.2 ms idle"
+    assert decide(report(other_node=NODE)).progress.reason == (
+        "Get, Accumulate and Fetch_and_op are one-sided towards all peers"
+    )
+    assert decide(report()).progress.reason == "Get and Accumulate are one-sided towards all peers"
 
 
 @pytest.mark.parametrize(("gb_per_s", "wanted"), [(0.25, "accumulate"), (0.24, "mailbox"), (0.0, "mailbox")])

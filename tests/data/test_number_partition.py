@@ -1,12 +1,13 @@
 """Number partitioning and packing against brute force and known bounds."""
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from odc_mpi.data.cost import Cost
-from odc_mpi.data.partition import by_falling, even_fit, first_fit, partition, partition_evenly
+from odc_mpi.data.partition import _halving, by_falling, even_fit, first_fit, partition, partition_evenly
 
 COST = Cost(1.0, 1e-3)
 
@@ -101,6 +102,29 @@ def test_even_parts_of_many_are_even() -> None:
 def test_even_parts_of_equal_costs_follow_the_index() -> None:
     assert partition_evenly([1.0] * 4, 2) == partition_evenly([2.0] * 4, 2)
     assert sorted(map(len, partition_evenly([1.0] * 5, 2))) == [2, 3]
+
+
+@pytest.mark.parametrize("integers", [True, False])
+def test_the_exchange_is_the_best_of_all_pairs(integers: bool) -> None:
+    rng = np.random.default_rng(integers)
+    for _ in range(300):
+        num_high, num_low = rng.integers(1, 12, 2)
+        values = rng.integers(0, 9, 24) if integers else rng.lognormal(0.0, 1.0, 24)
+        high, low = values[:num_high].astype(float), values[12 : 12 + num_low].astype(float)
+        gap = float(rng.integers(0, 12))
+        misses = np.abs(high[:, None] - low[None, :] - gap / 2)
+        assert _halving(high, low, gap) == divmod(int(misses.argmin()), len(low))
+
+
+def test_even_parts_need_no_memory_with_the_square() -> None:
+    costs = COST.sequence(lognormal(np.random.default_rng(0), 10_000)).tolist()
+    for size in (1, 2):
+        tracemalloc.start()
+        parts = partition_evenly(costs, size)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 40e6  # a table of all pairs of two ranks has 200 MB
+        assert makespan(parts, costs) <= 1.0001 * sum(costs) / size
 
 
 def test_first_fit_takes_the_first_bin_with_room() -> None:

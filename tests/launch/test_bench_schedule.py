@@ -32,6 +32,11 @@ def test_the_simulator_agrees_with_the_real_runtime():
     assert figures["speedup"]["collective/lb_micro"] == 1.0
     assert figures["speedup"]["floor"] == figures["floor"] > figures["speedup"]["window/dynamic"]
     assert all(0 <= idle < 1 for idle in figures["idle_fraction"].values())
+    for name, ranks in figures["idle_per_rank"].items():
+        assert len(ranks) == 8
+        assert sum(ranks) / 8 == pytest.approx(figures["idle_fraction"][name], abs=0.01)
+    assert set(figures["speedup_per_minibatch"]) == set(figures["speedup"])
+    assert figures["paper"]["speedup"]["window/lb_mini"] == 1.34 and len(figures["load_average"]) == 2
     assert set(figures["timeline"]) == set(SCHEDULES)
     for ranks in figures["timeline"].values():
         assert len(ranks) == 8
@@ -55,8 +60,11 @@ def test_fewer_sequences_than_ranks_have_use_for():
     ("options", "told"),
     [
         (("--lengths", "longaling"), "longalign"),
-        (("--per-rank", 0), "--per-rank of at least 1, got 0"),
-        (("--step-s", 0), "--step-s above 0, got 0.0"),
+        (("--per-rank", 0), "--per-rank from 1 to 100000, got 0"),
+        (("--step-s", 0), "--step-s: expected seconds from 0.001 to 3600, got '0'"),
+        (("--step-s", "inf"), "--step-s"),
+        (("--ranks", 100000), "--ranks 100000: expected at most"),
+        (("--ticket-s", 0.1), "unknown argument --ticket-s"),
         (("--speed-variation", "nan"), "--speed-variation"),
     ],
 )
@@ -73,4 +81,10 @@ def test_other_ranks_than_mpiexec_started_are_a_mistake():
     done = odc_mpi(2, "bench", "schedule", "--ranks", 3)
     assert done.code == 2
     told = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
-    assert told == ["odc-mpi: error: --ranks 3: mpiexec started 2, leave one of them out"]
+    assert told == ["odc-mpi: error: --ranks 3: mpiexec started 2, leave --ranks out under it"]
+
+
+def test_under_mpiexec_it_takes_the_ranks_it_finds():
+    done = odc_mpi(2, "bench", "schedule", "--minibatches", 1, "--step-s", 0.1, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["scenario"]["ranks"] == 2

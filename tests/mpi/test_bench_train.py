@@ -1,5 +1,6 @@
 """Every way to train, side by side: that they train the same is found out by their losses."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,32 @@ def test_one_that_trains_something_else_is_found_out(world, config, monkeypatch)
     monkeypatch.setattr(train.Ours, "step", lambda self: (lambda loss, tokens: (1.01 * loss, tokens))(*_step(self)))
     with pytest.raises(AgreedError, match=r"losses of .* and fsdp2 differ by 0\.01"):
         train.measure(world, config, steps=1, repeats=1)
+
+
+@pytest.mark.parametrize("name", [train.BASELINE, "window/lb_mini"])
+def test_a_loss_that_is_no_number_is_found_out(world, config, monkeypatch, name):
+    real = train._round
+
+    def fails(world, contender, which, steps):
+        done = real(world, contender, which, steps)
+        return replace(done, losses=[math.nan] * steps) if which == name else done
+
+    monkeypatch.setattr(train, "_round", fails)
+    with pytest.raises(AgreedError, match=r"expected losses that are numbers, got another from .*learning_rate"):
+        train.measure(world, config, steps=1, repeats=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.param_dtype": "bfloat16"}, "model.param_dtype: float32 only, got bfloat16"),
+        ({"model.gradient_checkpointing": "true"}, "model.gradient_checkpointing: false only, got true"),
+        ({"run.device": "cuda"}, "run.device: cpu only, got cuda"),
+    ],
+)
+def test_what_only_we_can_do_is_not_compared(world, dataset_path, changes, words):
+    with pytest.raises(AgreedError, match=words):
+        train.measure(world, configure(dataset_path, **changes), steps=1, repeats=1)
 
 
 _step = train.Ours.step
