@@ -88,27 +88,29 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
     if trainer.decision.reduction.choice == "mailbox":
         opening += f"; mailbox of {config.comm.mailbox_bytes >> 10:,} KiB per rank at most"
     opening += f"\n{describe(world.layout, slurm_job())}{beginning}"
-    with (
-        trainer,
-        owner or nullcontext(),
-        Log(run_dir, config.run.steps, opening, speaks=world.rank == 0) as log,
-    ):
+    log = Log(run_dir, config.run.steps, opening, speaks=world.rank == 0)
+    with trainer, owner or nullcontext(), log:
         about = about_run(config, trainer.model.module, digest, origin.path if origin else None)
         saving = trainer.save(stop, about, owner)
-        while trainer.done < config.run.steps and not saving.stopping:
-            log.step(trainer.step())
-            try:
-                trainer.check_skipped()
-            except TrainingError:
-                saving.finish()  # what is written and not yet published would be lost
-                raise
-            saving.after_step(trainer.done)
+        _run_steps(config, trainer, saving, log)
         # First: whatever becomes of the rest, the last checkpoint is not to be lost.
         checkpoints = saving.finish()
         trainer.trace.write(world, run_dir)
         summary = log.finish(trainer.facts() | checkpoints)
         saving.check_end(trainer.done)
         return summary
+
+
+def _run_steps(config: Config, trainer: "Trainer", saving: Saving, log: Log) -> None:
+    """Train until the last step, or until a rank was asked to stop. Collective, at the ordering points only."""
+    while trainer.done < config.run.steps and not saving.stopping:
+        log.step(trainer.step())
+        try:
+            trainer.check_skipped()
+        except TrainingError:
+            saving.finish()  # what is written and not yet published would be lost
+            raise
+        saving.after_step(trainer.done)
 
 
 def _check_stop(stop: StopWish, world: World) -> None:
