@@ -253,7 +253,7 @@ def test_verify_names_what_is_damaged(trained, tmp_path):
 def test_a_flipped_byte_ends_a_resume_in_one_line(trained, tmp_path):
     copy = tmp_path / "run"
     subprocess.run(["cp", "-r", trained, copy], check=True)
-    shard = next((copy / "checkpoints" / "step_00000004").glob("*rank_00000.h5"))
+    shard = next((copy / "checkpoints" / "step_00000004").glob("*rank_00001.h5"))
     with h5py.File(shard) as file:
         position = file["model/model.layers.0.mlp.up_proj.weight"].id.get_offset()
     content = bytearray(shard.read_bytes())
