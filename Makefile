@@ -33,7 +33,7 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 
 DATA    := runs/data/stdlib.h5
 # What hangs must end: each test has a limit of its own, and no row of them takes longer than this many seconds.
-LIMIT_S := 1500
+LIMIT_S := 2100
 MINIBATCHES  ?= 500
 KILLS        ?= 50
 SOAK_LIMIT_S ?= 1800
