@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+import transformers
 import yaml
 
 from odc_mpi import __version__, cli
@@ -159,6 +160,29 @@ def test_help_names_every_setting(capsys):
     said = capsys.readouterr().out
     for setting in ("data.minibatch_sequences", "optim.learning_rate", "comm.timeout_s", "run.max_skipped_steps"):
         assert setting in said
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: (path / "config.json").unlink(), ["config.json"]),
+        (lambda path: (path / "model.safetensors").unlink(), ["model.safetensors", "found neither"]),
+        (lambda path: (path / "model.safetensors").write_bytes(b"no weights"), ["cannot read", "model.safetensors"]),
+    ],
+    ids=["no configuration", "no weights", "damaged weights"],
+)
+def test_mistakes_in_a_model_directory(config, tmp_path, capsys, damage, words):
+    path, data, run_dir = tmp_path / "model", tmp_path / "data.h5", tmp_path / "run"
+    model_config = transformers.AutoConfig.for_model(**QWEN2)
+    transformers.AutoModelForCausalLM.from_config(model_config).save_pretrained(path)
+    damage(path)
+    capsys.readouterr()
+    assert cli.main(["train", "--model.path", str(path), "--data.path", str(data), "--run.dir", str(run_dir)]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1, told
+    for word in ("model.path", *words):
+        assert word in told[0]
+    assert not run_dir.exists()
 
 
 def test_no_mpi_library(config):

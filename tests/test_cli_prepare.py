@@ -17,6 +17,15 @@ def test_prepare_says_what_it_did(tmp_path, capsys):
     assert cli.main(["prepare", str(source), str(out), "--tokenizer", str(tmp_path / "std.tokenizer")]) == 0
     with Dataset(out) as dataset:
         assert len(dataset) == 3
+    for lines, words in (('{"text": "a"}\n{"text": \n', "line 2"), ('{"txt": "a"}\n', "line 1"), ("", "holds none")):
+        source.write_text(lines)
+        capsys.readouterr()
+        new = tmp_path / "new" / "lines.h5"
+        assert cli.main(["prepare", str(source), str(new), "--tokenizer", str(tmp_path / "std.tokenizer")]) == 2
+        told = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+        assert words in told[-1] and told[-1].startswith("odc-mpi: error: ")
+        assert len([line for line in told if "error" in line]) == 1
+        assert not new.parent.exists(), "something was left of a mistake"
 
 
 def test_a_model_and_data_with_different_tokenizers(tmp_path, capsys):
