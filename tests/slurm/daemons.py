@@ -22,7 +22,7 @@ SLURM = Path("/run/slurm")
 START_S = 20.0
 
 #: Nothing here asks for control groups, which may be missing. Each node has all of this machine's cores, or binding to
-#: them would fail, and up to three jobs share each, so that one that waits does not idle the machine.
+#: them would fail, and up to two jobs share each, so that one that waits does not idle the machine.
 SLURM_CONF = """
 ClusterName=odc
 SlurmctldHost=controller({controller})
@@ -53,7 +53,7 @@ KillWait=5
 OverTimeLimit=0
 MinJobAge=3600
 {nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:3
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:2
 """
 NODE = (
     "NodeName={name} NodeHostname=controller NodeAddr={address} Port={port} CPUs={cores} RealMemory=1000 State=UNKNOWN"

@@ -38,7 +38,13 @@ class Directory:
 
     def train(self, template, *arguments, **options):
         """Submit a training under its own name."""
-        return self.submit(template, "--config", self.config, "--run.steps", STEPS, *arguments, **options)
+        settings = ["--run.steps", STEPS, "--optim.lr_scheduler_type", "constant"]
+        return self.submit(template, "--config", self.config, *settings, *arguments, **options)
+
+    @staticmethod
+    def records(name):
+        """Settings for a run in a directory of this name, and its ranks' files beside it."""
+        return ["--run.dir", name, "--run.log_dir", f"{name}-logs"]
 
     def finish(self, job, state="COMPLETED", timeout_s=LIMIT_S):
         """Wait for the end of a job, which has to be this one; return its output."""

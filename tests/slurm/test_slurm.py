@@ -1,46 +1,25 @@
 """The templates, and what becomes of jobs that are told to stop, lose a rank, or have the wrong launcher."""
 
 import json
-import os
 import re
 import shlex
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import yaml
 from cluster import srun_mpi
-from slurm_jobs import LIMIT_S, STEPS, Directory
+from slurm_jobs import LIMIT_S, STEPS
 
 #: A test waits for several jobs, all of which end within their own limit, counted from the first test on.
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
-EVERY_10 = ("--run.checkpoint_every", "10")
+#: Four ranks on two cores take half a second for a step over TCP.
+LOST_STEPS = 36
+EVERY_5 = ("--run.checkpoint_every", "5", "--run.steps", LOST_STEPS)
 #: Of a node, and its own; as the benchmark of schedules is small.
 SCRATCH = "/run/scratch"
 SCHEDULE = ("--ranks", "2", "--per-rank", "2", "--minibatches", "1", "--units", "1", "--step-s", "0.05")
-#: A training whose steps take at least so long, and are so many that Slurm tells it to stop: with four minutes of time
-#: and 120 s of warning that comes 90 to 120 s after its start, which takes a minute where others use the machine, too.
-SLOW_S, SLOW_STEPS = 1.0, 120
-SLOW = f"""#!{sys.executable}
-import sys, time
-from odc_mpi import cli
-trained = cli._train_as
-def train_as(*arguments):
-    from odc_mpi.train.trainer import Trainer
-    step = Trainer.step
-    Trainer.step = lambda self: (time.sleep({SLOW_S}), step(self))[1]
-    trained(*arguments)
-cli._train_as = train_as
-sys.exit(cli.main())
-"""
-
-
-@pytest.fixture(scope="session")
-def place(cluster, tmp_path_factory, data):
-    return Directory(cluster, tmp_path_factory.mktemp("my jobs"), data)
 
 
 @pytest.fixture(scope="session")
@@ -49,10 +28,9 @@ def jobs(place):
     submitted = {
         "rendered": render(place),
         "single_node": stage(place),
-        "slow": train_slowly(place),
         "sweep": place.train("sweep", options=["--array=0-1"]),
         "stopped": place.train("multi_node", "--run.dir", "stopped"),
-        "lost": place.train("multi_node", *in_directory("lost"), *EVERY_10, options=["--ntasks-per-node=2"]),
+        "lost": place.train("multi_node", *place.records("lost"), *EVERY_5, options=["--ntasks-per-node=2"]),
         "within": within(place),
         "bench": place.submit("bench", "transport", "--sizes", "64K", "--repeats", "1"),
         "schedule": place.submit("bench", "schedule", *SCHEDULE),
@@ -67,14 +45,11 @@ def jobs(place):
         }
 
 
-def in_directory(name):
-    return ["--run.dir", name, "--run.log_dir", f"{name}-logs"]
-
-
 def render(place):
     """Train on two nodes with the script of `odc-mpi job`."""
     rendered = ["odc-mpi", "job", place.config, "--nodes=2", "--ranks-per-node=1", "--cores-per-rank=1", "--submit"]
-    rendered += [f"--stage={SCRATCH}", "--name=rendered", "--run.steps", STEPS, *in_directory("rendered")]
+    rendered += [f"--stage={SCRATCH}", "--name=rendered", "--run.steps", STEPS, *place.records("rendered")]
+    rendered += ["--optim.lr_scheduler_type", "constant"]
     done = place.cluster.run(*rendered, cwd=place.path)
     assert done.code == 0, done.err
     assert done.out.startswith("#!/bin/bash"), "what is submitted is shown"
@@ -98,17 +73,6 @@ def stage(place):
     return place.train("single_node", "--run.dir", "single", STAGE=SCRATCH, DATA=place.data)
 
 
-def train_slowly(place):
-    """Train in one process for longer than the time limit lets it, though the settings are those of the quick start."""
-    program = place.path / "slow" / "odc-mpi"
-    program.parent.mkdir()
-    program.write_text(SLOW)
-    program.chmod(0o755)
-    path = f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    settings = ["--run.steps", SLOW_STEPS, "--run.resume", "never", *in_directory("slow-run")]
-    return place.train("single_node", *settings, options=["--time=4"], PATH=path)
-
-
 def tell_to_stop(place, job, run):
     place.wait_for_steps(10, run)
     # What --signal of the template brings before the time is up.
@@ -127,7 +91,7 @@ def tell_twice(place, job, run):
 
 def kill_a_rank(place, job):
     """Return how long the job lived after that; it is queued again."""
-    place.wait_for_steps(25, "lost")
+    place.wait_for_steps(12, "lost")
     process = re.search(r"process: (\d+)", (place.path / "lost-logs" / "rank-1.log").read_text()).group(1)
     assert place.cluster.run("kill", "-KILL", process).code == 0
     began = time.monotonic()
@@ -184,15 +148,6 @@ def test_the_last_of_a_sweep_is_stopped_and_goes_on_alone(place, jobs):
         assert (place.path / run / "logs" / "rank-0.log").exists()
 
 
-def test_slurm_itself_tells_a_job_to_stop(place, jobs):
-    told = place.finish(jobs["slow"])
-    after = [int(step) for step in re.findall(r"stopped as asked after step (\d+), which is saved", told)]
-    assert after and place.summary("slow-run")["slurm_restarts"] >= len(after)
-    assert all(f"resuming after step {step}" in told for step in after)
-    assert [line["step"] for line in place.steps("slow-run")] == list(range(1, SLOW_STEPS + 1))
-    assert not list((place.path / "slow-run").glob("earlier-*")), "never means the first start"
-
-
 def test_ranks_of_a_node_follow_each_other_on_cores_of_their_own(place, jobs):
     jobs["losing"].result()
     place.finish(jobs["lost"])
@@ -221,7 +176,7 @@ def test_a_job_told_to_stop_goes_on_by_itself(place, jobs):
 def test_a_lost_rank_fails_the_job_at_once_which_then_resumes(place, jobs):
     assert jobs["losing"].result() < 20
     told = place.finish(jobs["lost"])
-    assert re.search(r"resuming after step \d+0,", told)
+    assert re.search(r"resuming after step \d*[05],", told)
     place.finish(jobs["rendered"])
     assert place.losses("lost") == pytest.approx(place.losses("rendered"), rel=1e-3)
 
