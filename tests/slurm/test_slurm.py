@@ -14,9 +14,8 @@ from slurm_jobs import LIMIT_S, STEPS
 #: A test waits for several jobs, all of which end within their own limit, counted from the first test on.
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
-#: Four ranks on two cores take half a second for a step over TCP.
-LOST_STEPS = 36
-EVERY_5 = ("--run.checkpoint_every", "5", "--run.steps", LOST_STEPS)
+EVERY_10 = ("--run.checkpoint_every", "10")
+SHORT = ("--run.steps", "3")
 #: Of a node, and its own; as the benchmark of schedules is small.
 SCRATCH = "/run/scratch"
 SCHEDULE = ("--ranks", "2", "--per-rank", "2", "--minibatches", "1", "--units", "1", "--step-s", "0.05")
@@ -30,7 +29,8 @@ def jobs(place):
         "single_node": stage(place),
         "sweep": place.train("sweep", options=["--array=0-1"]),
         "stopped": place.train("multi_node", "--run.dir", "stopped"),
-        "lost": place.train("multi_node", *place.records("lost"), *EVERY_5, options=["--ntasks-per-node=2"]),
+        "lost": place.train("multi_node", *place.records("lost"), *EVERY_10),
+        "pair": place.train("single_node", *place.records("pair"), *SHORT, options=["--ntasks-per-node=2"]),
         "within": within(place),
         "bench": place.submit("bench", "transport", "--sizes", "64K", "--repeats", "1"),
         "schedule": place.submit("bench", "schedule", *SCHEDULE),
@@ -91,7 +91,7 @@ def tell_twice(place, job, run):
 
 def kill_a_rank(place, job):
     """Return how long the job lived after that; it is queued again."""
-    place.wait_for_steps(12, "lost")
+    place.wait_for_steps(25, "lost")
     process = re.search(r"process: (\d+)", (place.path / "lost-logs" / "rank-1.log").read_text()).group(1)
     assert place.cluster.run("kill", "-KILL", process).code == 0
     began = time.monotonic()
@@ -148,16 +148,16 @@ def test_the_last_of_a_sweep_is_stopped_and_goes_on_alone(place, jobs):
         assert (place.path / run / "logs" / "rank-0.log").exists()
 
 
-def test_ranks_of_a_node_follow_each_other_on_cores_of_their_own(place, jobs):
-    jobs["losing"].result()
-    place.finish(jobs["lost"])
-    assert place.summary("lost")["ranks_per_node"] == [2, 2]
+def test_ranks_of_a_node_have_cores_of_their_own(place, jobs):
+    """On one node: with two such nodes on two cores each rank is a session of its own, and MPI comes to a standstill."""
+    place.finish(jobs["pair"])
+    assert place.summary("pair")["ranks_per_node"] == [2]
     cores = []
-    for rank in range(4):
-        log = (place.path / "lost-logs" / f"rank-{rank}.log").read_text()
-        assert f"host: node{rank // 2}, node {rank // 2} of 2\nlocal rank: {rank % 2} of 2" in log
+    for rank in (0, 1):
+        log = (place.path / "pair-logs" / f"rank-{rank}.log").read_text()
+        assert f"local rank: {rank} of 2" in log
         cores.append(re.findall(r"^cores: (\d+)$", log, re.MULTILINE)[-1])
-    assert cores[0] != cores[1] and cores[2] != cores[3]
+    assert cores[0] != cores[1]
 
 
 def test_a_job_told_to_stop_goes_on_by_itself(place, jobs):
@@ -176,7 +176,7 @@ def test_a_job_told_to_stop_goes_on_by_itself(place, jobs):
 def test_a_lost_rank_fails_the_job_at_once_which_then_resumes(place, jobs):
     assert jobs["losing"].result() < 20
     told = place.finish(jobs["lost"])
-    assert re.search(r"resuming after step \d*[05],", told)
+    assert re.search(r"resuming after step \d+0,", told)
     place.finish(jobs["rendered"])
     assert place.losses("lost") == pytest.approx(place.losses("rendered"), rel=1e-3)
 
