@@ -10,8 +10,12 @@
 
 MPI     ?= mpich
 RANKS   ?= 2
+# Numbers of ranks that the tests under mpiexec run on.
+SIZES   ?= 1 2 3 4
 # Tests that run side by side, but for those that launch jobs: these look at times and at what is left in /dev/shm.
 JOBS    ?= 2
+# More arguments for the tests that launch jobs.
+LAUNCH  ?=
 PYTHON  ?= python3
 VENV    := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
 BIN     := $(VENV)/bin
@@ -58,7 +62,7 @@ test-serial: $(READY)
 	    --ignore tests/launch --numprocesses $(JOBS) --dist worksteal
 
 test-launch: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch $(LAUNCH)
 
 # Two hosts of network namespaces: needs root and iproute2, skips elsewhere unless ODC_MPI_REQUIRE_HOSTS=1.
 test-hosts: $(READY)
@@ -69,7 +73,7 @@ test-slurm: $(READY)
 	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/slurm
 
 test-mpi: $(READY)
-	set -e; for ranks in 1 2 3 4; do \
+	set -e; for ranks in $(SIZES); do \
 	    echo "== $$ranks ranks, $(MPI)"; \
 	    OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --color=no --with-mpi --only-mpi tests/mpi; \
 	done

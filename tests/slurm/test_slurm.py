@@ -33,7 +33,7 @@ def jobs(place):
         "pair": place.train("single_node", *place.records("pair"), *SHORT, options=["--ntasks-per-node=2"]),
         "within": within(place),
         "bench": place.submit("bench", "transport", "--sizes", "64K", "--repeats", "1"),
-        "schedule": place.submit("bench", "schedule", *SCHEDULE),
+        "schedule": place.submit("bench", "schedule", *SCHEDULE, options=["--nodes=1", "--ntasks-per-node=2"]),
         "nowhere": place.train("multi_node", STAGE=f"{SCRATCH}/nowhere", DATA=place.data),
     }
     last = f"{submitted['sweep']}_1"
@@ -149,7 +149,7 @@ def test_the_last_of_a_sweep_is_stopped_and_goes_on_alone(place, jobs):
 
 
 def test_ranks_of_a_node_have_cores_of_their_own(place, jobs):
-    """On one node: with two such nodes on two cores each rank is a session of its own, and MPI comes to a standstill."""
+    """On one node: on two nodes of two shared cores each rank is a session of its own, and MPI hardly gets on."""
     place.finish(jobs["pair"])
     assert place.summary("pair")["ranks_per_node"] == [2]
     cores = []
