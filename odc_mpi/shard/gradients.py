@@ -8,8 +8,7 @@ Note: sums that overflow
     Finite gradients of several pushes may have a sum that is not. Whether an owner's sum is finite it knows only after
     A, and to tell the others would take one more meeting. So every rank tells at A how large the sum of what it pushed
     may be in any element: of each array the largest elements of the pushes, added up. If all ranks' together may be
-    beyond what
-    `reduce_dtype` holds, the gradients count as not finite.
+    beyond what `reduce_dtype` holds, the gradients count as not finite.
 """
 
 import time

@@ -20,7 +20,6 @@ class LateDevice:
         self.copies = 0
         self.copy_s = copy_s
         self.device_memory = set()
-        self._given = 0
         self._lock = threading.Lock()
 
     def memory(self, num_bytes):
@@ -32,9 +31,7 @@ class LateDevice:
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
     def mark(self):
-        with self._lock:
-            self._given += 1
-            return LateMark(self._given)
+        return LateMark()
 
     def copy(self, destination, source, after):
         assert isinstance(after, LateMark)
@@ -46,9 +43,6 @@ class LateDevice:
 
 class LateMark:
     """Behind what was computed: on the host that is done at once."""
-
-    def __init__(self, number):
-        self.number = number
 
     def synchronize(self):
         pass
