@@ -25,8 +25,8 @@ from two_hosts import NETWORK  # noqa: E402
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv", "mount")
 #: States that a job does not leave by itself.
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
-#: As on two hosts, but that ranks do not let go of their core while they wait: each rank under Slurm is a session of its
-#: own, and Linux 6.18 keeps a session from running while another's ranks let go again and again (docs/windows.md).
+#: As on two hosts, but that ranks do not let go of their core while they wait. Each rank under Slurm is a session of its
+#: own, and Linux 6.18 keeps one session from running while another's ranks let go again and again (docs/windows.md).
 SPINNING = {name: value for name, value in NETWORK.items() if name != "OMPI_MCA_mpi_yield_when_idle"}
 #: For the whole cluster to come up, in seconds.
 START_S = 60.0
