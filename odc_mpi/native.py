@@ -31,8 +31,8 @@ from odc_mpi.errors import in_one_line
 #: Where a tensor begins in a flat array, in elements, and the tensor.
 Piece = tuple[int, torch.Tensor]
 
-#: For NVRTC; nvcc takes them, too. A product and a sum are not to be rounded as one.
-COMPILE_OPTIONS = ("-std=c++17", "-fmad=false")
+#: For NVRTC; nvcc takes them, too. CuPy adds -ftz=true, against which the sources guard themselves.
+COMPILE_OPTIONS = ("-std=c++17",)
 
 #: The same in `src/pieces.cuh`: how types are numbered, and how many pieces one launch takes.
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -216,12 +216,21 @@ def _launch(
 def _run(file: str, kernel: str, device: torch.device, num_blocks: int, arguments: tuple[Any, ...]) -> None:
     cupy = _cupy()
     assert cupy is not None
-    stream = torch.cuda.current_stream(device)
+    stream = cupy.cuda.Stream.from_external(_Stream(torch.cuda.current_stream(device).cuda_stream))
     most = BLOCKS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-    given = cupy.cuda.ExternalStream(stream.cuda_stream, device.index)
     # Both devices: torch has to find the one again that it left, whatever CuPy takes for the one before.
-    with torch.cuda.device(device), cupy.cuda.Device(device.index), given:
+    with torch.cuda.device(device), cupy.cuda.Device(device.index), stream:
         _kernel(file, kernel)((min(num_blocks, most),), (THREADS,), arguments)
+
+
+class _Stream:
+    """A stream as CuPy asks for one, which torch's own are not in every version."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
 
 
 @functools.cache

@@ -63,7 +63,7 @@ __device__ inline void add(const From *source, long long begin, long long from, 
 #pragma unroll
         for (int k = 0; k < 4; k++)
             if (from <= start + k && start + k < to)
-                sums.quads[q].v[k] += cast<To>(terms.quads[q].v[k]);
+                sums.quads[q].v[k] = plus(sums.quads[q].v[k], cast<To>(terms.quads[q].v[k]));
     }
 }
 

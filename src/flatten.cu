@@ -20,7 +20,7 @@ __device__ inline unsigned long long as_double(unsigned bits)
 {
     if (bits > 0x7f800000u)
         return 0x7ff8000000000000ull;  // not left to the conversion: it may give a NaN any sign
-    return __double_as_longlong(static_cast<double>(__uint_as_float(bits)));
+    return __double_as_longlong(to_double(__uint_as_float(bits)));
 }
 
 __device__ inline unsigned long long as_double(unsigned long long bits) { return bits; }

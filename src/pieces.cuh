@@ -40,6 +40,38 @@ struct Float16 {
     unsigned short bits;
 };
 
+// What rounds is written in PTX: CuPy compiles with -ftz=true, and the compiler would take subnormal numbers for zeros.
+#ifdef __CUDACC__
+__device__ inline float plus(float a, float b)
+{
+    float sum;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+    return sum;
+}
+
+__device__ inline double to_double(float x)
+{
+    double same;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(same) : "f"(x));
+    return same;
+}
+
+__device__ inline float to_float(double x)
+{
+    float nearest;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(nearest) : "d"(x));
+    return nearest;
+}
+#else
+inline float plus(float a, float b) { return a + b; }
+inline double to_double(float x) { return x; }
+inline float to_float(double x) { return static_cast<float>(x); }
+#endif
+
+__device__ inline double plus(double a, double b) { return a + b; }
+__device__ inline double to_double(double x) { return x; }
+__device__ inline float to_float(float x) { return x; }
+
 __device__ inline float widen(float x) { return x; }
 __device__ inline double widen(double x) { return x; }
 __device__ inline float widen(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
@@ -47,17 +79,35 @@ __device__ inline float widen(BFloat16 x) { return __uint_as_float(static_cast<u
 __device__ inline float widen(Float16 x)
 {
     const unsigned sign = (x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-    // Shifted to where fp32 has them, exponent and mantissa are 2^112 too small: exact for subnormal numbers as well.
-    const float finite = __uint_as_float(rest << 13) * 0x1p112f;
-    const unsigned bits = rest < 0x7c00u ? __float_as_uint(finite) : 0x7f800000u | rest << 13;
+    unsigned bits = rest << 13;  // exponent and mantissa, where fp32 has them
+    if (rest >= 0x7c00u)
+        bits |= 0x7f800000u;
+    else if (rest >= 0x400u)
+        bits += 112u << 23;
+    else if (rest > 0)  // subnormal: multiples of 2^-24
+        bits = __float_as_uint(static_cast<float>(rest)) - (24u << 23);
     return __uint_as_float(sign | bits);
 }
 
 // Rounds to nearest, as torch does.
+template <typename From>
+__device__ inline void cast(From x, float &made)
+{
+    made = to_float(widen(x));
+}
+
+template <typename From>
+__device__ inline void cast(From x, double &made)
+{
+    made = to_double(widen(x));
+}
+
 template <typename To, typename From>
 __device__ inline To cast(From x)
 {
-    return static_cast<To>(widen(x));
+    To made;
+    cast(x, made);
+    return made;
 }
 
 // Whether quads may be read or written from here on.

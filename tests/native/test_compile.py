@@ -27,11 +27,21 @@ def test_every_source_is_known():
 
 
 @pytest.mark.parametrize("name", SOURCES)
+def test_subnormal_numbers_are_no_zeros(nvcc, name, tmp_path):
+    """With what CuPy adds to the options, what is left to the compiler to add or convert would take them so."""
+    made = tmp_path / "out.ptx"
+    source = native.source_dir() / f"{name}.cu"
+    command = [nvcc, *native.COMPILE_OPTIONS, "-ftz=true", "-arch=sm_80", "-ptx", "-o", str(made), str(source)]
+    subprocess.run(command, check=True, timeout=100)
+    assert ".f32" in made.read_text() and ".ftz" not in made.read_text()
+
+
+@pytest.mark.parametrize("name", SOURCES)
 def test_a_kernel_compiles_and_stays_in_registers(nvcc, name, tmp_path):
     """As `native` puts it to NVRTC, and as a file with its header."""
     (tmp_path / f"{name}.cu").write_text(native.read_source(name))
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ARCHITECTURES]
-    strict = ["-Werror", "all-warnings", "-Xptxas", "-v"]
+    strict = ["-ftz=true", "-Werror", "all-warnings", "-Xptxas", "-v"]
     for source in (tmp_path / f"{name}.cu", native.source_dir() / f"{name}.cu"):
         command = [
             nvcc,

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -125,6 +126,29 @@ def test_a_kernel_that_cannot_be_built_is_told_of(monkeypatch):
     monkeypatch.setattr(native, "_cupy", Broken)
     with pytest.raises(RuntimeError, match=r"CuPy 14 cannot build .*flatten.cu: no libnvrtc.so. ODC_MPI_KERNELS=off"):
         native._kernel("flatten", "flatten_float32")
+
+
+@pytest.mark.parametrize(("num_blocks", "launched"), [(1, 1), (1000, 80)])
+def test_a_launch_goes_to_torch_s_stream_and_device(monkeypatch, num_blocks, launched):
+    """What is handed to CuPy; whether it is right tells a GPU only."""
+    cupy, cuda = MagicMock(), MagicMock()
+    cuda.current_stream.return_value.cuda_stream = 4711
+    cuda.get_device_properties.return_value.multi_processor_count = 10
+    monkeypatch.setattr(native, "_cupy", lambda: cupy)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    native._kernel.cache_clear()
+    gpu, arguments = torch.device("cuda", 3), (np.zeros(1, dtype=native._TABLE), np.int32(0))
+    native._run("flatten", "flatten_float32", gpu, num_blocks, arguments)
+    native._kernel.cache_clear()
+    ((stream,), _) = cupy.cuda.Stream.from_external.call_args
+    assert stream.__cuda_stream__() == (0, 4711)
+    cupy.cuda.Stream.from_external.return_value.__enter__.assert_called_once()
+    cuda.device.assert_called_once_with(gpu)
+    cupy.cuda.Device.assert_called_once_with(3)
+    cupy.RawModule.assert_called_once_with(code=native.read_source("flatten"), options=("-std=c++17",))
+    get_function = cupy.RawModule.return_value.get_function
+    get_function.assert_called_once_with("flatten_float32")
+    get_function.return_value.assert_called_once_with((launched,), (native.THREADS,), arguments)
 
 
 @pytest.mark.parametrize("name", ["flatten", "add_slots"])
