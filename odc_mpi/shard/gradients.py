@@ -19,6 +19,7 @@ import torch
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.transport import Pending, Transport
+from odc_mpi.native import flatten
 from odc_mpi.shard.layout import Slot
 from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.spans import Spans
@@ -88,12 +89,8 @@ class GradientPusher:
                 arrays.setdefault(array, []).append((slot, gradient))
         for array, pieces in arrays.items():
             pieces.sort(key=lambda piece: piece[0].start)
-            flat = self._flatten(pieces)
-            if self.padding:
-                flat.zero_()
             index = unit.indices[array]
-            self._look_at(index, flat)
-            self._send(index, flat, pieces[0][0].start)
+            self._send(index, self._lay_out(index, pieces), pieces[0][0].start)
 
     def finish(self) -> None:
         """Wait until every push has left this rank; allow no more. One-sided."""
@@ -105,25 +102,15 @@ class GradientPusher:
         if self._thread is not None:
             self._thread.close()
 
-    def _flatten(self, pieces: Sequence[tuple[Slot, torch.Tensor]]) -> torch.Tensor:
+    def _lay_out(self, index: int, pieces: Sequence[tuple[Slot, torch.Tensor]]) -> torch.Tensor:
+        """Lay gradients into a buffer, and note how large they are, without asking: a device tells when it is done."""
         first, stop = pieces[0][0].start, pieces[-1][0].stop
         self._wait(MAX_BUFFERS - 1)
         flat = self._buffers.take(stop - first, self._transport.reduce_dtype)
-        filled = 0
-        for slot, gradient in pieces:
-            start = slot.start - first
-            flat[filled:start].zero_()
-            filled = start + slot.spec.numel
-            # One pass casts, lays out and makes contiguous.
-            dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-            flat[start:filled].view(slot.spec.shape).copy_(dense)
-        return flat
-
-    def _look_at(self, index: int, flat: torch.Tensor) -> None:
-        """Note how large a gradient is, without asking: on a device the answer comes when the kernels are done."""
-        low, high = torch.aminmax(flat)
-        largest = torch.maximum(-low, high).double()
+        counting = () if self.padding else [(slot.start - first, gradient) for slot, gradient in pieces]
+        largest = flatten(counting, flat)
         self._bounds[index] = self._bounds[index] + largest if index in self._bounds else largest
+        return flat
 
     def _send(self, index: int, flat: torch.Tensor, start: int) -> None:
         began = time.perf_counter()

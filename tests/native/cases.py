@@ -1,0 +1,95 @@
+"""Random pieces of a flat array, and what is to come of them, element by element in Python."""
+
+import math
+
+import numpy as np
+import torch
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+TARGETS = [torch.float32, torch.float64]
+SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e300, -1e39, 65504.0, 6e-8, -6.1e-5, 1e-40, 3.4e38]
+
+
+def random_values(rng, shape, dtype, special=0.0, device="cpu"):
+    """Values of very different sizes; a part of them infinite, NaN, subnormal or too large for other dtypes."""
+    values = rng.normal(size=shape) * 10.0 ** rng.integers(-6, 5, size=shape)
+    values = np.where(rng.random(shape) < special, rng.choice(SPECIAL, size=shape), values)
+    return torch.from_numpy(np.asarray(values)).to(dtype).to(device)
+
+
+def random_pieces(rng, count, longest=40, alignment=1, special=0.0, device="cpu"):
+    """Pieces in order, gaps between some of them, some empty or scalars, some with strides; and where the last ends."""
+    pieces, filled = [], 0
+    for _ in range(count):
+        start = filled + int(rng.choice([0, 0, 1, 3, 50]))
+        start = -(-start // alignment) * alignment
+        shape = [(), (0,), (1,), (int(rng.integers(2, longest)),), (2, 3, 4), (int(rng.integers(1, 9)), 7)]
+        dtype = DTYPES[rng.integers(len(DTYPES))]
+        piece = random_values(rng, shape[rng.integers(len(shape))], dtype, special, device)
+        form = rng.integers(6)
+        if form == 0 and piece.dim():
+            piece = piece.flip(0).transpose(0, -1)
+        elif form == 1 and piece.dim() == 1 and piece.numel() > 1:
+            piece = piece[1:]  # no multiple of 16 bytes any more
+        elif form == 2 and piece.dim() and dtype is not torch.float16:
+            piece = piece.to_sparse()
+        pieces.append((start, piece))
+        filled = start + piece.numel()
+    return pieces, filled
+
+
+def random_slots(rng, numel, count, special=0.0, device="cpu"):
+    """Slots of a shard of `[numel]`, over one another and in no order."""
+    slots = []
+    for _ in range(count):
+        start = int(rng.integers(0, numel + 1))
+        length = int(rng.integers(0, numel - start + 1))
+        dtype = DTYPES[rng.integers(len(DTYPES))]
+        slots.append(
+            (start, random_values(rng, (length + 1,), dtype, special, device)[int(rng.integers(2)) :][:length])
+        )
+    return slots
+
+
+def elements(tensor):
+    """The elements as Python's numbers, in order."""
+    return (tensor.to_dense() if tensor.is_sparse else tensor).cpu().reshape(-1).tolist()
+
+
+def flatten_naively(pieces, numel, dtype):
+    """The flat array, and the largest magnitude."""
+    to = np.float32 if dtype is torch.float32 else np.float64
+    flat = np.zeros(numel, dtype=to)
+    with np.errstate(all="ignore"):
+        for start, piece in pieces:
+            for i, x in enumerate(elements(piece)):
+                flat[start + i] = to(x)
+    magnitudes = [abs(float(x)) for x in flat]
+    return torch.from_numpy(flat), math.nan if any(map(math.isnan, magnitudes)) else max(magnitudes, default=0.0)
+
+
+def add_naively(shard, slots):
+    """The sums."""
+    sums = shard.cpu().numpy().copy()
+    with np.errstate(all="ignore"):
+        for start, slot in slots:
+            for i, x in enumerate(elements(slot)):
+                sums[start + i] = sums[start + i] + sums.dtype.type(x)
+    return torch.from_numpy(sums)
+
+
+def assert_same(made, wanted):
+    """To the last bit, but for those of a NaN."""
+    made, wanted = made.cpu(), wanted.cpu()
+    assert made.dtype == wanted.dtype and made.shape == wanted.shape
+    assert torch.equal(made.isnan(), wanted.isnan())
+    bits = torch.int32 if made.dtype is torch.float32 else torch.int64
+    assert torch.equal(
+        made.nan_to_num(0, math.inf, -math.inf).view(bits), wanted.nan_to_num(0, math.inf, -math.inf).view(bits)
+    )
+
+
+def assert_same_number(made, wanted):
+    """Equal, or both NaN."""
+    assert made.dtype is torch.float64 and made.shape == ()
+    assert float(made) == wanted or (math.isnan(float(made)) and math.isnan(wanted)), (float(made), wanted)

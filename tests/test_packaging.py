@@ -1,0 +1,49 @@
+"""What an installed package holds: all rooms, and the sources of the kernels."""
+
+import configparser
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_room_is_in_the_list():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = config["options"]["packages"].split()
+    rooms = {path.parent.relative_to(ROOT) for path in (ROOT / "odc_mpi").rglob("__init__.py")}
+    assert listed == sorted({".".join(room.parts) for room in rooms} | {"odc_mpi.src"})
+
+
+def test_a_build_has_modules_and_the_sources_of_kernels(tmp_path):
+    pytest.importorskip("setuptools")
+    sources = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "odc_mpi", "src")
+    for name in sources:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    command = [
+        sys.executable,
+        "-c",
+        "import setuptools; setuptools.setup()",
+        "--quiet",
+        "build",
+        "--build-lib",
+        "built",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    built = tmp_path / "built" / "odc_mpi"
+    assert files(built, "*.py") == files(ROOT / "odc_mpi", "*.py")
+    assert files(built / "src", "*") == files(ROOT / "src", "*") != set()
+    # And they are found there, by what was built.
+    program = "from odc_mpi import native; print(native.source_dir(), len(native.read_source('flatten')))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "built", capture_output=True, text=True)
+    assert done.stdout.split()[0] == str(built / "src"), done.stderr
+
+
+def files(directory, pattern):
+    return {path.relative_to(directory) for path in directory.rglob(pattern) if path.is_file()}
