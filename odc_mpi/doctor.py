@@ -65,10 +65,12 @@ def _tell(ending: Ending, as_json: bool) -> int:
     report = _report(ending)
     _keep(ending, report)
     decision = decide(report) if report.library else None
+    on_device = decide(report, on_device=True) if report.device is not None else None
     if as_json:
-        print(json.dumps(report.to_dict() | {"decision": decision and decision.to_dict()}), flush=True)
+        found = report.to_dict() | {"decision": decision and decision.to_dict()}
+        print(json.dumps(found | ({"device_decision": on_device.to_dict()} if on_device else {})), flush=True)
     else:
-        _print(report, decision)
+        _print(report, decision, on_device)
     if ending.failure:
         print(f"The last lines of the failed process:\n{ending.last_words or '(none)'}", file=sys.stderr, flush=True)
     return 0 if decision else 1
@@ -101,7 +103,7 @@ def _free_mib() -> str:
         return "no"
 
 
-def _print(report: Report, decision: Decision | None) -> None:
+def _print(report: Report, decision: Decision | None, on_device: Decision | None) -> None:
     # Open MPI gives its ranks a terminal of their own, whatever mpiexec writes to: no colours.
     console = Console(color_system=None, highlight=False)
     if decision is None:
@@ -121,12 +123,18 @@ def _print(report: Report, decision: Decision | None) -> None:
         console.print(_operations(report), "")
     if report.device is not None:
         console.print(*_device(report, report.device), "", sep="\n")
-    chosen = Table("the runtime uses", "", "because", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, choice in decision.to_dict().items():
-        chosen.add_row(name.replace("_", "-"), choice["choice"], choice["reason"])
-    console.print(chosen)
+    console.print(_chosen("the runtime uses", decision))
+    if on_device is not None:
+        console.print("", _chosen("with run.device cuda", on_device), sep="\n")
     for problem in report.problems:
         console.print(f"Problem: {problem}")
+
+
+def _chosen(title: str, decision: Decision) -> Table:
+    table = Table(title, "", "because", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, choice in decision.to_dict().items():
+        table.add_row(name.replace("_", "-"), choice["choice"], choice["reason"])
+    return table
 
 
 def _operations(report: Report) -> Table:

@@ -47,7 +47,11 @@ ALONE = {
     ),
 }
 #: These see of their own room only this: no MPI.
-SEE_ALSO = {"comm.decision": {"comm.report"}, "comm.cache": {"comm.report"}}
+SEE_ALSO = {
+    "comm.decision": {"comm.report", "comm.device_decision"},
+    "comm.device_decision": {"comm.report"},
+    "comm.cache": {"comm.report"},
+}
 #: Libraries that only these may import.
 KEPT_IN = {
     "mpi4py": {"comm"},

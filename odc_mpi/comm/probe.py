@@ -99,7 +99,12 @@ def probe(
 
 def bare_report(world: World) -> Report:
     """Return what is known without trying anything. Local."""
-    return Report(library=world.mpi_library, thread_level=_THREAD_LEVELS[MPI.Query_thread()])
+    return Report(
+        library=world.mpi_library,
+        thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+        nodes=world.num_nodes,
+        ranks_per_node=tuple(num_ranks for _, num_ranks in world.layout),
+    )
 
 
 def quick_report(world: World, cache_it: bool = True) -> Report:

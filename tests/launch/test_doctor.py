@@ -215,9 +215,13 @@ probe.main(sys.argv[1:])
 """
 
 
+#: How fast host memory is that stands in for a device, beside itself, says nothing.
+ANY_SPEED = "from odc_mpi.comm import device_decision\ndevice_decision.LEAST_SHARE_OF_HOST = 0.0\n"
+
+
 @pytest.fixture
 def device_doctor(tmp_path):
-    (tmp_path / "doctor.py").write_text(DOCTOR)
+    (tmp_path / "doctor.py").write_text(ANY_SPEED + DOCTOR)
 
     def run(fault, *options, operation_s=30):
         stand_in = str(Path(__file__).parents[1] / "shard")
@@ -247,6 +251,8 @@ def test_what_a_device_cannot_do_is_an_answer_that_is_kept(device_doctor, fault,
     (problem,) = found["problems"]
     assert problem.startswith("from_device same_node accumulate: ") and how in problem
     assert found["peers"]["same_node"]["accumulate"]["one_sided"] is True, "of host memory all is known"
+    assert found["device_decision"]["window_device"]["choice"] == "cuda"
+    assert found["device_decision"]["reduction"]["choice"] == "mailbox" and how in str(found["device_decision"])
     (verdict,) = kept
     report = Report.from_dict({name: value for name, value in found.items() if not name.endswith("decision")})
     assert Report.from_dict(verdict["report"]) == report
@@ -268,9 +274,12 @@ def test_the_table_of_devices_fits_a_terminal(device_doctor):
         ("Accumulate", "device"),
     ]
     assert "late device" in done.out and len(kept) == 1
+    chosen = [line.split()[:2] for line in done.out.splitlines()]
+    assert ["with", "run.device"] in chosen and ["window-device", "cuda"] in chosen
 
 
 def test_without_a_device_nothing_is_said_of_one(tmp_path):
     done = odc_mpi(2, "doctor", "--json", XDG_CACHE_HOME=str(tmp_path))
-    assert answer(done)["device"] is None
+    found = answer(done)
+    assert found["device"] is None and "device_decision" not in found
     assert not list(tmp_path.rglob("*.json")), "nothing to keep for a training run, which probes by itself"
