@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from odc_mpi.comm.device import Device, find_device
 from odc_mpi.comm.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
 from odc_mpi.comm.probe import bare_report, quick_report
 from odc_mpi.comm.reduction import AccumulateReduction, Reduction
+from odc_mpi.comm.report import Report
 from odc_mpi.comm.staged import StagedTransport
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.window import WindowTransport
@@ -58,7 +60,8 @@ def shard_model(
             then run the same number of microbatches, with `ShardedModel.padding` if need be, and nothing is prefetched.
         mailbox_bytes: Where gradients go through a mailbox: memory of this rank for those on their way to it.
         device: Where the model computes: cpu, or cuda, of a node's GPUs the one with this rank's local number. The
-            shards are on the host all the same; a GPU holds no parameters but those of the units in use.
+            shards are on the host, and a GPU holds no parameters but those of the units in use, unless `decision` has
+            windows on the GPUs (docs/gpu.md).
         optimizer_device: cpu, or cuda: the slices to optimize are then on the GPU, with whatever the optimizer keeps.
 
     Returns:
@@ -66,16 +69,15 @@ def shard_model(
 
     Raises:
         ValueError: Nothing to train, units that match nothing, parameters without values or of mixed types.
-        UserError: Too little shared memory for the windows; no such device.
+        UserError: Too little memory for the windows; no such device; windows on a GPU without CuPy.
     """
     computing = world.agree(lambda: _device(device, optimizer_device, world.local_rank))
     if param_dtype is None:
         param_dtype = _own_dtype(module)
     if reduce_dtype is None:
         reduce_dtype = torch.promote_types(param_dtype, torch.float32)
-    transport = _transport(world, param_dtype, reduce_dtype, decision or decide_for(world), mailbox_bytes)
-    if computing is not None:
-        transport = StagedTransport(transport, computing)
+    decision = decision or decide_for(world, device=device)
+    transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes)
     model = ShardedModel(
         module,
         transport,
@@ -97,10 +99,13 @@ def decide_for(
     zero_copy: str = "auto",
     reduction: str = "auto",
     progress: str = "auto",
+    window_device: str = "auto",
+    device: str = "cpu",
 ) -> Decision:
     """Find out what this MPI stack does, and decide how ranks reach each other. Collective; takes up to two seconds.
 
-    Where all is set nothing is tried.
+    Where all is set nothing is tried. Windows on GPUs are not tried at all, since that may end the job: what counts is
+    what `odc-mpi doctor` has found in the same layout.
 
     What was found is kept for the next run on the same stack, in `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi`.
 
@@ -110,6 +115,8 @@ def decide_for(
         zero_copy: auto, or off: ranks of a node do not read each other's parameters in place.
         reduction: auto, or how gradients reach their owners: accumulate or mailbox.
         progress: auto, or whether a thread serves other ranks while this one computes: off or thread.
+        window_device: auto, or where the windows are of a model that computes on GPUs: cuda or cpu.
+        device: Where the model computes, as `shard_model` has it.
 
     Raises:
         UserError: A value that a setting does not have, or that this MPI cannot grant; or what would be used delivered
@@ -117,12 +124,15 @@ def decide_for(
     """
     if transport not in ("window", "collective"):
         raise UserError(f"comm.transport: expected window or collective, got {transport}")
-    wishes = Wishes(zero_copy=zero_copy, reduction=reduction, progress=progress)
+    wishes = Wishes(zero_copy, reduction, progress, window_device)
     if transport == CollectiveTransport.name:
         return decide_collective(wishes)
     # An operation that crashes here must not be tried if nothing depends on the answer.
     report = bare_report(world) if wishes.leave_nothing_open else quick_report(world)
-    decision = world.agree(lambda: decide(report, wishes))
+    computing = world.agree(lambda: find_device(device, world.local_rank))
+    if computing is not None and window_device != "cpu":
+        report = _with_verdict(report, world, computing)
+    decision = world.agree(lambda: decide(report, wishes, on_device=computing is not None))
     world.agree(lambda: refuse_wrong_data(report, decision))
     return decision
 
@@ -136,8 +146,50 @@ def _device(device: str, optimizer_device: str, local_rank: int) -> Device | Non
     return find_device(device, local_rank)
 
 
+def _with_verdict(report: Report, world: World, device: Device) -> Report:
+    """Add what a doctor found about windows on these devices. Collective."""
+    # Here, so that nobody without a GPU loads it.
+    from odc_mpi.comm.device_probe import kept_verdict
+
+    kept = kept_verdict(world, device)
+    if kept is None:
+        return report
+    problems = [problem for problem in kept.problems if problem.startswith(("device ", "from_device "))]
+    return replace(report, device=kept.device, problems=(*report.problems, *problems))
+
+
 def _transport(
-    world: World, param_dtype: torch.dtype, reduce_dtype: torch.dtype, decision: Decision, mailbox_bytes: int
+    world: World,
+    device: Device | None,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    decision: Decision,
+    mailbox_bytes: int,
+) -> Transport:
+    progress = decision.progress.choice == "thread"
+    if device is not None and decision.window_device is not None and decision.window_device.choice == "cuda":
+        from odc_mpi.comm.device_transport import DeviceTransport
+
+        return DeviceTransport(
+            world,
+            device,
+            param_dtype,
+            reduce_dtype,
+            reduction=decision.reduction.choice,
+            mailbox_bytes=mailbox_bytes,
+            progress=progress,
+        )
+    host = _host_transport(world, param_dtype, reduce_dtype, decision, mailbox_bytes, progress)
+    return host if device is None else StagedTransport(host, device)
+
+
+def _host_transport(
+    world: World,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    decision: Decision,
+    mailbox_bytes: int,
+    progress: bool,
 ) -> Transport:
     if decision.transport == CollectiveTransport.name:
         return CollectiveTransport(world, param_dtype, reduce_dtype)
@@ -151,7 +203,7 @@ def _transport(
         reduce_dtype,
         zero_copy=decision.zero_copy.choice == "on",
         reduction=reductions[decision.reduction.choice],
-        progress=decision.progress.choice == "thread",
+        progress=progress,
     )
 
 

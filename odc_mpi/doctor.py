@@ -2,6 +2,9 @@
 
 This process does not start MPI. A child takes its part in the job and tells what it finds as it goes, so that there is
 an answer even if the MPI library crashes or hangs. Communication: that of `comm.probe`, in the children.
+
+What was found about windows on GPUs, a crash included, is kept for training runs in the same layout: they cannot try it
+themselves, since it might end them.
 """
 
 import json
@@ -13,10 +16,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from odc_mpi.comm import cache
 from odc_mpi.comm.decision import Decision, decide, seconds
+from odc_mpi.comm.gpu import has_gpu
 from odc_mpi.comm.pmi import hint
-from odc_mpi.comm.report import OPERATIONS, PEER_KINDS, Operation, Report
-from odc_mpi.launcher import Ending, launched_rank, take_part
+from odc_mpi.comm.report import DEVICE_OPERATIONS, OPERATIONS, DeviceWindows, Operation, Report
+from odc_mpi.launcher import ENDED_BY_LAUNCHER, Ending, launched_rank, take_part
 
 #: The process that takes part in MPI.
 PROBE = (sys.executable, "-m", "odc_mpi.comm.probe")
@@ -24,9 +29,13 @@ PROBE = (sys.executable, "-m", "odc_mpi.comm.probe")
 DEADLINE_S = 55.0
 #: Seconds for one operation with all its repetitions, which take 5 s where it waits for its target.
 OPERATION_S = 12.0
+#: Seconds more where there is a GPU: loading what it takes, and trying windows on it.
+DEVICE_S = 60.0
 
 _TITLES = {"get": "Get", "put": "Put", "accumulate": "Accumulate", "fetch_and_op": "Fetch_and_op"}
 _KINDS = {"same_node": "same node", "other_node": "other node"}
+_ORIGINS = {"from_device": "device", "from_host": "host"}
+_TOLD = {True: "yes", False: "no", None: "no answer"}
 _ALONE = "there is no peer to try: run mpiexec -n 2 odc-mpi doctor"
 
 
@@ -45,6 +54,8 @@ def doctor(
         The exit code: 0 if there was an answer, 1 if MPI did not even start.
     """
     rank = launched_rank()
+    if has_gpu():
+        deadline_s += DEVICE_S
     with take_part(probe, rank, deadline_s, operation_s) as ending:
         return 0 if rank else _tell(ending, as_json)
 
@@ -52,11 +63,14 @@ def doctor(
 def _tell(ending: Ending, as_json: bool) -> int:
     """Print what is known and return the exit code."""
     report = _report(ending)
+    _keep(ending, report)
     decision = decide(report) if report.library else None
+    on_device = decide(report, on_device=True) if report.device is not None else None
     if as_json:
-        print(json.dumps(report.to_dict() | {"decision": decision and decision.to_dict()}), flush=True)
+        found = report.to_dict() | {"decision": decision and decision.to_dict()}
+        print(json.dumps(found | ({"device_decision": on_device.to_dict()} if on_device else {})), flush=True)
     else:
-        _print(report, decision)
+        _print(report, decision, on_device)
     if ending.failure:
         print(f"The last lines of the failed process:\n{ending.last_words or '(none)'}", file=sys.stderr, flush=True)
     return 0 if decision else 1
@@ -75,6 +89,13 @@ def _report(ending: Ending) -> Report:
     return report.with_problem(f"{(doing or 'closing').replace('.', ' ')}: {failure}")
 
 
+def _keep(ending: Ending, report: Report) -> None:
+    """Keep what was found about windows on devices, unless somebody ended it before all was tried."""
+    key = (ending.news or {}).get("device_key")
+    if key is not None and report.device is not None and ending.failure != ENDED_BY_LAUNCHER:
+        cache.store(key, report)
+
+
 def _free_mib() -> str:
     try:
         return str(shutil.disk_usage("/dev/shm").free >> 20)
@@ -82,7 +103,7 @@ def _free_mib() -> str:
         return "no"
 
 
-def _print(report: Report, decision: Decision | None) -> None:
+def _print(report: Report, decision: Decision | None, on_device: Decision | None) -> None:
     # Open MPI gives its ranks a terminal of their own, whatever mpiexec writes to: no colours.
     console = Console(color_system=None, highlight=False)
     if decision is None:
@@ -100,12 +121,20 @@ def _print(report: Report, decision: Decision | None) -> None:
         console.print(_ALONE, "", sep="\n")
     else:
         console.print(_operations(report), "")
-    chosen = Table("the runtime uses", "", "because", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, choice in decision.to_dict().items():
-        chosen.add_row(name.replace("_", "-"), choice["choice"], choice["reason"])
-    console.print(chosen)
+    if report.device is not None:
+        console.print(*_device(report, report.device), "", sep="\n")
+    console.print(_chosen("the runtime uses", decision))
+    if on_device is not None:
+        console.print("", _chosen("with run.device cuda", on_device), sep="\n")
     for problem in report.problems:
         console.print(f"Problem: {problem}")
+
+
+def _chosen(title: str, decision: Decision) -> Table:
+    table = Table(title, "", "because", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, choice in decision.to_dict().items():
+        table.add_row(name.replace("_", "-"), choice["choice"], choice["reason"])
+    return table
 
 
 def _operations(report: Report) -> Table:
@@ -113,13 +142,32 @@ def _operations(report: Report) -> Table:
     for title in ("target idle", "target busy", "GB/s"):
         table.add_column(title, justify="right")
     table.add_column("one-sided")
-    nodes_have_peers = {"same_node": max(report.ranks_per_node) > 1, "other_node": report.nodes > 1}
     problems = dict(problem.split(": ", 1) for problem in report.problems)
-    for kind in (kind for kind in PEER_KINDS if nodes_have_peers[kind]):
+    for kind in report.kinds:
         for name in OPERATIONS:
             operation = getattr(getattr(report.peers, kind), name, Operation())
             table.add_row(_KINDS[kind], _TITLES[name], *_cells(operation, problems.get(f"{kind} {name}", "not tried")))
     return table
+
+
+def _device(report: Report, device: DeviceWindows) -> tuple[Table, Table]:
+    """Return what was found about windows on devices: what is known of them, and the operations."""
+    facts = Table.grid(padding=(0, 3))
+    facts.add_row("GPUs", "; ".join(device.names))
+    facts.add_row("MPI for CUDA", f"{_TOLD[device.cuda_support]} (MPIX_Query_cuda_support)")
+    facts.add_row("memory kinds", device.alloc_kinds or "no answer")
+    facts.add_row("windows there", f"made: {_TOLD[device.window]}, own Accumulate: {_TOLD[device.own_accumulate]}")
+    table = Table("peer", "on the device", "from", box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("target idle", "target busy", "GB/s"):
+        table.add_column(title, justify="right")
+    table.add_column("one-sided")
+    problems = dict(problem.split(": ", 1) for problem in report.problems)
+    for kind in report.kinds:
+        for name, origin in DEVICE_OPERATIONS:
+            operation = getattr(getattr(getattr(device, origin), kind), name, Operation())
+            without = problems.get(f"{origin} {kind} {name}", "not tried")
+            table.add_row(_KINDS[kind], _TITLES[name], _ORIGINS[origin], *_cells(operation, without))
+    return facts, table
 
 
 def _cells(operation: Operation, without: str) -> tuple[str, ...]:

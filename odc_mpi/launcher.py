@@ -38,6 +38,8 @@ _FORWARD_S = 0.2
 #: How long a child may take to end after rank 0's has ended.
 _END_S = 2.0
 _PR_SET_PDEATHSIG = 1
+#: How a part ended that neither failed nor came to its end.
+ENDED_BY_LAUNCHER = "ended by the launcher"
 
 
 def is_launched() -> bool:
@@ -108,7 +110,7 @@ def _until_known(child: "_Child", notes: "_Notes", ended: threading.Event, deadl
         if child.is_done():
             return Ending(child.news, None, "")
         if ended.is_set():
-            return Ending(child.news, "ended by the launcher", child.last_words())
+            return Ending(child.news, ENDED_BY_LAUNCHER, child.last_words())
         if time.monotonic() > min(deadline, quiet_until):
             limit_s = quiet_s if quiet_until < deadline else deadline_s
             return Ending(child.news, f"no answer within {limit_s:g} s", child.last_words())

@@ -19,7 +19,7 @@ MAY_SEE = {
     "bench": {"train", "checkpoint", "api", "data", "shard", "comm"},
     "train": {"api", "checkpoint", "data", "shard", "comm.world", "comm.tickets"},
     "checkpoint": {"shard"},
-    "doctor": {"comm.report", "comm.decision", "comm.pmi", "launcher"},
+    "doctor": {"comm.report", "comm.decision", "comm.pmi", "comm.cache", "comm.gpu", "launcher"},
     "job": set(),
     "job_command": {"job", "comm.pmi", "train.config"},
     "launcher": set(),
@@ -41,13 +41,18 @@ ALONE = {
         "comm.buffers",
         "comm.report",
         "comm.pmi",
+        "comm.gpu",
         "bench.launch",
         "bench.measure",
         "bench.events",
     ),
 }
 #: These see of their own room only this: no MPI.
-SEE_ALSO = {"comm.decision": {"comm.report"}, "comm.cache": {"comm.report"}}
+SEE_ALSO = {
+    "comm.decision": {"comm.report", "comm.device_decision"},
+    "comm.device_decision": {"comm.report"},
+    "comm.cache": {"comm.report"},
+}
 #: Libraries that only these may import.
 KEPT_IN = {
     "mpi4py": {"comm"},

@@ -38,11 +38,16 @@ def folder() -> Path:
     return Path(home) / "odc_mpi"
 
 
-def load(key: dict[str, Any]) -> Report | None:
-    """Return the report that was kept under this key, if there is a readable one of the last week. Local."""
+def load(key: dict[str, Any], kept_s: float = KEPT_S) -> Report | None:
+    """Return the report that was kept under this key, if there is a readable one. Local.
+
+    Args:
+        key: Equal to the one with which it was stored.
+        kept_s: It is at most so many seconds old; a week by default.
+    """
     try:
         kept = json.loads(_path(key).read_text())
-        fresh = 0 <= time.time() - kept["time_s"] < KEPT_S
+        fresh = 0 <= time.time() - kept["time_s"] < kept_s
         # The whole key is compared too: its digest only names the file.
         return Report.from_dict(kept["report"]) if fresh and kept["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # also without a home, or nested too deeply

@@ -6,14 +6,19 @@
     progress    a thread that serves peers, where Get or the reduction waits for a target that computes, or drawing a
                 ticket from another node
 
+    window_device   where the model computes on a GPU: windows there, where a doctor has proved what they take; else on
+                    the host, by way of pinned memory
+
 With `comm.transport: collective` nothing of this is left to choose.
 
 A setting that is not `auto` wins. Every choice has its reason, with the figure that led to it.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from odc_mpi.comm.device_decision import Proof, prove
 from odc_mpi.comm.report import Operation, Peer, Report
 from odc_mpi.errors import UserError
 
@@ -28,12 +33,13 @@ _SETTINGS = {
     "zero_copy": ("auto", "off"),
     "reduction": ("auto", "accumulate", "mailbox"),
     "progress": ("auto", "off", "thread"),
+    "window_device": ("auto", "cuda", "cpu"),
 }
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """The settings `comm.zero_copy`, `comm.reduction` and `comm.progress`.
+    """The settings `comm.zero_copy`, `comm.reduction`, `comm.progress` and `comm.window_device`.
 
     Raises:
         UserError: A value that the setting does not have.
@@ -42,10 +48,11 @@ class Wishes:
     zero_copy: str = "auto"
     reduction: str = "auto"
     progress: str = "auto"
+    window_device: str = "auto"
 
     @property
     def leave_nothing_open(self) -> bool:
-        """Whether nothing is left to find out. Local."""
+        """Whether nothing is left to try. Local."""
         return "auto" not in (self.zero_copy, self.reduction, self.progress)
 
     def __post_init__(self) -> None:
@@ -71,6 +78,8 @@ class Decision:
     zero_copy: Choice
     reduction: Choice
     progress: Choice
+    #: Where the model computes on a device: whether its windows are there, too.
+    window_device: Choice | None = None
 
     @property
     def transport(self) -> str:
@@ -81,27 +90,38 @@ class Decision:
         """Return all choices with their reasons, for a log. Local."""
         if self.transport == "collective":
             return f"collectives ({self.window.reason})"
-        named = [(name.replace("_", "-"), getattr(self, name)) for name in ("zero_copy", "reduction", "progress")]
+        names = ("window_device", "zero_copy", "reduction", "progress")
+        named = [(name.replace("_", "-"), made) for name in names if (made := getattr(self, name)) is not None]
         return "; ".join(f"{name} {made.choice} ({made.reason})" for name, made in named)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold. Local."""
-        return asdict(self)
+        """Return what JSON can hold; what there is nothing to choose of is left out. Local."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def decide(report: Report, wishes: Wishes = Wishes()) -> Decision:
+def decide(report: Report, wishes: Wishes = Wishes(), *, on_device: bool = False) -> Decision:
     """Choose what the runtime uses. Local.
 
     Args:
         report: Of a probe; what it could not answer counts against the operation.
         wishes: What the settings ask for.
+        on_device: Whether the model computes on a device.
 
     Raises:
         UserError: A setting asks for what this MPI does not grant.
     """
+    if not on_device and wishes.window_device == "cuda":
+        raise UserError("comm.window_device: cuda goes with run.device cuda, got run.device cpu: set it to auto or cpu")
+    if on_device:
+        proof = prove(report)
+        made = _window_device(proof, wishes)
+        if made.choice == "cuda":
+            return _on_device(report, proof, wishes, made)
+        return replace(decide(report, replace(wishes, window_device="cpu")), window_device=made)
     zero_copy = _zero_copy(report, wishes.zero_copy)
-    reduction = _reduction(report, wishes.reduction)
-    progress = _progress(report, wishes.progress, reduction.choice)
+    peers = report.peers.existing()
+    reduction = _reduction(peers, wishes.reduction)
+    progress = _progress(report, peers, wishes.progress, reduction.choice)
     return Decision(_window(report, zero_copy), zero_copy, reduction, progress)
 
 
@@ -111,12 +131,15 @@ def refuse_wrong_data(report: Report, decision: Decision) -> None:
     Raises:
         UserError: A chosen one did.
     """
-    for kind in report.peers.existing():
+    on_device = decision.window_device is not None and decision.window_device.choice == "cuda"
+    before, cure = ("from_device ", "comm.window_device to cpu") if on_device else ("", "comm.transport to collective")
+    for kind in report.kinds:
         for name in ("get", "put" if decision.reduction.choice == "mailbox" else "accumulate"):
-            if report.is_wrong(kind, name):
+            if report.is_wrong(before + kind, name):
+                where = f"{_WHERE[kind]}, on devices," if on_device else _WHERE[kind]
                 raise UserError(
-                    f"{_NAMES[name]} with a peer {_WHERE[kind]} delivers wrong data under {report.library}: expected "
-                    "an MPI whose one-sided operations work (odc-mpi doctor), or set comm.transport to collective"
+                    f"{_NAMES[name]} with a peer {where} delivers wrong data under {report.library}: expected "
+                    f"an MPI whose one-sided operations work (odc-mpi doctor), or set {cure}"
                 )
 
 
@@ -129,9 +152,9 @@ def decide_collective(wishes: Wishes = Wishes()) -> Decision:
     Raises:
         UserError: A setting asks for what only windows have.
     """
-    for name in ("reduction", "progress"):
+    for name in ("reduction", "progress", "window_device"):
         wish = getattr(wishes, name)
-        if wish not in ("auto", "off"):
+        if wish not in ("auto", "off", "cpu"):
             raise UserError(f"comm.{name}: {wish} belongs to comm.transport window, got collective: set it to auto")
     reason = "set by comm.transport"
     return Decision(
@@ -155,6 +178,43 @@ def _window(report: Report, zero_copy: Choice) -> Choice:
     return Choice("allocate", f"zero-copy is off: {zero_copy.reason}")
 
 
+def _window_device(proof: Proof, wishes: Wishes) -> Choice:
+    wish, against = wishes.window_device, proof.against or proof.against_reductions.get(wishes.reduction)
+    if wish == "cuda" and against is not None:
+        return Choice(wish, f"set by comm.window_device; warning: {against}")
+    if wish != "auto":
+        return Choice(wish, "set by comm.window_device")
+    if against is not None:
+        return Choice("cpu", against)
+    return Choice("cuda", "odc-mpi doctor has seen what they take work on windows on GPUs")
+
+
+def _on_device(report: Report, proof: Proof, wishes: Wishes, window_device: Choice) -> Decision:
+    """Choose the rest where windows are on devices."""
+    reduction = _reduction_on_device(proof, wishes.reduction)
+    return Decision(
+        window=Choice("create", "Win.Create over memory of the GPUs"),
+        zero_copy=Choice("off", "nothing is read in place on another GPU"),
+        reduction=reduction,
+        progress=_progress(report, proof.peers, wishes.progress, reduction.choice),
+        window_device=window_device,
+    )
+
+
+def _reduction_on_device(proof: Proof, wish: str) -> Choice:
+    against = proof.against_reductions
+    if wish != "auto":
+        return Choice(wish, "set by comm.reduction")
+    if not proof.peers:
+        return Choice("mailbox", "there is no peer, and the GPU adds its own")
+    if "accumulate" in against:
+        # Where not even Put is proved a person has insisted: it is more likely to work.
+        return Choice("mailbox", against["accumulate"])
+    if "mailbox" in against:
+        return Choice("accumulate", against["mailbox"])
+    return _reduction(proof.peers, wish)
+
+
 def _zero_copy(report: Report, wish: str) -> Choice:
     if wish != "auto":
         return Choice(wish, "set by comm.zero_copy")
@@ -170,10 +230,9 @@ def _zero_copy(report: Report, wish: str) -> Choice:
     return Choice("on", f"a node's ranks read each other in place, 64 bytes in {seconds(shared.load_s)}")
 
 
-def _reduction(report: Report, wish: str) -> Choice:
+def _reduction(peers: Mapping[str, Peer], wish: str) -> Choice:
     if wish != "auto":
         return Choice(wish, "set by comm.reduction")
-    peers = report.peers.existing()
     if not peers:
         return Choice("accumulate", "there is no peer")
     against = [text for kind, peer in peers.items() if (text := _against_accumulate(kind, peer))]
@@ -204,7 +263,8 @@ def _speeds(kind: str, peer: Peer) -> str:
     return f"{_WHERE[kind]} moves {adding:.2g} GB/s, Put {putting:.2g}"
 
 
-def _progress(report: Report, wish: str, reduction: str) -> Choice:
+def _progress(report: Report, peers: Mapping[str, Peer], wish: str, reduction: str) -> Choice:
+    """Choose whether a thread serves; `peers` tells of the windows that are used, the report of tickets, too."""
     granted = report.thread_level or "no answer"
     if wish == "thread" and granted != THREADS_NEEDED:
         raise UserError(
@@ -212,19 +272,16 @@ def _progress(report: Report, wish: str, reduction: str) -> Choice:
         )
     if wish != "auto":
         return Choice(wish, "set by comm.progress")
-    peers = report.peers.existing()
     if not peers:
         return Choice("off", "there is no peer to serve")
     needed = ["get", "accumulate" if reduction == "accumulate" else "put"]
-    uses = [(kind, name) for kind in peers for name in needed]
-    if "other_node" in peers:
+    uses = [(kind, name, getattr(peer, name)) for kind, peer in peers.items() for name in needed]
+    if report.peers.other_node is not None:
         # Tickets: within a node there is shared memory to draw from, whatever the window of the trial was.
-        uses.append(("other_node", "fetch_and_op"))
-    waiting = [
-        _waits(kind, name, operation) for kind, name in uses if not (operation := getattr(peers[kind], name)).one_sided
-    ]
+        uses.append(("other_node", "fetch_and_op", report.peers.other_node.fetch_and_op))
+    waiting = [_waits(kind, name, operation) for kind, name, operation in uses if not operation.one_sided]
     if not waiting:
-        *names, last = [_NAMES[name] for name in dict.fromkeys(name for _, name in uses)]
+        *names, last = [_NAMES[name] for name in dict.fromkeys(name for _, name, _ in uses)]
         return Choice("off", f"{', '.join(names)} and {last} are one-sided towards all peers")
     if granted != THREADS_NEEDED:
         return Choice("off", f"warning: {waiting[0]}, but a thread needs {THREADS_NEEDED} and {granted} is granted")

@@ -25,22 +25,20 @@ value, at times less than the old one. A `sent` like that is no news, a `done` l
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from odc_mpi.comm.reduction import Reduction
-from odc_mpi.comm.rma import Window
+from odc_mpi.comm.rma import Memory, Window
+from odc_mpi.comm.slots import ALIGNMENT, Header, HostSlots, align
 from odc_mpi.comm.transport import Layout, Pending
 from odc_mpi.comm.world import SLEEP_S, SPIN_S, World
 from odc_mpi.errors import UserError
 
 DEFAULT_MAILBOX_BYTES = 64 << 20
-#: Slots and rings begin at multiples of a cache line; half of one is the header: array, start, numel, position.
-SLOT_ALIGNMENT = 64
-HEADER_BYTES = 32
 #: A slot is at most a ring divided by this: so its owner adds one while its pusher fills the next.
 SLOTS_PER_RING = 4
 COUNTER_BYTES = 8
@@ -56,6 +54,7 @@ class MailboxReduction(Reduction):
         layouts: As for any reduction.
         dtype: As for any reduction.
         mailbox_bytes: At most so much memory holds what other ranks have pushed to this one and it has not added yet.
+        slots: Makes what knows where shards and slots are: on the host, or on a device (`comm.device_slots`).
 
     Raises:
         UserError: `mailbox_bytes` is too little for one element of each peer.
@@ -69,10 +68,12 @@ class MailboxReduction(Reduction):
         layouts: Sequence[Layout],
         dtype: torch.dtype,
         mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
+        slots: Callable[[World, torch.dtype], HostSlots] = HostSlots,
     ) -> None:
         super().__init__(world, layouts, dtype)
+        self._slots = slots(world, dtype)
         num_rings = world.size - 1
-        smallest = SLOTS_PER_RING * SLOT_ALIGNMENT
+        smallest = SLOTS_PER_RING * self._slots.alignment
         if mailbox_bytes < max(1, num_rings * smallest):
             raise UserError(
                 f"comm.mailbox_bytes must be at least {max(1, num_rings * smallest)} ({smallest} for each of "
@@ -83,10 +84,10 @@ class MailboxReduction(Reduction):
         useful = 2 * sum(self._slot_bytes(layout.shard_numel) for layout in trainable)
         share = mailbox_bytes // max(1, num_rings)
         self._ring_bytes = max(smallest, min(share, useful)) // smallest * smallest
-        self._max_numel = (self._ring_bytes // SLOTS_PER_RING - HEADER_BYTES) // dtype.itemsize
+        self._max_numel = (self._ring_bytes // SLOTS_PER_RING - self._slots.values_offset) // dtype.itemsize
         # The counters of all pushers come first in an inbox.
-        self._rings_start = _align(world.size * COUNTER_BYTES)
-        self._inbox_bytes = self._rings_start + num_rings * self._ring_bytes
+        self._counters_bytes = align(world.size * COUNTER_BYTES, ALIGNMENT)
+        self._inbox_bytes = self._counters_bytes + num_rings * self._slots.host_ring_bytes(self._ring_bytes)
         self._rings = {owner: _Ring(owner) for owner in self.peers if owner != world.rank}
         # What the last Put of a counter carried: untouched until that is flushed.
         self._sent = np.zeros(world.size, dtype=np.int64)
@@ -95,47 +96,46 @@ class MailboxReduction(Reduction):
         self._taken = np.zeros(world.size, dtype=np.int64)
         self._unflushed: list[int] = []
         self._serving = threading.Lock()
-        # Not the same: who serves may have to wait for others, who adds never.
-        self._adding = threading.Lock()
-        self._shards: dict[int, torch.Tensor] = {}
 
     @property
     def num_windows(self) -> int:  # noqa: D102
-        return 2
+        return 2 + self._slots.num_windows
 
     @property
     def window_bytes(self) -> int:  # noqa: D102
-        return self._inbox_bytes + self._rings_start
+        return self._inbox_bytes + self._counters_bytes
 
     def allocate(self) -> None:  # noqa: D102
-        for index, layout in enumerate(self.layouts):
-            if layout.trainable:
-                self._shards[index] = torch.zeros(layout.shard_numel, dtype=self.dtype)
-        self._values = {index: shard.numpy() for index, shard in self._shards.items()}
         # Two, so that no two threads ever put into or flush the same: the one that pushes, and the one that serves.
         self._inbox = Window(self.world, self._inbox_bytes, torch.uint8)
-        self._returns = Window(self.world, self._rings_start, torch.uint8)
-        self._memory = self._inbox.tensor.numpy()
-        self._arrived = self._memory[: self._sent.nbytes].view(np.int64)
+        self._returns = Window(self.world, self._counters_bytes, torch.uint8)
+        self._arrived = self._inbox.tensor.numpy()[: self._sent.nbytes].view(np.int64)
         self._done = self._returns.tensor.numpy()[: self._sent.nbytes].view(np.int64)
+        numels = {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
+        self._slots.allocate(self._inbox, self._counters_bytes, self._ring_bytes, numels)
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
-        return self._shards[index]
+        return self._slots.shards[index]
+
+    def values(self, gradient: torch.Tensor) -> Memory:  # noqa: D102
+        assert gradient.dtype == self.dtype
+        return self._slots.values(gradient)
 
     def push(self, index: int, gradient: torch.Tensor, start: int) -> Pending:  # noqa: D102
-        push = _Push(self, self.layouts[index].name)
-        own = []
-        for owner, begin, values in self.pieces(index, gradient, start):
+        push = _Push(self, self.layouts[index].name, gradient)
+        whole, own = self.values(gradient), []
+        for owner, begin, part in self.pieces(index, start, start + gradient.numel()):
             if owner == self.world.rank:
-                own.append((begin, values))
+                own.append((begin, part))
             else:
-                push.numel += values.size
+                values = whole[part]
+                push.numel += len(values)
                 self._rings[owner].pieces.append(_Piece(push, index, begin, values))
         owners = [ring.owner for ring in self._rings.values() if ring.pieces]
         with self.world.deadline(f"pushing the gradient of unit {push.name}", owners):
             self._put_what_fits()
-            for begin, values in own:
-                self._add(index, begin, values)
+            for begin, part in own:
+                self._slots.add_own(index, begin, gradient[part])
         self.serve()
         return push
 
@@ -144,7 +144,7 @@ class MailboxReduction(Reduction):
             while ring.pieces:
                 ring.pieces[-1].push.wait()
         with self.world.deadline("flushing gradients"):
-            self._inbox.flush()
+            self._slots.flush()
             self._confirm()
 
     def serve(self) -> None:
@@ -169,10 +169,10 @@ class MailboxReduction(Reduction):
         """Nothing: shards are private memory. Local."""
 
     def free(self) -> None:  # noqa: D102
-        del self._memory, self._arrived, self._done
+        del self._arrived, self._done
+        self._slots.free()
         self._returns.free()
         self._inbox.free()
-        self._shards, self._values = {}, {}
 
     def _wait(self, push: "_Push") -> None:
         """Return when a push is in its owners' rings."""
@@ -182,7 +182,7 @@ class MailboxReduction(Reduction):
                 began = time.perf_counter()
                 while not self._put_what_fits():
                     # The owner must hear of what is there before it can make room.
-                    self._inbox.flush()
+                    self._slots.flush()
                     self.serve()
                     if time.perf_counter() - began > SPIN_S:
                         time.sleep(SLEEP_S)
@@ -193,7 +193,7 @@ class MailboxReduction(Reduction):
         filled = [(ring, headers) for ring in self._rings.values() if (headers := self._fill(ring))]
         for ring, _ in filled:
             # A round trip over a network, so one for all slots. It also lets go of the counter of the time before.
-            self._inbox.flush(ring.owner)
+            self._slots.flush(ring.owner)
             self._sent[ring.owner] = ring.sent
             self._inbox.put(ring.owner, self.world.rank * COUNTER_BYTES, _counter(self._sent, ring.owner))
         return bool(filled)
@@ -213,21 +213,19 @@ class MailboxReduction(Reduction):
         headers = []
         while ring.pieces:
             piece, place = ring.pieces[0], ring.sent % self._ring_bytes
-            # Nor does a slot go round the end of the ring. At least one element fits: 32 bytes lie behind the header.
-            fitting = (self._ring_bytes - place - HEADER_BYTES) // self.dtype.itemsize
+            # Nor does a slot go round the end of the ring. At least one element fits behind a header.
+            fitting = (self._ring_bytes - place - self._slots.values_offset) // self.dtype.itemsize
             values = piece.values[: min(self._max_numel, fitting)]
-            num_bytes = self._slot_bytes(values.size)
+            num_bytes = self._slot_bytes(len(values))
             if ring.sent + num_bytes > end:
                 break
-            header = np.array([piece.index, piece.start, values.size, ring.sent], dtype=np.int64)
-            at = self._ring_start(self.world.rank, ring.owner) + place
-            self._inbox.put(ring.owner, at, header.view(np.uint8))
-            self._inbox.put(ring.owner, at + HEADER_BYTES, values.view(np.uint8))
+            header = np.array([piece.index, piece.start, len(values), ring.sent], dtype=np.int64)
+            self._slots.put(ring.owner, place, header.view(np.uint8), values)
             headers.append(header)
             ring.sent += num_bytes
-            piece.push.numel -= values.size
-            piece.start, piece.values = piece.start + values.size, piece.values[values.size :]
-            if not piece.values.size:
+            piece.push.numel -= len(values)
+            piece.start, piece.values = piece.start + len(values), piece.values[len(values) :]
+            if not len(piece.values):
                 ring.pieces.popleft()
         return headers
 
@@ -242,44 +240,36 @@ class MailboxReduction(Reduction):
         pushers = np.flatnonzero(self._arrived > self._taken).tolist()
         with self.world.deadline(what, pushers):
             for pusher in pushers:
-                self._taken[pusher] = self._take(pusher, int(self._taken[pusher]), int(self._arrived[pusher]))
+                headers, end = self._headers(pusher, int(self._taken[pusher]), int(self._arrived[pusher]))
+                self._slots.add(pusher, headers)
+                self._taken[pusher] = end
                 self._returns.put(pusher, self.world.rank * COUNTER_BYTES, _counter(self._taken, pusher))
                 self._unflushed.append(pusher)
 
-    def _take(self, pusher: int, taken: int, sent: int) -> int:
-        """Add the slots of one pusher from `taken` on; return where the last one ends."""
+    def _headers(self, pusher: int, taken: int, sent: int) -> tuple[list[Header], int]:
+        """Return what the headers of one pusher's slots say, from `taken` on, and where the last slot ends."""
         self._inbox.sync()  # no load of a slot may come before that of the counter
-        ring_start = self._ring_start(pusher, self.world.rank)
+        headers = []
+        # The last one may end behind `sent`, whose bytes may not have come all at once.
         while taken < sent:
-            at = ring_start + taken % self._ring_bytes
-            index, start, numel, position = self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
+            place = taken % self._ring_bytes
+            array, start, numel, position = self._slots.header(pusher, place)
             assert position == taken, f"rank {pusher}'s slot {taken} says that it is {position}"
-            at += HEADER_BYTES
-            values = self._memory[at : at + numel * self.dtype.itemsize]
-            self._add(index, start, values.view(self._values[index].dtype))
+            headers.append(Header(array, start, numel, place))
             taken += self._slot_bytes(numel)
-        return taken
-
-    def _add(self, index: int, start: int, values: np.ndarray) -> None:
-        # Not torch: its threads would come once more for every thread that serves. inf - inf is no news here.
-        own = self._values[index][start : start + values.size]
-        with self._adding, np.errstate(all="ignore"):
-            np.add(own, values, out=own)
+        return headers, taken
 
     def _slot_bytes(self, numel: int) -> int:
-        return _align(HEADER_BYTES + numel * self.dtype.itemsize)
-
-    def _ring_start(self, pusher: int, owner: int) -> int:
-        # An owner has no ring for itself.
-        return self._rings_start + (pusher - (pusher > owner)) * self._ring_bytes
+        return align(self._slots.values_offset + numel * self.dtype.itemsize, self._slots.alignment)
 
 
 @dataclass
 class _Push:
-    """A gradient of which `numel` elements are not in their owners' rings yet."""
+    """A gradient of which `numel` elements are not in their owners' rings yet; it is kept until then."""
 
     reduction: MailboxReduction
     name: str
+    gradient: torch.Tensor
     numel: int = 0
 
     def wait(self) -> None:
@@ -294,7 +284,7 @@ class _Piece:
     push: _Push
     index: int
     start: int
-    values: np.ndarray
+    values: Memory
 
 
 @dataclass
@@ -304,10 +294,6 @@ class _Ring:
     owner: int
     sent: int = 0
     pieces: deque[_Piece] = field(default_factory=deque)
-
-
-def _align(num_bytes: int) -> int:
-    return -(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def _counter(counters: np.ndarray, rank: int) -> np.ndarray:

@@ -4,7 +4,8 @@ The window holds small whole numbers as float32, so that bytes can be compared a
 64-bit counter. An origin keeps a copy of what should be in its target's window.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -19,25 +20,64 @@ def pattern(num_bytes: int) -> np.ndarray:
     return np.concatenate([numbers.view(np.uint8), np.zeros(COUNTER_BYTES, dtype=np.uint8)])
 
 
+class Buffer(Protocol):
+    """Memory that operations read or fill.
+
+    Attributes:
+        memory: As MPI takes it; it can be cut.
+    """
+
+    memory: np.ndarray | memoryview
+
+    def fill(self, value: int, num_bytes: int) -> None:
+        """Overwrite the first bytes, each with the same. Local."""
+
+    def read(self, num_bytes: int) -> np.ndarray:
+        """Return the first bytes. Local."""
+
+
+class HostBuffer:
+    """Memory of the host.
+
+    Args:
+        values: `[n]` uint8; its content at first.
+    """
+
+    def __init__(self, values: np.ndarray) -> None:
+        # Written, not only allocated: fresh pages would be paid for within the first timed operation.
+        self.memory: np.ndarray | memoryview = values.copy()
+
+    def fill(self, value: int, num_bytes: int) -> None:
+        """See `Buffer`."""
+        np.asarray(self.memory)[:num_bytes] = value
+
+    def read(self, num_bytes: int) -> np.ndarray:
+        """See `Buffer`."""
+        return np.asarray(self.memory)[:num_bytes]
+
+
 class Peering:
     """An origin's memory towards one target.
 
     Args:
         win: The window, in units of one byte, locked.
         target: Its rank.
-        num_bytes: Of the target's window, counter included.
+        expected: `[n]` uint8: what is in the target's window, counter included; kept up to date. Peerings with the same
+            target share it.
+        make: Makes the memory that operations read and fill.
     """
 
-    def __init__(self, win: MPI.Win, target: int, num_bytes: int) -> None:
-        self.win, self.target = win, target
-        self.expected = pattern(num_bytes)
-        self.sent = self.expected[: num_bytes - COUNTER_BYTES].view(np.float32)[::-1].copy().view(np.uint8)
-        # Written, not only allocated: fresh pages would be paid for within the first timed operation.
-        self.received = np.ones(num_bytes, dtype=np.uint8)
+    def __init__(
+        self, win: MPI.Win, target: int, expected: np.ndarray, make: Callable[[np.ndarray], Buffer] = HostBuffer
+    ) -> None:
+        self.win, self.target, self.expected = win, target, expected
+        first = pattern(expected.size)[: expected.size - COUNTER_BYTES]
+        self.values = first.view(np.float32)[::-1].copy().view(np.uint8)
+        self.sent, self.received = make(self.values), make(np.ones(expected.size, dtype=np.uint8))
 
     def get(self, num_bytes: int) -> None:
         """Read the first bytes of the target's window. One-sided."""
-        self.win.Get([self.received[:num_bytes], MPI.BYTE], self.target, (0, num_bytes, MPI.BYTE))
+        self.win.Get([self.received.memory[:num_bytes], MPI.BYTE], self.target, (0, num_bytes, MPI.BYTE))
         self.win.Flush(self.target)
 
 
@@ -61,15 +101,15 @@ class Operation:
 
     def is_right(self) -> bool:
         """Read the target's window and compare with what should be there."""
-        self.peering.received[: self.most] = 255
+        self.peering.received.fill(255, self.most)
         self.peering.get(self.most)
         right = self._has_received()
         # What is there, right or wrong, is what the next operation begins with.
-        self.peering.expected[: self.most] = self.peering.received[: self.most]
+        self.peering.expected[: self.most] = self.peering.received.read(self.most)
         return right
 
     def _has_received(self) -> bool:
-        return np.array_equal(self.peering.received[: self.most], self.peering.expected[: self.most])
+        return np.array_equal(self.peering.received.read(self.most), self.peering.expected[: self.most])
 
     def _run(self, num_bytes: int) -> None:
         raise NotImplementedError
@@ -93,11 +133,11 @@ class Put(Operation):
 
     def _run(self, num_bytes: int) -> None:
         peering = self.peering
-        peering.win.Put([peering.sent[:num_bytes], MPI.BYTE], peering.target, (0, num_bytes, MPI.BYTE))
+        peering.win.Put([peering.sent.memory[:num_bytes], MPI.BYTE], peering.target, (0, num_bytes, MPI.BYTE))
         peering.win.Flush(peering.target)
 
     def is_right(self) -> bool:  # noqa: D102
-        self.peering.expected[: self.most] = self.peering.sent[: self.most]
+        self.peering.expected[: self.most] = self.peering.values[: self.most]
         return super().is_right()
 
 
@@ -110,8 +150,7 @@ class Accumulate(Operation):
 
     def _run(self, num_bytes: int) -> None:
         peering, place = self.peering, (0, num_bytes // 4, MPI.FLOAT)
-        values = peering.sent[:num_bytes].view(np.float32)
-        peering.win.Accumulate([values, MPI.FLOAT], peering.target, place, MPI.SUM)
+        peering.win.Accumulate([peering.sent.memory[:num_bytes], MPI.FLOAT], peering.target, place, MPI.SUM)
         peering.win.Flush(peering.target)
 
     def _note(self, num_bytes: int) -> None:
@@ -119,7 +158,7 @@ class Accumulate(Operation):
 
     def is_right(self) -> bool:  # noqa: D102
         for num_bytes, runs in self._runs.items():
-            values = self.peering.sent[:num_bytes].view(np.float32)
+            values = self.peering.values[:num_bytes].view(np.float32)
             self.peering.expected[:num_bytes].view(np.float32)[:] += runs * values
         return super().is_right()
 

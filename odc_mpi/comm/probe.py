@@ -18,24 +18,29 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import mpi4py
 import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.comm import cache
+from odc_mpi.comm.gpu import has_gpu
 from odc_mpi.comm.operations import COUNTER_BYTES
 from odc_mpi.comm.report import OPERATIONS, PEER_KINDS, Report, SharedMemory
 from odc_mpi.comm.trial import LARGE_BYTES, Allocate, Budget, Trials, allocate
 from odc_mpi.comm.world import World
 from odc_mpi.errors import UserError
 
+if TYPE_CHECKING:
+    from odc_mpi.comm.device import Device
+
 #: For a person who asks.
 FULL = Budget(idle_s=0.2, busy_s=0.5, bandwidth_s=1.5)
 #: For the start of a training run.
 QUICK = Budget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.15)
 #: Seconds after which the program ends by itself: whoever started it ends it before, and still has the answer.
-PROGRAM_S = 120.0
+PROGRAM_S = 150.0
 
 _THREAD_LEVELS = {
     MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
@@ -49,7 +54,12 @@ Listener = Callable[[Report, str | None], None]
 
 
 def probe(
-    world: World, budget: Budget = FULL, *, allocate: Allocate = allocate, listen: Listener = lambda report, doing: None
+    world: World,
+    budget: Budget = FULL,
+    *,
+    allocate: Allocate = allocate,
+    listen: Listener = lambda report, doing: None,
+    device: "Device | None" = None,
 ) -> Report:
     """Try what there is and return the same report on every rank. Collective.
 
@@ -58,6 +68,7 @@ def probe(
         budget: Time to spend.
         allocate: Makes the window that is tried.
         listen: Called on every rank.
+        device: This rank's, for what may end the process: windows on it. All ranks have one, or none has.
 
     Raises:
         UserError: /dev/shm has no room for even a small window; on every rank.
@@ -76,13 +87,24 @@ def probe(
     if pairs:
         with world.inattentive():
             report = _try_pairs(world, report, pairs, budget, allocate, listen)
+    if device is not None:
+        # Not at the top: it brings torch, which takes a second, to where it is of use.
+        from odc_mpi.comm.device_probe import try_device
+
+        with world.inattentive():
+            report = try_device(world, report, pairs, device, listen)
     listen(report, None)
     return report
 
 
 def bare_report(world: World) -> Report:
     """Return what is known without trying anything. Local."""
-    return Report(library=world.mpi_library, thread_level=_THREAD_LEVELS[MPI.Query_thread()])
+    return Report(
+        library=world.mpi_library,
+        thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+        nodes=world.num_nodes,
+        ranks_per_node=tuple(num_ranks for _, num_ranks in world.layout),
+    )
 
 
 def quick_report(world: World, cache_it: bool = True) -> Report:
@@ -210,16 +232,34 @@ def _most_bytes(world: World, report: Report, num_targets: int) -> int:
     return max((size for size in LARGE_BYTES if 2 * num_targets * size <= report.shm_bytes), default=LARGE_BYTES[0])
 
 
+def own_device(world: World) -> "Device | None":
+    """Return this rank's device; None unless every rank has one. Collective."""
+    device = None
+    if has_gpu():
+        from odc_mpi.comm.device import find_device
+
+        with suppress(UserError):  # a GPU, but a torch that cannot use it
+            device = find_device("cuda", world.local_rank)
+    return device if all(world.gather_objects(device is not None)) else None
+
+
 def main(argv: list[str]) -> None:
     """Probe, and tell the file descriptor in the argument what is known. Collective."""
     with os.fdopen(int(argv[0]), "w") as out, World(timeout_s=PROGRAM_S) as world:
+        # Before anything is told: loading what it takes may last longer than an operation is given.
+        device = own_device(world)
+        key = None
+        if device is not None:
+            from odc_mpi.comm.device_probe import verdict_key
+
+            key = verdict_key(world, device)
 
         def tell(report: Report, doing: str | None) -> None:
             if world.rank == 0:
-                out.write(json.dumps({"report": report.to_dict(), "doing": doing}) + "\n")
+                out.write(json.dumps({"report": report.to_dict(), "doing": doing, "device_key": key}) + "\n")
                 out.flush()
 
-        probe(world, FULL, listen=tell)
+        probe(world, FULL, listen=tell, device=device)
 
 
 if __name__ == "__main__":

@@ -42,10 +42,11 @@ class ProgressThread:
     Args:
         world: The ranks; must have been granted MPI_THREAD_MULTIPLE.
         serve: The owner's part of the reduction; called at every look.
+        begin: Called once, in the thread, before it looks.
     """
 
-    def __init__(self, world: World, serve: Callable[[], None]) -> None:
-        self._serve = serve
+    def __init__(self, world: World, serve: Callable[[], None], begin: Callable[[], None] = lambda: None) -> None:
+        self._serve, self._begin = serve, begin
         with world.meeting("duplicating the communicator of the progress thread"):
             self._comm = world.comm.Dup()
         self._failure: BaseException | None = None
@@ -72,6 +73,7 @@ class ProgressThread:
 
     def _run(self) -> None:
         try:
+            self._begin()
             worked, looks = -IDLE_AFTER_S, 0
             while not self._closed.is_set():
                 began = time.thread_time()

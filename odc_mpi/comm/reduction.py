@@ -12,10 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-import numpy as np
 import torch
 
-from odc_mpi.comm.rma import Flush, Window
+from odc_mpi.comm.rma import Flush, Memory, Window
 from odc_mpi.comm.transport import Layout, Pending
 from odc_mpi.comm.world import World
 
@@ -53,7 +52,7 @@ class Reduction(ABC):
     @property
     @abstractmethod
     def window_bytes(self) -> int:
-        """Bytes that this rank's windows will take of the memory that others can see. Local."""
+        """Bytes that this rank's windows will take of the host's memory that others can see. Local."""
 
     @abstractmethod
     def allocate(self) -> None:
@@ -73,7 +72,7 @@ class Reduction(ABC):
 
         Args:
             index: Of the array.
-            gradient: `[n]` of `dtype`, contiguous, on the host; untouched until the push is waited for.
+            gradient: `[n]` of `dtype`, contiguous, where the shards are; untouched until the push is waited for.
             start: Of its first element in the flat array.
         """
 
@@ -97,25 +96,29 @@ class Reduction(ABC):
     def free(self) -> None:
         """Free the memory; nobody may look at the shards or serve any more. Collective."""
 
-    def pieces(self, index: int, gradient: torch.Tensor, start: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    def values(self, gradient: torch.Tensor) -> Memory:
+        """Return the memory of a gradient as MPI takes it. Local."""
+        assert gradient.dtype == self.dtype
+        return gradient.numpy()
+
+    def pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int, slice]]:
         """Cut a gradient among its owners. Local.
 
         Args:
-            index: As for `push`.
-            gradient: As for `push`.
-            start: As for `push`.
+            index: Of the array.
+            start: The gradient's first element in the flat array.
+            stop: Behind its last.
 
         Yields:
-            An owner, the first element in its shard, and the values from there on.
+            An owner, the first element in its shard, and which part of the gradient goes from there on.
         """
-        assert gradient.dtype == self.dtype
-        layout, values, stop = self.layouts[index], gradient.numpy(), start + gradient.numel()
+        layout = self.layouts[index]
         owners = layout.owners(start, stop)
         for owner in self.peers:
             if owner in owners:
                 first, last = layout.owned(owner)
                 begin, end = max(start, first), min(stop, last)
-                yield owner, begin - first, values[begin - start : end - start]
+                yield owner, begin - first, slice(begin - start, end - start)
 
 
 class AccumulateReduction(Reduction):
@@ -148,12 +151,12 @@ class AccumulateReduction(Reduction):
         return self._window(index, self.world.rank).tensor
 
     def push(self, index: int, gradient: torch.Tensor, start: int) -> Pending:  # noqa: D102
-        layout = self.layouts[index]
+        layout, values, stop = self.layouts[index], self.values(gradient), start + gradient.numel()
         what = f"accumulating the gradient of unit {layout.name}"
-        owners = layout.owners(start, start + gradient.numel())
+        owners = layout.owners(start, stop)
         with self.world.deadline(what, owners):
-            for owner, begin, values in self.pieces(index, gradient, start):
-                self._window(index, owner).accumulate(owner, begin, values)
+            for owner, begin, part in self.pieces(index, start, stop):
+                self._window(index, owner).accumulate(owner, begin, values[part])
         # At this end only: the buffer may be reused. `flush` completes it at the targets.
         return Flush(self.world, lambda: self._flush_local(index), what, owners, gradient)
 
@@ -179,10 +182,10 @@ class AccumulateReduction(Reduction):
 
     def _share_out(self, numel: int) -> list[Window]:
         own = self.world.rank % self._per_array
-        same = self._per_array == 1
-        return [
-            Window(self.world, numel if i == own else 0, self.dtype, same_size=same) for i in range(self._per_array)
-        ]
+        return [self._make_window(numel if i == own else 0) for i in range(self._per_array)]
+
+    def _make_window(self, numel: int) -> Window:
+        return Window(self.world, numel, self.dtype, same_size=self._per_array == 1)
 
     def _window(self, index: int, owner: int) -> Window:
         return self._windows[index][owner % self._per_array]

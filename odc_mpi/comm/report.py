@@ -9,6 +9,16 @@ PEER_KINDS = ("same_node", "other_node")
 WRONG = "what arrived is not what was sent"
 #: Operations, as fields of `Peer`, in the order in which a probe tries them: the one most likely to fail comes last.
 OPERATIONS = ("get", "put", "fetch_and_op", "accumulate")
+#: Operations on windows on a device, and from which memory of their origin, as fields of `DeviceWindows`, in the order
+#: in which a probe tries them: what is needed first comes first, what has crashed libraries last.
+DEVICE_OPERATIONS = (
+    ("get", "from_device"),
+    ("put", "from_device"),
+    ("get", "from_host"),
+    ("put", "from_host"),
+    ("accumulate", "from_host"),
+    ("accumulate", "from_device"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,29 @@ class SharedMemory:
 
 
 @dataclass(frozen=True)
+class DeviceWindows:
+    """Windows over the memory of the ranks' devices; None where there was no answer.
+
+    Attributes:
+        names: What the devices are, each kind once.
+        cuda_support: What MPIX_Query_cuda_support answers; None where the library has no such function.
+        alloc_kinds: The kinds of memory that the library says it takes (MPI-4.1, `mpi_memory_alloc_kinds`).
+        window: Such a window could be made.
+        own_accumulate: Every rank could accumulate into its own, from its device.
+        from_device: The operations with device memory at their origin; `fetch_and_op` is not tried.
+        from_host: The same with host memory there.
+    """
+
+    names: tuple[str, ...] = ()
+    cuda_support: bool | None = None
+    alloc_kinds: str | None = None
+    window: bool | None = None
+    own_accumulate: bool | None = None
+    from_device: Peers = Peers()
+    from_host: Peers = Peers()
+
+
+@dataclass(frozen=True)
 class Report:
     """All that a probe found.
 
@@ -77,6 +110,7 @@ class Report:
         shm_bytes: Free bytes in /dev/shm, of the node that has least; None where there is no such place.
         shared_memory: Of all nodes together.
         peers: The operations, for each kind of peer.
+        device: What was found about windows on devices; None unless every rank has one.
         problems: What went wrong, a sentence each.
     """
 
@@ -87,6 +121,7 @@ class Report:
     shm_bytes: int | None = None
     shared_memory: SharedMemory = SharedMemory()
     peers: Peers = Peers()
+    device: DeviceWindows | None = None
     problems: tuple[str, ...] = ()
 
     @property
@@ -94,17 +129,36 @@ class Report:
         """Number of ranks. Local."""
         return sum(self.ranks_per_node)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of peers that some rank has. Local."""
+        exist = {"same_node": max(self.ranks_per_node, default=0) > 1, "other_node": self.nodes > 1}
+        return tuple(kind for kind in PEER_KINDS if exist[kind])
+
     def with_operation(self, kind: str, name: str, operation: Operation) -> "Report":
         """Return a report that has this answer too. Local."""
-        peer = replace(getattr(self.peers, kind) or Peer(), **{name: operation})
-        return replace(self, peers=replace(self.peers, **{kind: peer}))
+        return replace(self, peers=_with_operation(self.peers, kind, name, operation))
+
+    def with_device(self, **answers: Any) -> "Report":
+        """Return a report that has these answers about the devices, too. Local."""
+        return replace(self, device=replace(self.device or DeviceWindows(), **answers))
+
+    def with_device_operation(self, origin: str, kind: str, name: str, operation: Operation) -> "Report":
+        """Return a report that has this answer too, of an operation on windows on devices. Local."""
+        peers = getattr(self.device or DeviceWindows(), origin)
+        return self.with_device(**{origin: _with_operation(peers, kind, name, operation)})
 
     def with_problem(self, problem: str) -> "Report":
         """Return a report that tells this problem too. Local."""
         return replace(self, problems=(*self.problems, problem))
 
     def is_wrong(self, kind: str, name: str) -> bool:
-        """Tell whether an operation towards a kind of peer delivered wrong data. Local."""
+        """Tell whether an operation towards a kind of peer delivered wrong data. Local.
+
+        Args:
+            kind: A kind of peer; for windows on devices with the origin's memory before it, "from_device same_node".
+            name: Of the operation.
+        """
         return f"{kind} {name}: {WRONG}" in self.problems
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,8 +175,14 @@ class Report:
         return _build(cls, data)
 
 
+def _with_operation(peers: Peers, kind: str, name: str, operation: Operation) -> Peers:
+    peer = replace(getattr(peers, kind) or Peer(), **{name: operation})
+    return replace(peers, **{kind: peer})
+
+
 #: Fields that hold something of their own kind, and what the others may hold.
-_NESTED = {"shared_memory": SharedMemory, "peers": Peers, "same_node": Peer, "other_node": Peer}
+_NESTED: dict[str, type] = {"shared_memory": SharedMemory, "peers": Peers, "same_node": Peer, "other_node": Peer}
+_NESTED |= {"device": DeviceWindows, "from_device": Peers, "from_host": Peers}
 _NESTED |= dict.fromkeys(OPERATIONS, Operation)
 _TYPES: dict[str, tuple[type, ...]] = {
     "library": (str,),
@@ -132,13 +192,17 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "one_sided": (bool,),
     "readable": (bool,),
     "contiguous": (bool,),
+    "cuda_support": (bool,),
+    "alloc_kinds": (str,),
+    "window": (bool,),
+    "own_accumulate": (bool,),
     "idle_s": (float, int),
     "busy_s": (float, int),
     "gb_per_s": (float, int),
     "load_s": (float, int),
 }
-_LISTS = {"ranks_per_node": int, "problems": str}
-_NOT_NULL = {"nodes", "shared_memory", "peers", *OPERATIONS}
+_LISTS = {"ranks_per_node": int, "problems": str, "names": str}
+_NOT_NULL = {"nodes", "shared_memory", "peers", "from_device", "from_host", *OPERATIONS}
 
 
 def _build(kind: type, data: Any) -> Any:

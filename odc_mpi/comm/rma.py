@@ -4,13 +4,14 @@
     SharedWindow   from `Win.Allocate_shared` on each node: the ranks of a node see each other's memory in place, and
                    those of other nodes read it with one-sided operations
 
-Both hold one passive epoch, Lock_all(NOCHECK), for all their life (MPI-4.1, 12.5.3). Over `Win.Create` on host memory
-both MPICH and Open MPI make a Get from the same node wait until its target calls MPI. So it serves only where no
-same-node peer uses it: for the way from other nodes into a `SharedWindow`.
+`comm.device_window` has the one over a device's memory. All hold one passive epoch, Lock_all(NOCHECK), for all their
+life (MPI-4.1, 12.5.3). Over `Win.Create` on host memory both MPICH and Open MPI make a Get from the same node wait
+until its target calls MPI. So there it serves only where no same-node peer uses it: for the way from other nodes into
+a `SharedWindow`.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from mpi4py import MPI
 
 from odc_mpi.comm.world import World
 
+#: Flat memory that an operation reads or fills: of the host an array, of a device a view that knows its address and
+#: that nobody looks into. Both have a length in elements and can be cut.
+Memory: TypeAlias = np.ndarray | memoryview
 #: How reduced elements are described to MPI. Nothing else may be summed: bf16 would be added as bytes.
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
 #: One message carries at most this many elements: counts are C ints in many MPI libraries.
@@ -39,7 +43,7 @@ class ReadableWindow(Protocol):
     def near(self, target: int) -> torch.Tensor | None:
         """Return a rank's shard if this rank sees it in place, else None. Local."""
 
-    def get(self, target: int, buffer: np.ndarray) -> None:
+    def get(self, target: int, buffer: Memory) -> None:
         """Start to read the first elements of a rank's shard into bytes. One-sided; `flush` completes it."""
 
     def flush(self) -> None:
@@ -74,12 +78,9 @@ class Window:
         with world.meeting("allocating a window"):
             # `same_size` lets the library leave out a table of sizes; no other hint was found to matter.
             info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
-            self._win = MPI.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, info, world.comm)
+            self._win, self.tensor = self._make(world, numel, dtype, info)
             info.Free()
             self._win.Lock_all(MPI.MODE_NOCHECK)
-        self.tensor = torch.empty(0, dtype=dtype)
-        if numel:
-            self.tensor = torch.frombuffer(self._win.tomemory(), dtype=dtype, count=numel)
         # Also the first touch, which would otherwise slow down the first fetch.
         self.tensor.zero_()
 
@@ -87,11 +88,11 @@ class Window:
         """Return this rank's own shard; None for others. Local."""
         return self.tensor if target == self._rank else None
 
-    def get(self, target: int, buffer: np.ndarray, start: int = 0) -> None:
+    def get(self, target: int, buffer: Memory, start: int = 0) -> None:
         """Start to read elements of a rank's shard, from `start` on, into bytes. One-sided; `flush` completes it."""
         _get(self._win, target, buffer, self.tensor.itemsize, start)
 
-    def put(self, target: int, start: int, values: np.ndarray) -> None:
+    def put(self, target: int, start: int, values: Memory) -> None:
         """Start to overwrite elements of a rank's shard from `start` on. One-sided; `flush` completes it.
 
         Args:
@@ -101,16 +102,16 @@ class Window:
         """
         itemsize = self.tensor.itemsize
         step = MAX_MESSAGE_NUMEL * itemsize
-        for first in range(0, values.size, step):
+        for first in range(0, len(values), step):
             piece = values[first : first + step]
-            self._win.Put([piece, MPI.BYTE], target, (start + first // itemsize, piece.size, MPI.BYTE))
+            self._win.Put([piece, MPI.BYTE], target, (start + first // itemsize, len(piece), MPI.BYTE))
 
-    def accumulate(self, target: int, start: int, values: np.ndarray) -> None:
+    def accumulate(self, target: int, start: int, values: Memory) -> None:
         """Start to add values into a rank's shard. One-sided; `flush_local` lets go of the values."""
         assert self._element != MPI.BYTE, "only what MPI can add is accumulated"
-        for first in range(0, values.size, MAX_MESSAGE_NUMEL):
+        for first in range(0, len(values), MAX_MESSAGE_NUMEL):
             piece = values[first : first + MAX_MESSAGE_NUMEL]
-            place = (start + first, piece.size, self._element)
+            place = (start + first, len(piece), self._element)
             self._win.Accumulate([piece, self._element], target, place, MPI.SUM)
 
     def fetch_and_add(self, target: int, place: int, value: int) -> int:
@@ -151,6 +152,13 @@ class Window:
         """End the epoch and free the memory; nothing may look at `tensor` any more. Collective."""
         self.tensor = torch.empty(0)
         _free(self._win)
+
+    def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> tuple[MPI.Win, torch.Tensor]:
+        """Make the memory and the window over it, within a meeting. Collective."""
+        win = MPI.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, info, world.comm)
+        if not numel:
+            return win, torch.empty(0, dtype=dtype)
+        return win, torch.frombuffer(win.tomemory(), dtype=dtype, count=numel)
 
 
 class SharedWindow:
@@ -195,7 +203,7 @@ class SharedWindow:
         """Return the shard of a rank of this node; None for others. Local."""
         return self._near.get(target)
 
-    def get(self, target: int, buffer: np.ndarray) -> None:
+    def get(self, target: int, buffer: Memory) -> None:
         """Start to read the first elements of the shard of a rank on another node into bytes. One-sided."""
         assert self._far is not None and target not in self._near
         _get(self._far, target, buffer, self._itemsize)
@@ -245,11 +253,11 @@ class Flush:
         self._memory = None
 
 
-def _get(win: MPI.Win, target: int, buffer: np.ndarray, itemsize: int, start: int = 0) -> None:
+def _get(win: MPI.Win, target: int, buffer: Memory, itemsize: int, start: int = 0) -> None:
     step = MAX_MESSAGE_NUMEL * itemsize
-    for first in range(0, buffer.size, step):
+    for first in range(0, len(buffer), step):
         piece = buffer[first : first + step]
-        win.Get([piece, MPI.BYTE], target, (start + first // itemsize, piece.size, MPI.BYTE))
+        win.Get([piece, MPI.BYTE], target, (start + first // itemsize, len(piece), MPI.BYTE))
 
 
 def _free(win: MPI.Win) -> None:

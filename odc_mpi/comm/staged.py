@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.device import Device, Mark
+from odc_mpi.comm.device import Device, Mark, Marks
 from odc_mpi.comm.transport import Fetch, Layout, Pending, Transport
 
 
@@ -42,7 +42,7 @@ class StagedTransport(Transport):
         host.buffers = self._pinned = BufferPool(device.pinned)
         self._host = host
         self._device = device
-        self._marks: dict[int, Mark] = {}
+        self._marks = Marks()
 
     @property
     def num_collectives(self) -> int:  # noqa: D102
@@ -62,14 +62,14 @@ class StagedTransport(Transport):
         return self._device.memory(num_bytes)
 
     def hand_over(self, memory: torch.Tensor) -> None:  # noqa: D102
-        self._marks[memory.untyped_storage().data_ptr()] = self._device.mark()
+        self._marks.set(memory, self._device.mark())
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
-        return _StagedFetch(self, self._host.fetch(index), buffer, self._taken_over(buffer))
+        return _StagedFetch(self, self._host.fetch(index), buffer, self._marks.take(buffer))
 
     def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
         pinned = self._pinned.take(gradient.numel(), self.reduce_dtype)
-        copied = self._device.copy(pinned, gradient, self._taken_over(gradient))
+        copied = self._device.copy(pinned, gradient, self._marks.take(gradient))
         return _StagedPush(self, index, start, pinned, copied)
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
@@ -91,9 +91,6 @@ class StagedTransport(Transport):
         self._host.close()
         self.buffers.clear()
         self._pinned.clear()
-
-    def _taken_over(self, memory: torch.Tensor) -> Mark:
-        return self._marks.pop(memory.untyped_storage().data_ptr())
 
     def _bring(self, fetch: Fetch, buffer: torch.Tensor, after: Mark) -> None:
         """Bring what the host fetches to the device."""

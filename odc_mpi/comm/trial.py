@@ -13,7 +13,7 @@ one-sided if the target demonstrably went on computing for half of the spell aft
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from odc_mpi.comm import operations
 from odc_mpi.comm.report import WRONG, Operation
 from odc_mpi.comm.world import SLEEP_S, World
 
+#: An origin's memory, if no other is named.
+HOST = "from_host"
 #: Bytes of the large operations, in the order in which they are tried.
 LARGE_BYTES = (1 << 16, 1 << 20, 1 << 24)
 #: Runs of one large size at most: the best counts, the first may pay for fresh pages.
@@ -63,11 +65,18 @@ class Result:
 
 #: Makes the window that is probed, of so many bytes on this rank, in units of one byte. Collective.
 Allocate = Callable[[World, int], MPI.Win]
+#: Writes bytes into this rank's part of a window. Local.
+Fill = Callable[[MPI.Win, np.ndarray], None]
 
 
 def allocate(world: World, num_bytes: int) -> MPI.Win:
     """Make a window on host memory as the transports do. Collective."""
     return MPI.Win.Allocate(num_bytes, 1, MPI.INFO_NULL, world.comm)
+
+
+def fill(win: MPI.Win, values: np.ndarray) -> None:
+    """Write bytes into this rank's part of a window on host memory. Local."""
+    np.asarray(win.tomemory())[:] = values
 
 
 class Trials:
@@ -79,10 +88,19 @@ class Trials:
         budget: Time to spend.
         most_bytes: Of the largest operation.
         allocate: Makes the window.
+        fill: Writes into it.
+        origins: Makes the memory of an origin, by a name for its kind.
     """
 
     def __init__(
-        self, world: World, pairs: dict[str, tuple[int, int]], budget: Budget, most_bytes: int, allocate: Allocate
+        self,
+        world: World,
+        pairs: dict[str, tuple[int, int]],
+        budget: Budget,
+        most_bytes: int,
+        allocate: Allocate = allocate,
+        fill: Fill = fill,
+        origins: Mapping[str, Callable[[np.ndarray], operations.Buffer]] = {HOST: operations.HostBuffer},
     ) -> None:
         self._world, self._pairs, self._budget, self._most_bytes = world, pairs, budget, most_bytes
         num_bytes = most_bytes + operations.COUNTER_BYTES
@@ -93,23 +111,24 @@ class Trials:
             self._win = allocate(world, num_bytes if is_target else operations.COUNTER_BYTES)
             self._win.Lock_all(MPI.MODE_NOCHECK)
             if is_target:
-                np.asarray(self._win.tomemory())[:] = operations.pattern(num_bytes)
+                fill(self._win, operations.pattern(num_bytes))
             self._win.Sync()
-        self._peerings = {
-            kind: operations.Peering(self._win, target, num_bytes)
-            for kind, (origin, target) in pairs.items()
-            if world.rank == origin
-        }
+        self._peerings: dict[tuple[str, str], operations.Peering] = {}
+        for kind, (origin, target) in pairs.items():
+            if world.rank == origin:
+                expected = operations.pattern(num_bytes)
+                for memory, make in origins.items():
+                    self._peerings[kind, memory] = operations.Peering(self._win, target, expected, make)
         world.meet(self._comm.Ibarrier(), "filling the window of a probe")
 
-    def run(self, name: str, kind: str) -> Result:
-        """Try one operation with one kind of peer. Collective."""
+    def run(self, name: str, kind: str, memory: str = HOST) -> Result:
+        """Try one operation with one kind of peer, from one kind of memory. Collective."""
         origin, target = self._pairs[kind]
         what = f"trying {name} with peers of {kind}"
         numbers = np.full(6, np.nan)
         with self._world.deadline(what):
             if self._world.rank == origin:
-                numbers[:] = self._measure(operations.BY_NAME[name](self._peerings[kind]), target)
+                numbers[:] = self._measure(operations.BY_NAME[name](self._peerings[kind, memory]), target)
             elif self._world.rank == target:
                 self._obey(origin)
         # Those who wait here wait for the whole trial.

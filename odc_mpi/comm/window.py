@@ -22,7 +22,7 @@ from mpi4py import MPI
 from odc_mpi.comm.points import OrderingPoints
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.reduction import AccumulateReduction, Reduction
-from odc_mpi.comm.rma import Flush, ReadableWindow, SharedWindow, Window
+from odc_mpi.comm.rma import Flush, Memory, ReadableWindow, SharedWindow, Window
 from odc_mpi.comm.transport import Done, Fetch, Layout, Pending, Transport
 from odc_mpi.comm.world import World
 from odc_mpi.errors import UserError
@@ -32,7 +32,7 @@ MAX_WINDOWS = 1600
 
 
 class WindowTransport(Transport):
-    """Shards in MPI windows on host memory.
+    """Shards in MPI windows on host memory; `comm.device_transport` has those on a device.
 
     Args:
         world: The ranks that share every array.
@@ -72,17 +72,17 @@ class WindowTransport(Transport):
         assert not self.layouts, "a transport allocates once"
         self.layouts = tuple(layouts)
         reduction = self._world.agree(lambda: self._plan_windows(layouts))
-        num_bytes = self.parameter_shard_bytes + reduction.window_bytes
+        num_bytes = self._host_parameter_bytes + reduction.window_bytes
         self._world.require_shared_memory(num_bytes, "the parameter and gradient windows")
         self._world.on_close(self.close)
         self._points = OrderingPoints(self._world, self._serve)
         for layout in layouts:
-            self._parameters.append(self._window_type(self._world, layout.shard_numel, self.param_dtype))
+            self._parameters.append(self._make_window(layout.shard_numel))
         self.copies = any(window.whole is None for window in self._parameters)
         reduction.allocate()
         self._reduction = reduction
         if self._wants_progress:
-            self._progress = ProgressThread(self._world, reduction.serve)
+            self._progress = ProgressThread(self._world, reduction.serve, self._begin_thread)
         # Nobody may push into a window that its owner is still clearing.
         self.publish_parameters()
 
@@ -108,21 +108,16 @@ class WindowTransport(Transport):
         # Where the reduction leaves owners a part, they do it in passing too.
         self._serve()
         layout, window = self.layouts[index], self._parameters[index]
-        data = buffer.view(torch.uint8).numpy()
-        what = f"fetching unit {layout.name}"
         owners = [owner for owner in self._peers if layout.owned(owner)[0] < layout.owned(owner)[1]]
         far = [owner for owner in owners if window.near(owner) is None]
-        with self._world.deadline(what, far):
-            for owner in far:
-                start, stop = layout.owned(owner)
-                window.get(owner, data[start * buffer.itemsize : stop * buffer.itemsize])
+        pending = self._start_gets(index, far, buffer, buffer.view(torch.uint8).numpy())
         # While those are on their way:
         for owner in owners:
             near = window.near(owner)
             if near is not None:
                 start, stop = layout.owned(owner)
                 buffer[start:stop].copy_(near[: stop - start])
-        return Flush(self._world, window.flush, what, far, buffer)
+        return pending
 
     def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
         self._serve()
@@ -164,6 +159,27 @@ class WindowTransport(Transport):
             self._points.free()
         self._reduction, self._progress, self._parameters = None, None, []
         self.buffers.clear()
+
+    def _start_gets(self, index: int, owners: Sequence[int], buffer: torch.Tensor, memory: Memory) -> Flush:
+        """Start to read the parts of these owners into a buffer, whose bytes MPI is given as `memory`."""
+        layout, window = self.layouts[index], self._parameters[index]
+        what = f"fetching unit {layout.name}"
+        with self._world.deadline(what, owners):
+            for owner in owners:
+                start, stop = layout.owned(owner)
+                window.get(owner, memory[start * buffer.itemsize : stop * buffer.itemsize])
+        return Flush(self._world, window.flush, what, owners, buffer)
+
+    def _make_window(self, numel: int) -> ReadableWindow:
+        return self._window_type(self._world, numel, self.param_dtype)
+
+    @property
+    def _host_parameter_bytes(self) -> int:
+        """What the parameters take of the host's memory that other ranks can see."""
+        return self.parameter_shard_bytes
+
+    def _begin_thread(self) -> None:
+        """Prepare a thread, which runs this, for calling MPI."""
 
     def _plan_windows(self, layouts: Sequence[Layout]) -> Reduction:
         reduction = self._make_reduction(self._world, layouts, self.reduce_dtype)

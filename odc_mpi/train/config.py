@@ -82,6 +82,9 @@ class CommConfig:
     mailbox_bytes: Annotated[int, "mailbox: memory for gradients on their way to this rank", _ONE_OR_MORE] = 64 << 20
     zero_copy: Annotated[Literal["auto", "off"], "read parameters of the same node in place"] = "auto"
     progress: Annotated[Literal["auto", "off", "thread"], "serve other ranks while this one computes"] = "auto"
+    window_device: Annotated[
+        Literal["auto", "cuda", "cpu"], "run.device cuda: where shards are; auto: cuda if proved"
+    ] = "auto"
     prefetch: Annotated[int, "units fetched ahead of their use, from a thread; 0: no threads", _NOT_NEGATIVE] = 1
     timeout_s: Annotated[float, "seconds to wait for a rank before the run fails", _ONE_OR_MORE] = 600.0
 

@@ -149,6 +149,8 @@ class Trainer:
             zero_copy=comm.zero_copy,
             reduction=comm.reduction,
             progress=comm.progress,
+            window_device=comm.window_device,
+            device=config.run.device,
         )
         self.model = shard_model(
             inputs.model.module,
@@ -237,6 +239,7 @@ class Trainer:
             "balance": self._config.data.balance,
             "zero_copy": self.decision.zero_copy.choice,
             "progress": self.decision.progress.choice,
+            "window_device": made.choice if (made := self.decision.window_device) else "cpu",
             "param_dtype": self._config.model.param_dtype,
             "device": str(model.device),
             "peak_parameter_bytes": int(everyone[:, 0].max()),

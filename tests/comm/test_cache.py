@@ -57,6 +57,24 @@ def test_another_stack_has_another_report(change):
     assert cache.load(KEY | change) is None
 
 
+def test_a_report_of_an_older_shape_is_not_taken(home):
+    cache.store(KEY, REPORT)
+    (path,) = home.iterdir()
+    kept = json.loads(path.read_text())
+    assert kept["report"].pop("device") is None
+    path.write_text(json.dumps(kept))
+    assert cache.load(KEY) is None
+
+
+def test_a_reader_may_keep_longer_than_a_week(home):
+    cache.store(KEY, REPORT)
+    (path,) = home.iterdir()
+    kept = json.loads(path.read_text()) | {"time_s": time.time() - 8 * 24 * 3600}
+    path.write_text(json.dumps(kept))
+    assert cache.load(KEY) is None
+    assert cache.load(KEY, 30 * 24 * 3600.0) == REPORT
+
+
 def test_a_file_of_another_key_is_not_taken(home):
     cache.store(KEY, REPORT)
     (path,) = home.iterdir()

@@ -79,7 +79,7 @@ def test_a_fetch_brings_every_owner_s_part_to_the_device(size, kind, param_dtype
                 assert torch.equal(array, (torch.arange(layout.numel) % 256 + i).to(param_dtype))
                 assert array.untyped_storage().data_ptr() in transport._device.device_memory
                 transport.release(array)
-        assert not transport.buffers._lent and not transport._pinned._lent and not transport._marks
+        assert not transport.buffers._lent and not transport._pinned._lent and not len(transport._marks)
 
     run(size, kind, work, param_dtype=param_dtype)
 
@@ -104,7 +104,7 @@ def test_a_push_adds_what_the_device_had_when_it_was_handed_over(size, kind):
             transport.hand_over(on_device)
             transport.accumulate(i, on_device, start).wait()
             on_device.fill_(float("nan"))  # it belongs to the computation again
-        assert not transport._pinned._lent and not transport._marks
+        assert not transport._pinned._lent and not len(transport._marks)
         transport.complete_gradients(np.zeros(1))
         return [transport.gradient_shard(i).clone() for i in range(4)]
 

@@ -195,3 +195,91 @@ def test_a_signal_ends_it_without_leftovers(bad_doctor, tmp_path):
     time.sleep(1)
     process.terminate()
     assert finish(process, 20).seconds < 15
+
+
+#: As on a machine with GPUs, host memory in their place; the library cannot accumulate from a device.
+DEVICE = """
+import os, signal, sys, time
+sys.path.insert(0, {stand_in!r})
+from late_device import LateDevice
+from odc_mpi.comm import probe, trial
+probe.own_device = lambda world: LateDevice()
+probe.FULL = probe.QUICK
+run = trial.Trials.run
+def failing(self, name, kind, memory="from_host"):
+    if (name, memory) == ("accumulate", "from_device") and self._world.rank == 1:
+        {fault}
+    return run(self, name, kind, memory)
+trial.Trials.run = failing
+probe.main(sys.argv[1:])
+"""
+
+
+#: How fast host memory is that stands in for a device, beside itself, says nothing.
+ANY_SPEED = "from odc_mpi.comm import device_decision\ndevice_decision.LEAST_SHARE_OF_HOST = 0.0\n"
+
+
+@pytest.fixture
+def device_doctor(tmp_path):
+    (tmp_path / "doctor.py").write_text(ANY_SPEED + DOCTOR)
+
+    def run(fault, *options, operation_s=30):
+        stand_in = str(Path(__file__).parents[1] / "shard")
+        (tmp_path / "device.py").write_text(DEVICE.format(fault=fault, stand_in=stand_in))
+        home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "80"}
+        child = (tmp_path / "doctor.py", tmp_path / "device.py", 60, operation_s)
+        done = launch(2, *child, *options, timeout_s=100, **home)
+        kept = [json.loads(path.read_text()) for path in (tmp_path / "cache").rglob("*.json")]
+        return done, kept
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [(SEGFAULT, "crashed (SIGSEGV on rank 1)"), (HANG, "no answer within 6 s")],
+    ids=["segfault", "hang"],
+)
+def test_what_a_device_cannot_do_is_an_answer_that_is_kept(device_doctor, fault, how):
+    done, kept = device_doctor(fault, "--json", operation_s=6)
+    found = answer(done)
+    device = found["device"]
+    assert device["window"] is True and device["own_accumulate"] is None
+    assert device["from_device"]["same_node"]["put"]["idle_s"] > 0
+    assert device["from_host"]["same_node"]["accumulate"]["idle_s"] > 0
+    assert device["from_device"]["same_node"]["accumulate"]["idle_s"] is None
+    (problem,) = found["problems"]
+    assert problem.startswith("from_device same_node accumulate: ") and how in problem
+    assert found["peers"]["same_node"]["accumulate"]["one_sided"] is True, "of host memory all is known"
+    assert found["device_decision"]["window_device"]["choice"] == "cuda"
+    assert found["device_decision"]["reduction"]["choice"] == "mailbox" and how in str(found["device_decision"])
+    (verdict,) = kept
+    report = Report.from_dict({name: value for name, value in found.items() if not name.endswith("decision")})
+    assert Report.from_dict(verdict["report"]) == report
+    assert [name for _, name in verdict["key"]["devices"]] == ["late device"] * 2
+
+
+def test_the_table_of_devices_fits_a_terminal(device_doctor):
+    done, kept = device_doctor("pass")
+    assert done.code == 0, done.err
+    assert max(map(len, done.out.splitlines())) <= 80
+    rows = [line.split() for line in done.out.splitlines() if line.strip().startswith("same node")]
+    tried = [(row[2], row[3]) for row in rows if row[3] in ("device", "host")]
+    assert tried == [
+        ("Get", "device"),
+        ("Put", "device"),
+        ("Get", "host"),
+        ("Put", "host"),
+        ("Accumulate", "host"),
+        ("Accumulate", "device"),
+    ]
+    assert "late device" in done.out and len(kept) == 1
+    chosen = [line.split()[:2] for line in done.out.splitlines()]
+    assert ["with", "run.device"] in chosen and ["window-device", "cuda"] in chosen
+
+
+def test_without_a_device_nothing_is_said_of_one(tmp_path):
+    done = odc_mpi(2, "doctor", "--json", XDG_CACHE_HOME=str(tmp_path))
+    found = answer(done)
+    assert found["device"] is None and "device_decision" not in found
+    assert not list(tmp_path.rglob("*.json")), "nothing to keep for a training run, which probes by itself"

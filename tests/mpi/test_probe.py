@@ -71,7 +71,7 @@ def test_wrong_data_is_told(world, monkeypatch, name):
         # A small one that is skipped would be made up for by the next, but for sums and tickets.
         if num_bytes >= 1 << 20 or (name == "fetch_and_op" and not skipped):
             skipped.append(num_bytes)
-            self.peering.received[:num_bytes] = 7
+            self.peering.received.fill(7, num_bytes)
         else:
             run(self, num_bytes)
 

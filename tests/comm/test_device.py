@@ -1,0 +1,64 @@
+"""What a device needs besides the device itself."""
+
+import sys
+
+import pytest
+import torch
+from late_device import LateDevice
+
+from odc_mpi.comm.device import Marks, _cupy, add_slots
+from odc_mpi.errors import UserError
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [("12.9", "cuda12"), ("13.0", "cuda13"), (None, "cuda12")])
+def test_without_cupy_a_line_says_what_to_install(monkeypatch, cuda, extra):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(
+        UserError, match=rf"CuPy, which does not import .* install odc_mpi\[{extra}\] .* or set it to cpu"
+    ):
+        _cupy()
+
+
+def test_slots_are_added_in_their_order():
+    shard = torch.zeros(5)
+    big, small = torch.full((2,), 1e8), torch.full((2,), 1.0)
+    add_slots(shard, [(1, big), (1, small), (1, -big), (3, small), (2, torch.zeros(0))])
+    # 1e8 swallows the 1: in another order it would be left.
+    assert shard.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_a_mark_belongs_to_memory_not_to_a_view_of_it():
+    marks, device, memory = Marks(), LateDevice(), torch.zeros(8)
+    mark = device.mark()
+    marks.set(memory[2:], mark)
+    assert len(marks) == 1
+    assert marks.take(memory[4:].view(torch.int32)) is mark
+    with pytest.raises(KeyError):
+        marks.take(memory)
+    assert len(marks) == 0
+
+
+def test_the_late_device_computes_when_it_is_waited_for():
+    device, done = LateDevice(), []
+    device.later(lambda: done.append(1))
+    mark = device.mark()
+    device.later(lambda: done.append(2))
+    assert done == []
+    mark.synchronize()
+    mark.synchronize()
+    assert done == [1]
+    device.mark().synchronize()
+    assert done == [1, 2]
+
+
+def test_the_late_device_notices_haste_with_slots():
+    device, shard, values = LateDevice(), torch.zeros(4), torch.ones(2)
+    mark = device.add(shard, [(1, values)])
+    assert not shard.any()
+    mark.synchronize()
+    assert shard.tolist() == [0, 1, 1, 0]
+    mark = device.add(shard, [(1, values)])
+    values.zero_()
+    with pytest.raises(AssertionError, match="slot"):
+        mark.synchronize()

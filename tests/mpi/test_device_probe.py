@@ -1,0 +1,99 @@
+"""Windows on devices are tried with all peers and from both kinds of memory; host memory stands in for a device."""
+
+import pytest
+from late_device import LateDevice
+
+from odc_mpi.comm import cache, device_probe, operations, probe
+from odc_mpi.comm.device_probe import kept_verdict, verdict_key
+from odc_mpi.comm.report import DEVICE_OPERATIONS, WRONG, Report
+from odc_mpi.errors import UserError
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(device_probe.try_device, "__defaults__", (probe.QUICK,))
+
+
+def test_every_operation_is_tried_and_right(world):
+    heard = []
+    report = probe.probe(world, probe.QUICK, listen=lambda _, doing: heard.append(doing), device=LateDevice())
+    assert report == world.gather_objects(report)[0], "all ranks have the same report"
+    assert report.problems == ()
+    device = report.device
+    assert (device.names, device.window, device.own_accumulate) == (("late device",), True, True)
+    assert device.cuda_support in (True, False, None)
+    assert device.alloc_kinds is None or "system" in device.alloc_kinds
+    tried = [f"{origin}.same_node.{name}" for name, origin in DEVICE_OPERATIONS] if world.size > 1 else []
+    assert heard[-(len(tried) + 4) :] == ["device.memory", "device.window", *tried, "device.own", None]
+    for name, origin in DEVICE_OPERATIONS if world.size > 1 else ():
+        operation = getattr(getattr(device, origin).same_node, name)
+        assert operation.one_sided is not None, (origin, name)
+        assert operation.idle_s > 0 and operation.gb_per_s > 0
+    assert Report.from_dict(report.to_dict()) == report
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("name", "origin"), DEVICE_OPERATIONS)
+def test_wrong_data_is_told_of_the_memory_it_came_from(world, monkeypatch, name, origin):
+    kind, run = operations.BY_NAME[name], operations.BY_NAME[name]._run
+
+    def forgetful(self, num_bytes):
+        is_device = isinstance(self.peering.received, device_probe.DeviceBuffer)
+        if num_bytes >= 1 << 20 and is_device == (origin == "from_device"):
+            self.peering.received.fill(7, num_bytes)
+        else:
+            run(self, num_bytes)
+
+    pairs = probe.find_pairs(world.gather_objects(world.node))
+    monkeypatch.setattr(kind, "_run", forgetful)
+    found = device_probe.try_device(world, Report(), pairs, LateDevice(), lambda *_: None)
+    assert found.problems == (f"{origin} same_node {name}: {WRONG}",)
+    assert found.is_wrong(f"{origin} same_node", name) and not found.is_wrong("same_node", name)
+    for other, memory in DEVICE_OPERATIONS:
+        answered = getattr(getattr(found.device, memory).same_node, other).idle_s is not None
+        assert answered == ((other, memory) != (name, origin))
+
+
+def test_without_memory_for_windows_nothing_is_tried(world):
+    class NoCupy(LateDevice):
+        def window_memory(self, num_bytes):
+            raise UserError("no CuPy")
+
+    device = NoCupy() if world.rank == world.size - 1 else LateDevice()
+    found = device_probe.try_device(world, Report(), {}, device, lambda *_: None)
+    assert found.problems == ("device memory: no CuPy",)
+    assert found.device.window is None
+
+
+def test_a_wrong_sum_in_the_own_window_is_told(world, monkeypatch):
+    monkeypatch.setattr(device_probe.DeviceWindow, "accumulate", lambda *_: None)
+    found = device_probe.try_device(world, Report(), {}, LateDevice(), lambda *_: None)
+    assert found.device.own_accumulate is False
+
+
+def test_a_kept_verdict_serves_all_ranks_in_the_same_layout_only(world, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # only rank 0's file counts
+    device = LateDevice()
+    assert kept_verdict(world, device) is None
+    key = verdict_key(world, device)
+    report = Report(nodes=1, ranks_per_node=(world.size,)).with_device(window=True)
+    if world.rank == 0:
+        cache.store(key, report)
+    assert kept_verdict(world, device) == report
+    other = LateDevice()
+    other.name = "another"
+    assert kept_verdict(world, other) is None
+    monkeypatch.setattr(world, "node", world.node + world.rank)
+    assert (kept_verdict(world, device) is None) == (world.size > 1)
+
+
+def test_no_device_unless_every_rank_has_one(world, monkeypatch):
+    monkeypatch.setattr(probe, "has_gpu", lambda: False)
+    assert probe.own_device(world) is None
+    monkeypatch.setattr(probe, "has_gpu", lambda: world.rank == 0)
+    monkeypatch.setattr("odc_mpi.comm.device.find_device", lambda *_: LateDevice())
+    assert (probe.own_device(world) is None) == (world.size > 1)
+    monkeypatch.setattr(probe, "has_gpu", lambda: True)
+    assert isinstance(probe.own_device(world), LateDevice)

@@ -1,0 +1,99 @@
+"""Training with windows on a device, with host memory in its place; and by which words a run comes to have them."""
+
+import pytest
+from late_device import LateDevice
+from test_device_transport import LateDeviceWindow
+from test_parity import assert_close, configure, expected, run
+
+from odc_mpi import api
+from odc_mpi.comm import cache, device_slots, device_transport
+from odc_mpi.comm.decision import decide
+from odc_mpi.comm.device_decision import RUN_DOCTOR
+from odc_mpi.comm.device_probe import verdict_key
+from odc_mpi.comm.device_transport import DeviceTransport
+from odc_mpi.comm.report import Operation, Peer, Peers, Report
+from odc_mpi.comm.staged import StagedTransport
+from odc_mpi.errors import UserError
+
+pytestmark = pytest.mark.mpi
+
+PROVED = Operation(one_sided=True, idle_s=1e-6, busy_s=1e-6, gb_per_s=100.0)
+
+
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    made = LateDevice()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(api, "find_device", lambda kind, local_rank: made if kind == "cuda" else None)
+    for module in (device_transport, device_slots):
+        monkeypatch.setattr(module, "DeviceWindow", LateDeviceWindow)
+    return made
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"comm.prefetch": 0},
+        {"comm.prefetch": 2, "model.gradient_checkpointing": "true"},
+        {"comm.reduction": "accumulate"},
+        {"comm.reduction": "accumulate", "comm.prefetch": 0},
+        {"comm.reduction": "mailbox", "comm.progress": "off", "comm.mailbox_bytes": 1 << 18},
+        {"data.balance": "dynamic", "optim.device": "cuda", "comm.reduction": "accumulate", "comm.progress": "thread"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())) or "defaults",
+)
+def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, changes):
+    changes = {key: str(value) for key, value in changes.items()}
+    settings = {"run.device": "cuda", "comm.window_device": "cuda", "data.balance": "lb_mini"}
+    config = configure(dataset_path, **settings | changes)
+    dataset, metrics, state = run(config, world)
+    losses, parameters = expected(configure(dataset_path), dataset)
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert_close(state, parameters)
+    counts = world.gather_objects((device.copies, device.additions))
+    assert sum(copies for copies, _ in counts) > 3 * len(metrics), "the own parts of what was fetched"
+    assert (sum(additions for _, additions in counts) > 0) == (changes.get("comm.reduction") != "accumulate")
+
+
+def transport_for(world, decision):
+    return api._transport(world, LateDevice(), api.torch.float32, api.torch.float32, decision, 1 << 20)
+
+
+def keep_verdict(world, device, **operations):
+    """As a doctor would in this layout."""
+    key = verdict_key(world, device)
+    if world.rank == 0:
+        peers = Peers(same_node=Peer(**operations)) if world.size > 1 else Peers()
+        report = Report(nodes=1, ranks_per_node=(world.size,)).with_device(window=True, from_device=peers)
+        cache.store(key, report.with_problem("from_device same_node accumulate: crashed (SIGSEGV on rank 1)"))
+
+
+def test_a_run_has_windows_on_its_device_where_a_doctor_has_proved_them(world, device):
+    decision = api.decide_for(world, device="cuda")
+    assert decision.window_device.choice == "cpu" and RUN_DOCTOR in decision.one_line()
+    assert isinstance(transport_for(world, decision), StagedTransport)
+
+    keep_verdict(world, device, get=PROVED, put=PROVED)
+    decision = api.decide_for(world, device="cuda")
+    assert (decision.window_device.choice, decision.reduction.choice) == ("cuda", "mailbox")
+    assert world.size == 1 or "SIGSEGV" in decision.reduction.reason
+    assert isinstance(transport_for(world, decision), DeviceTransport)
+    # Where the rest is set nothing is tried, and the verdict counts all the same.
+    decision = api.decide_for(world, device="cuda", zero_copy="off", reduction="mailbox", progress="off")
+    assert decision.window_device.choice == "cuda"
+
+    decision = api.decide_for(world, device="cuda", window_device="cpu")
+    assert isinstance(transport_for(world, decision), StagedTransport)
+    decision = api.decide_for(world, device="cuda", transport="collective")
+    assert isinstance(transport_for(world, decision), StagedTransport)
+    assert api.decide_for(world).window_device is None
+
+
+def test_windows_on_a_device_go_with_a_model_there(world):
+    with pytest.raises(UserError, match=r"comm.window_device: cuda goes with run.device cuda"):
+        api.decide_for(world, window_device="cuda")
+
+
+def test_what_is_decided_needs_no_device_to_be_asked(world):
+    assert decide(Report(), on_device=True).window_device.choice == "cpu"

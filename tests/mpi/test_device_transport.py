@@ -1,0 +1,186 @@
+"""Shards in windows over a device's memory, with a device and windows that are late: haste would be noticed."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from late_device import LateDevice
+
+from odc_mpi.comm import device_slots, device_transport
+from odc_mpi.comm.device_transport import DeviceTransport
+from odc_mpi.comm.device_window import DeviceWindow
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+
+pytestmark = pytest.mark.mpi
+
+SIZES = [1, 7, 33, 1000, 30_001]
+#: For each peer: four slots of a page, fewer elements than the larger pushes have.
+LITTLE_ROOM = 4 * 4096
+
+
+class LateDeviceWindow(DeviceWindow):
+    """Moves nothing before it is flushed; until then what it will read must stay, and what it will fill is poisoned."""
+
+    def __init__(self, *arguments, **options):
+        self._late, self._lock = [], threading.RLock()
+        super().__init__(*arguments, **options)
+
+    def get(self, target, buffer, start=0):
+        bytes_of(buffer)[:] = 255
+        self._delay(lambda: super(LateDeviceWindow, self).get(target, buffer, start), buffer)
+
+    def put(self, target, start, values):
+        self._delay(lambda: super(LateDeviceWindow, self).put(target, start, values), values)
+
+    def accumulate(self, target, start, values):
+        self._delay(lambda: super(LateDeviceWindow, self).accumulate(target, start, values), values)
+
+    def flush(self, target=None):
+        self._do()
+        super().flush(target)
+
+    def flush_local(self):
+        self._do()
+        super().flush_local()
+
+    def free(self):
+        assert not self._late, "something was started and never flushed"
+        super().free()
+
+    def _delay(self, operation, memory):
+        with self._lock:
+            self._late.append((operation, memory, bytes_of(memory).copy()))
+
+    def _do(self):
+        with self._lock:
+            for operation, memory, before in self._late:
+                assert np.array_equal(bytes_of(memory), before), "touched while it was on its way"
+                operation()
+            self._late.clear()
+
+
+def bytes_of(view):
+    return np.frombuffer(view.cast("B"), dtype=np.uint8)
+
+
+@pytest.fixture(params=["accumulate", "mailbox", "mailbox with a thread"])
+def make(world, monkeypatch, request):
+    for module in (device_transport, device_slots):
+        monkeypatch.setattr(module, "DeviceWindow", LateDeviceWindow)
+    made = []
+
+    def build(sizes=SIZES, **dtypes):
+        transport = DeviceTransport(
+            world,
+            LateDevice(),
+            **dtypes,
+            reduction=request.param.split()[0],
+            mailbox_bytes=LITTLE_ROOM * max(1, world.size - 1),
+            progress=request.param.endswith("thread"),
+        )
+        specs = [[ParameterSpec(f"p{i}", (numel,), True)] for i, numel in enumerate(sizes)]
+        transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
+        made.append(transport)
+        return transport
+
+    yield build
+    for transport in made:
+        transport.close()
+        transport.close()
+
+
+def write_late(transport, values):
+    """Have the device write this rank's parameters, some time."""
+    for index, layout in enumerate(transport.layouts):
+        start, stop = layout.owned(transport.rank)
+        shard = transport.parameter_shard(index)[: stop - start]
+        transport._device.later(lambda shard=shard, new=values[index][start:stop]: shard.copy_(new))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fetch_has_what_the_owners_devices_wrote_before_they_published(make, dtype):
+    transport = make(param_dtype=dtype)
+    for generation in range(3):
+        values = [(torch.arange(numel) % 100 + generation).to(dtype) for numel in SIZES]
+        write_late(transport, values)
+        transport.publish_parameters()
+        for index, wanted in enumerate(values):
+            fetched = transport.fetch(index).wait()
+            assert torch.equal(fetched, wanted)
+            assert fetched.untyped_storage().data_ptr() in transport._device.device_memory
+            transport.release(fetched)
+        transport.complete_gradients(np.zeros(1))
+    assert not transport.buffers._lent and not len(transport._marks)
+
+
+def test_a_buffer_is_not_overwritten_while_kernels_still_read_it(make):
+    transport = make([4000, 4000])
+    write_late(transport, [torch.full((4000,), 1.0), torch.full((4000,), 2.0)])
+    transport.publish_parameters()
+    buffer, seen = transport.fetch(0).wait(), []
+    transport._device.later(lambda: seen.append(buffer.clone()))
+    transport.hand_over(buffer)  # the computation has given the device all that reads it
+    transport.start_fetch(1, buffer).wait()
+    assert seen[0].eq(1).all() and buffer.eq(2).all()
+    transport.release(buffer)
+    transport.complete_gradients(np.zeros(1))
+
+
+def test_a_push_adds_what_the_device_had_made_when_it_was_handed_over(make, world):
+    """Integers, so that the sum is exact whatever the order of arrival; the kernels run when they are waited for."""
+    transport = make()
+    wanted = [torch.zeros(numel) for numel in SIZES]
+    for minibatch in range(2):
+        for rank in range(world.size):
+            for index, numel in enumerate(SIZES):
+                rng = np.random.default_rng([rank, minibatch, index])
+                start, stop = sorted(rng.integers(0, numel + 1, size=2).tolist())
+                values = torch.from_numpy(rng.integers(-1000, 1000, size=stop - start)).float()
+                wanted[index][start:stop] += values
+                if rank == world.rank:
+                    flat = transport.memory(values.nbytes).view(torch.float32)
+                    transport._device.later(lambda flat=flat, values=values: flat.copy_(values))
+                    transport.hand_over(flat)
+                    transport.accumulate(index, flat, start).wait()
+                    flat.fill_(float("nan"))  # it belongs to the computation again
+        transport.complete_gradients(np.zeros(1))
+        for index, layout in enumerate(transport.layouts):
+            start, stop = layout.owned(world.rank)
+            own = transport.gradient_shard(index)
+            assert torch.equal(own[: stop - start], wanted[index][start:stop])
+            assert not own[stop - start :].any(), "padding was written to"
+            transport._device.later(own.zero_)
+            wanted[index].zero_()
+        transport.publish_parameters()
+
+
+def test_several_pushes_on_the_way(make, world):
+    transport = make([5000])
+    values = [torch.arange(5000.0) + i for i in range(4)]
+    pushes = []
+    for gradient in values:
+        transport.hand_over(gradient)
+        pushes.append(transport.accumulate(0, gradient))
+    for push in reversed(pushes):
+        push.wait()
+        push.wait()
+    transport.complete_gradients(np.zeros(1))
+    start, stop = transport.layouts[0].owned(world.rank)
+    assert torch.equal(transport.gradient_shard(0)[: stop - start], world.size * sum(values)[start:stop])
+
+
+def test_memory_that_was_not_handed_over_is_not_touched(make):
+    transport = make([10])
+    with pytest.raises(KeyError):
+        transport.accumulate(0, torch.ones(3))
+    with pytest.raises(KeyError):
+        transport.start_fetch(0, torch.ones(10))
+
+
+def test_frozen_arrays_have_no_gradient_shard(world):
+    transport = DeviceTransport(world, LateDevice(), reduction="mailbox", mailbox_bytes=1 << 20)
+    transport.allocate([FlatLayout.build("frozen", [ParameterSpec("p", (100,), False)], world.size)])
+    with pytest.raises(KeyError):
+        transport.gradient_shard(0)
+    transport.close()

@@ -1,0 +1,82 @@
+"""Windows over a device's memory, with host memory in its place: told to MPI by address, moved by MPI alone."""
+
+import pytest
+import torch
+from late_device import LateDevice
+
+from odc_mpi.comm import rma
+from odc_mpi.comm.device_window import DeviceWindow, by_address
+
+pytestmark = pytest.mark.mpi
+
+
+def meet(world):
+    world.gather_objects(None)
+
+
+@pytest.fixture
+def device():
+    return LateDevice()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("numel", [1, 33, 4097])
+def test_what_an_owner_wrote_is_read_and_what_a_peer_wrote_is_there(world, device, dtype, numel, monkeypatch):
+    monkeypatch.setattr(rma, "MAX_MESSAGE_NUMEL", 100)  # long messages are cut
+    window = DeviceWindow(world, numel, dtype, device)
+    assert window.tensor.data_ptr() in device.device_memory and not window.tensor.any()
+    values = (torch.arange(numel) % 100 + world.rank).to(dtype)
+    window.tensor.copy_(values)
+    window.sync()
+    meet(world)
+    before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    buffer = torch.full((numel,), -1, dtype=dtype)
+    window.get(after, by_address(buffer.view(torch.uint8)))
+    window.flush()
+    assert torch.equal(buffer, (torch.arange(numel) % 100 + after).to(dtype))
+    meet(world)
+    window.put(after, 0, by_address(values.view(torch.uint8)))
+    window.flush(after)
+    meet(world)
+    window.sync()
+    assert torch.equal(window.tensor, (torch.arange(numel) % 100 + before).to(dtype))
+    assert window.near(world.rank) is window.tensor and window.whole is None
+    window.free()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_all_ranks_add_is_summed(world, device, dtype, monkeypatch):
+    monkeypatch.setattr(rma, "MAX_MESSAGE_NUMEL", 100)
+    numel = 1001
+    window = DeviceWindow(world, numel, dtype, device)
+    values = torch.arange(numel).to(dtype)
+    meet(world)
+    for target in range(world.size):
+        window.accumulate(target, 1, by_address(values)[1:])
+        window.accumulate(target, numel, by_address(values)[numel:])  # nothing
+    window.flush_local()
+    window.flush()
+    meet(world)
+    window.sync()
+    assert torch.equal(window.tensor, world.size * values)
+    window.free()
+
+
+def test_a_rank_may_have_nothing(world, device):
+    window = DeviceWindow(world, 10 if world.rank == 0 else 0, torch.float32, device, same_size=False)
+    ones = torch.ones(5)  # the view does not keep them
+    window.accumulate(0, 3, by_address(ones))
+    window.flush()
+    meet(world)
+    window.sync()
+    if world.rank == 0:
+        assert window.tensor.tolist() == [0.0] * 3 + [world.size] * 5 + [0.0] * 2
+    window.free()
+
+
+def test_memory_stays_as_long_as_somebody_looks_at_it(world, device):
+    window = DeviceWindow(world, 1000, torch.float32, device)
+    kept = window.tensor[10:]
+    kept.fill_(3)
+    window.free()
+    assert kept.sum() == 2970
