@@ -81,6 +81,7 @@ test-mpi: $(READY)
 # On 1, 2 and 4 ranks that share the GPUs there are; elsewhere it fails. Not part of `make test`, where these skip.
 test-gpu: $(READY)
 	set -e; for ranks in 1 2 4; do \
+	    timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/odc-mpi doctor || true; \
 	    ODC_MPI_REQUIRE_GPU=1 OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks \
 	        $(BIN)/python -m pytest --color=no --with-mpi --only-mpi tests/mpi/test_gpu.py; \
 	done
