@@ -33,7 +33,7 @@ class Device(Protocol):
 
     Attributes:
         torch_device: Torch's name of it.
-        name: Its model and what torch drives it with, to tell it from devices that may behave otherwise.
+        name: Its model, how many this process sees, what torch drives it with: by which it may behave otherwise.
     """
 
     torch_device: torch.device
@@ -95,7 +95,8 @@ class CudaDevice:
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
-        self.name = f"{torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}"
+        visible = torch.cuda.device_count()
+        self.name = f"{torch.cuda.get_device_name(index)} ({visible} visible), CUDA {torch.version.cuda}"
         self._inward = torch.cuda.Stream(self.torch_device)
         self._outward = torch.cuda.Stream(self.torch_device)
         self._adding = torch.cuda.Stream(self.torch_device)

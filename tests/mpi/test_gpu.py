@@ -2,9 +2,13 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 from test_parity import assert_close, configure, expected, run
+
+from odc_mpi import api
+from odc_mpi.comm.device import find_device
 
 pytestmark = pytest.mark.mpi
 
@@ -34,7 +38,7 @@ def test_losses_and_parameters_equal_a_plain_loop(
 ):
     changes = {"comm.transport": transport, "comm.zero_copy": zero_copy, "optim.device": optimizer}
     if transport == "window":
-        changes["comm.reduction"] = reduction
+        changes |= {"comm.reduction": reduction, "comm.window_device": "cpu"}
     elif reduction != "accumulate" or zero_copy != "auto":
         pytest.skip("collectives have no such choice")
     config = configure(dataset_path, **{"run.device": "cuda", "data.balance": "lb_mini"} | changes)
@@ -49,7 +53,7 @@ def test_losses_and_parameters_equal_a_plain_loop(
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_prefetching_and_recomputing_change_nothing(world, dataset_path, exact_fp32, prefetch):
-    changes = {"run.device": "cuda", "comm.prefetch": prefetch}
+    changes = {"run.device": "cuda", "comm.window_device": "cpu", "comm.prefetch": prefetch}
     _, metrics, state = run(configure(dataset_path, **changes), world)
     changes["model.gradient_checkpointing"] = "true"
     _, again, repeated = run(configure(dataset_path, **changes), world)
@@ -62,3 +66,51 @@ def test_bf16_follows_the_fp32_run(world, dataset_path):
     dataset, metrics, _ = run(config, world)
     losses, _ = expected(configure(dataset_path), dataset)
     assert [m.loss for m in metrics] == pytest.approx(losses, rel=2e-2)
+
+
+@pytest.fixture
+def window_memory(world):
+    """A device that can have windows; CuPy is there where device windows are to be tested."""
+    pytest.importorskip("cupy")
+    return find_device("cuda", world.local_rank)
+
+
+def test_window_memory_is_what_torch_sees(window_memory):
+    memory = window_memory.window_memory(1 << 20)
+    assert (memory.device, memory.dtype, memory.numel()) == (window_memory.torch_device, torch.uint8, 1 << 20)
+    before = torch.cuda.memory_allocated()
+    other = window_memory.window_memory(1 << 22)
+    assert torch.cuda.memory_allocated() == before, "not torch's"
+    other.view(torch.float32).fill_(2.0)
+    window_memory.mark().synchronize()
+    assert other.view(torch.float32).sum().item() == 2 << 20
+
+
+def test_slots_are_added_beside_the_computation(window_memory):
+    shard = window_memory.window_memory(4000).view(torch.float32).zero_()
+    values = torch.arange(500.0, device=shard.device)
+    window_memory.mark().synchronize()
+    window_memory.add(shard, [(0, values), (100, values), (500, values)]).synchronize()
+    wanted = np.zeros(1000)
+    for start in (0, 100, 500):
+        wanted[start : start + 500] += np.arange(500.0)
+    assert np.array_equal(shard.cpu().numpy(), wanted)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
+@pytest.mark.parametrize("optimizer", ["cpu", "cuda"])
+def test_windows_on_the_gpu_give_what_a_plain_loop_does(
+    world, dataset_path, exact_fp32, window_memory, prefetch, reduction, optimizer
+):
+    decision = api.decide_for(world, device="cuda", reduction=reduction)
+    if decision.window_device.choice != "cuda":
+        pytest.skip(decision.window_device.reason)  # `make test-gpu` has asked the doctor before
+    changes = {"comm.window_device": "auto", "comm.reduction": reduction, "comm.prefetch": prefetch}
+    changes |= {"run.device": "cuda", "optim.device": optimizer, "data.balance": "lb_mini"}
+    dataset, metrics, state = run(configure(dataset_path, **changes), world)
+    losses, parameters = expected(configure(dataset_path), dataset)
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-4)
+    on_host = {name: tensor.cpu() for name, tensor in state.items()}
+    for name, wanted in parameters.items():
+        torch.testing.assert_close(on_host[name], wanted, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
