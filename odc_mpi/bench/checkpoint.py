@@ -6,6 +6,7 @@ variant in turn, round after round; the slowest rank's time counts.
     write   plain: one file per rank in blocks, synced to the disk
             odc_mpi: the copy, the files of the ranks with checksums, index, manifest, name; synced
             dcp: torch.distributed.checkpoint, synced
+            what the round before wrote is removed first, beside the time: that takes a disk as long as it likes
     read    the same back into the memory of the model, with checksums where there are some; what the node's memory
             still has of the files is dropped before, as far as the system lets it be
     pause   what training waits for, by the time of writing: the copy, the manifest's beginning, the thread's start
@@ -47,8 +48,11 @@ from odc_mpi.checkpoint.state import CheckpointWeights, TrainingState
 from odc_mpi.comm.world import World
 from odc_mpi.shard.model import ShardedModel
 
-_WIDTH, _MIN_LAYERS = 1024, 4
+#: 16 MiB a matrix: the mean of a model of 1.5 B parameters. Each takes its time in the index, whatever its size.
+_WIDTH, _MIN_LAYERS = 2048, 1
 _BLOCK_BYTES = 4 << 20
+#: What each way leaves in the directory.
+_WRITTEN = {"plain": "plain_*", "odc_mpi": "step_*", "dcp": "dcp"}
 #: A parameter in fp32 and two moments of AdamW.
 _BYTES_PER_PARAMETER = 12
 #: The figure, from a round's seconds; the least, or the most, that it is to be; whether it is the least.
@@ -118,8 +122,6 @@ class State:
 
     def write_dcp(self) -> None:
         """Save with torch.distributed.checkpoint. Collective."""
-        shutil.rmtree(self._directory / "dcp", ignore_errors=True)
-        self._world.gather_objects(None)
         dcp.save(self._directory / "dcp", self._tensors())
 
     def read_plain(self) -> None:
@@ -141,6 +143,13 @@ class State:
     def read_dcp(self) -> None:
         """Read with torch.distributed.checkpoint. Collective."""
         dcp.load(self._directory / "dcp", self._tensors())
+
+    def remove(self, name: str) -> None:
+        """Remove what was written in a way, so that the disk has nothing left to do. Local."""
+        if self._world.rank == 0:
+            for path in self._directory.glob(_WRITTEN[name]):
+                path.unlink() if path.is_file() else shutil.rmtree(path)
+            os.sync()
 
     def forget(self) -> None:
         """Drop this node's copies of the files in memory. Local."""
@@ -178,10 +187,12 @@ def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str
     try:
         state = State(world, num_bytes, directory)
         names = ["plain", "odc_mpi", *(["dcp"] if gloo else [])]
-        writes = {f"write_{name}": getattr(state, f"write_{name}") for name in names}
-        reads = {f"read_{name}": getattr(state, f"read_{name}") for name in names}
-        timed = {name: partial(_time, world, work) for name, work in writes.items()}
-        timed |= {name: partial(_time, world, work, state.forget) for name, work in reads.items()}
+        timed = {}
+        for name in names:
+            write, remove = getattr(state, f"write_{name}"), partial(state.remove, name)
+            timed[f"write_{name}"] = partial(_time, world, write, remove)
+        for name in names:
+            timed[f"read_{name}"] = partial(_time, world, getattr(state, f"read_{name}"), state.forget)
         seconds: dict[str, list[float]] = interleaved(timed, repeats)
     finally:
         if gloo:
@@ -224,7 +235,7 @@ def report(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _time(world: World, work: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> float:
+def _time(world: World, work: Callable[[], None], prepare: Callable[[], None]) -> float:
     """Return the slowest rank's seconds for some work that all begin together."""
     prepare()
     world.gather_objects(None)

@@ -43,13 +43,15 @@ class Spread:
 def interleaved(variants: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
     """Call each variant in turn, round after round, so that a slow moment of the machine meets them all alike. Local.
 
+    A round begins with another one each time: what comes first may find a disk or a cache that the others do not.
+
     Returns:
         What they returned, in order.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
-    for _ in range(repeats):
-        for name, sample in variants.items():
-            results[name].append(sample())
+    for turn in range(repeats):
+        for name in around(list(variants), turn):
+            results[name].append(variants[name]())
     return results
 
 

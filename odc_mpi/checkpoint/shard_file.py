@@ -117,10 +117,16 @@ def _write(descriptor: int, content: memoryview, offset: int) -> list[int]:
     for begin in range(0, len(content), _WRITE_BYTES):
         part = content[begin : begin + _WRITE_BYTES]
         checksums += _block_checksums(part)
-        while part:
-            written = os.pwrite(descriptor, part, offset + begin)
-            part, begin = part[written:], begin + written
+        _write_part(descriptor, part, offset + begin)
     return checksums
+
+
+def _write_part(descriptor: int, part: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(part):
+        done += os.pwrite(descriptor, part[done:], offset + done)
+    # Linux begins to write dirty pages to the disk then: beside the checksums of what comes next, not at the end.
+    os.posix_fadvise(descriptor, offset, len(part), os.POSIX_FADV_DONTNEED)
 
 
 def _block_checksums(content: memoryview) -> list[int]:

@@ -16,9 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from odc_mpi.errors import UserError
-
-#: A slot of a mailbox: the first element of a shard that its values are added to, and the values, `[n]`.
-Slot = tuple[int, torch.Tensor]
+from odc_mpi.native import Piece, add_slots
 
 
 class Mark(Protocol):
@@ -74,7 +72,7 @@ class Device(Protocol):
             A mark behind the copy.
         """
 
-    def add(self, shard: torch.Tensor, slots: Sequence[Slot]) -> Mark:
+    def add(self, shard: torch.Tensor, slots: Sequence[Piece]) -> Mark:
         """Start to add slots to a shard, in their order, beside the computation. Local; any thread may call it.
 
         Args:
@@ -146,7 +144,7 @@ class CudaDevice:
             destination.copy_(source, non_blocking=True)
         return _record(stream)
 
-    def add(self, shard: torch.Tensor, slots: Sequence[Slot]) -> Mark:
+    def add(self, shard: torch.Tensor, slots: Sequence[Piece]) -> Mark:
         """See `Device`."""
         with torch.cuda.stream(self._adding), torch.no_grad():
             add_slots(shard, slots)
@@ -173,17 +171,6 @@ class Marks:
 
     def __len__(self) -> int:
         return len(self._marks)
-
-
-def add_slots(shard: torch.Tensor, slots: Sequence[Slot]) -> None:
-    """Add slots to a shard, one after the other in their order. Local; on the current stream of the shard's device.
-
-    Args:
-        shard: `[n]`, overwritten with the sums.
-        slots: Of the shard's dtype, on its device.
-    """
-    for start, values in slots:
-        shard[start : start + values.numel()].add_(values)
 
 
 def find_device(kind: str, local_rank: int) -> CudaDevice | None:

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from odc_mpi.comm.device import Device, Slot
+from odc_mpi.comm.device import Device
 from odc_mpi.comm.device_window import DeviceWindow, by_address
 from odc_mpi.comm.rma import Memory, Window
 from odc_mpi.comm.slots import HEADER_BYTES, Header, HostSlots, ring_number
 from odc_mpi.comm.world import World
+from odc_mpi.native import Piece
 
 
 class DeviceSlots(HostSlots):
@@ -64,7 +65,7 @@ class DeviceSlots(HostSlots):
         return self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
 
     def add(self, pusher: int, headers: Sequence[Header]) -> None:  # noqa: D102
-        slots: dict[int, list[Slot]] = {}
+        slots: dict[int, list[Piece]] = {}
         for index, start, numel, place in headers:
             at = self._elements_start(pusher, self.world.rank, place)
             values = self._elements.tensor[at : at + numel * self.dtype.itemsize].view(self.dtype)
@@ -83,7 +84,7 @@ class DeviceSlots(HostSlots):
         memory = {index: self._device.memory(numel * self.dtype.itemsize) for index, numel in numels.items()}
         self.shards = {index: shard.view(self.dtype).zero_() for index, shard in memory.items()}
 
-    def _add_on_device(self, slots: Mapping[int, list[Slot]]) -> None:
+    def _add_on_device(self, slots: Mapping[int, list[Piece]]) -> None:
         for mark in [self._device.add(self.shards[index], those) for index, those in slots.items()]:
             mark.synchronize()
 
