@@ -27,7 +27,7 @@ MAY_SEE = {
     "imports": set(),
     "api": {"shard", "comm"},
     "shard": {"comm.transport", "comm.buffers", "comm.world", "native"},
-    "comm": {"limits"},
+    "comm": {"limits", "native"},
     "data": set(),
     "native": set(),
     "errors": set(),
