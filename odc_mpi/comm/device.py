@@ -188,7 +188,7 @@ def find_device(kind: str, local_rank: int) -> CudaDevice | None:
     if kind == "cpu":
         return None
     if not torch.cuda.is_available():
-        built = f"is built for CUDA {torch.version.cuda}, but" if torch.version.cuda else "is built without CUDA:"
+        built = f"is built for CUDA {torch.version.cuda}, but" if torch.version.cuda else "is built without CUDA and"
         raise UserError(f"run.device: cuda needs a GPU, torch {torch.__version__} {built} sees none: set it to cpu")
     index = local_rank % torch.cuda.device_count()
     # What is made without naming a device, such as a user's own tensors, is made there too.
