@@ -68,11 +68,16 @@ class Peering:
     """
 
     def __init__(
-        self, win: MPI.Win, target: int, expected: np.ndarray, make: Callable[[np.ndarray], Buffer] = HostBuffer
+        self,
+        win: MPI.Win,
+        target: int,
+        expected: np.ndarray,
+        make: Callable[[np.ndarray], Buffer] = HostBuffer,
+        turn: int = 0,
     ) -> None:
         self.win, self.target, self.expected = win, target, expected
         first = pattern(expected.size)[: expected.size - COUNTER_BYTES]
-        self.values = first.view(np.float32)[::-1].copy().view(np.uint8)
+        self.values = np.roll(first.view(np.float32)[::-1], turn).view(np.uint8)
         self.sent, self.received = make(self.values), make(np.ones(expected.size, dtype=np.uint8))
 
     def get(self, num_bytes: int) -> None:

@@ -117,8 +117,8 @@ class Trials:
         for kind, (origin, target) in pairs.items():
             if world.rank == origin:
                 expected = operations.pattern(num_bytes)
-                for memory, make in origins.items():
-                    self._peerings[kind, memory] = operations.Peering(self._win, target, expected, make)
+                for turn, (memory, make) in enumerate(origins.items()):
+                    self._peerings[kind, memory] = operations.Peering(self._win, target, expected, make, turn)
         world.meet(self._comm.Ibarrier(), "filling the window of a probe")
 
     def run(self, name: str, kind: str, memory: str = HOST) -> Result:
