@@ -81,8 +81,8 @@ class Reduction(ABC):
         """Return when everything this rank pushed is in its owners' hands. One-sided."""
 
     @abstractmethod
-    def serve(self) -> None:
-        """Do this owner's part of what has arrived. Local; may be called from another thread."""
+    def serve(self) -> bool:
+        """Do this owner's part of what has arrived; return whether any has. Local, from any thread."""
 
     @abstractmethod
     def complete(self) -> None:
@@ -165,8 +165,9 @@ class AccumulateReduction(Reduction):
             for window in self._all_windows():
                 window.flush()
 
-    def serve(self) -> None:
+    def serve(self) -> bool:
         """Nothing is left to the owner. Local."""
+        return False
 
     def complete(self) -> None:  # noqa: D102
         self.sync()

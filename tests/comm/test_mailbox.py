@@ -1,8 +1,10 @@
 """The mailbox over a network that does all that MPI allows: late, in any order, and byte by byte."""
 
+import ctypes
 import functools
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from odc_mpi.comm import mailbox
 from odc_mpi.comm.mailbox import MailboxReduction
@@ -20,8 +23,27 @@ SIZES = [1, 40, 333, 2000]
 SMALLEST = 256  # bytes of a ring
 
 
+class Borrowed:
+    """Memory of somebody else, which is not kept: MPI holds no reference to what it sends."""
+
+    def __init__(self, values):
+        owner = values
+        while isinstance(owner, np.ndarray) and owner.base is not None:
+            owner = owner.base
+        if isinstance(owner, torch.Tensor):
+            self._gone = StorageWeakRef(owner.untyped_storage()).expired
+        else:
+            reference = weakref.ref(owner)
+            self._gone = lambda: reference() is None
+        self._address, self.size = values.ctypes.data, values.size
+
+    def look(self):
+        assert not self._gone(), "memory was let go of while it was on its way"
+        return np.frombuffer((ctypes.c_uint8 * self.size).from_address(self._address), dtype=np.uint8)
+
+
 class LateWindow:
-    """Delivers in any order, some of it only when it is flushed."""
+    """Delivers in any order, some of it only when it is flushed; until then memory is to stay as it is."""
 
     def __init__(self, world, numel, dtype):
         self.tensor = torch.zeros(numel, dtype=dtype)
@@ -36,7 +58,7 @@ class LateWindow:
 
     def put(self, target, start, values):
         assert self._busy.acquire(blocking=False), "two threads at a time"
-        self._waiting.append((target, start, values))
+        self._waiting.append((target, start, Borrowed(values)))
         if self._rng.random() < 0.5:
             self._deliver([self._waiting.pop(self._rng.integers(len(self._waiting)))])
         self._busy.release()
@@ -60,8 +82,8 @@ class LateWindow:
         assert not self._waiting or self.tensor.numel() < 100, "gradients were put and never flushed"
 
     def _deliver(self, puts):
-        for target, start, values in puts:
-            memory = self._everyone[target].tensor.numpy()
+        for target, start, borrowed in puts:
+            memory, values = self._everyone[target].tensor.numpy(), borrowed.look()
             # Whoever looks meanwhile sees some of the lower bytes new and the upper ones old.
             pieces = values.reshape(-1, 1) if values.size == 8 else [values]
             for piece in pieces:
@@ -70,12 +92,22 @@ class LateWindow:
                 time.sleep(0)
 
 
+class Sent:
+    """Bytes that are in the network, and no longer anybody's memory."""
+
+    def __init__(self, values):
+        self._bytes, self.size = values.copy(), values.size
+
+    def look(self):
+        return self._bytes
+
+
 class HastyWindow(LateWindow):
     """Keeps the order, but its flush comes back a little before the last bytes arrive: MPICH over libfabric's tcp."""
 
     def put(self, target, start, values):
         with self._busy:
-            self._waiting.append((target, start, values.copy()))
+            self._waiting.append((target, start, Sent(values)))
 
     def flush(self, target=None):
         with self._busy:
@@ -106,18 +138,20 @@ class Group:
             self._arrived += 1
             target = -(-self._arrived // self.size) * self.size
         while self._arrived < target:
+            self.progress()
             serve()
 
-    def world(self, rank):
-        def iprobe():
-            assert not self.failed, "another rank failed"
-            time.sleep(0)
+    def progress(self):
+        """What every call of MPI does."""
+        assert not self.failed, "another rank failed"
+        time.sleep(0)
 
+    def world(self, rank):
         return SimpleNamespace(
             rank=rank,
             size=self.size,
             group=self,
-            comm=SimpleNamespace(Iprobe=iprobe),
+            comm=SimpleNamespace(Iprobe=self.progress),
             deadline=lambda *_: nullcontext(),
         )
 

@@ -54,7 +54,7 @@ def test_without_it_a_computing_rank_is_waited_for(world):
 
 @pytest.mark.mpi(min_size=2)
 def test_with_it_nobody_waits(world):
-    progress = ProgressThread(world, serve=lambda: None)
+    progress = ProgressThread(world, serve=lambda: False)
     took = read_from_a_computing_rank(world)
     progress.close()
     assert took is None or took < BUSY_S / 3
@@ -71,6 +71,24 @@ def test_it_serves_again_and_again_until_it_is_closed(world):
     time.sleep(0.05)
     assert len(looks) == seen
     progress.close()
+
+
+def test_a_look_that_takes_long_is_no_work(world):
+    """It sleeps a millisecond or two after each that found nothing, however long it looked."""
+    looks = []
+
+    def look():
+        began = time.thread_time()
+        while time.thread_time() < began + 150e-6:
+            pass
+        looks.append(began)
+        return False
+
+    began = time.perf_counter()
+    progress = ProgressThread(world, serve=look)
+    time.sleep(0.4)
+    progress.close()
+    assert 3 <= len(looks) <= (time.perf_counter() - began) / 0.8e-3
 
 
 def test_what_ends_the_thread_is_raised_by_the_main_thread(world):
