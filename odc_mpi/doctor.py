@@ -3,14 +3,15 @@
 This process does not start MPI. A child takes its part in the job and tells what it finds as it goes, so that there is
 an answer even if the MPI library crashes or hangs. Communication: that of `comm.probe`, in the children.
 
-What was found about windows on GPUs, a crash included, is kept for training runs in the same layout: they cannot try it
-themselves, since it might end them.
+What was found is kept for training runs in the same layout, in the place of what they found themselves. Of windows on
+GPUs that is a crash, too: runs cannot try those, since it might end them.
 """
 
 import json
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich import box
 from rich.console import Console
@@ -90,10 +91,15 @@ def _report(ending: Ending) -> Report:
 
 
 def _keep(ending: Ending, report: Report) -> None:
-    """Keep what was found about windows on devices, unless somebody ended it before all was tried."""
-    key = (ending.news or {}).get("device_key")
-    if key is not None and report.device is not None and ending.failure != ENDED_BY_LAUNCHER:
-        cache.store(key, report)
+    """Keep what was found for training runs in the same layout, unless somebody ended it before all was tried.
+
+    Of windows on devices, which no run tries, a crash is worth keeping, too; of the rest only what is sound.
+    """
+    keys = (ending.news or {}).get("keys", {})
+    if report.device is not None and ending.failure != ENDED_BY_LAUNCHER:
+        cache.store(keys["device"], report)
+    if keys and not report.problems:
+        cache.store(keys["host"], replace(report, device=None))
 
 
 def _free_mib() -> str:

@@ -17,7 +17,7 @@ from odc_mpi.comm.report import Report
 #: Kernels, drivers and networks change without a word of it in the key.
 KEPT_S = 7 * 24 * 3600.0
 #: Raised when the probe measures something else, so that what older versions kept is not read.
-FORMAT = 1
+FORMAT = 2
 #: Settings of the libraries, but not what launchers add for each job.
 _SETTINGS = ("MPIR_CVAR_", "MPIR_PARAM_", "MPICH_", "OMPI_MCA_", "UCX_", "FI_", "PMIX_MCA_")
 _OF_THE_JOB = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_PREFIXES")

@@ -73,12 +73,15 @@ def try_device(
 def verdict_key(world: World, device: Device) -> dict[str, Any]:
     """Return under what the answers are kept: library, environment, devices, and which ranks share a node. Collective.
 
+    Also from where UCX was loaded: another one that was put before the library's own is not to be seen in its version.
+
     Hosts have no names in it: another job on as many nodes of the same kind finds what one has proved.
     """
     return {
         "library": MPI.Get_library_version(),
         "mpi4py": mpi4py.__version__,
         "settings": cache.settings(),
+        "ucx": _mapped_libraries("libucp"),
         "driver": gpu.driver(),
         "devices": world.gather_objects([world.node, device.name]),
     }
@@ -99,7 +102,7 @@ def kept_verdict(world: World, device: Device) -> Report | None:
 
 def cuda_support() -> bool | None:
     """Ask the MPI library whether it was built for CUDA; None where it has no function to ask. Local."""
-    for path in _mapped_libraries():
+    for path in _mapped_libraries(r"libmpi\w*"):
         function = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
         if function is not None:
             return bool(function())
@@ -150,9 +153,9 @@ class _DeviceGround:
         self._device = device
         self._buffer: DeviceBuffer | None = None
 
-    def allocate(self, world: World, num_bytes: int) -> MPI.Win:
+    def allocate(self, world: World, num_bytes: int) -> list[MPI.Win]:
         self._buffer = DeviceBuffer(self._device, np.zeros(num_bytes, dtype=np.uint8))
-        return MPI.Win.Create(self._buffer.memory, 1, MPI.INFO_NULL, world.comm)
+        return [MPI.Win.Create(self._buffer.memory, 1, MPI.INFO_NULL, world.comm)]
 
     def fill(self, win: MPI.Win, values: np.ndarray) -> None:
         assert self._buffer is not None
@@ -211,7 +214,7 @@ def _try_own(world: World, device: Device) -> bool:
     return is_right
 
 
-def _mapped_libraries() -> list[str]:
-    """Return the files of the MPI library that this process has loaded."""
+def _mapped_libraries(name: str) -> list[str]:
+    """Return the files of libraries that this process has loaded, by a pattern of what is before the ending."""
     maps = Path("/proc/self/maps").read_text()
-    return sorted(set(re.findall(r"/\S*/libmpi\w*\.so[\d.]*$", maps, re.MULTILINE)))
+    return sorted(set(re.findall(rf"/\S*/{name}\.so[\d.]*$", maps, re.MULTILINE)))

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mpi4py
 import numpy as np
@@ -28,7 +28,7 @@ from odc_mpi.comm import cache
 from odc_mpi.comm.gpu import has_gpu
 from odc_mpi.comm.operations import COUNTER_BYTES
 from odc_mpi.comm.report import OPERATIONS, PEER_KINDS, Report, SharedMemory
-from odc_mpi.comm.trial import LARGE_BYTES, Allocate, Budget, Trials, allocate
+from odc_mpi.comm.trial import LARGE_BYTES, Allocate, Budget, Trials, allocate, allocate_shared
 from odc_mpi.comm.world import World
 from odc_mpi.errors import UserError
 
@@ -108,19 +108,13 @@ def bare_report(world: World) -> Report:
 
 
 def quick_report(world: World, cache_it: bool = True) -> Report:
-    """Return the report of a quick probe, or the one kept from a run of the last week on the same stack. Collective.
+    """Return a report that was kept in the last week on the same stack, or else that of a quick probe. Collective.
 
     Args:
         world: All of its ranks take part.
         cache_it: Whether to read and write the cache; rank 0's word counts.
     """
-    places = world.gather_objects([world.node, socket.gethostname()])
-    key = {
-        "library": MPI.Get_library_version(),
-        "mpi4py": mpi4py.__version__,
-        "settings": cache.settings(),
-        "ranks": places,
-    }
+    key = report_key(world)
     kept = cache.load(key) if cache_it and world.rank == 0 else None
     with world.meeting("hearing of the report that rank 0 kept"):
         kept = world.comm.bcast(kept)
@@ -131,6 +125,16 @@ def quick_report(world: World, cache_it: bool = True) -> Report:
     if cache_it and world.rank == 0 and not report.problems:
         cache.store(key, report)
     return report
+
+
+def report_key(world: World) -> dict[str, Any]:
+    """Return under what a report is kept: library, environment, and which ranks are on which host. Collective."""
+    return {
+        "library": MPI.Get_library_version(),
+        "mpi4py": mpi4py.__version__,
+        "settings": cache.settings(),
+        "ranks": world.gather_objects([world.node, socket.gethostname()]),
+    }
 
 
 def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
@@ -211,15 +215,21 @@ def _try_pairs(
 ) -> Report:
     kinds = [kind for kind in PEER_KINDS if kind in pairs]
     listen(report, "window")
-    trials = Trials(world, pairs, budget, _most_bytes(world, report, len(kinds)), allocate)
+    far = {kind: pair for kind, pair in pairs.items() if kind == "other_node"}
+    most_bytes = _most_bytes(world, report, len(pairs) + len(far))
+    trials = Trials(world, pairs, budget, most_bytes, allocate)
+    # Over what a node shares: so other nodes read parameters.
+    far_reads = Trials(world, far, budget, most_bytes, allocate_shared) if far else trials
     # An operation with all kinds of peers before the next one: should it not come back, most is known.
     for name in OPERATIONS:
         for kind in kinds:
             listen(report, f"{kind}.{name}")
-            result = trials.run(name, kind)
+            result = (far_reads if (kind, name) == ("other_node", "get") else trials).run(name, kind)
             report = report.with_operation(kind, name, result.operation)
             if result.problem:
                 report = report.with_problem(f"{kind} {name}: {result.problem}")
+    if far:
+        far_reads.close()
     trials.close()
     return report
 
@@ -248,15 +258,15 @@ def main(argv: list[str]) -> None:
     with os.fdopen(int(argv[0]), "w") as out, World(timeout_s=PROGRAM_S) as world:
         # Before anything is told: loading what it takes may last longer than an operation is given.
         device = own_device(world)
-        key = None
+        keys = {"host": report_key(world)}
         if device is not None:
             from odc_mpi.comm.device_probe import verdict_key
 
-            key = verdict_key(world, device)
+            keys["device"] = verdict_key(world, device)
 
         def tell(report: Report, doing: str | None) -> None:
             if world.rank == 0:
-                out.write(json.dumps({"report": report.to_dict(), "doing": doing, "device_key": key}) + "\n")
+                out.write(json.dumps({"report": report.to_dict(), "doing": doing, "keys": keys}) + "\n")
                 out.flush()
 
         probe(world, FULL, listen=tell, device=device)

@@ -13,7 +13,7 @@ one-sided if the target demonstrably went on computing for half of the spell aft
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +63,22 @@ class Result:
     problem: str | None
 
 
-#: Makes the window that is probed, of so many bytes on this rank, in units of one byte. Collective.
-Allocate = Callable[[World, int], MPI.Win]
+#: Makes the window that is probed, of so many bytes on this rank, in units of one byte; and behind it in the list the
+#: one that it lies over, if there is one. Collective.
+Allocate = Callable[[World, int], Sequence[MPI.Win]]
 #: Writes bytes into this rank's part of a window. Local.
 Fill = Callable[[MPI.Win, np.ndarray], None]
 
 
-def allocate(world: World, num_bytes: int) -> MPI.Win:
-    """Make a window on host memory as the transports do. Collective."""
-    return MPI.Win.Allocate(num_bytes, 1, MPI.INFO_NULL, world.comm)
+def allocate(world: World, num_bytes: int) -> Sequence[MPI.Win]:
+    """Make a window on host memory as the transports do for all but what nodes share. Collective."""
+    return [MPI.Win.Allocate(num_bytes, 1, MPI.INFO_NULL, world.comm)]
+
+
+def allocate_shared(world: World, num_bytes: int) -> Sequence[MPI.Win]:
+    """Make a window over memory that the ranks of a node share, as other nodes read parameters. Collective."""
+    shared = MPI.Win.Allocate_shared(num_bytes, 1, MPI.INFO_NULL, world.node_comm)
+    return [MPI.Win.Create(shared.tomemory(), 1, MPI.INFO_NULL, world.comm), shared]
 
 
 def fill(win: MPI.Win, values: np.ndarray) -> None:
@@ -108,7 +115,8 @@ class Trials:
         with world.meeting("allocating the window of a probe"):
             self._comm = world.comm.Dup()
             # Over all ranks, as in training: libraries choose their ways by who takes part.
-            self._win = allocate(world, num_bytes if is_target else operations.COUNTER_BYTES)
+            self._windows = allocate(world, num_bytes if is_target else operations.COUNTER_BYTES)
+            self._win = self._windows[0]
             self._win.Lock_all(MPI.MODE_NOCHECK)
             if is_target:
                 fill(self._win, operations.pattern(num_bytes))
@@ -145,7 +153,8 @@ class Trials:
         self._peerings.clear()
         with self._world.meeting("freeing the window of a probe"):
             self._win.Unlock_all()
-            self._win.Free()
+            for win in self._windows:
+                win.Free()
             self._comm.Free()
 
     def _measure(self, tried: operations.Operation, target: int) -> tuple[float, ...]:

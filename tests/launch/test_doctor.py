@@ -273,7 +273,8 @@ def test_the_table_of_devices_fits_a_terminal(device_doctor):
         ("Accumulate", "host"),
         ("Accumulate", "device"),
     ]
-    assert "late device" in done.out and len(kept) == 1
+    assert "late device" in done.out
+    assert sorted(report["report"]["device"] is None for report in kept) == [False, True], "for two kinds of run"
     chosen = [line.split()[:2] for line in done.out.splitlines()]
     assert ["with", "run.device"] in chosen and ["window-device", "cuda"] in chosen
 
@@ -282,4 +283,29 @@ def test_without_a_device_nothing_is_said_of_one(tmp_path):
     done = odc_mpi(2, "doctor", "--json", XDG_CACHE_HOME=str(tmp_path))
     found = answer(done)
     assert found["device"] is None and "device_decision" not in found
-    assert not list(tmp_path.rglob("*.json")), "nothing to keep for a training run, which probes by itself"
+    (kept,) = (json.loads(path.read_text()) for path in tmp_path.rglob("*.json"))
+    assert "devices" not in kept["key"]
+
+
+READS = """
+import json
+from odc_mpi import World
+from odc_mpi.comm import probe
+def fail(*arguments):
+    raise AssertionError("there was a report to read")
+probe.probe = fail
+with World() as world:
+    report = probe.quick_report(world)
+    if world.rank == 0:
+        print(json.dumps(report.to_dict()))
+"""
+
+
+def test_a_run_in_the_same_layout_takes_what_the_doctor_found(tmp_path):
+    home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    found = answer(odc_mpi(2, "doctor", "--json", **home))
+    (tmp_path / "script.py").write_text(READS)
+    read = answer(launch(2, tmp_path / "script.py", timeout_s=60, **home))
+    assert read["peers"] == found["peers"]
+    other = launch(3, tmp_path / "script.py", timeout_s=60, **home)
+    assert "there was a report to read" in other.err, "ranks are laid out differently"

@@ -88,6 +88,9 @@ def test_a_kept_verdict_serves_all_ranks_in_the_same_layout_only(world, tmp_path
     other = LateDevice()
     other.name = "another"
     assert kept_verdict(world, other) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(device_probe, "_mapped_libraries", lambda name: ["/elsewhere/libucp.so.0"])
+        assert kept_verdict(world, device) is None
     monkeypatch.setattr(world, "node", world.node + world.rank)
     assert (kept_verdict(world, device) is None) == (world.size > 1)
 

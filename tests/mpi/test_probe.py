@@ -15,7 +15,7 @@ pytestmark = pytest.mark.mpi
 
 def over_own_memory(world, num_bytes):
     """A window over memory that the process had before: in both libraries a Get then waits for its target."""
-    return MPI.Win.Create(np.zeros(num_bytes, dtype=np.uint8), 1, MPI.INFO_NULL, world.comm)
+    return [MPI.Win.Create(np.zeros(num_bytes, dtype=np.uint8), 1, MPI.INFO_NULL, world.comm)]
 
 
 def timed_probe(world, *arguments, **options):
@@ -58,6 +58,17 @@ def test_a_window_whose_operations_wait(world):
         assert operation.busy_s > 10 * operation.idle_s
         assert operation.gb_per_s > 0
     assert seconds < 4.0, seconds
+
+
+@pytest.mark.mpi(min_size=2)
+def test_other_nodes_are_read_over_what_a_node_shares(world, monkeypatch):
+    """Of a peer that is taken for one of another node: over such a window a Get from the same node waits."""
+    monkeypatch.setattr(probe, "find_pairs", lambda nodes: {"other_node": (0, 1)})
+    report, _ = timed_probe(world, probe.QUICK)
+    assert report.problems == ()
+    found = report.peers.other_node
+    assert found.get.one_sided is False and found.get.gb_per_s > 0
+    assert found.put.one_sided is found.accumulate.one_sided is found.fetch_and_op.one_sided is True
 
 
 @pytest.mark.mpi(min_size=2)
