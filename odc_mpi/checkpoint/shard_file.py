@@ -14,7 +14,6 @@ Attributes of each: `start`, `shape` (of the whole tensor), `dtype` (in torch's 
 """
 
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +26,11 @@ import numpy.typing as npt
 
 from odc_mpi.checkpoint.manifest import STORED_AS, FileRecord
 from odc_mpi.errors import UserError, in_one_line
+
+try:
+    from isal.isal_zlib import crc32  # the same numbers, at 8 instead of 2 GB/s
+except ImportError:  # it is built for two processors only
+    from zlib import crc32
 
 #: Bytes of a block that has a checksum: whoever reads a part of a tensor reads whole blocks.
 BLOCK_BYTES = 1 << 18
@@ -133,7 +137,7 @@ def _write_part(descriptor: int, part: memoryview, offset: int) -> None:
 
 
 def _block_checksums(content: memoryview) -> list[int]:
-    return [zlib.crc32(content[i : i + BLOCK_BYTES]) for i in range(0, len(content), BLOCK_BYTES)]
+    return [crc32(content[i : i + BLOCK_BYTES]) for i in range(0, len(content), BLOCK_BYTES)]
 
 
 def _read(descriptor: int, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -150,7 +154,7 @@ def _checksum_of_rest(descriptor: int, extents: Sequence[tuple[int, int]]) -> in
     checksum, position, size = 0, 0, os.fstat(descriptor).st_size
     for offset, num_bytes in [*sorted(extents), (size, 0)]:
         offset = min(offset, size)
-        checksum = zlib.crc32(_bytes_of(_read(descriptor, position, max(0, offset - position))), checksum)
+        checksum = crc32(_bytes_of(_read(descriptor, position, max(0, offset - position))), checksum)
         position = offset + num_bytes
     return checksum
 

@@ -1,5 +1,7 @@
 """A rank's file: what is written is read, by h5py too; no damage goes unnoticed."""
 
+import zlib
+
 import h5py
 import numpy as np
 import pytest
@@ -52,6 +54,22 @@ def test_plain_h5py_reads_it(tmp_path, entries):
             np.testing.assert_array_equal(file[stored.path][:], stored.values)
         assert file["model/b"].attrs["start"] == 100
         assert file["model/b"].attrs["shape"].tolist() == [1000]
+
+
+def test_checksums_are_those_of_zlib_in_the_order_of_the_file(tmp_path, entries, small_blocks):
+    record = write_shard(tmp_path / "x.h5", entries, ATTRIBUTES)
+    content = (tmp_path / "x.h5").read_bytes()
+    with h5py.File(tmp_path / "x.h5") as file:
+        places = sorted((file[e.path].id.get_offset(), e.values.nbytes) for e in entries)
+        checksums = file["checksums"][:].tolist()
+    expected, rest, position = [], 0, 0
+    for offset, num_bytes in places:
+        expected += [
+            zlib.crc32(content[i : min(i + 64, offset + num_bytes)]) for i in range(offset, offset + num_bytes, 64)
+        ]
+        rest, position = zlib.crc32(content[position:offset], rest), offset + num_bytes
+    assert checksums == expected
+    assert record.checksum == zlib.crc32(content[position:], rest)
 
 
 def test_a_rank_that_owns_nothing(tmp_path):
