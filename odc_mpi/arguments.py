@@ -4,7 +4,7 @@ Those of `odc-mpi train` beyond its file are settings (`train.config`), those of
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +32,11 @@ SCENARIO: tuple[tuple[str, int | float, str], ...] = (
 RANKS = 8
 #: No count and no number of seconds is larger: what is, was a slip, and not every system call takes it.
 MOST = 10**9
+
+#: Units of `odc-mpi bench gpu`: a layer in bf16 of a model of a billion parameters has about 96M.
+GPU_SIZES = "4M,16M,64M,256M"
+#: What `bench progress` reads and pushes.
+GET_SIZES, PUSH_SIZES = "64,1M,16M", "512K,2M,8M,32M"
 
 #: How large a job of `odc-mpi job` is.
 JOB = (
@@ -118,51 +123,101 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    transport = benchmarks.add_parser(
-        "transport",
-        help="fetches and pushes beside memcpy, MPI's collectives and gloo",
-        description="GB/s of fetching units and pushing gradients. Starts mpiexec if it is not under it.",
-        allow_abbrev=False,
+    for name, (what, description, add_options) in _BENCHMARKS.items():
+        benchmark = benchmarks.add_parser(
+            name,
+            help=what,
+            description=f"{description} Starts mpiexec if it is not under it.",
+            allow_abbrev=False,
+        )
+        add_options(benchmark)
+        _add_launch(benchmark)
+
+
+def _add_transport(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", metavar="LIST", help="of units, such as 64K,1M,256M; default: 64K to 256M")
+    _add_rounds(parser, 7)
+
+
+def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, metavar="N", help=f"to start; default: {RANKS}, or mpiexec's")
+    _add_scenario(parser, {"--minibatches": 10, "--units": 4})
+    parser.add_argument("--step-s", type=_step_s, default=1.0, metavar="X", help=f"{_STEP_S}; default: 1")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="of odc-mpi train; default: a small model")
+    parser.add_argument("--steps", type=_positive, default=4, metavar="N", help="minibatches of a round; default: 4")
+    _add_rounds(parser, 7)
+
+
+def _add_saving(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", default="1G", metavar="SIZE", help="of the state of all ranks; default: 1G")
+    parser.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help="on the disk that is meant; default: .")
+    _add_rounds(parser, 5)
+
+
+def _add_progress(parser: argparse.ArgumentParser) -> None:
+    for option, what, default in (("--sizes", "Gets", GET_SIZES), ("--push-sizes", "pushes", PUSH_SIZES)):
+        parser.add_argument(option, default=default, metavar="LIST", help=f"of {what}; default: {default}")
+    _add_rounds(parser, 9)
+    parser.add_argument(
+        "--budget-s", type=_positive, default=10, metavar="X", help="for the pushes of a size by one way; default: 10"
     )
-    transport.add_argument("--sizes", metavar="LIST", help="of units, such as 64K,1M,256M; default: 64K to 256M")
-    transport.add_argument("--repeats", type=_positive, default=7, metavar="N", help="rounds; default: 7")
-    transport.add_argument("--json", action="store_true", help="print one JSON object")
-    transport.add_argument("--ranks", type=_positive, metavar="N", help="to start; default: 2, or mpiexec's")
-    _add_launch(transport)
-    schedule = benchmarks.add_parser(
-        "schedule",
-        help="windows, collectives and tickets on many ranks, with sleeps in place of computation",
-        description="Speed-ups of windows over collectives on the real runtime. Starts mpiexec if it is not under it.",
-        allow_abbrev=False,
+
+
+def _add_gpu(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", default=GPU_SIZES, metavar="LIST", help=f"of units and shards; default: {GPU_SIZES}")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="of odc-mpi train; default: 1 B parameters in bf16")
+    parser.add_argument("--steps", type=_positive, default=4, metavar="N", help="minibatches of a round; default: 4")
+    _add_rounds(parser, 7)
+    parser.add_argument(
+        "--window-device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="windows on GPUs: where odc-mpi doctor has proved them, in any case, or not at all; default: auto",
     )
-    schedule.add_argument("--ranks", type=int, metavar="N", help=f"to start; default: {RANKS}, or mpiexec's")
-    _add_scenario(schedule, {"--minibatches": 10, "--units": 4})
-    schedule.add_argument("--step-s", type=_step_s, default=1.0, metavar="X", help=f"{_STEP_S}; default: 1")
-    _add_launch(schedule)
-    training = benchmarks.add_parser(
-        "train",
-        help="training with windows beside FSDP2, collectives and a single process",
-        description="Tokens per second of every way to train. Starts mpiexec if it is not under it.",
-        allow_abbrev=False,
-    )
-    training.add_argument("--config", type=Path, metavar="FILE", help="of odc-mpi train; default: a small model")
-    training.add_argument("--steps", type=_positive, default=4, metavar="N", help="minibatches of a round; default: 4")
-    training.add_argument("--repeats", type=_positive, default=7, metavar="N", help="rounds; default: 7")
-    training.add_argument("--ranks", type=_positive, metavar="N", help="to start; default: 2, or mpiexec's")
-    training.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_launch(training)
-    saving = benchmarks.add_parser(
-        "checkpoint",
-        help="checkpoints beside plain files and torch.distributed.checkpoint",
-        description="GB/s of writing and reading, and the pause of the training. Starts mpiexec if it is not under it.",
-        allow_abbrev=False,
-    )
-    saving.add_argument("--size", default="1G", metavar="SIZE", help="of the state of all ranks; default: 1G")
-    saving.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help="on the disk that is meant; default: .")
-    saving.add_argument("--repeats", type=_positive, default=5, metavar="N", help="rounds; default: 5")
-    saving.add_argument("--ranks", type=_positive, metavar="N", help="to start; default: 2, or mpiexec's")
-    saving.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_launch(saving)
+
+
+#: By name: what it is for, what it does, and what adds its options.
+_BENCHMARKS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
+    "transport": (
+        "fetches and pushes beside memcpy, MPI's collectives and gloo",
+        "GB/s of fetching units and pushing gradients.",
+        _add_transport,
+    ),
+    "schedule": (
+        "windows, collectives and tickets on many ranks, with sleeps in place of computation",
+        "Speed-ups of windows over collectives on the real runtime.",
+        _add_schedule,
+    ),
+    "train": (
+        "training with windows beside FSDP2, collectives and a single process",
+        "Tokens per second of every way to train.",
+        _add_training,
+    ),
+    "checkpoint": (
+        "checkpoints beside plain files and torch.distributed.checkpoint",
+        "GB/s of writing and reading, and the pause of the training.",
+        _add_saving,
+    ),
+    "progress": (
+        "reading from and pushing to ranks that compute, and what serving costs them",
+        "What the progress thread achieves and costs.",
+        _add_progress,
+    ),
+    "gpu": (
+        "fetches, pushes, kernels and steps on GPUs beside plain copies and plain torch",
+        "GB/s of units to and from GPUs, and what a step costs.",
+        _add_gpu,
+    ),
+}
+
+
+def _add_rounds(parser: argparse.ArgumentParser, repeats: int) -> None:
+    parser.add_argument("--repeats", type=_positive, default=repeats, metavar="N", help=f"rounds; default: {repeats}")
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="to start; default: 2, or mpiexec's")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:

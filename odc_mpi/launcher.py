@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,13 @@ class Ending:
 
 
 @contextmanager
-def take_part(command: Sequence[str], rank: int, deadline_s: float, quiet_s: float) -> Iterator[Ending]:
+def take_part(
+    command: Sequence[str],
+    rank: int,
+    deadline_s: float,
+    quiet_s: float,
+    hear: Callable[[Any], object] = lambda news: None,
+) -> Iterator[Ending]:
     """Run a child in this process's place in the job, and see how it ends. Local; the child communicates.
 
     The block is for telling the answer: what is left of the child ends after it, since that may end the job.
@@ -80,6 +86,7 @@ def take_part(command: Sequence[str], rank: int, deadline_s: float, quiet_s: flo
         rank: Of this process. Rank 0 returns as soon as there is an answer; the others when they are not needed.
         deadline_s: Seconds for all of it; then the child is ended.
         quiet_s: Seconds between two of rank 0's news; then the child is ended.
+        hear: Called on rank 0 with news as they come, though not with each of those that come at once.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -87,7 +94,7 @@ def take_part(command: Sequence[str], rank: int, deadline_s: float, quiet_s: flo
     child = _Child(command, rank)
     try:
         if rank == 0:
-            yield _until_known(child, notes, ended, deadline_s, quiet_s)
+            yield _until_known(child, notes, ended, deadline_s, quiet_s, hear)
         else:
             yield _until_not_needed(child, notes, ended, deadline_s + _END_S)
     finally:
@@ -96,13 +103,21 @@ def take_part(command: Sequence[str], rank: int, deadline_s: float, quiet_s: flo
         signal.signal(signal.SIGTERM, previous)
 
 
-def _until_known(child: "_Child", notes: "_Notes", ended: threading.Event, deadline_s: float, quiet_s: float) -> Ending:
+def _until_known(
+    child: "_Child",
+    notes: "_Notes",
+    ended: threading.Event,
+    deadline_s: float,
+    quiet_s: float,
+    hear: Callable[[Any], object],
+) -> Ending:
     deadline, known = time.monotonic() + deadline_s, None
     quiet_until = deadline
     while True:
         child.listen(_LOOK_S)
         if child.news is not known:
             known, quiet_until = child.news, time.monotonic() + quiet_s
+            hear(known)
         crash = child.crash() or notes.read()
         if crash is not None:
             child.listen(_LAST_NEWS_S)

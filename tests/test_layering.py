@@ -12,11 +12,13 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAY_SEE = {
     "cli": {
         *("bench", "train", "checkpoint", "data", "comm", "doctor"),
-        *("job_command", "launcher", "limits", "imports", "arguments"),
+        *("job_command", "bench_command", "ranks", "launcher", "limits", "imports", "arguments"),
     },
+    "bench_command": {"bench", "train", "comm", "ranks", "launcher", "imports", "arguments"},
+    "ranks": {"comm", "limits"},
     "arguments": {"checkpoint.command_line", "job_command"},
     "__main__": {"cli"},
-    "bench": {"train", "checkpoint", "api", "data", "shard", "comm"},
+    "bench": {"train", "checkpoint", "api", "data", "shard", "comm", "native", "launcher"},
     "train": {"api", "checkpoint", "data", "shard", "comm.world", "comm.tickets"},
     "checkpoint": {"shard"},
     "doctor": {"comm.report", "comm.decision", "comm.pmi", "comm.cache", "comm.gpu", "launcher"},
@@ -61,7 +63,7 @@ KEPT_IN = {
     "cupy": {"comm", "native"},
     "transformers": {"train.models", "train.weights", "train.attention", "data.prepare"},
     "safetensors": {"train.weights", "checkpoint.export"},
-    "rich": {"cli", "bench.tables", "doctor", "train.metrics", "data.prepare"},
+    "rich": {"cli", "bench.tables", "bench.gpu_tables", "doctor", "train.metrics", "data.prepare"},
     "yaml": {"train.dialect"},
     "matplotlib": {"bench.pictures"},
 }

@@ -88,18 +88,27 @@ def each_for(budget_s: float, sample: Callable[[], T]) -> list[T]:
     return samples
 
 
+def times_in(one_s: float, sample_s: float, most: int) -> int:
+    """Return how many operations of `one_s` seconds make a sample of about `sample_s`, from 1 to `most`. Local."""
+    return max(1, min(most, round(sample_s / max(one_s, sample_s / most))))
+
+
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
     """Return a speed as a multiple of a reference's: the median over rounds of its time by the own time. Local."""
     return statistics.median(a / b for a, b in zip(reference, times, strict=True))
 
 
-def parse_sizes(text: str) -> list[int]:
+def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
     """Read sizes such as `64K,1M,256M`, in bytes, of whole fp32 elements, each once. Local.
+
+    Args:
+        text: As written.
+        option: Behind which, for the message.
 
     Raises:
         UserError: Something else was written.
     """
-    return list(dict.fromkeys(_parse_size(word.strip()) for word in text.split(",")))
+    return list(dict.fromkeys(_parse_size(word.strip(), option) for word in text.split(",")))
 
 
 def format_size(num_bytes: int) -> str:
@@ -110,10 +119,10 @@ def format_size(num_bytes: int) -> str:
     return str(num_bytes)
 
 
-def _parse_size(word: str) -> int:
+def _parse_size(word: str, option: str) -> int:
     scale = _SUFFIXES.get(word[-1:].upper(), 1)
     digits = word if scale == 1 else word[:-1]
     num_bytes = int(digits) * scale if digits.isdecimal() and digits.isascii() else 0
     if num_bytes <= 0 or num_bytes % 4:
-        raise UserError(f"--sizes: expected sizes such as 64K,1M,256M in multiples of 4 bytes, got {word!r}")
+        raise UserError(f"{option}: expected sizes such as 64K,1M,256M in multiples of 4 bytes, got {word!r}")
     return num_bytes

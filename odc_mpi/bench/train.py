@@ -100,20 +100,8 @@ def measure(
             report(f"round {turn} of {repeats}: {name}" if turn else f"warming up: {name}")
             rounds[name].append(_round(world, contenders.by_name[name], name, steps))
     contenders.close()
-    deviation = {name: _deviation(rounds[name], rounds[BASELINE]) for name in CONTENDERS}
-    worst = max(deviation, key=lambda name: deviation[name])
-    if math.isinf(deviation[worst]):
-        raise AgreedError(
-            f"expected losses that are numbers, got another from {worst} or {BASELINE}: lower optim.learning_rate or "
-            "look at the data"
-        )
-    if deviation[worst] > TOLERANCE:
-        raise AgreedError(
-            f"the losses of {worst} and {BASELINE} differ by {deviation[worst]:.2g} of the loss, expected at most "
-            f"{TOLERANCE:g}: they do not train the same (a model with dropout cannot be compared; a high "
-            "optim.learning_rate lets rounding grow)"
-        )
-    return {**_figures(world, rounds), "loss_deviation": deviation, **contenders.facts()}
+    apart = agreement(rounds, BASELINE, TOLERANCE)
+    return {**_figures(world, rounds), "loss_deviation": apart, **contenders.facts()}
 
 
 def check_comparable(config: Config) -> None:
@@ -231,7 +219,35 @@ def _round(world: World, contender: Contender, name: str, steps: int) -> Round:
     return Round(max(seconds for seconds, _ in everyone), num_tokens, losses)
 
 
-def _deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
+def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
+    """Return by how much of the reference's losses each contender's differ at most. Local.
+
+    Args:
+        rounds: Of every contender.
+        reference: One of them.
+        tolerance: They may differ by so much.
+
+    Raises:
+        AgreedError: They differ by more, or one is no number; on every rank that has the same rounds.
+    """
+    apart = {name: deviation(own, rounds[reference]) for name, own in rounds.items()}
+    worst = max(apart, key=lambda name: apart[name])
+    if math.isinf(apart[worst]):
+        raise AgreedError(
+            f"expected losses that are numbers, got another from {worst} or {reference}: lower optim.learning_rate or "
+            "look at the data"
+        )
+    if apart[worst] > tolerance:
+        raise AgreedError(
+            f"the losses of {worst} and {reference} differ by {apart[worst]:.2g} of the loss, expected at most "
+            f"{tolerance:g}: they do not train the same (a model with dropout cannot be compared; a high "
+            "optim.learning_rate lets rounding grow)"
+        )
+    return apart
+
+
+def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
+    """Return by how much of the reference's losses others differ at most; without end if one is no number. Local."""
     pairs = [pair for a, b in zip(rounds, reference, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
     return max(_apart(loss, other) for loss, other in pairs)
 

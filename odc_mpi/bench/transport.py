@@ -51,7 +51,7 @@ import torch
 
 from odc_mpi.bench.gloo import Gloo
 from odc_mpi.bench.measure import Spread, each_for, format_size, interleaved, ratio, seconds
-from odc_mpi.bench.variants import Units, Variant
+from odc_mpi.bench.variants import Units, Variant, check
 from odc_mpi.comm.collective import Collectives
 from odc_mpi.comm.world import World
 
@@ -176,10 +176,10 @@ def _measure_size(
     world: World, num_bytes: int, repeats: int, collectives: Collectives, gloo: Gloo | None
 ) -> dict[str, Any]:
     units = Units(world, num_bytes, collectives, gloo)
-    _check(world, units)
+    check(world, units.variants)
     samples = {name: partial(_sample, collectives, variant, num_bytes) for name, variant in units.variants.items()}
     interleaved(samples, 1)  # the first touch of whatever the check did not use
-    times = _slowest(world, interleaved(samples, repeats))
+    times = slowest(world, interleaved(samples, repeats))
     alone = {}
     if world.size > 1:
         alone = {
@@ -187,7 +187,7 @@ def _measure_size(
             for name, variant in units.variants.items()
             if variant.one_sided
         }
-    _check(world, units)
+    check(world, units.variants)
     result = {
         "size_bytes": num_bytes,
         "num_units": units.num_units,
@@ -199,13 +199,6 @@ def _measure_size(
     return result
 
 
-def _check(world: World, units: Units) -> None:
-    for name, variant in units.variants.items():
-        right = world.gather_objects(variant.is_right())
-        if not all(right):
-            raise RuntimeError(f"{name} moved something wrongly, seen by rank {right.index(False)}")
-
-
 def _sample(collectives: Collectives, variant: Variant, num_bytes: int) -> float:
     times = max(1, min(MAX_OPERATIONS, SAMPLE_BYTES // num_bytes)) if variant.moves else MAX_OPERATIONS
     collectives.barrier()
@@ -214,7 +207,8 @@ def _sample(collectives: Collectives, variant: Variant, num_bytes: int) -> float
     return taken
 
 
-def _slowest(world: World, times: dict[str, list[float]]) -> dict[str, list[float]]:
+def slowest(world: World, times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return for each variant and round the slowest rank's time. Collective."""
     ranks = world.gather_objects(times)
     return {name: [max(one) for one in zip(*(rank[name] for rank in ranks), strict=True)] for name in times}
 

@@ -61,6 +61,18 @@ class Variant:
     proceed: Callable[[], object] = _nothing
 
 
+def check(world: World, variants: Mapping[str, Variant]) -> None:
+    """Look whether everything arrives as it should, and did so far. Collective.
+
+    Raises:
+        RuntimeError: Something was moved wrongly; on every rank.
+    """
+    for name, variant in variants.items():
+        right = world.gather_objects(variant.is_right())
+        if not all(right):
+            raise RuntimeError(f"{name} moved something wrongly, seen by rank {right.index(False)}")
+
+
 class Units:
     """Units of one size, in all the memory that the variants need. Making and freeing them is collective.
 
@@ -223,10 +235,24 @@ def _require_memory(world: World, layout: FlatLayout, num_units: int) -> None:
     # All ranks together: the parameters of each transport and the gradients, twice for a mailbox's slots.
     unit = 4 * world.size * layout.shard_numel
     wanted = world.local_size * (2 * num_units + 3) * unit + (2 + 3 * len(REDUCTIONS)) * num_units * unit
-    world.agree(lambda: _check_available(wanted, world.local_size))
+    require_host_memory(world, wanted)
 
 
-def _check_available(wanted: int, local_size: int) -> None:
+def require_host_memory(world: World, wanted: int, option: str = "--sizes") -> None:
+    """Check that this node has so many bytes left for all of its ranks together. Collective.
+
+    Args:
+        world: The ranks.
+        wanted: Bytes for those of this node.
+        option: What a person makes smaller, for the message.
+
+    Raises:
+        UserError: It has not; raised on every rank.
+    """
+    world.agree(lambda: _check_available(wanted, world.local_size, option))
+
+
+def _check_available(wanted: int, local_size: int, option: str) -> None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -235,5 +261,5 @@ def _check_available(wanted: int, local_size: int) -> None:
     if wanted > free:
         raise UserError(
             f"{free >> 20} MiB of memory are available, expected at least {wanted >> 20} MiB for {local_size} ranks on "
-            "this node: choose smaller --sizes or fewer --ranks"
+            f"this node: choose smaller {option} or fewer --ranks"
         )

@@ -25,13 +25,14 @@ class Alarm:
 
     Attributes:
         rank: This rank.
+        limit: The setting that deadlines come from.
         hosts: Every rank's.
         status: What the ranks tell of themselves; None while there is no window for it, and nobody can be named.
     """
 
     def __init__(self, rank: int, limit: str = "comm.timeout_s") -> None:
         self.rank = rank
-        self._limit = limit
+        self.limit = limit
         self.hosts: Sequence[str] = ()
         self.status: StatusWindow | None = None
 
@@ -51,7 +52,7 @@ class Alarm:
             time.sleep(SIGN_OF_LIFE_S)
             peers = status.read()
             late = say_late(wait, compare(first, peers), self.hosts, time.time())
-        self._end(f"waited more than {timeout_s:g} s while {wait.what}: {late}; the limit is {self._limit}", peers)
+        self._end(f"waited more than {timeout_s:g} s while {wait.what}: {late}; the limit is {self.limit}", peers)
 
     def check_stranded(self) -> None:
         """End the job if others wait for this rank, which is leaving, at a meeting it will not come to. One-sided."""

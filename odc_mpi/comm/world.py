@@ -190,6 +190,10 @@ class World:
         with self.meeting(what):
             _complete(request, meanwhile)
 
+    def alone(self) -> "World":
+        """Return a world of this rank only, with the same limit. Local; to be closed by the caller, before this one."""
+        return World(MPI.COMM_SELF, timeout_s=self.timeout_s, limit=self._alarm.limit)
+
     def agree(self, function: Callable[[], T]) -> T:
         """Call a local function on every rank and fail together. Collective.
 

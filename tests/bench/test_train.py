@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from odc_mpi.bench.train import TOLERANCE, Round, _deviation
+from odc_mpi.bench.train import TOLERANCE, Round, agreement, deviation
+from odc_mpi.errors import AgreedError
 
 
 def rounds(*losses):
@@ -12,10 +13,10 @@ def rounds(*losses):
 
 
 def test_the_largest_difference_counts():
-    assert _deviation(rounds(2.0, 4.0, 1.0), rounds(2.0, 4.0, 1.0)) == 0.0
-    assert _deviation(rounds(2.0, 4.0, 1.0), rounds(2.0, 5.0, 1.0)) == pytest.approx(0.2)
-    assert _deviation(rounds(2.0, 4.0, 1 + 4e-7), rounds(2.0, 4.0, 1.0)) < TOLERANCE
-    assert _deviation(rounds(2.0, 4.0, 1 + 1e-4), rounds(2.0, 4.0, 1.0)) > TOLERANCE
+    assert deviation(rounds(2.0, 4.0, 1.0), rounds(2.0, 4.0, 1.0)) == 0.0
+    assert deviation(rounds(2.0, 4.0, 1.0), rounds(2.0, 5.0, 1.0)) == pytest.approx(0.2)
+    assert deviation(rounds(2.0, 4.0, 1 + 4e-7), rounds(2.0, 4.0, 1.0)) < TOLERANCE
+    assert deviation(rounds(2.0, 4.0, 1 + 1e-4), rounds(2.0, 4.0, 1.0)) > TOLERANCE
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -24,10 +25,19 @@ def test_what_is_no_number_is_as_far_off_as_can_be(bad):
     for place in range(3):
         losses = [2.0, 4.0, 1.0]
         losses[place] = bad
-        assert _deviation(rounds(*losses), good) == _deviation(good, rounds(*losses)) == math.inf
-        assert _deviation(rounds(*losses), rounds(*losses)) == math.inf
+        assert deviation(rounds(*losses), good) == deviation(good, rounds(*losses)) == math.inf
+        assert deviation(rounds(*losses), rounds(*losses)) == math.inf
 
 
 def test_losses_of_zero():
-    assert _deviation(rounds(0.0, 0.0, 0.0), rounds(0.0, 0.0, 0.0)) == 0.0
-    assert TOLERANCE < _deviation(rounds(0.0, 1e-3, 0.0), rounds(0.0, 0.0, 0.0)) < math.inf
+    assert deviation(rounds(0.0, 0.0, 0.0), rounds(0.0, 0.0, 0.0)) == 0.0
+    assert TOLERANCE < deviation(rounds(0.0, 1e-3, 0.0), rounds(0.0, 0.0, 0.0)) < math.inf
+
+
+def test_contenders_that_do_not_agree_are_named():
+    all_rounds = {"plain": rounds(2.0, 4.0, 1.0), "near": rounds(2.0, 4.0, 1.004), "far": rounds(2.0, 4.0, 1.02)}
+    assert agreement(all_rounds, "plain", 0.03) == pytest.approx({"plain": 0.0, "near": 0.004, "far": 0.02})
+    with pytest.raises(AgreedError, match=r"the losses of far and plain differ by 0\.02"):
+        agreement(all_rounds, "plain", 0.005)
+    with pytest.raises(AgreedError, match="got another from near or plain"):
+        agreement({**all_rounds, "near": rounds(2.0, math.nan, 1.0)}, "plain", 0.03)

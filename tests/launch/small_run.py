@@ -6,6 +6,17 @@ import yaml
 
 from odc_mpi.data.dataset import DatasetWriter
 
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
@@ -27,18 +38,7 @@ def config(data, tmp_path):
 
 def write_config(data, directory):
     settings = {
-        "model": {
-            "config": {
-                "model_type": "qwen2",
-                "vocab_size": 64,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 64,
-            }
-        },
+        "model": {"config": MODEL},
         "data": {"path": str(data), "minibatch_sequences": 6, "max_tokens_per_microbatch": 64},
         "optim": {"learning_rate": 0.01, "warmup_steps": 2},
         "run": {"steps": 8, "dir": str(directory / "run"), "threads": 1},

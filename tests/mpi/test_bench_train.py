@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_parity import configure
+import transformers
+from test_parity import QWEN2, configure
 
 from odc_mpi.bench import train
 from odc_mpi.bench.plain import whole_model
@@ -68,6 +69,16 @@ def test_what_only_we_can_do_is_not_compared(world, dataset_path, changes, words
 
 
 _step = train.Ours.step
+
+
+def test_the_whole_model_is_in_fp32_whatever_files_hold(world, shared_dir, config):
+    path = shared_dir / "narrow"
+    if world.rank == 0:
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**QWEN2))
+        model.to(torch.bfloat16).save_pretrained(path)
+    world.gather_objects(None)
+    config = replace(config, model=replace(config.model, path=str(path), config=None))
+    assert {parameter.dtype for parameter in whole_model(config).parameters()} == {torch.float32}
 
 
 def test_the_whole_model_is_that_of_a_run(world, config):

@@ -22,6 +22,11 @@ PROVED = Operation(one_sided=True, idle_s=1e-6, busy_s=1e-6, gb_per_s=100.0)
 
 @pytest.fixture
 def device(monkeypatch, tmp_path):
+    return pose_as_device(monkeypatch, tmp_path)
+
+
+def pose_as_device(monkeypatch, tmp_path):
+    """Have host memory found where a run looks for a GPU, with a cache of verdicts of its own."""
     made = LateDevice()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(api, "find_device", lambda kind, local_rank: made if kind == "cuda" else None)

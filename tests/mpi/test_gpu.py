@@ -7,8 +7,10 @@ import pytest
 import torch
 from test_parity import assert_close, configure, expected, run
 
-from odc_mpi import api
+from odc_mpi import api, native
+from odc_mpi.bench import gpu as benchmark
 from odc_mpi.comm.device import find_device
+from odc_mpi.train.config import dump
 
 pytestmark = pytest.mark.mpi
 
@@ -114,3 +116,33 @@ def test_windows_on_the_gpu_give_what_a_plain_loop_does(
     on_host = {name: tensor.cpu() for name, tensor in state.items()}
     for name, wanted in parameters.items():
         torch.testing.assert_close(on_host[name], wanted, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+#: GB/s that no GPU of today moves: what is faster was not waited for.
+IMPOSSIBLE = 30_000.0
+
+
+def test_the_benchmark_s_figures_are_possible(world, dataset_path, shared_dir):
+    changes = {"run.device": "cuda", "model.param_dtype": "bfloat16", "optim.learning_rate": 1e-3}
+    path = shared_dir / "bench_gpu.yaml"
+    if world.rank == 0:
+        path.write_text(dump(configure(dataset_path, **changes)))
+    world.gather_objects(None)
+    device = find_device("cuda", world.local_rank)
+    options = benchmark.Options([4 << 20, 64 << 20], repeats=2, steps=1, config=str(path))
+    result = benchmark.measure(world, device, options)
+    for size in result["sizes"]:
+        assert {"copy_device", "copy_to_device", "fetch_host", "push_host_mailbox"} < set(size["variants"])
+        for name, entry in size["variants"].items():
+            assert 0 < entry["gb_per_s"]["median"] < IMPOSSIBLE, name
+            # The same bytes go over the same link, and something else is done besides.
+            assert entry["of_link"] is None or entry["of_link"] < 1.2, name
+    for size in result["kernels"]:
+        assert ("add_bf16" in size["tasks"]) == (native.why_no_kernels(device.torch_device) is None)
+        for name, entry in size["tasks"].items():
+            assert 0 < entry["gb_per_s"]["median"] < IMPOSSIBLE, name
+    step = result["step"]
+    assert step["overhead"]["host_windows"]["median"] > -0.5
+    assert max(step["loss_deviation"].values()) < step["tolerance"]
+    if not {"push_device_accumulate", "push_device_mailbox"} <= set(result["left_out"]):
+        assert "fetch_device" in result["sizes"][-1]["variants"]

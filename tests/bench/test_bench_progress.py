@@ -1,0 +1,157 @@
+"""Goals and tables of `odc-mpi bench progress`, from figures made up."""
+
+import pytest
+
+from odc_mpi.bench.progress import _async_progress, judge
+from odc_mpi.bench.progress_command import report
+
+LEFT_OUT = "3 of 8M took 13.1 s, a size has 10 s"
+
+
+def get(**busy):
+    medians = {"idle": 1e-3, "large_products": 2e-3, "small_operations": 3e-3, "python": 4e-3} | busy
+    kinds = {
+        name: {"median_s": median, "longest_s": 2 * median, "computed_s": float(name != "idle")}
+        for name, median in medians.items()
+    }
+    return {"size_bytes": 1 << 20, "kinds": kinds}
+
+
+def spread(median):
+    return {"low": 0.9 * median, "median": median, "high": 1.1 * median}
+
+
+def polite(**slow_down):
+    slow_downs = {"accumulate": 0.032, "mailbox": 0.04} | slow_down
+    return {
+        "steps": 100,
+        "seconds": {"without": spread(0.25)} | {name: spread(0.25 * (1 + one)) for name, one in slow_downs.items()},
+        "slow_down": {name: spread(one) for name, one in slow_downs.items()},
+    }
+
+
+def push(of_put=0.5, **others):
+    variants = {
+        name: {"num_samples": 9, "seconds": spread(0.01), "gb_per_s": spread(0.84), "of_put": part}
+        for name, part in {"put": 1.0, "accumulate": 0.02, "mailbox": of_put, **others}.items()
+    }
+    return {"size_bytes": 8 << 20, "variants": variants, "left_out": {}}
+
+
+def result():
+    last = push()
+    last |= {"size_bytes": 32 << 20, "left_out": {"accumulate": LEFT_OUT}}
+    del last["variants"]["accumulate"]
+    read, politeness, pushed = [get()], polite(mailbox=0.06), [push(), last]
+    return {
+        "benchmark": "progress",
+        "library": "Open MPI 5.0.11",
+        "ranks": 2,
+        "nodes": 2,
+        "repeats": 9,
+        "cores": [0, 1],
+        "target": 1,
+        "other_node": True,
+        "mpich_async_progress": False,
+        "load_average": [0.5, 2.04],
+        "get": read,
+        "politeness": politeness,
+        "reduction": pushed,
+        "goals": judge(read, politeness, pushed),
+    }
+
+
+def verdicts(read, politeness, pushed):
+    return {(goal["goal"], goal["variant"]): goal["reached"] for goal in judge([read], politeness, [pushed])}
+
+
+GOALS = [
+    *(("get_delay_s", kind) for kind in ("large_products", "small_operations", "python")),
+    *(("slow_down", name) for name in ("accumulate", "mailbox")),
+    ("mailbox_of_put", "mailbox"),
+]
+
+
+def test_goals_that_are_just_reached():
+    assert verdicts(get(idle=0.0, python=5e-3), polite(mailbox=0.05), push(of_put=0.25)) == dict.fromkeys(GOALS, True)
+
+
+@pytest.mark.parametrize(
+    ("missed", "read", "politeness", "pushed"),
+    [
+        (GOALS[0], get(large_products=6.01e-3), polite(), push()),
+        (GOALS[1], get(small_operations=6.01e-3), polite(), push()),
+        (GOALS[2], get(python=6.01e-3), polite(), push()),
+        (GOALS[3], get(), polite(accumulate=0.0501), push()),
+        (GOALS[4], get(), polite(mailbox=0.0501), push()),
+        (GOALS[5], get(), polite(), push(of_put=0.249)),
+    ],
+)
+def test_a_goal_that_is_just_missed(missed, read, politeness, pushed):
+    assert [goal for goal, reached in verdicts(read, politeness, pushed).items() if not reached] == [missed]
+
+
+def test_every_goal_states_the_figure_and_what_was_expected():
+    first, *_, last = judge([get()], polite(), [push()])
+    assert first == {
+        "goal": "get_delay_s",
+        "size_bytes": 1 << 20,
+        "variant": "large_products",
+        "figure": pytest.approx(1e-3),
+        "expected": 5e-3,
+        "reached": True,
+    }
+    assert (last["goal"], last["size_bytes"], last["figure"], last["expected"]) == (
+        "mailbox_of_put",
+        8 << 20,
+        0.5,
+        0.25,
+    )
+
+
+def test_what_was_left_out_has_no_verdict():
+    pushed = push()
+    del pushed["variants"]["mailbox"]
+    without_put = push(of_put=None)
+    names = {goal["goal"] for goal in judge([get()], polite(), [pushed, without_put])}
+    assert names == {"get_delay_s", "slow_down"}
+
+
+@pytest.mark.parametrize(
+    ("library", "value", "on"),
+    [
+        ("MPICH 5.0.2", "1", True),
+        ("MPICH 5.0.2", "YES", True),
+        ("MPICH 5.0.2", "0", False),
+        ("MPICH 5.0.2", "", False),
+        ("Open MPI 5.0.11", "1", False),
+    ],
+)
+def test_whether_mpich_has_a_thread_of_its_own(library, value, on):
+    assert _async_progress(library, {"MPIR_CVAR_ASYNC_PROGRESS": value}) is on
+    assert _async_progress(library, {}) is False
+
+
+def test_the_tables_fit():
+    shown = report(result())
+    assert max(map(len, shown.splitlines())) <= 80
+    for words in (
+        "Open MPI 5.0.11, 2 ranks on 2 nodes, 9 rounds",
+        "cores that the ranks keep to: 0, 1",
+        "load of the node: 0.5 before, 2.0 after",
+        "rank 0 turns to rank 1, on another node",
+        "without any thread, 100 steps took 0.2500 s",
+        f"left out: accumulate of 32M: {LEFT_OUT}",
+        "0.84 ± 10%",
+        "4 (8)",
+    ):
+        assert words in shown, words
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["accumulate", "3.2%", "2.9%", "to", "3.5%"] in rows
+    assert ["slow_down", "mailbox", "0.06", "<=", "0.05:", "no"] in rows
+    assert ["mailbox_of_put", "8M", "mailbox", "0.5", ">=", "0.25:", "yes"] in rows
+
+
+def test_mpichs_own_thread_is_told():
+    shown = report(result() | {"mpich_async_progress": True})
+    assert "with MPICH's own thread, 100 steps took 0.2500 s" in shown
