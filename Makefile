@@ -2,6 +2,7 @@
 # make test   all tests
 # make test-slurm   those on a Slurm of two nodes, alone
 # make test-gpu     those that need a GPU, and CuPy: CUDA_MAJOR=12 or CUDA_MAJOR=13 installs it
+# make sanitize-gpu the kernels' tests under NVIDIA's compute-sanitizer; part of test-gpu where it is on the PATH
 # make soak   pushes and fetches against exact sums, runs killed and resumed, a time limit: make soak MINIBATCHES=500
 # make lint   ruff and mypy
 #
@@ -40,6 +41,10 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 # Without compiled files each rank compiles 2,500 modules at its start: 21 s of processor time instead of 7.
 unexport PYTHONDONTWRITEBYTECODE
 
+# NVIDIA's, of the CUDA toolkit, and to which kernels it looks: ours alone.
+SANITIZER ?= compute-sanitizer
+SANITIZED ?= --kernel-name kernel_substring=add_slots --kernel-name kernel_substring=flatten
+
 DATA    := runs/data/stdlib.h5
 # What hangs must end: each test has a limit of its own, and no row of them takes longer than this many seconds.
 LIMIT_S := 2100
@@ -47,7 +52,8 @@ MINIBATCHES  ?= 500
 KILLS        ?= 50
 SOAK_LIMIT_S ?= 1800
 
-.PHONY: run environment test test-jobs test-serial test-launch test-mpi test-hosts test-slurm test-gpu soak lint clean
+.PHONY: run environment test test-jobs test-serial test-launch test-mpi test-hosts test-slurm test-gpu sanitize-gpu soak lint \
+    clean
 
 run: $(READY) $(DATA)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/quickstart.yaml
@@ -88,10 +94,23 @@ test-mpi: $(READY)
 test-gpu: $(READY)
 	$(if $(CUDA_MAJOR),$(BIN)/python -m pip install --quiet --no-compile --editable '.[cuda$(CUDA_MAJOR)]')
 	ODC_MPI_REQUIRE_GPU=1 timeout $(LIMIT_S) $(BIN)/python -m pytest tests/native
+	$(if $(shell command -v $(SANITIZER) 2>/dev/null),$(MAKE) sanitize-gpu,@echo "== no $(SANITIZER) on the PATH: kernels not checked with it")
 	set -e; for ranks in 1 2 4; do \
 	    timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/odc-mpi doctor || true; \
 	    ODC_MPI_REQUIRE_GPU=1 OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks \
 	        $(BIN)/python -m pytest --color=no --with-mpi --only-mpi tests/mpi/test_gpu.py; \
+	done
+
+# Accesses beyond memory, then races in a block's shared memory; either ends it with an error. Every piece of memory is
+# allocated by itself, else what is beyond one is torch's all the same. Left out: what needs 20 GiB, and what looks at
+# whether somebody waits, which the sanitizer does.
+sanitize-gpu: $(READY)
+	set -e; for tool in memcheck racecheck; do \
+	    echo "== $$tool"; \
+	    ODC_MPI_REQUIRE_GPU=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout $(LIMIT_S) \
+	        $(SANITIZER) --tool $$tool --error-exitcode 1 $(SANITIZED) \
+	        $(BIN)/python -m pytest --timeout $(LIMIT_S) tests/native/test_kernels_gpu.py \
+	        -k 'not beyond_32_bits and not takes_its_turn and not nobody_waits'; \
 	done
 
 soak: $(READY)
