@@ -1,32 +1,33 @@
 """The end of a job that cannot go on: every rank ends, whatever it is doing."""
 
+import faulthandler
 import os
 import sys
-import threading
 import time
-from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-#: MPI_Abort itself may hang on a broken network: after this the process ends by itself.
+#: A launcher that does not answer ends nobody, and MPI_Abort hangs then (Open MPI) or returns (MPICH): after so many
+#: seconds the process ends by itself.
 ABORT_GRACE_S = 10.0
 #: A launcher drops what it has not forwarded when the job is aborted; of a traceback once came the first line only.
 FORWARD_S = 0.3
+_NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lasts
 
 
-def abort(message: str, code: int = 1) -> None:
+def abort(message: str, code: int = 1) -> NoReturn:
     """End every rank of the job now, whatever they are doing. Local to call; does not return."""
     print(f"odc_mpi: {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(code,))
-    timer.daemon = True
-    # From Python 3.12 on no thread can be started once the program has ended.
-    with suppress(RuntimeError):
-        timer.start()
+    # Not a thread of Python's: mpi4py keeps its lock during MPI_Abort.
+    faulthandler.dump_traceback_later(FORWARD_S + ABORT_GRACE_S, exit=True, file=_NOWHERE)
     time.sleep(FORWARD_S)
     MPI.COMM_WORLD.Abort(code)
+    time.sleep(ABORT_GRACE_S / 2)
+    os._exit(code)
 
 
 def install_excepthook() -> None:

@@ -22,7 +22,7 @@ for step in range(10**9):
 
 RAISES = """
 from odc_mpi import World
-world = World(timeout_s=60)
+world = World(timeout_s=15)
 world.gather_objects(None)
 if world.rank == world.size - 1:
     raise KeyError("my own mistake")
@@ -62,12 +62,13 @@ def test_a_killed_rank_ends_the_job_on_both_hosts(tmp_path, victim):
 
 
 def test_an_exception_ends_the_job_with_its_traceback(tmp_path):
-    done = launch(2, script(tmp_path, RAISES), timeout_s=50)
+    done = launch(2, script(tmp_path, RAISES), timeout_s=60)
     assert done.code not in (0, 124), done.err
     assert "rank 3 failed" in done.err
     assert 'raise KeyError("my own mistake")' in done.err
     assert "left behind" not in done.err
-    assert done.seconds < 30
+    # Soon where MPI_Abort does what it is for; else, once Open MPI's did not, by the deadline of the others.
+    assert done.seconds < 45
 
 
 @pytest.mark.parametrize(

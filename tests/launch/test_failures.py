@@ -1,7 +1,12 @@
 """One rank fails or makes a mistake: the whole job ends, soon, and says whose fault it was."""
 
+import os
+import signal
+import time
+from pathlib import Path
+
 import pytest
-from mpi_launch import launch
+from mpi_launch import finish, launch, start
 
 LATE = """
 import sys, time
@@ -14,8 +19,29 @@ world.gather_objects(None)
 
 RAISES = """
 from odc_mpi import World
-world = World(timeout_s=60)
+world = World(timeout_s=15)
 if world.rank == 1:
+    raise KeyError("my own mistake")
+world.gather_objects(None)
+"""
+
+LAUNCHER_STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from odc_mpi import World
+world = World(timeout_s=3)
+here = Path(sys.argv[1])
+here.joinpath(f"rank{world.rank}").write_text(str(os.getpid()))
+world.gather_objects(None)
+if world.rank == 1:
+    # Launchers and their helpers: all that this descends from, up to the test.
+    above, process = [], os.getppid()
+    while process != int(sys.argv[2]):
+        above.append(process)
+        process = int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    for process in above:
+        os.kill(process, signal.SIGSTOP)
+    here.joinpath("stopped").write_text(" ".join(map(str, above)))
     raise KeyError("my own mistake")
 world.gather_objects(None)
 """
@@ -76,6 +102,31 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
     assert "rank 1 failed" in done.err
     assert 'raise KeyError("my own mistake")' in done.err
     assert done.seconds < 30
+
+
+def has_ended(process):
+    """Whether it is gone, or nobody has asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def test_ranks_end_by_themselves_where_their_launcher_does_not_answer(tmp_path):
+    """MPI_Abort asks the launcher to end all ranks: one that is stuck would leave them waiting for ever."""
+    job = start(2, script(tmp_path, LAUNCHER_STOPPED), tmp_path, os.getpid())
+    stopped, deadline = tmp_path / "stopped", time.monotonic() + 50
+    while not (stopped.exists() and stopped.read_text()) and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ranks = [int(tmp_path.joinpath(f"rank{rank}").read_text()) for rank in range(2)]
+    try:
+        while not all(map(has_ended, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert all(map(has_ended, ranks))
+    finally:
+        for process in map(int, stopped.read_text().split()):
+            os.kill(process, signal.SIGCONT)
+    assert finish(job, timeout_s=30).code != 0  # what was said is lost where the launcher was to pass it on
 
 
 def test_a_rank_that_leaves_does_not_hang_the_others(tmp_path):
