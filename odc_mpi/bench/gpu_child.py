@@ -9,13 +9,12 @@ be.
 
 import json
 import os
-import sys
-import traceback
 from typing import Any
 
 import torch
 
 from odc_mpi.bench.gpu import Options, measure
+from odc_mpi.comm.abort import run_child
 from odc_mpi.comm.device import Device, find_device
 from odc_mpi.comm.world import World
 from odc_mpi.errors import AgreedError, UserError
@@ -69,10 +68,4 @@ def find(local_rank: int) -> Device:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except Exception as error:
-        # Not by way of MPI_Abort: it would end the processes that are to tell what is known.
-        traceback.print_exception(error, limit=0 if isinstance(error, UserError) else None)
-        sys.stderr.flush()
-        os._exit(1)
+    run_child(main)

@@ -26,7 +26,7 @@ import torch
 
 from odc_mpi.bench.measure import Spread, interleaved, ratio, seconds, times_in
 from odc_mpi.bench.transport import slowest
-from odc_mpi.bench.variants import REDUCTIONS, Variant, check, require_host_memory
+from odc_mpi.bench.variants import REDUCTIONS, Variant, check, fetches, require_host_memory
 from odc_mpi.comm.device import Device, Mark
 from odc_mpi.comm.device_transport import DeviceTransport
 from odc_mpi.comm.staged import StagedTransport
@@ -139,24 +139,11 @@ class DeviceUnits:
         for i in range(self.num_units):
             transport.parameter_shard(i)[: last - first].fill_(self._world.rank + 1.0)
         transport.publish_parameters()
-        self.variants.setdefault(fetch, self._fetch(transport))
+        self.variants.setdefault(fetch, fetches(transport, self._layout, self.num_units))
         push = f"push_{place}_{reduction}"
         self.variants[push] = self._push(transport)
         if place == "host":
             self.links |= {fetch: _TO_DEVICE, push: _TO_HOST}
-
-    def _fetch(self, transport: Transport) -> Variant:
-        def fetch(i: int) -> None:
-            transport.release(transport.fetch(i).wait())
-
-        def arrives(i: int) -> bool:
-            fetched = transport.fetch(i).wait()
-            right = self._is_whole(fetched)
-            transport.release(fetched)
-            return right
-
-        units = range(self.num_units)
-        return Variant([partial(fetch, i) for i in units], lambda: all(map(arrives, units)))
 
     def _push(self, transport: Transport) -> Variant:
         units = range(self.num_units)
@@ -186,11 +173,6 @@ class DeviceUnits:
             finish=lambda: transport.complete_gradients(np.zeros(1)),
             proceed=transport.publish_parameters,
         )
-
-    def _is_whole(self, array: torch.Tensor) -> bool:
-        """Whether every owner's part is there: each wrote its rank, counted from 1."""
-        owned = ((owner, *self._layout.owned(owner)) for owner in range(self._world.size))
-        return all(bool((array[start:stop] == owner + 1).all()) for owner, start, stop in owned)
 
 
 def measure_size(

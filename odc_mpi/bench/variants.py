@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from odc_mpi.bench.gloo import Gloo
 from odc_mpi.comm.collective import Collectives
 from odc_mpi.comm.mailbox import MailboxReduction
 from odc_mpi.comm.reduction import AccumulateReduction, Reduction
-from odc_mpi.comm.transport import Layout
+from odc_mpi.comm.transport import Layout, Transport
 from odc_mpi.comm.window import WindowTransport
 from odc_mpi.comm.world import World
 from odc_mpi.errors import UserError
@@ -71,6 +72,35 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
         right = world.gather_objects(variant.is_right())
         if not all(right):
             raise RuntimeError(f"{name} moved something wrongly, seen by rank {right.index(False)}")
+
+
+def fetches(transport: Transport, layout: FlatLayout, num_units: int, **about: Any) -> Variant:
+    """Return the fetches through a transport whose units hold what `is_whole` looks for. Local.
+
+    Args:
+        transport: Has the units.
+        layout: Of each.
+        num_units: How many there are.
+        about: Further attributes of the variant.
+    """
+
+    def fetch(i: int) -> None:
+        transport.release(transport.fetch(i).wait())
+
+    def arrives(i: int) -> bool:
+        fetched = transport.fetch(i).wait()
+        right = is_whole(fetched, layout)
+        transport.release(fetched)
+        return right
+
+    units = range(num_units)
+    return Variant([partial(fetch, i) for i in units], lambda: all(map(arrives, units)), **about)
+
+
+def is_whole(array: torch.Tensor, layout: FlatLayout) -> bool:
+    """Whether every owner's part is there: each wrote its rank, counted from 1. Local."""
+    owned = ((owner, *layout.owned(owner)) for owner in range(layout.num_owners))
+    return all(bool((array[start:stop] == owner + 1).all()) for owner, start, stop in owned)
 
 
 class Units:
@@ -142,29 +172,14 @@ class Units:
         for i in self._units:
             transport.parameter_shard(i).copy_(self._own[i])
         transport.publish_parameters()
-
-        def fetch(i: int) -> None:
-            transport.release(transport.fetch(i).wait())
-
-        def arrives(i: int) -> bool:
-            fetched = transport.fetch(i).wait()
-            right = self._is_whole(fetched)
-            transport.release(fetched)
-            return right
-
-        return Variant(
-            [partial(fetch, i) for i in self._units],
-            lambda: all(map(arrives, self._units)),
-            gloo="gloo_all_gather",
-            moves=transport.copies,
-            one_sided=True,
-        )
+        about = {"gloo": "gloo_all_gather", "moves": transport.copies, "one_sided": True}
+        return fetches(transport, self._layout, self.num_units, **about)
 
     def _gather(self, all_gather: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
         def is_right() -> bool:
             self._whole.zero_()
             all_gather(self._own[0], self._whole)
-            return self._is_whole(self._whole)
+            return is_whole(self._whole, self._layout)
 
         return Variant(
             [partial(all_gather, shard, self._whole) for shard in self._own], is_right, gloo="gloo_all_gather"
@@ -218,11 +233,6 @@ class Units:
     def _allocate(self, transport: WindowTransport, *, trainable: bool) -> None:
         self._transports.append(transport)
         transport.allocate([_layout(self._layout.numel, self._world.size, trainable=trainable)] * self.num_units)
-
-    def _is_whole(self, array: torch.Tensor) -> bool:
-        """Whether every owner's part is there: each wrote its rank, counted from 1."""
-        owned = ((owner, *self._layout.owned(owner)) for owner in range(self._world.size))
-        return all(bool((array[start:stop] == owner + 1).all()) for owner, start, stop in owned)
 
 
 def _layout(numel: int, num_owners: int, *, trainable: bool) -> FlatLayout:

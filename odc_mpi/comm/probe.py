@@ -12,9 +12,7 @@ import os
 import shutil
 import socket
 import statistics
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.comm import cache
+from odc_mpi.comm.abort import run_child
 from odc_mpi.comm.gpu import has_gpu
 from odc_mpi.comm.operations import COUNTER_BYTES
 from odc_mpi.comm.report import OPERATIONS, PEER_KINDS, Report, SharedMemory
@@ -273,10 +272,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except Exception as error:
-        # Not by way of MPI_Abort: it would end the processes that are to tell the answer.
-        traceback.print_exception(error, limit=0 if isinstance(error, UserError) else None)
-        sys.stderr.flush()
-        os._exit(1)
+    run_child(main)
