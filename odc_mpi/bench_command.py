@@ -3,10 +3,8 @@
 import argparse
 import importlib
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from odc_mpi.arguments import SCENARIO
@@ -34,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _transport(arguments: argparse.Namespace) -> int:
-    from odc_mpi.bench.measure import DEFAULT_SIZES, parse_sizes
+    from odc_mpi.bench.measure import DEFAULT_SIZES, parse_sizes, speaker
 
     sizes = parse_sizes(DEFAULT_SIZES if arguments.sizes is None else arguments.sizes)
     if not is_launched():
@@ -51,10 +49,7 @@ def _transport(arguments: argparse.Namespace) -> int:
 
     def work() -> None:
         _check_ranks(arguments, world)
-        report = (
-            partial(print, "odc-mpi: measuring", file=sys.stderr, flush=True) if world.rank == 0 else lambda line: None
-        )
-        result = measure(world, sizes, arguments.repeats, report)
+        result = measure(world, sizes, arguments.repeats, speaker(world.rank))
         if world.rank == 0 and arguments.json:
             print(json.dumps(result), flush=True)
         elif world.rank == 0:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from odc_mpi.bench.measure import parse_sizes
+from odc_mpi.bench.measure import parse_sizes, speaker
 from odc_mpi.comm.gpu import has_gpu
 from odc_mpi.errors import UserError
 from odc_mpi.launcher import Ending, launched_rank, take_part
@@ -131,4 +131,4 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
 
 def _say(news: Mapping[str, Any]) -> None:
     if news["doing"] is not None:
-        print("odc-mpi: measuring", news["doing"], file=sys.stderr, flush=True)
+        speaker(0)(news["doing"])

@@ -1,6 +1,7 @@
-"""Times to trust on a machine with moods: interleaved rounds, medians, quartiles. Pure, but for the clock."""
+"""Times to trust on a machine with moods: interleaved rounds, medians, quartiles; and a word on what comes next."""
 
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -96,6 +97,16 @@ def times_in(one_s: float, sample_s: float, most: int) -> int:
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
     """Return a speed as a multiple of a reference's: the median over rounds of its time by the own time. Local."""
     return statistics.median(a / b for a, b in zip(reference, times, strict=True))
+
+
+def speaker(rank: int) -> Callable[[str], None]:
+    """Return what tells a person, on rank 0 alone, what is measured next: on standard error. Local."""
+
+    def say(line: str) -> None:
+        if rank == 0:
+            print("odc-mpi: measuring", line, file=sys.stderr, flush=True)
+
+    return say
 
 
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:

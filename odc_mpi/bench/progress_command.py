@@ -1,11 +1,10 @@
 """`odc-mpi bench progress`: what progress threads achieve and cost, for people or as one JSON object."""
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from odc_mpi.bench.measure import format_size
+from odc_mpi.bench.measure import format_size, speaker
 from odc_mpi.bench.progress import GOALS, measure
 from odc_mpi.comm.world import World
 
@@ -24,12 +23,7 @@ def run(world: World, sizes: list[int], push_sizes: list[int], repeats: int, bud
     Raises:
         AgreedError: As `progress.measure` does.
     """
-
-    def say(line: str) -> None:
-        if world.rank == 0:
-            print("odc-mpi: measuring", line, file=sys.stderr, flush=True)
-
-    result = measure(world, sizes, push_sizes, repeats, budget_s, say)
+    result = measure(world, sizes, push_sizes, repeats, budget_s, speaker(world.rank))
     if world.rank == 0:
         print(json.dumps(result, allow_nan=False) if as_json else report(result), flush=True)
 

@@ -2,8 +2,8 @@
 
 import json
 import os
-import sys
 
+from odc_mpi.bench.measure import speaker
 from odc_mpi.bench.scenario import Scenario
 from odc_mpi.bench.schedule import measure
 from odc_mpi.bench.simulate import simulate
@@ -30,12 +30,8 @@ def run(world: World, scenario: Scenario, step_s: float, as_json: bool) -> None:
             "odc-mpi simulate reckons for any"
         )
 
-    def say(line: str) -> None:
-        if world.rank == 0:
-            print("odc-mpi: measuring", line, file=sys.stderr, flush=True)
-
     before = os.getloadavg()[0]
-    outcome = measure(world, scenario, step_s, say)
+    outcome = measure(world, scenario, step_s, speaker(world.rank))
     if world.rank:
         return
     simulated = simulate(scenario)

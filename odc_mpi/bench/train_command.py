@@ -2,11 +2,11 @@
 
 import json
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from odc_mpi.bench.measure import speaker
 from odc_mpi.bench.train import CONTENDERS, measure
 from odc_mpi.comm.world import World
 from odc_mpi.data.prepare import prepare
@@ -43,7 +43,7 @@ def run(world: World, path: Path | None, steps: int, repeats: int, as_json: bool
     Raises:
         UserError: As for a run; on every rank.
     """
-    say = _speaker(world.rank)
+    say = speaker(world.rank)
     if path is None and world.rank == 0 and not DATA.exists():
         say(f"nothing yet: preparing {DATA} first")
         prepare("stdlib", DATA, max_length=MAX_LENGTH)
@@ -85,11 +85,3 @@ def _own(timeout_s: float) -> Config:
         comm=CommConfig(timeout_s=timeout_s),
         optim=OptimConfig(learning_rate=1e-3),
     )
-
-
-def _speaker(rank: int) -> Callable[[str], None]:
-    def say(line: str) -> None:
-        if rank == 0:
-            print("odc-mpi: measuring", line, file=sys.stderr, flush=True)
-
-    return say
