@@ -19,7 +19,6 @@ from odc_mpi.errors import UserError
 ABORT_GRACE_S = 10.0
 #: A launcher drops what it has not forwarded when the job is aborted; of a traceback once came the first line only.
 FORWARD_S = 0.3
-_NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lasts
 
 
 def abort(message: str, code: int = 1) -> NoReturn:
@@ -27,7 +26,8 @@ def abort(message: str, code: int = 1) -> NoReturn:
     print(f"odc_mpi: {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     # Not a thread of Python's: mpi4py keeps its lock during MPI_Abort.
-    faulthandler.dump_traceback_later(FORWARD_S + ABORT_GRACE_S, exit=True, file=_NOWHERE)
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lasts
+    faulthandler.dump_traceback_later(FORWARD_S + ABORT_GRACE_S, exit=True, file=nowhere)
     time.sleep(FORWARD_S)
     MPI.COMM_WORLD.Abort(code)
     time.sleep(ABORT_GRACE_S / 2)
