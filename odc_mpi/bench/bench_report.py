@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from odc_mpi.bench import pictures
+from odc_mpi.bench import pictures, speed_report
 from odc_mpi.bench.events import merged
-from odc_mpi.bench.measure import format_size
+from odc_mpi.bench.measure import told_load
 from odc_mpi.bench.page import Figure, Report
 from odc_mpi.bench.paper import PAPER
 from odc_mpi.bench.selection import choose
-from odc_mpi.bench.shapes import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Bar, Chart, Curve, Lane, Look, Panel
+from odc_mpi.bench.shapes import BLUE, ORANGE, SKY, Bar, Chart, Curve, Lane, Look, Panel
 from odc_mpi.bench.simulate import BASELINE, FLOOR, SCHEDULES
 
 #: The schedule that is set against the baseline.
@@ -162,65 +162,8 @@ def _train(result: Mapping[str, Any]) -> Report:
     return Report(title, [*lead, _load(result)], (), figures)
 
 
-#: What is drawn of the transport benchmark: name in the object, title, look, marker.
-_FETCHES = {
-    "memcpy": ("memcpy", Look(PURPLE, ":"), "x"),
-    "fetch_copy": ("fetch", Look(BLUE, "-"), "o"),
-    "mpi_allgather": ("MPI_Allgather", Look(GREEN, "-."), "s"),
-    "gloo_all_gather": ("gloo", Look(RED, "--"), "^"),
-}
-_PUSHES = {
-    "memcpy": ("memcpy", Look(PURPLE, ":"), "x"),
-    "push_accumulate": ("accumulate", Look(BLUE, "-"), "o"),
-    "push_mailbox": ("mailbox", Look(ORANGE, "-"), "D"),
-    "mpi_reduce_scatter": ("MPI_Reduce_scatter", Look(GREEN, "-."), "s"),
-    "gloo_reduce_scatter": ("gloo", Look(RED, "--"), "^"),
-}
-
-
-def _transport(result: Mapping[str, Any]) -> Report:
-    panels = [
-        Panel(heading, _speeds(result, drawn), "log", 3.4)
-        for heading, drawn in (("fetch a unit, GB/s", _FETCHES), ("push its gradient, GB/s", _PUSHES))
-    ]
-    title = _transport_title(result)
-    figure = pictures.curves("speeds", title, panels, "bytes of a unit", lambda x: format_size(round(x)))
-    lead = [
-        f"{result['library']}, {result['ranks']} ranks on {result['nodes']} node{'s'[: result['nodes'] != 1]}, "
-        f"{result['repeats']} rounds, all ranks at once.",
-        _load(result),
-    ]
-    left_out = [f"Left out: {name}, {reason}." for name, reason in result["left_out"].items()]
-    caption = "GB/s of the whole unit for each rank; medians over rounds. Where a unit is read in place nothing moves."
-    return Report(title, lead, left_out, [Figure(figure, caption)])
-
-
-def _speeds(result: Mapping[str, Any], drawn: Mapping[str, tuple[str, Look, str]]) -> list[Curve]:
-    found = []
-    for name, (label, look, marker) in drawn.items():
-        points = [
-            (size["size_bytes"], size["all_at_once"][name]["gb_per_s"]["median"])
-            for size in result["sizes"]
-            if name in size["all_at_once"] and size["all_at_once"][name]["gb_per_s"]
-        ]
-        if points:
-            x, y = zip(*points, strict=True)
-            found.append(Curve(label, x, y, look, marker))
-    return found
-
-
-def _transport_title(result: Mapping[str, Any]) -> str:
-    largest = result["sizes"][-1]
-    to_gloo = largest["all_at_once"]["fetch_copy"]["of_gloo"]
-    size = format_size(largest["size_bytes"])
-    if to_gloo is None:
-        return f"A fetch of {size} moves {largest['all_at_once']['fetch_copy']['gb_per_s']['median']:.2g} GB/s"
-    return f"A fetch of {size} is {to_gloo:.3g} times as fast as gloo's all-gather"
-
-
 def _load(result: Mapping[str, Any]) -> str:
-    before, after = result["load_average"]
-    return f"Load of the node: {before:.1f} before, {after:.1f} after."
+    return f"{told_load(result).capitalize()}."
 
 
 def _number(value: float | None) -> float:
@@ -232,5 +175,8 @@ KINDS: Mapping[str, Callable[[Mapping[str, Any]], Report]] = {
     "schedule": _schedule,
     "simulate": _schedule,
     "train": _train,
-    "transport": _transport,
+    "transport": speed_report.transport,
+    "checkpoint": speed_report.checkpoint,
+    "progress": speed_report.progress,
+    "gpu": speed_report.gpu,
 }

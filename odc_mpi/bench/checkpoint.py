@@ -40,7 +40,7 @@ from torch import nn
 from odc_mpi.api import shard_model
 from odc_mpi.bench import dcp
 from odc_mpi.bench.gloo import Gloo
-from odc_mpi.bench.measure import Spread, interleaved
+from odc_mpi.bench.measure import Spread, interleaved, told_load
 from odc_mpi.checkpoint.manifest import step_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
@@ -220,8 +220,7 @@ def report(result: Mapping[str, Any]) -> str:
     """Return the figures as lines for people. Local."""
     lines = [
         f"{result['library']}, {result['ranks']} ranks, {result['state_bytes'] / 1e9:.2f} GB of parameters and "
-        f"optimizer state, {result['repeats']} rounds; load of the node "
-        "{:.1f} before, {:.1f} after".format(*result["load_average"]),
+        f"optimizer state, {result['repeats']} rounds; {told_load(result)}",
         f"{'':15}{'GB/s':>8}{'seconds':>10}{'quartiles':>18}",
     ]
     for name, entry in result["variants"].items():

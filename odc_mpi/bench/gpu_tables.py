@@ -8,16 +8,17 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from odc_mpi.bench.measure import format_size
+from odc_mpi.bench.measure import format_size, told_load, told_ranks
 
-_FETCHES = {
+#: What is measured, by the name in the object, as the head of a column.
+FETCHES = {
     "copy_device": "copy\non GPU",
     "copy_to_device": "copy\nto GPU",
     "fetch_host": "from\nhosts",
     "fetch_host_in_place": "hosts,\nin place",
     "fetch_device": "from\nGPUs",
 }
-_PUSHES = {
+PUSHES = {
     "copy_to_host": "copy\nto host",
     "push_host_accumulate": "hosts,\naccumulate",
     "push_host_mailbox": "hosts,\nmailbox",
@@ -32,14 +33,14 @@ _KERNELS = {
     "flatten_bf16": "flatten\nbf16",
 }
 _TORCH = "_torch"
-_CONTENDERS = {"plain": "plain torch", "host_windows": "windows on hosts", "device_windows": "windows on GPUs"}
+CONTENDERS = {"plain": "plain torch", "host_windows": "windows on hosts", "device_windows": "windows on GPUs"}
 
 
 def gpu_tables(result: Mapping[str, Any]) -> Group:
     """Return the tables for what `bench.gpu.measure` returned, or as much of it as was measured. Local."""
     sections = {
-        "Fetch: GB/s of the unit ± half the distance of the quartiles": _speeds(_FETCHES, result),
-        "Push: GB/s": _speeds(_PUSHES, result),
+        "Fetch: GB/s of the unit ± half the distance of the quartiles": _speeds(FETCHES, result),
+        "Push: GB/s": _speeds(PUSHES, result),
         "Copy: GB/s read and written; add, flatten: times the copy's; times torch's": _kernels(result),
     }
     if result["step"]:
@@ -49,12 +50,10 @@ def gpu_tables(result: Mapping[str, Any]) -> Group:
 
 
 def _heading(result: Mapping[str, Any]) -> list[Text]:
-    before, after = result["load_average"]
     lines = [
         f"{'; '.join(result['devices'])}",
-        f"{result['library']}, {result['ranks']} rank{'s'[: result['ranks'] != 1]} on {result['nodes']} "
-        f"node{'s'[: result['nodes'] != 1]}, torch {result['torch']}, {result['repeats']} rounds",
-        f"load of the node: {before:.1f} before, {after:.1f} after",
+        f"{told_ranks(result)}, torch {result['torch']}, {result['repeats']} rounds",
+        told_load(result),
         *(f"left out: {name}, {reason}" for name, reason in result["left_out"].items()),
     ]
     return [Text(line) for line in lines]
@@ -115,5 +114,5 @@ def _step(step: Mapping[str, Any]) -> Table:
     for name, seconds in step["seconds"].items():
         overhead = step["overhead"].get(name)
         cells = [f"{overhead['median']:+.1%}", f"{overhead['low']:+.1%} to {overhead['high']:+.1%}"] if overhead else []
-        table.add_row(_CONTENDERS[name], f"{seconds['median']:.4f}", f"{step['tokens_per_s'][name]:,.0f}", *cells)
+        table.add_row(CONTENDERS[name], f"{seconds['median']:.4f}", f"{step['tokens_per_s'][name]:,.0f}", *cells)
     return table

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from odc_mpi.errors import UserError
 
@@ -109,6 +109,17 @@ def speaker(rank: int) -> Callable[[str], None]:
     return say
 
 
+def told_ranks(result: Mapping[str, Any]) -> str:
+    """Return on what a benchmark ran, by `library`, `ranks` and `nodes` of its object. Local."""
+    ranks, nodes = result["ranks"], result["nodes"]
+    return f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}"
+
+
+def told_load(result: Mapping[str, Any]) -> str:
+    """Return how busy the node was around a benchmark, by `load_average` of its object. Local."""
+    return "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])
+
+
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
     """Read sizes such as `64K,1M,256M`, in bytes, of whole fp32 elements, each once. Local.
 
@@ -133,7 +144,7 @@ def format_size(num_bytes: int) -> str:
 def _parse_size(word: str, option: str) -> int:
     scale = _SUFFIXES.get(word[-1:].upper(), 1)
     digits = word if scale == 1 else word[:-1]
-    num_bytes = int(digits) * scale if digits.isdecimal() and digits.isascii() else 0
+    num_bytes = int(digits) * scale if digits.isdecimal() and digits.isascii() and len(digits) < 20 else 0
     if num_bytes <= 0 or num_bytes % 4:
         raise UserError(f"{option}: expected sizes such as 64K,1M,256M in multiples of 4 bytes, got {word!r}")
     return num_bytes

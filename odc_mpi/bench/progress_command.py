@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from odc_mpi.bench.measure import format_size, speaker
+from odc_mpi.bench.measure import format_size, speaker, told_load, told_ranks
 from odc_mpi.bench.progress import GOALS, measure
 from odc_mpi.comm.world import World
 
@@ -35,10 +35,9 @@ def report(result: Mapping[str, Any]) -> str:
 
 
 def _heading(result: Mapping[str, Any]) -> Iterator[str]:
-    nodes = result["nodes"]
-    yield f"{result['library']}, {result['ranks']} ranks on {nodes} node{'s'[: nodes != 1]}, {result['repeats']} rounds"
+    yield f"{told_ranks(result)}, {result['repeats']} rounds"
     yield f"cores that the ranks keep to: {', '.join(map(str, result['cores']))}"
-    yield "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])
+    yield told_load(result)
     where = "another node" if result["other_node"] else "the same node"
     yield f"rank 0 turns to rank {result['target']}, on {where}"
 

@@ -25,8 +25,8 @@ def write(source: Path, out: Path | None = None, picture: str | None = None) -> 
         UserError: The source is neither, or damaged; there is no such picture; the file cannot be written.
     """
     ending = ".html" if picture is None else f".{picture}.svg"
-    kind = "a run directory" if source.is_dir() else "the JSON of a benchmark or of odc-mpi simulate"
     try:
+        kind = "a run directory" if source.is_dir() else "the JSON of a benchmark or of odc-mpi simulate"
         text = _draw(_describe(source), picture)
     except UserError:
         raise

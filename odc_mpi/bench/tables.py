@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from odc_mpi.bench.measure import format_size
+from odc_mpi.bench.measure import format_size, told_load, told_ranks
 from odc_mpi.bench.transport import GOALS
 
 _FETCHES = {
@@ -39,11 +39,10 @@ def transport_tables(result: Mapping[str, Any]) -> Group:
 
 
 def _heading(result: Mapping[str, Any]) -> list[Text]:
-    cores, (before, after) = result["cores_per_rank"], result["load_average"]
+    cores = result["cores_per_rank"]
     lines = [
-        f"{result['library']}, {result['ranks']} ranks on {result['nodes']} node{'s'[: result['nodes'] != 1]}, "
-        f"{cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds",
-        f"load of the node: {before:.1f} before, {after:.1f} after",
+        f"{told_ranks(result)}, {cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds",
+        told_load(result),
         *(f"left out: {name}, {reason}" for name, reason in result["left_out"].items()),
     ]
     return [Text(line) for line in lines]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.bench.measure import speaker
+from odc_mpi.bench.measure import speaker, told_load
 from odc_mpi.bench.train import CONTENDERS, measure
 from odc_mpi.comm.world import World
 from odc_mpi.data.prepare import prepare
@@ -62,8 +62,7 @@ def report(result: Mapping[str, Any]) -> str:
         f"{result['library']}, {result['ranks']} ranks of {result['threads']} thread{'s'[: result['threads'] != 1]}, "
         f"{result['model_numel'] / 1e6:.1f} M parameters",
         f"reduction {result['reduction']}, zero-copy {result['zero_copy']}, progress {result['progress']}",
-        f"{result['repeats']} rounds of {result['steps']} minibatches; load of the node "
-        "{:.1f} before, {:.1f} after".format(*result["load_average"]),
+        f"{result['repeats']} rounds of {result['steps']} minibatches; {told_load(result)}",
         "",
         f"{'':22}{'tokens/s':>10}{'quartiles':>18}{'to FSDP2':>10}{'to ceiling':>12}",
     ]

@@ -1,6 +1,6 @@
 import pytest
-from result import SLOWNESS, result
 from rich.console import Console
+from transport_result import SLOWNESS, result
 
 from odc_mpi.bench.tables import transport_tables
 from odc_mpi.bench.transport import GOALS, judge

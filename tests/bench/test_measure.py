@@ -66,7 +66,7 @@ def test_sizes():
     assert (parse_sizes(DEFAULT_SIZES)[0], parse_sizes(DEFAULT_SIZES)[-1]) == (64 << 10, 256 << 20)
 
 
-@pytest.mark.parametrize("text", ["", "0", "-4", "K", "1.5M", "64K,", "64X", "7", "1KK", "²K", "1e6"])
+@pytest.mark.parametrize("text", ["", "0", "-4", "K", "1.5M", "64K,", "64X", "7", "1KK", "²K", "1e6", "9" * 5000])
 def test_sizes_that_are_none(text):
     with pytest.raises(UserError, match="--sizes: expected sizes such as"):
         parse_sizes(text)
