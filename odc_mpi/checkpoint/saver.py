@@ -288,6 +288,14 @@ def sync(directory: Path) -> None:
         os.close(descriptor)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory, and those above it that are missing, with their names on the disk. Local."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
 def _retire(path: Path) -> None:
     """Remove a checkpoint such that what is left of it, should that be interrupted, does not look like one."""
     retired = path.with_name(f"{_RETIRED}{path.name}.{os.getpid()}")

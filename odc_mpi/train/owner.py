@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+from odc_mpi.checkpoint.saver import make_directory
 from odc_mpi.errors import UserError
 from odc_mpi.train.place import slurm_job
 from odc_mpi.train.records import replace_text, warn
@@ -46,7 +47,7 @@ class Owner(AbstractContextManager["Owner"]):
             "started": _start_of(pid),
             **slurm_job(),
         }
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_directory(run_dir)
         self._require_free(patience_s)
         replace_text(self._path, json.dumps(self._record) + "\n")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, steps_in
-from odc_mpi.checkpoint.saver import clean
+from odc_mpi.checkpoint.saver import clean, make_directory
 from odc_mpi.errors import UserError
 from odc_mpi.train.records import replace_text
 
@@ -26,7 +26,7 @@ def open_run_directory(path: Path, config_text: str) -> None:
     """
 
     def make_ready() -> None:
-        path.mkdir(parents=True, exist_ok=True)
+        make_directory(path)
         clean(path / CHECKPOINTS)
         if (path / CHECKPOINTS).is_dir() and not any((path / CHECKPOINTS).iterdir()):
             (path / CHECKPOINTS).rmdir()

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from contextlib import contextmanager, suppress
 
 import h5py
@@ -71,7 +72,9 @@ def test_a_second_signal_does_not_wait(config, tmp_path):
     process = start(0, script, "train", "--config", config, "--run.steps", 100000, *CONSTANT)
     wait_for(process, " 2/100000")
     process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)  # at once: the same again, by way of a launcher
     wait_for(process, "saving")
+    time.sleep(1.2)
     process.send_signal(signal.SIGTERM)
     done = finish(process)
     assert done.code == -signal.SIGTERM and done.seconds < 10
