@@ -46,14 +46,24 @@ SANITIZER ?= compute-sanitizer
 SANITIZED ?= --kernel-name kernel_substring=add_slots --kernel-name kernel_substring=flatten
 
 DATA    := runs/data/stdlib.h5
+# Of the argument: which tests. The doctor first: what it has proved is what they then use.
+test_gpu_ranks = set -e; for ranks in 1 2 4; do \
+	    timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/odc-mpi doctor || true; \
+	    ODC_MPI_REQUIRE_GPU=1 OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks \
+	        $(BIN)/python -m pytest --color=no --with-mpi --only-mpi tests/mpi/test_gpu.py $(1); \
+	done
+# By which an MPI gives everything to UCX, also to ranks of the same node.
+UCX_SETTINGS = $(if $(filter openmpi,$(MPI)),OMPI_MCA_pml=ucx OMPI_MCA_osc=ucx OMPI_MCA_opal_common_ucx_tls=any \
+    OMPI_MCA_opal_common_ucx_devices=any,MPIR_CVAR_CH4_NETMOD=ucx MPIR_CVAR_NOLOCAL=1)
+
 # What hangs must end: each test has a limit of its own, and no row of them takes longer than this many seconds.
 LIMIT_S := 2100
 MINIBATCHES  ?= 500
 KILLS        ?= 50
 SOAK_LIMIT_S ?= 1800
 
-.PHONY: run environment test test-jobs test-serial test-launch test-mpi test-hosts test-slurm test-gpu sanitize-gpu soak lint \
-    clean
+.PHONY: run environment test test-jobs test-serial test-launch test-mpi test-hosts test-slurm test-gpu test-gpu-ucx \
+    sanitize-gpu soak lint clean
 
 run: $(READY) $(DATA)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/quickstart.yaml
@@ -90,16 +100,20 @@ test-mpi: $(READY)
 	done
 
 # On 1, 2 and 4 ranks that share the GPUs there are; elsewhere it fails, as it does without CuPy, which CUDA_MAJOR=13
-# installs. Not part of `make test`, where these skip.
+# installs; with it, windows on GPUs once more over a UCX that knows CUDA. Not part of `make test`, where these skip.
 test-gpu: $(READY)
 	$(if $(CUDA_MAJOR),$(BIN)/python -m pip install --quiet --no-compile --editable '.[cuda$(CUDA_MAJOR)]')
 	ODC_MPI_REQUIRE_GPU=1 timeout $(LIMIT_S) $(BIN)/python -m pytest tests/native
 	$(if $(shell command -v $(SANITIZER) 2>/dev/null),$(MAKE) sanitize-gpu,@echo "== no $(SANITIZER) on the PATH: kernels not checked with it")
-	set -e; for ranks in 1 2 4; do \
-	    timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/odc-mpi doctor || true; \
-	    ODC_MPI_REQUIRE_GPU=1 OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks \
-	        $(BIN)/python -m pytest --color=no --with-mpi --only-mpi tests/mpi/test_gpu.py; \
-	done
+	$(call test_gpu_ranks)
+	$(if $(CUDA_MAJOR),$(MAKE) test-gpu-ucx)
+
+# A wheel of UCX before the MPI's own (docs/gpu.md): the doctor's tables, then the tests of windows that it has proved.
+test-gpu-ucx: $(READY)
+	$(BIN)/python -m pip install --quiet --no-compile libucx-cu$(CUDA_MAJOR)
+	set -e; ucx=$$($(BIN)/python -c 'import libucx, os; print(os.path.join(os.path.dirname(libucx.__file__), "lib"))'); \
+	export $(UCX_SETTINGS) LD_LIBRARY_PATH=$$ucx$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}; \
+	echo "== UCX of libucx-cu$(CUDA_MAJOR), $(MPI)"; $(call test_gpu_ranks,-k windows_on_the_gpu)
 
 # Accesses beyond memory, then races in a block's shared memory; either ends it with an error. Every piece of memory is
 # allocated by itself, else what is beyond one is torch's all the same. Left out: what needs 20 GiB, and what looks at

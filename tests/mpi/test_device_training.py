@@ -61,6 +61,16 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, c
     assert (sum(additions for _, additions in counts) > 0) == (changes.get("comm.reduction") != "accumulate")
 
 
+@pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
+@pytest.mark.parametrize("optimizer", ["cpu", "cuda"])
+def test_bf16_follows_the_fp32_run(world, dataset_path, device, reduction, optimizer):
+    changes = {"comm.window_device": "cuda", "comm.reduction": reduction, "optim.device": optimizer}
+    config = configure(dataset_path, **{"run.device": "cuda", "model.param_dtype": "bfloat16"} | changes)
+    dataset, metrics, _ = run(config, world)
+    losses, _ = expected(configure(dataset_path), dataset)
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=2e-2)
+
+
 def transport_for(world, decision):
     return api._transport(world, LateDevice(), api.torch.float32, api.torch.float32, decision, 1 << 20)
 

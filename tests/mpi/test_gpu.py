@@ -31,26 +31,36 @@ def exact_fp32():
     torch.set_float32_matmul_precision(before)
 
 
+#: Of losses, relative: in bf16 they follow those of the fp32 run.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
+
+
+def assert_trains_as_plain_torch(world, dataset_path, changes):
+    dataset, metrics, state = run(configure(dataset_path, **changes), world)
+    losses, parameters = expected(configure(dataset_path), dataset)
+    assert [m.loss for m in metrics] == pytest.approx(losses, rel=TOLERANCES[changes["model.param_dtype"]])
+    assert {tensor.device.type for tensor in state.values()} == {"cuda"}
+    if changes["model.param_dtype"] == "float32":
+        on_host = {name: tensor.cpu() for name, tensor in state.items()}
+        for name, wanted in parameters.items():
+            torch.testing.assert_close(on_host[name], wanted, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.parametrize("transport", ["window", "collective"])
 @pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
 @pytest.mark.parametrize("zero_copy", ["auto", "off"])
 @pytest.mark.parametrize("optimizer", ["cpu", "cuda"])
+@pytest.mark.parametrize("param_dtype", TOLERANCES)
 def test_losses_and_parameters_equal_a_plain_loop(
-    world, dataset_path, exact_fp32, transport, reduction, zero_copy, optimizer
+    world, dataset_path, exact_fp32, transport, reduction, zero_copy, optimizer, param_dtype
 ):
     changes = {"comm.transport": transport, "comm.zero_copy": zero_copy, "optim.device": optimizer}
     if transport == "window":
         changes |= {"comm.reduction": reduction, "comm.window_device": "cpu"}
     elif reduction != "accumulate" or zero_copy != "auto":
         pytest.skip("collectives have no such choice")
-    config = configure(dataset_path, **{"run.device": "cuda", "data.balance": "lb_mini"} | changes)
-    dataset, metrics, state = run(config, world)
-    losses, parameters = expected(configure(dataset_path), dataset)
-    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-4)
-    assert {tensor.device.type for tensor in state.values()} == {"cuda"}
-    on_host = {name: tensor.cpu() for name, tensor in state.items()}
-    for name, wanted in parameters.items():
-        torch.testing.assert_close(on_host[name], wanted, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    changes |= {"run.device": "cuda", "data.balance": "lb_mini", "model.param_dtype": param_dtype}
+    assert_trains_as_plain_torch(world, dataset_path, changes)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -61,13 +71,6 @@ def test_prefetching_and_recomputing_change_nothing(world, dataset_path, exact_f
     _, again, repeated = run(configure(dataset_path, **changes), world)
     assert [m.loss for m in again] == pytest.approx([m.loss for m in metrics], rel=1e-5)
     assert_close(repeated, state)
-
-
-def test_bf16_follows_the_fp32_run(world, dataset_path):
-    config = configure(dataset_path, **{"run.device": "cuda", "model.param_dtype": "bfloat16"})
-    dataset, metrics, _ = run(config, world)
-    losses, _ = expected(configure(dataset_path), dataset)
-    assert [m.loss for m in metrics] == pytest.approx(losses, rel=2e-2)
 
 
 @pytest.fixture
@@ -102,20 +105,16 @@ def test_slots_are_added_beside_the_computation(window_memory):
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
 @pytest.mark.parametrize("optimizer", ["cpu", "cuda"])
+@pytest.mark.parametrize("param_dtype", TOLERANCES)
 def test_windows_on_the_gpu_give_what_a_plain_loop_does(
-    world, dataset_path, exact_fp32, window_memory, prefetch, reduction, optimizer
+    world, dataset_path, exact_fp32, window_memory, prefetch, reduction, optimizer, param_dtype
 ):
     decision = api.decide_for(world, device="cuda", reduction=reduction)
     if decision.window_device.choice != "cuda":
         pytest.skip(decision.window_device.reason)  # `make test-gpu` has asked the doctor before
     changes = {"comm.window_device": "auto", "comm.reduction": reduction, "comm.prefetch": prefetch}
     changes |= {"run.device": "cuda", "optim.device": optimizer, "data.balance": "lb_mini"}
-    dataset, metrics, state = run(configure(dataset_path, **changes), world)
-    losses, parameters = expected(configure(dataset_path), dataset)
-    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-4)
-    on_host = {name: tensor.cpu() for name, tensor in state.items()}
-    for name, wanted in parameters.items():
-        torch.testing.assert_close(on_host[name], wanted, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    assert_trains_as_plain_torch(world, dataset_path, changes | {"model.param_dtype": param_dtype})
 
 
 #: GB/s that no GPU of today moves: what is faster was not waited for.

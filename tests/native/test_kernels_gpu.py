@@ -102,6 +102,7 @@ def test_a_launch_takes_its_turn_on_torch_s_stream(gpu, source):
     assert_same_number(largest, 3.0)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_nobody_waits_for_the_device(gpu):
     pieces = [(0, torch.ones(100, device=gpu)), (200, torch.ones(7, 9, device=gpu).t())]
     flat = torch.empty(300, device=gpu)
