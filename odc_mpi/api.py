@@ -101,6 +101,7 @@ def decide_for(
     progress: str = "auto",
     window_device: str = "auto",
     device: str = "cpu",
+    tickets: bool = False,
 ) -> Decision:
     """Find out what this MPI stack does, and decide how ranks reach each other. Collective; takes up to two seconds.
 
@@ -117,6 +118,7 @@ def decide_for(
         progress: auto, or whether a thread serves other ranks while this one computes: off or thread.
         window_device: auto, or where the windows are of a model that computes on GPUs: cuda or cpu.
         device: Where the model computes, as `shard_model` has it.
+        tickets: Whether microbatches are drawn (`Tickets`), so that drawing has to be right, too.
 
     Raises:
         UserError: A value that a setting does not have, or that this MPI cannot grant; or what would be used delivered
@@ -133,7 +135,7 @@ def decide_for(
     if computing is not None and window_device != "cpu":
         report = _with_verdict(report, world, computing)
     decision = world.agree(lambda: decide(report, wishes, on_device=computing is not None))
-    world.agree(lambda: refuse_wrong_data(report, decision))
+    world.agree(lambda: refuse_wrong_data(report, decision, tickets=tickets))
     return decision
 
 

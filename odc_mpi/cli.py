@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from odc_mpi import bench_command, job_command
 from odc_mpi.arguments import parser
 from odc_mpi.checkpoint import command_line
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, unusable
 from odc_mpi.imports import no_collections
 from odc_mpi.launcher import is_launched, launched_rank
 from odc_mpi.limits import end_by_interrupt
@@ -57,6 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Before MPI is up every rank makes the same mistake; one voice is enough.
         if launched_rank() == 0:
             say(error)
+        return 2
+    except OSError as error:
+        if is_launched() and "mpi4py.MPI" in sys.modules:
+            raise  # others may be waiting for this rank: the hook that a `World` has set ends them, too
+        if launched_rank() == 0:
+            say(unusable(error))
         return 2
     except KeyboardInterrupt:
         print("odc-mpi: interrupted", file=sys.stderr, flush=True)

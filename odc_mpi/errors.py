@@ -21,6 +21,17 @@ class StoppedError(RuntimeError):
     """A run that ends early because it was asked to, after saving; every rank raises it."""
 
 
+def unusable(error: OSError) -> UserError:
+    """Say in one line which file could not be used, and why: a folder that is somebody else's, a name too long. Local.
+
+    Raises:
+        OSError: The same, if it is about no file: then it is nobody's mistake.
+    """
+    if error.filename is None:
+        raise error
+    return UserError(f"expected a file or directory that can be used, got {error.filename}: {error.strerror}")
+
+
 def in_one_line(error: Exception, max_chars: int = 300) -> str:
     """Fold an exception's message, which may have many lines, into one. Local."""
     text = " ".join(str(error).split()) or type(error).__name__

@@ -119,17 +119,22 @@ def decide(report: Report, wishes: Wishes = Wishes(), *, on_device: bool = False
             return _on_device(report, proof, wishes, made)
         return replace(decide(report, replace(wishes, window_device="cpu")), window_device=made)
     zero_copy = _zero_copy(report, wishes.zero_copy)
-    peers = report.peers.existing()
+    peers = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
     reduction = _reduction(peers, wishes.reduction)
     progress = _progress(report, peers, wishes.progress, reduction.choice)
     return Decision(_window(report, zero_copy), zero_copy, reduction, progress)
 
 
-def refuse_wrong_data(report: Report, decision: Decision) -> None:
+def refuse_wrong_data(report: Report, decision: Decision, *, tickets: bool = False) -> None:
     """Refuse to train with operations that were seen to deliver wrong data. Local.
 
+    Args:
+        report: Of a probe.
+        decision: What is used.
+        tickets: Whether ranks draw their microbatches, too.
+
     Raises:
-        UserError: A chosen one did.
+        UserError: One that is used did.
     """
     on_device = decision.window_device is not None and decision.window_device.choice == "cuda"
     before, cure = ("from_device ", "comm.window_device to cpu") if on_device else ("", "comm.transport to collective")
@@ -141,6 +146,11 @@ def refuse_wrong_data(report: Report, decision: Decision) -> None:
                     f"{_NAMES[name]} with a peer {where} delivers wrong data under {report.library}: expected "
                     f"an MPI whose one-sided operations work (odc-mpi doctor), or set {cure}"
                 )
+        if tickets and report.is_wrong(kind, "fetch_and_op"):
+            raise UserError(
+                f"Fetch_and_op with a peer {_WHERE[kind]} delivers wrong data under {report.library}: expected an MPI "
+                "with which ranks can draw microbatches (odc-mpi doctor), or set data.balance to lb_mini"
+            )
 
 
 def decide_collective(wishes: Wishes = Wishes()) -> Decision:
@@ -276,9 +286,9 @@ def _progress(report: Report, peers: Mapping[str, Peer], wish: str, reduction: s
         return Choice("off", "there is no peer to serve")
     needed = ["get", "accumulate" if reduction == "accumulate" else "put"]
     uses = [(kind, name, getattr(peer, name)) for kind, peer in peers.items() for name in needed]
-    if report.peers.other_node is not None:
+    if "other_node" in report.kinds:
         # Tickets: within a node there is shared memory to draw from, whatever the window of the trial was.
-        uses.append(("other_node", "fetch_and_op", report.peers.other_node.fetch_and_op))
+        uses.append(("other_node", "fetch_and_op", (report.peers.other_node or Peer()).fetch_and_op))
     waiting = [_waits(kind, name, operation) for kind, name, operation in uses if not operation.one_sided]
     if not waiting:
         *names, last = [_NAMES[name] for name in dict.fromkeys(name for _, name, _ in uses)]

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 from odc_mpi.comm.world import World
 
@@ -37,7 +38,7 @@ SWITCH_INTERVAL_S = 0.5e-3
 class ProgressThread:
     """Drives MPI's progress in the background. Starting and closing one is collective.
 
-    While it runs, the interpreter's switch interval is short.
+    While one runs, the interpreter's switch interval is short.
 
     Args:
         world: The ranks; must have been granted MPI_THREAD_MULTIPLE.
@@ -46,14 +47,19 @@ class ProgressThread:
         begin: Called once, in the thread, before it looks.
     """
 
+    _num_running: ClassVar[int] = 0
+    _usual_switch_interval_s: ClassVar[float]
+
     def __init__(self, world: World, serve: Callable[[], bool], begin: Callable[[], None] = lambda: None) -> None:
         self._serve, self._begin = serve, begin
         with world.meeting("duplicating the communicator of the progress thread"):
             self._comm = world.comm.Dup()
         self._failure: BaseException | None = None
         self._closed = threading.Event()
-        self._switch_interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
+        if ProgressThread._num_running == 0:
+            ProgressThread._usual_switch_interval_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(SWITCH_INTERVAL_S, sys.getswitchinterval()))
+        ProgressThread._num_running += 1
         self._thread = threading.Thread(target=self._run, name="odc_mpi-progress", daemon=True)
         self._thread.start()
 
@@ -68,7 +74,9 @@ class ProgressThread:
             return
         self._closed.set()
         self._thread.join()
-        sys.setswitchinterval(self._switch_interval_s)
+        ProgressThread._num_running -= 1
+        if ProgressThread._num_running == 0:
+            sys.setswitchinterval(ProgressThread._usual_switch_interval_s)
         self._comm.Free()
         self.check()
 

@@ -57,21 +57,24 @@ class Tickets:
                 yield position
             else:
                 # Another rank may have come further meanwhile; then a node is asked once more, and has still none.
-                self._window.replace(self._host(own), _EMPTY, num_empty + 1)
+                with self._world.deadline("noting which nodes have tickets left", [self._host(own)]):
+                    self._window.replace(self._host(own), _EMPTY, num_empty + 1)
 
     def reset(self) -> None:
         """Start over. Local, on every rank: after A, when all have drawn, and before B."""
         host = self._host(self._world.node)
         if self._world.rank == host:
             # By the same way as a draw: where network cards add, they do not look at the processor's caches.
-            self._window.replace(host, _DRAWN, 0)
-            self._window.replace(host, _EMPTY, 0)
+            with self._world.deadline("setting the ticket counters to zero", [host]):
+                self._window.replace(host, _DRAWN, 0)
+                self._window.replace(host, _EMPTY, 0)
 
     def close(self) -> None:
         """Free the counters. Collective; a second call does nothing."""
         if self._offsets:
             self._offsets = []
-            self._window.free()
+            with self._world.meeting("freeing the ticket counters"):
+                self._window.free()
 
     def _next(self, node: int) -> int:
         host, offsets = self._host(node), self._offsets[node]

@@ -62,6 +62,7 @@ class WindowTransport(Transport):
         self._make_reduction = reduction
         self._parameters: list[ReadableWindow] = []
         self._reduction: Reduction | None = None
+        self._num_windows = 0
         self._wants_progress = progress
         self._progress: ProgressThread | None = None
         self.copies = True
@@ -72,6 +73,7 @@ class WindowTransport(Transport):
         assert not self.layouts, "a transport allocates once"
         self.layouts = tuple(layouts)
         reduction = self._world.agree(lambda: self._plan_windows(layouts))
+        self._world.num_windows += self._num_windows
         num_bytes = self._host_parameter_bytes + reduction.window_bytes
         self._world.require_shared_memory(num_bytes, "the parameter and gradient windows")
         self._world.on_close(self.close)
@@ -157,6 +159,7 @@ class WindowTransport(Transport):
             for window in reversed(self._parameters):
                 window.free()
             self._points.free()
+        self._world.num_windows -= self._num_windows
         self._reduction, self._progress, self._parameters = None, None, []
         self.buffers.clear()
 
@@ -185,11 +188,14 @@ class WindowTransport(Transport):
         reduction = self._make_reduction(self._world, layouts, self.reduce_dtype)
         shared_apart = self._window_type is SharedWindow and self._world.num_nodes > 1
         number = reduction.num_windows + len(layouts) * (2 if shared_apart else 1)
-        if self._world.mpi_library.startswith("MPICH") and number > MAX_WINDOWS:
+        held = self._world.num_windows
+        if self._world.mpi_library.startswith("MPICH") and held + number > MAX_WINDOWS:
+            beside = f", beside {held} of other models" if held else ""
             raise UserError(
                 f"units: expected few enough for {MAX_WINDOWS} windows, beyond which MPICH crashes, got {len(layouts)} "
-                f"arrays, which take {number}: choose fewer, larger units, or comm.transport collective"
+                f"arrays, which take {number}{beside}: choose fewer, larger units, or comm.transport collective"
             )
+        self._num_windows = number
         return reduction
 
     @property

@@ -26,7 +26,7 @@ from odc_mpi.comm.library import library_name
 from odc_mpi.comm.pmi import check_launcher
 from odc_mpi.comm.shared_memory import check_room, startup_memory, unlink
 from odc_mpi.comm.status import StatusWindow
-from odc_mpi.errors import AgreedError, UserError
+from odc_mpi.errors import AgreedError, UserError, unusable
 from odc_mpi.limits import end_within
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class World:
         num_nodes: Nodes of the job.
         hosts: The name of every rank's host.
         layout: Of each node its host's name and how many ranks it has.
+        num_windows: Windows that this world's transports hold, of which a library may bear so many.
         node_ranks: The ranks of this node, by local rank.
         comm: All ranks; this world's own.
         node_comm: The ranks of this node.
@@ -104,6 +105,7 @@ class World:
         ranks = Counter(leader for leader, _ in everyone)
         self.layout = [(self.hosts[leader], ranks[leader]) for leader in leaders]
         self._resources: list[Callable[[], None]] = []
+        self.num_windows = 0
         self._closed = False
         atexit.register(self._leave)
 
@@ -204,13 +206,16 @@ class World:
             What it returned on this rank.
 
         Raises:
-            AgreedError: On every rank, if any raised `UserError`: with the message of the lowest such rank.
+            AgreedError: On every rank, if any raised `UserError`, or could not use a file: with the message of the
+                lowest such rank.
         """
         result, error = None, None
         try:
             result = function()
         except UserError as raised:
             error = str(raised)
+        except OSError as raised:
+            error = str(unusable(raised))
         errors = self.gather_objects(error)
         failed = [(rank, message) for rank, message in enumerate(errors) if message is not None]
         if failed:

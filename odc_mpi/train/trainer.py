@@ -151,6 +151,7 @@ class Trainer:
             progress=comm.progress,
             window_device=comm.window_device,
             device=config.run.device,
+            tickets=config.data.balance == "dynamic",
         )
         self.model = shard_model(
             inputs.model.module,
@@ -308,9 +309,10 @@ class Trainer:
         began = self._own_s()
         loss = self.model(**batch.to(self.model.device).inputs).loss * (batch.num_tokens / minibatch.num_tokens)
         loss.backward()
+        value = loss.item()  # before the clock: on a GPU it waits for what has only been launched
         if self._fitted:
             self._fitted.observe(self._dataset.lengths[batch.indices], self._own_s() - began)
-        return loss.item()
+        return value
 
     def _own_s(self) -> float:
         """A clock of what this rank's work takes, its fetches and pushes included; not of waits for slower ranks."""

@@ -23,7 +23,7 @@ def report(same_node=NODE, other_node=None, **changes):
         library="MPICH 5.0.2",
         thread_level="MPI_THREAD_MULTIPLE",
         nodes=1 if other_node is None else 2,
-        ranks_per_node=(2,) if other_node is None else (2, 2),
+        ranks_per_node=((2 if same_node else 1),) * (2 if other_node else 1),
         shm_bytes=1 << 30,
         shared_memory=SharedMemory(readable=True, contiguous=True, load_s=3e-7),
         peers=Peers(same_node, other_node),
@@ -99,6 +99,15 @@ def test_no_answer_counts_against_an_operation():
     unsure = decide(report(replace(NODE, accumulate=replace(FAST, one_sided=None))))
     assert choices(unsure)[2:] == ("accumulate", "thread")
     assert choices(decide(Report())) == ("allocate", "off", "accumulate", "off")
+
+
+def test_a_peer_that_gave_no_answer_at_all_is_still_there():
+    """As when a library crashes in the first operation that it is asked for."""
+    crashed = replace(report(None, NODE), peers=Peers()).with_problem("other_node get: no answer within 12 s")
+    made = decide(crashed)
+    assert choices(made)[2:] == ("accumulate", "thread")
+    assert made.reduction.reason == "Accumulate to a peer on the other node gave no answer, nor did Put"
+    assert made.progress.reason == "Get from a peer on the other node gave no answer"
 
 
 @pytest.mark.parametrize(
@@ -219,6 +228,14 @@ def test_what_delivers_wrong_data_is_not_used(name, reduction, refused):
     words = f"{name.title()} with a peer on the other node delivers wrong data under MPICH 5.0.2"
     with pytest.raises(UserError, match=words) if refused else nullcontext():
         refuse_wrong_data(found, decision)
+
+
+@pytest.mark.parametrize("tickets", [False, True])
+def test_nobody_draws_from_counters_that_are_wrong(tickets):
+    found = report(replace(NODE, fetch_and_op=NO_ANSWER)).with_problem(f"same_node fetch_and_op: {WRONG}")
+    refused = pytest.raises(UserError, match=r"Fetch_and_op with a peer on the same .* set data\.balance to lb_mini")
+    with refused if tickets else nullcontext():
+        refuse_wrong_data(found, decide(found), tickets=tickets)
 
 
 def test_where_neither_sums_nor_puts_are_right_nothing_is_left():

@@ -135,6 +135,14 @@ train(ShardedModel(module, Hanging(world), units=[Block]), [Block() for _ in ran
 """
 
 
+FREES_TICKETS = """
+tickets = odc_mpi.Tickets(world)
+if world.rank == 1:
+    time.sleep(60)
+tickets.close()
+"""
+
+
 @pytest.fixture
 def shared_memory_stays():
     """Check that nothing new is in /dev/shm, but what other programs use there."""
@@ -207,6 +215,12 @@ def test_a_rank_that_computes_between_a_and_b(tmp_path):
     line = the_line(tmp_path, COMPUTES_BETWEEN_A_AND_B)
     at_b = "meeting at point B, parameters published: late is rank 1 on \\S+, "
     assert_line(WAITED + at_b + LAST_SEEN + "after meeting at point A, gradients complete" + LIMIT, line)
+
+
+def test_a_rank_that_never_frees_its_tickets(tmp_path):
+    line = the_line(tmp_path, FREES_TICKETS)
+    late = "freeing the ticket counters: late is rank 1 on \\S+, "
+    assert_line(WAITED + late + LAST_SEEN + ".*" + LIMIT, line)
 
 
 def test_a_stopped_rank(tmp_path):

@@ -61,6 +61,7 @@ def test_a_loss_that_is_no_number_is_found_out(world, config, monkeypatch, name)
         ({"model.param_dtype": "bfloat16"}, "model.param_dtype: float32 only, got bfloat16"),
         ({"model.gradient_checkpointing": "true"}, "model.gradient_checkpointing: false only, got true"),
         ({"run.device": "cuda"}, "run.device: cpu only, got cuda"),
+        ({"comm.progress": "thread"}, "comm.progress: auto or off only, got thread"),
     ],
 )
 def test_what_only_we_can_do_is_not_compared(world, dataset_path, changes, words):

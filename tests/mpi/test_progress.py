@@ -1,5 +1,6 @@
 """A thread that serves others while its rank computes."""
 
+import sys
 import threading
 import time
 
@@ -71,6 +72,16 @@ def test_it_serves_again_and_again_until_it_is_closed(world):
     time.sleep(0.05)
     assert len(looks) == seen
     progress.close()
+
+
+def test_the_switch_interval_is_short_until_the_last_one_is_closed(world):
+    usual = sys.getswitchinterval()
+    first, second = (ProgressThread(world, serve=lambda: False) for _ in range(2))
+    short = sys.getswitchinterval()
+    first.close()
+    between = sys.getswitchinterval()
+    second.close()
+    assert short == between < usual == sys.getswitchinterval()
 
 
 def test_a_look_that_takes_long_is_no_work(world):

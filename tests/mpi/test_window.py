@@ -208,3 +208,17 @@ def test_more_windows_than_the_library_bears_are_refused(world, monkeypatch):
     layouts = [FlatLayout.build(f"u{i}", [ParameterSpec("p", (8,), True)], world.size) for i in range(2)]
     with pytest.raises(AgreedError, match=r"3 windows, .* got 2 arrays, which take 4: choose fewer, larger units"):
         transport.allocate(layouts)
+
+
+def test_windows_of_several_models_are_counted_together(world, monkeypatch):
+    if not world.mpi_library.startswith("MPICH"):
+        pytest.skip("MPICH's limit")
+    monkeypatch.setattr("odc_mpi.comm.window.MAX_WINDOWS", world.num_windows + 5)
+    layouts = [FlatLayout.build("u", [ParameterSpec("p", (8,), True)], world.size)]
+    first, second, third = (WindowTransport(world, reduction=MailboxReduction) for _ in range(3))
+    first.allocate(layouts)
+    with pytest.raises(AgreedError, match=r"1 arrays, which take 3, beside \d+ of other models: choose fewer"):
+        second.allocate(layouts)
+    first.close()
+    third.allocate(layouts)
+    third.close()
