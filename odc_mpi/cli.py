@@ -61,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if is_launched() and "mpi4py.MPI" in sys.modules:
             raise  # others may be waiting for this rank: the hook that a `World` has set ends them, too
-        if launched_rank() == 0:
-            say(unusable(error))
+        say(unusable(error))  # each rank: it may be this node's files alone
         return 2
     except KeyboardInterrupt:
         print("odc-mpi: interrupted", file=sys.stderr, flush=True)

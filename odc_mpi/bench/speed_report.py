@@ -8,6 +8,7 @@ from odc_mpi.bench import gpu_tables, pictures
 from odc_mpi.bench.measure import format_size, told_load, told_ranks
 from odc_mpi.bench.page import Figure, Report
 from odc_mpi.bench.shapes import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Bar, Curve, Look, Panel, Picture
+from odc_mpi.comm.decision import seconds
 
 #: How a line over sizes is drawn: its name, look and marker.
 Line = tuple[str, Look, str]
@@ -104,7 +105,7 @@ def _speed_bar(label: str, entry: Mapping[str, Any], num_bytes: int, way: str) -
 def progress(result: Mapping[str, Any]) -> Report:
     """Return what is to be told of `odc-mpi bench progress`. Local."""
     worst_s = max(goal["figure"] for goal in result["goals"] if goal["goal"] == "get_delay_s")
-    title = f"A Get from a rank that computes takes up to {1e3 * worst_s:.2g} ms longer than from one that idles"
+    title = f"A Get from a rank that computes takes up to {seconds(max(0.0, worst_s))} longer than from one that idles"
     kinds = _named(result["get"], "kinds")
     gets = _panel(
         "ms until a Get is complete, medians", result["get"], "kinds", kinds, lambda kind: 1e3 * kind["median_s"]
@@ -184,8 +185,9 @@ def gpu(result: Mapping[str, Any]) -> Report:
     overhead = (result["step"] or {}).get("overhead", {})
     title = f"Fetches, pushes and kernels on {result['devices'][0]}"
     if overhead:
-        longer = next(iter(overhead.values()))["median"]
-        title = f"A step on one GPU takes {abs(longer):.1%} {'longer' if longer > 0 else 'less'} than plain torch's"
+        name, spread = next(iter(overhead.items()))
+        part = f"{abs(spread['median']):.1%} {'longer' if spread['median'] > 0 else 'less'}"
+        title = f"With {gpu_tables.CONTENDERS[name]} a step on one GPU takes {part} than plain torch's"
     return _report(title, result, lead, figures)
 
 

@@ -293,7 +293,8 @@ def make_directory(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
-        sync(folder.parent)
+        with suppress(PermissionError):  # where one may add names and not see them
+            sync(folder.parent)
 
 
 def _retire(path: Path) -> None:

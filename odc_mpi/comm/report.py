@@ -55,10 +55,6 @@ class Peers:
     same_node: Peer | None = None
     other_node: Peer | None = None
 
-    def existing(self) -> dict[str, Peer]:
-        """Return the kinds of peers that there are. Local."""
-        return {kind: peer for kind in PEER_KINDS if (peer := getattr(self, kind)) is not None}
-
 
 @dataclass(frozen=True)
 class SharedMemory:

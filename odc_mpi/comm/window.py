@@ -73,10 +73,10 @@ class WindowTransport(Transport):
         assert not self.layouts, "a transport allocates once"
         self.layouts = tuple(layouts)
         reduction = self._world.agree(lambda: self._plan_windows(layouts))
-        self._world.num_windows += self._num_windows
         num_bytes = self._host_parameter_bytes + reduction.window_bytes
         self._world.require_shared_memory(num_bytes, "the parameter and gradient windows")
         self._world.on_close(self.close)
+        self._world.num_windows += self._num_windows
         self._points = OrderingPoints(self._world, self._serve)
         for layout in layouts:
             self._parameters.append(self._make_window(layout.shard_numel))

@@ -240,8 +240,12 @@ class Dataset:
 
 def _open(path: Path) -> h5py.File:
     """Open for reading, without the lock that some network and read-only file systems do not have."""
-    if not path.is_file():
-        raise UserError(f"expected a data set at {str(path)!r}, got no file: change data.path, or run odc-mpi prepare")
+    try:
+        reason = None if path.is_file() else "no file"
+    except OSError as error:  # somebody else's directory, a name too long
+        reason = error.strerror
+    if reason is not None:
+        raise UserError(f"expected a data set at {str(path)!r}, got {reason}: change data.path, or run odc-mpi prepare")
     try:
         return h5py.File(path, "r", locking=False)
     except OSError as error:

@@ -94,8 +94,11 @@ def _terminal() -> logging.Handler:
 
 
 def _file(directory: Path, world: "World") -> logging.Handler:
+    # Not before here: what this imports is large, and may warn.
+    from odc_mpi.checkpoint.saver import make_directory
+
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         path = directory / f"rank-{world.rank:0{len(str(world.size - 1))}}.log"
         with path.open("a", encoding="utf-8") as file:
             file.write(f"== {introduction(world)}\n")

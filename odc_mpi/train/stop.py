@@ -1,9 +1,8 @@
 """A wish to stop, as a scheduler tells it before the time is up: SIGTERM or SIGUSR1, to any rank."""
 
-import os
+import ctypes
 import signal
 import threading
-import time
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -22,24 +21,37 @@ class StopWish:
 
     def __init__(self) -> None:
         self.told = False
-        self._told_at = 0.0
+        self._heard, self._over = threading.Event(), threading.Event()
+        self._waiting = threading.Thread(target=self._await_the_next, name="odc_mpi-stop", daemon=True)
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopWish":
         if threading.current_thread() is threading.main_thread():
+            # Not in the handler: it may interrupt a start of another thread, which holds the lock for that.
+            self._waiting.start()
             self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._heard.set()
+        if self._before:
+            self._waiting.join()
         for number, before in self._before.items():
             signal.signal(number, before)  # type: ignore[arg-type]
         self._before = {}
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if not self.told:
-            self.told, self._told_at = True, now
-        elif now - self._told_at > REPEAT_S:
-            # Whoever tells it again does not want to wait; a launcher ends the other ranks.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        self.told = True
+        self._heard.set()
+
+    def _await_the_next(self) -> None:
+        """Have the kernel end this process at the next signal, which does not wait until MPI or torch return."""
+        self._heard.wait()
+        if not self._over.wait(REPEAT_S):
+            # Whoever tells it again does not want to wait; a launcher ends the other ranks. Python's own call for
+            # that is for the main thread only.
+            libc = ctypes.CDLL(None)
+            libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+            for number in SIGNALS:
+                libc.signal(number, None)  # SIG_DFL

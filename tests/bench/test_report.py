@@ -344,7 +344,10 @@ def test_a_page_of_gpus(tmp_path):
         assert words in kernels
     for words in ("1,030 M parameters in bfloat16", "plain torch", "windows on GPUs", "1.2500", "13,107"):
         assert words in step
-    assert "A step on one GPU takes 4.1% longer than plain torch&#x27;s" in page and "NVIDIA H200" in page
+    assert (
+        "With windows on hosts a step on one GPU takes 4.1% longer than plain torch&#x27;s" in page
+        and "NVIDIA H200" in page
+    )
 
 
 def test_a_page_of_gpus_of_which_not_all_was_measured(tmp_path):
@@ -432,7 +435,7 @@ def test_damaged_runs_are_a_mistake(run, capsys, name, content):
 
 def test_other_mistakes(run, tmp_path, capsys):
     assert "run directory" in mistake(capsys, tmp_path)
-    assert "File name too long" in mistake(capsys, "x" * 300)
+    assert "x" * 300 in mistake(capsys, "x" * 300)
     assert "gantt, time, lengths, loss" in mistake(capsys, run, "--picture", "gant")
     (run / "trace.json").unlink()
     (run / "metrics.jsonl").unlink()

@@ -61,10 +61,11 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, c
     assert (sum(additions for _, additions in counts) > 0) == (changes.get("comm.reduction") != "accumulate")
 
 
+@pytest.mark.parametrize("window_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])
 @pytest.mark.parametrize("optimizer", ["cpu", "cuda"])
-def test_bf16_follows_the_fp32_run(world, dataset_path, device, reduction, optimizer):
-    changes = {"comm.window_device": "cuda", "comm.reduction": reduction, "optim.device": optimizer}
+def test_bf16_follows_the_fp32_run(world, dataset_path, device, window_device, reduction, optimizer):
+    changes = {"comm.window_device": window_device, "comm.reduction": reduction, "optim.device": optimizer}
     config = configure(dataset_path, **{"run.device": "cuda", "model.param_dtype": "bfloat16"} | changes)
     dataset, metrics, _ = run(config, world)
     losses, _ = expected(configure(dataset_path), dataset)
