@@ -14,6 +14,7 @@ from odc_mpi.checkpoint import saver
 from odc_mpi.checkpoint.commands import verify
 from odc_mpi.checkpoint.manifest import read_manifest, shard_name, step_name, steps_in
 from odc_mpi.data.dataset import Dataset, DatasetWriter
+from odc_mpi.data.fitted import FittedCost
 from odc_mpi.errors import AgreedError, StoppedError, TrainingError
 from odc_mpi.train import saving
 from odc_mpi.train.trainer import Trainer, train
@@ -288,6 +289,9 @@ def test_a_path_is_not_held_up_by_damage_in_the_own_directory(run, world, one_ru
 
 def test_what_was_learned_of_the_cost_and_what_the_run_was(run, world, monkeypatch):
     settings = {"data__cost": "fitted", "data__max_tokens_per_microbatch": 40}
+    observe = FittedCost.observe
+    # Real times of so small a model are all alike, but for noise: what is learned may be nothing.
+    monkeypatch.setattr(FittedCost, "observe", lambda self, lengths, _: observe(self, lengths, 1e-3 * lengths.sum()))
     run("run", run__checkpoint_every=STEPS, **settings)
     about = read_manifest(run.base / "run" / "checkpoints" / step_name(STEPS)).about
     assert about["config"]["optim"]["learning_rate"] == 1e-2 and about["config"]["data"]["cost"] == "fitted"
