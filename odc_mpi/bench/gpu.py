@@ -288,7 +288,6 @@ class _Parts:
                 done = work()
             except UserError as raised:
                 error = str(raised)
-        # Not a gather at once: MPI's waits spin, ours leave the core to rank 0.
         self._world.meet(self._world.comm.Ibarrier(), "waiting for what rank 0 measures alone")
         done, error = self._world.gather_objects((done, error))[0]
         if error is not None:

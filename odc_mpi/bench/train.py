@@ -213,7 +213,6 @@ def _round(world: World, contender: Contender, name: str, steps: int) -> Round:
     began = perf_counter()
     results = [contender.step() for _ in range(steps)]
     own_s = perf_counter() - began
-    # Not a gather at once: MPI's waits spin, ours leave the core to a rank that still works.
     world.meet(world.comm.Ibarrier(), f"ending {name}")
     everyone = world.gather_objects((own_s, results))
     losses = [sum(results[i][0] for _, results in everyone) for i in range(steps)]

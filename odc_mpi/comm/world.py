@@ -162,11 +162,19 @@ class World:
     def meeting(self, what: str) -> Iterator[None]:
         """Enclose a blocking collective operation, which gets a deadline that names the ranks that are late.
 
-        Collective: all ranks have the same meetings in the same order, which is how a late one is known.
+        Collective: all ranks have the same meetings in the same order, which is how a late one is known. All come
+        together before the operation, so that none spins in it, on a core that the late one may need.
 
         Args:
             what: To follow "while", such as "allocating a window".
         """
+        with self._arrival(what):
+            _complete(self.comm.Ibarrier())
+            yield
+
+    @contextmanager
+    def _arrival(self, what: str) -> Iterator[None]:
+        """Enclose a collective wait of any kind: counted, within a deadline that names the ranks that are late."""
         status = self._alarm.status
         number = status.page.arrive(what) if status is not None else 0
         with self._watchdog.watch(Wait(what, meeting=number)):
@@ -188,8 +196,8 @@ class World:
             _complete(request, meanwhile)
 
     def meet(self, request: MPI.Request, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Wait for a non-blocking collective operation: as `wait` does, in a `meeting`. Collective."""
-        with self.meeting(what):
+        """Wait for a non-blocking collective operation as `wait` does; a `meeting` as well. Collective."""
+        with self._arrival(what):
             _complete(request, meanwhile)
 
     def alone(self) -> "World":
@@ -293,7 +301,7 @@ class World:
         self._closed = True
         assert self._alarm.status is not None
         self._alarm.status.page.leaving = True
-        with self.meeting("leaving"):
+        with self._arrival("leaving"):
             request = self.comm.Ibarrier()
             while not _complete(request, patience_s=STRANDED_LOOK_S):
                 self._alarm.check_stranded()
