@@ -50,7 +50,7 @@ DATA    := runs/data/stdlib.h5
 test_gpu_ranks = set -e; for ranks in 1 2 4; do \
 	    timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/odc-mpi doctor || true; \
 	    ODC_MPI_REQUIRE_GPU=1 OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks \
-	        $(BIN)/python -m pytest --color=no --with-mpi --only-mpi tests/mpi/test_gpu.py $(1); \
+	        $(BIN)/python -m pytest --color=no --capture=sys --with-mpi --only-mpi tests/mpi/test_gpu.py $(1); \
 	done
 # By which an MPI gives everything to UCX, also to ranks of the same node.
 UCX_SETTINGS = $(if $(filter openmpi,$(MPI)),OMPI_MCA_pml=ucx OMPI_MCA_osc=ucx OMPI_MCA_opal_common_ucx_tls=any \
@@ -96,7 +96,7 @@ test-slurm: $(READY)
 test-mpi: $(READY)
 	set -e; for ranks in $(SIZES); do \
 	    echo "== $$ranks ranks, $(MPI)"; \
-	    OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --color=no --with-mpi --only-mpi tests/mpi; \
+	    OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --color=no --capture=sys --with-mpi --only-mpi tests/mpi; \
 	done
 
 # On 1, 2 and 4 ranks that share the GPUs there are; elsewhere it fails, as it does without CuPy, which CUDA_MAJOR=13

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -34,10 +33,7 @@ def pytest_unconfigure(config):
 def pytest_runtest_makereport(item, call):
     report = (yield).get_result()
     if SIZE > 1 and report.failed:
-        from mpi4py import MPI
+        from odc_mpi.comm.abort import abort
 
         # The other ranks would wait for this one in the next collective call, until the launch's deadline.
-        print(f"\nrank {RANK} of {SIZE}: {item.nodeid} failed in {call.when}\n{report.longreprtext}", file=sys.stderr)
-        sys.stderr.flush()
-        sys.stdout.flush()
-        MPI.COMM_WORLD.Abort(1)
+        abort(f"rank {RANK} of {SIZE}: {item.nodeid} failed in {call.when}\n{report.longreprtext}")
