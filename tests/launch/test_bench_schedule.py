@@ -7,9 +7,10 @@ from mpi_launch import odc_mpi
 
 from odc_mpi.bench.simulate import SCHEDULES
 
-#: Eight ranks sleep most of the time. A machine that is busy with other things may still wake one too late: once in a
-#: while all of a run is slow, hence the attempts.
-AGREEING = ("bench", "schedule", "--ranks", 8, "--minibatches", 4, "--speed-variation", 0.1, "--json")
+#: Eight ranks sleep most of the time. What they do besides, which the simulator leaves out, takes 3 to 8 % of steps of
+#: one second where two cores have to do it for all, and half of that here. A machine that is busy with other things may
+#: still wake a rank too late: once in a while all of a run is slow, hence the attempts.
+AGREEING = ("bench", "schedule", "--ranks", 8, "--minibatches", 4, "--step-s", 2, "--speed-variation", 0.1, "--json")
 ATTEMPTS = 3
 TOLERANCE = 0.05
 
@@ -18,10 +19,10 @@ def deviations(figures):
     return {name: figures["speedup"][name] / figures["simulated"][name] - 1 for name in SCHEDULES}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_simulator_agrees_with_the_real_runtime():
     for _ in range(ATTEMPTS):
-        done = odc_mpi(0, *AGREEING, timeout_s=90)
+        done = odc_mpi(0, *AGREEING, timeout_s=180)
         assert done.code == 0, done.err
         figures = json.loads(done.out)
         if all(abs(deviation) < TOLERANCE for deviation in deviations(figures).values()):
