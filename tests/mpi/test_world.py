@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-LATE_S = 1.0
+LATE_S = 2.0
 
 
 @pytest.mark.mpi(min_size=2)
@@ -17,5 +17,5 @@ def test_who_waits_for_a_late_rank_leaves_it_the_core(world):
     assert world.gather_objects(world.rank) == list(range(world.size))
     waited_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     if world.rank:
-        assert waited_s > LATE_S / 2
-        assert cpu_s < LATE_S / 2
+        assert waited_s > LATE_S / 4
+        assert cpu_s < waited_s / 2
