@@ -77,9 +77,12 @@ set -- "$@" "${own[@]}" --run.dir "$directory" --run.log_dir "$directory/logs"
 #: what was waited for did not listen to the signal.
 _RUN = """\
 
-# SIGUSR1 before the time is up may come at any moment. What runs is told once: told twice, ranks would not save.
+# SIGUSR1 before the time is up may come at any moment. What runs is told once: told twice, ranks would not save. Ranks
+# that srun is only starting it tells nothing: they find a file.
 told=
-trap 'trap "" USR1; told=$SECONDS; kill -USR1 $! 2> /dev/null' USR1
+export ODC_MPI_STOP_FILE=$PWD/.odc-mpi-$SLURM_JOB_ID.stop
+rm -f "$ODC_MPI_STOP_FILE"
+trap 'trap "" USR1; told=$SECONDS; touch "$ODC_MPI_STOP_FILE"; kill -USR1 $! 2> /dev/null' USR1
 run() {
     [ -z "$told" ] || return 138
     "$@" &
@@ -126,6 +129,7 @@ rm -f "$ODC_MPI_STOPPED_FILE"
 began=$SECONDS
 run srun --kill-on-bad-exit=1 "${binding[@]}" "${container[@]}" odc-mpi train "$@"
 code=$?
+rm -f "$ODC_MPI_STOP_FILE"
 # Told so early, some ranks may not have listened yet: then this was no failure.
 if [ -n "$told" ] && [ "$code" -ne 0 ] && [ $((told - began)) -lt 120 ]; then
     code=75

@@ -86,6 +86,22 @@ def test_a_stopped_job_queues_again(place, srun):
     assert not list(place.path.glob(".*stopped"))
 
 
+def test_ranks_that_start_while_the_job_is_told_find_a_file(place):
+    deaf = 'trap "" USR1; touch "$CALLS.up"; until [ -e "$ODC_MPI_STOP_FILE" ]; do sleep 0.1; done; exit 75'
+    process = place.start(TRAIN, srun=deaf)
+    place.wait_until_up()
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert place.calls("scontrol") == ["requeue 12"]
+    assert not list(place.path.glob(".*stop*"))
+
+
+def test_a_file_of_an_earlier_start_tells_nothing(place):
+    (place.path / ".odc-mpi-12.stop").touch()
+    assert place.run(TRAIN, srun='[ ! -e "$ODC_MPI_STOP_FILE" ]') == (0, "")
+
+
 def test_a_stopped_task_of_an_array_queues_itself_alone(place):
     array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "2"}
     assert place.run(TEMPLATES["sweep"], srun="exit 75", **array)[0] == 75

@@ -1,8 +1,10 @@
 """A wish to stop, as a scheduler tells it before the time is up: SIGTERM or SIGUSR1, to any rank."""
 
 import ctypes
+import os
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -40,6 +42,11 @@ class StopWish:
         for number, before in self._before.items():
             signal.signal(number, before)  # type: ignore[arg-type]
         self._before = {}
+
+    def look(self) -> None:
+        """Hear the wish also from the file that a batch script leaves where its signal may find no ranks yet. Local."""
+        path = os.environ.get("ODC_MPI_STOP_FILE")
+        self.told = self.told or bool(path and Path(path).exists())
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.told = True

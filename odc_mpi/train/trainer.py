@@ -115,6 +115,7 @@ def _run_steps(config: Config, trainer: "Trainer", saving: Saving, log: Log) -> 
 
 def _check_stop(stop: StopWish, world: World) -> None:
     """End a run that was asked to stop while it started, as long as nothing is written. Collective."""
+    stop.look()
     if any(world.gather_objects(stop.told)):
         raise StoppedError("stopped as asked before the first step: start again to go on")
 

@@ -77,6 +77,15 @@ def test_a_rank_that_is_told_to_stop_while_it_starts_stops_the_job_in_good_order
     assert not (tmp_path / "run").exists(), "what an earlier run left is not touched"
 
 
+def test_ranks_that_a_signal_could_not_reach_find_a_file(config, tmp_path):
+    (tmp_path / "stop").touch()
+    command = ("-m", "odc_mpi", "train", "--config", config)
+    done = ended_within(start(2, *command, ODC_MPI_STOP_FILE=str(tmp_path / "stop")), 60)
+    assert done.code == 75, done.err
+    assert done.err.count("stopped as asked before the first step") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_rank_that_stops_before_it_finalizes_ends_the_job():
     done = ended_within(start(3, "-c", LATE_END), 60)
     assert done.code != 0

@@ -163,7 +163,9 @@ def test_ranks_of_a_node_have_cores_of_their_own(place, jobs):
 def test_a_job_told_to_stop_goes_on_by_itself(place, jobs):
     assert jobs["stopping"].result().code == 0
     told = place.finish(jobs["stopped"])
-    after = int(re.search(r"stopped as asked after step (\d+), which is saved", told).group(1))
+    saved = re.search(r"stopped as asked after step (\d+), which is saved", told)
+    assert saved, told
+    after = int(saved.group(1))
     assert 10 <= after < STEPS
     assert f"resuming after step {after}" in told
     assert place.summary("stopped")["slurm_restarts"] == 2, "once for being told at its start"
