@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -24,10 +25,12 @@ STDERR = 2
 
 def abort(message: str, code: int = 1) -> NoReturn:
     """End every rank of the job now, whatever they are doing. Local to call; does not return."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Straight to the descriptor: what stands in for sys.stderr, such as pytest's, would keep it, and end with the rank.
-    os.write(STDERR, f"odc_mpi: {message}\n".encode())
+    # Where nobody reads any more, the job still has to end.
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Straight to the descriptor: what stands in for sys.stderr, such as pytest's, would keep it to itself.
+        os.write(STDERR, f"odc_mpi: {message}\n".encode(errors="backslashreplace"))
     # Not a thread of Python's: mpi4py keeps its lock during MPI_Abort.
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lasts
     faulthandler.dump_traceback_later(FORWARD_S + ABORT_GRACE_S, exit=True, file=nowhere)

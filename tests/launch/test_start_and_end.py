@@ -77,6 +77,16 @@ def test_a_rank_that_is_told_to_stop_while_it_starts_stops_the_job_in_good_order
     assert not (tmp_path / "run").exists(), "what an earlier run left is not touched"
 
 
+@pytest.mark.parametrize(
+    ("before", "told"), [("sys.stderr = io.StringIO()", r"last \udcff words"), ("os.close(2)", "")]
+)
+def test_last_words_reach_the_terminal_if_there_is_one(before, told):
+    script = f"import io, os, sys; from odc_mpi.comm.abort import abort; {before}; abort('last \\udcff words')"
+    done = ended_within(start(2, "-c", script), 40)
+    assert done.code != 0
+    assert told in done.err
+
+
 def test_ranks_that_a_signal_could_not_reach_find_a_file(config, tmp_path):
     (tmp_path / "stop").touch()
     command = ("-m", "odc_mpi", "train", "--config", config)
