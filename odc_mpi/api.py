@@ -71,7 +71,7 @@ def shard_model(
         ValueError: Nothing to train, units that match nothing, parameters without values or of mixed types.
         UserError: Too little memory for the windows; no such device; windows on a GPU without CuPy.
     """
-    computing = world.agree(lambda: _device(device, optimizer_device, world.local_rank))
+    computing = world.agree(lambda: _device(device, optimizer_device, world.host_rank))
     if param_dtype is None:
         param_dtype = _own_dtype(module)
     if reduce_dtype is None:
@@ -131,7 +131,7 @@ def decide_for(
         return decide_collective(wishes)
     # An operation that crashes here must not be tried if nothing depends on the answer.
     report = bare_report(world) if wishes.leave_nothing_open else quick_report(world)
-    computing = world.agree(lambda: find_device(device, world.local_rank))
+    computing = world.agree(lambda: find_device(device, world.host_rank))
     if computing is not None and window_device != "cpu":
         report = _with_verdict(report, world, computing)
     decision = world.agree(lambda: decide(report, wishes, on_device=computing is not None))
@@ -139,13 +139,13 @@ def decide_for(
     return decision
 
 
-def _device(device: str, optimizer_device: str, local_rank: int) -> Device | None:
+def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None:
     for setting, value in (("run.device", device), ("optim.device", optimizer_device)):
         if value not in ("cpu", "cuda"):
             raise UserError(f"{setting}: expected cpu or cuda, got {value}")
     if optimizer_device == "cuda" and device == "cpu":
         raise UserError("optim.device: cuda goes with run.device cuda, got run.device cpu: set optim.device to cpu")
-    return find_device(device, local_rank)
+    return find_device(device, host_rank)
 
 
 def _with_verdict(report: Report, world: World, device: Device) -> Report:

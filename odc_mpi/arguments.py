@@ -35,6 +35,8 @@ MOST = 10**9
 
 #: Units of `odc-mpi bench gpu`: a layer in bf16 of a model of a billion parameters has about 96M.
 GPU_SIZES = "4M,16M,64M,256M"
+#: As `bench.gpu.PARTS`, which takes torch to import.
+GPU_PARTS = ("bandwidths", "kernels", "step")
 #: What `bench progress` reads and pushes.
 GET_SIZES, PUSH_SIZES = "64,1M,16M", "512K,2M,8M,32M"
 
@@ -177,6 +179,16 @@ def _add_gpu(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="windows on GPUs: where odc-mpi doctor has proved them, in any case, or not at all; default: auto",
     )
+    parts = ",".join(GPU_PARTS)
+    parser.add_argument("--parts", type=_gpu_parts, default=parts, metavar="LIST", help=f"default: {parts}")
+
+
+def _gpu_parts(text: str) -> list[str]:
+    parts = text.split(",")
+    unknown = [part for part in parts if part not in GPU_PARTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(GPU_PARTS)}, got {unknown[0]!r}")
+    return parts
 
 
 #: By name: what it is for, what it does, and what adds its options.

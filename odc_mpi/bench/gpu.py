@@ -13,8 +13,8 @@ the same run. Whoever calls hears what is known before each part, and loses noth
     benchmark        "gpu"
     library, ranks, nodes, repeats, devices, torch
     load_average     [before, after], the node's over a minute
-    left_out         {what: reason}: a variant of `sizes`; "kernels"; "step"; "step_device_windows"; "device_windows":
-                     what ended the measurement with these
+    left_out         {what: reason}: a variant of `sizes`; "bandwidths"; "kernels"; "step"; "step_device_windows";
+                     "device_windows": what ended the measurement with these
     sizes            a list, as asked for, of
         size_bytes, num_units, crossing_bytes
         variants     {variant: {seconds, gb_per_s, of_copy, of_link}}: seconds of one operation, the slowest rank's, and
@@ -58,6 +58,8 @@ from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.native import why_no_kernels
 from odc_mpi.train.config import Config
 
+#: What can be measured alone.
+PARTS = ("bandwidths", "kernels", "step")
 #: Why there are no windows on GPUs where nobody wants them.
 SET = "set by --window-device"
 #: Hears what is known so far, what is measured next, and whether that may end the process.
@@ -76,6 +78,7 @@ class Options:
         window_device: Windows on GPUs: auto, where a doctor has proved them; cuda, in any case; cpu, not at all.
         ranks: How many there are to be; None for any.
         timeout_s: Seconds that a wait may last.
+        parts: Some of `PARTS`.
     """
 
     sizes: Sequence[int]
@@ -85,6 +88,7 @@ class Options:
     window_device: str = "auto"
     ranks: int | None = None
     timeout_s: float = 900.0
+    parts: Sequence[str] = PARTS
 
 
 def measure(
@@ -108,7 +112,8 @@ def measure(
     before = os.getloadavg()[0]
     against = against_reductions(world, device, options.window_device)
     with ExitStack() as stack:
-        config = world.agree(lambda: _configuration(options, stack) if world.rank == 0 else None)
+        wanted = world.rank == 0 and "step" in options.parts
+        config = world.agree(lambda: _configuration(options, stack) if wanted else None)
         part = _Parts(world, device, options, config, tell)
         part.result = {
             "benchmark": "gpu",
@@ -124,11 +129,14 @@ def measure(
             "kernels": [],
             "step": None,
         }
-        part.bandwidths()
-        part.kernels()
-        part.step()
         proved = [name for name in REDUCTIONS if name not in against]
-        if proved:
+        measured = {"bandwidths": part.bandwidths, "kernels": part.kernels, "step": part.step}
+        for name in PARTS:
+            if name in options.parts:
+                measured[name]()
+            else:
+                part.result["left_out"][name] = "not asked for (--parts)"
+        if proved and "bandwidths" in options.parts:
             part.bandwidths(proved)
         part.step(on_device=True)
     part.result["load_average"] = [before, os.getloadavg()[0]]

@@ -46,13 +46,13 @@ def main(argv: list[str]) -> None:
             if options.ranks not in (None, world.size):
                 told = f"--ranks {options.ranks}: mpiexec started {world.size}, leave --ranks out under it"
                 raise AgreedError(told)
-            device = world.agree(lambda: find(world.local_rank))
+            device = world.agree(lambda: find(world.host_rank))
             tell(measure(world, device, options, listen), None)
         except AgreedError as error:
             tell(known, None, error=str(error))
 
 
-def find(local_rank: int) -> Device:
+def find(host_rank: int) -> Device:
     """Return this rank's device. Local.
 
     Raises:
@@ -61,7 +61,7 @@ def find(local_rank: int) -> Device:
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         raise UserError(f"bench gpu: expected a GPU that torch sees, torch {torch.__version__}, {built}, sees none")
-    device = find_device("cuda", local_rank)
+    device = find_device("cuda", host_rank)
     assert device is not None
     device.use()
     return device

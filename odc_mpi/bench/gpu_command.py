@@ -42,6 +42,7 @@ def options(arguments: argparse.Namespace) -> dict[str, Any]:
         "window_device": arguments.window_device,
         "ranks": arguments.ranks,
         "timeout_s": arguments.timeout_s,
+        "parts": arguments.parts,
     }
 
 
@@ -51,7 +52,7 @@ def words(options: Mapping[str, Any]) -> list[object]:
     for name in ("repeats", "steps", "config", "window_device"):
         if options[name] is not None:
             given += [f"--{name.replace('_', '-')}", options[name]]
-    return given
+    return [*given, "--parts", ",".join(options["parts"])]
 
 
 def require_gpu() -> None:
@@ -105,7 +106,7 @@ def outcome(ending: Ending) -> tuple[dict[str, Any], str | None]:
 def _tell(ending: Ending, as_json: bool) -> int:
     """Print what is known and return the exit code."""
     result, failure = outcome(ending)
-    if result.get("sizes"):
+    if result.get("sizes") or result.get("kernels") or result.get("step"):
         _print(result, as_json)
     if ending.failure:
         print(f"The last lines of the failed process:\n{ending.last_words or '(none)'}", file=sys.stderr, flush=True)

@@ -38,11 +38,12 @@ CONTENDERS = {"plain": "plain torch", "host_windows": "windows on hosts", "devic
 
 def gpu_tables(result: Mapping[str, Any]) -> Group:
     """Return the tables for what `bench.gpu.measure` returned, or as much of it as was measured. Local."""
-    sections = {
-        "Fetch: GB/s of the unit ± half the distance of the quartiles": _speeds(FETCHES, result),
-        "Push: GB/s": _speeds(PUSHES, result),
-        "Copy: GB/s read and written; add, flatten: times the copy's; times torch's": _kernels(result),
-    }
+    sections = {}
+    if result["sizes"]:
+        sections["Fetch: GB/s of the unit ± half the distance of the quartiles"] = _speeds(FETCHES, result)
+        sections["Push: GB/s"] = _speeds(PUSHES, result)
+    if result["kernels"]:
+        sections["Copy: GB/s read and written; add, flatten: times the copy's; times torch's"] = _kernels(result)
     if result["step"]:
         sections[_step_title(result["step"])] = _step(result["step"])
     parts = (part for title, table in sections.items() for part in (Text(title, "bold"), table))

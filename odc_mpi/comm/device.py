@@ -10,7 +10,10 @@ come from a pool of which no other process can be shown a part (`expandable_segm
 Tests put a device of their own in the place of `CudaDevice`, with host memory for both sides and copies that come late.
 """
 
+import mmap
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -53,7 +56,19 @@ class Device(Protocol):
         """
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return host memory that the device can copy to and from by itself, `[num_bytes]` uint8. Local."""
+        """Return host memory that the device can copy to and from by itself, `[num_bytes]` uint8. Local.
+
+        It goes back to the system when nobody looks at it any more.
+        """
+
+    def register(self, memory: torch.Tensor) -> bool:
+        """Let the device copy to and from host memory that exists by itself; return whether it can. Local.
+
+        Slow: the driver pins every page. Until `unregister`, which comes before the memory goes.
+        """
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Undo `register`, which has returned True. Local."""
 
     def mark(self) -> Mark:
         """Return a mark behind what this thread has given the device to compute. Local."""
@@ -116,7 +131,7 @@ class CudaDevice:
         cupy = _cupy()
         with cupy.cuda.Device(self.torch_device.index):
             try:
-                memory = cupy.cuda.Memory(max(1, num_bytes))  # cudaMalloc, whatever allocator CuPy was told to use
+                memory = self._allocate(max(1, num_bytes), cupy)
             except cupy.cuda.runtime.CUDARuntimeError as error:
                 free, total = torch.cuda.mem_get_info(self.torch_device)
                 raise UserError(
@@ -127,9 +142,45 @@ class CudaDevice:
             array = cupy.ndarray((num_bytes,), dtype=cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
             return torch.from_dlpack(array)
 
+    def _allocate(self, num_bytes: int, cupy: Any) -> Any:
+        """Return memory by cudaMalloc, whatever allocator CuPy was told to use."""
+        try:
+            return cupy.cuda.Memory(num_bytes)
+        except cupy.cuda.runtime.CUDARuntimeError:
+            torch.cuda.empty_cache()  # what torch keeps for later is memory, too
+            return cupy.cuda.Memory(num_bytes)
+
     def pinned(self, num_bytes: int) -> torch.Tensor:
+        """See `Device`.
+
+        Not torch's, which rounds sizes up to powers of two and keeps what is let go of.
+        """
+        block = mmap.mmap(-1, max(1, num_bytes))
+        memory = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
+        if not self.register(memory):
+            raise UserError(
+                f"run.device: cuda copies by way of pinned host memory, the driver pins no {num_bytes} bytes more: "
+                "raise the limit of locked memory (ulimit -l), or use fewer ranks on this node"
+            )
+        weakref.finalize(block, self._unregister, memory.data_ptr()).atexit = False
+        return memory
+
+    def register(self, memory: torch.Tensor) -> bool:
         """See `Device`."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self.use()
+        if memory.numel() == 0:
+            return True
+        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+            return True
+        # The driver keeps the error for whoever asks next, which torch does after its next kernel.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self.torch_device)
+        return False
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """See `Device`."""
+        if memory.numel():
+            self._unregister(memory.data_ptr())
 
     def mark(self) -> Mark:
         """See `Device`."""
@@ -149,6 +200,10 @@ class CudaDevice:
         with torch.cuda.stream(self._adding), torch.no_grad():
             add_slots(shard, slots)
         return _record(self._adding)
+
+    def _unregister(self, address: int) -> None:
+        self.use()
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class Marks:
@@ -173,14 +228,14 @@ class Marks:
         return len(self._marks)
 
 
-def find_device(kind: str, local_rank: int) -> CudaDevice | None:
+def find_device(kind: str, host_rank: int) -> CudaDevice | None:
     """Return the device for a rank to compute on, None for the host. Local.
 
-    GPUs are dealt out by local rank; where a node has more ranks than GPUs, they share.
+    GPUs are dealt out by the number on the host; where it has more ranks than GPUs, they share.
 
     Args:
         kind: cpu or cuda.
-        local_rank: This process's number on its node.
+        host_rank: This process's number on its host, as `World.host_rank` has it.
 
     Raises:
         UserError: There is no such device here.
@@ -190,7 +245,7 @@ def find_device(kind: str, local_rank: int) -> CudaDevice | None:
     if not torch.cuda.is_available():
         built = f"is built for CUDA {torch.version.cuda}, but" if torch.version.cuda else "is built without CUDA and"
         raise UserError(f"run.device: cuda needs a GPU, torch {torch.__version__} {built} sees none: set it to cpu")
-    index = local_rank % torch.cuda.device_count()
+    index = host_rank % torch.cuda.device_count()
     # What is made without naming a device, such as a user's own tensors, is made there too.
     torch.cuda.set_device(index)
     return CudaDevice(index)
@@ -203,7 +258,7 @@ def _cupy() -> Any:
         extra = f"cuda{(torch.version.cuda or '12').split('.')[0]}"
         raise UserError(
             f"comm.window_device: cuda allocates windows with CuPy, which does not import ({error}): install "
-            f"odc_mpi[{extra}] (cuda12 or cuda13, as the driver is), or set it to cpu"
+            f"odc_mpi[{extra}], which goes with this torch, or set it to cpu"
         ) from None
     return cupy
 

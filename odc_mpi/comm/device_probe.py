@@ -23,7 +23,7 @@ from odc_mpi.comm import cache, gpu
 from odc_mpi.comm.device import Device
 from odc_mpi.comm.device_window import DeviceWindow, by_address
 from odc_mpi.comm.operations import Buffer, HostBuffer
-from odc_mpi.comm.report import DEVICE_OPERATIONS, Report
+from odc_mpi.comm.report import DEVICE_OPERATIONS, NO_ANSWER, Report
 from odc_mpi.comm.trial import LARGE_BYTES, Budget, Trials
 from odc_mpi.comm.world import World
 from odc_mpi.errors import UserError
@@ -32,6 +32,8 @@ from odc_mpi.errors import UserError
 BUDGET = Budget(idle_s=0.05, busy_s=0.2, bandwidth_s=0.3)
 #: What is kept serves so long: devices, drivers and libraries are in its key.
 KEPT_S = 30 * 24 * 3600.0
+#: A machine that was busy, or slow to load what it takes, may have been the reason.
+NO_ANSWER_KEPT_S = 24 * 3600.0
 #: Elements that each rank adds into its own window.
 _OWN_NUMEL = 100_000
 
@@ -55,6 +57,7 @@ def try_device(
         budget: Time to spend on each operation.
     """
     device.use()
+    world.prepare_threads(device.use)
     names = tuple(sorted(set(world.gather_objects(device.name))))
     report = report.with_device(names=names, cuda_support=cuda_support(), alloc_kinds=alloc_kinds())
     listen(report, "device.memory")
@@ -96,6 +99,8 @@ def kept_verdict(world: World, device: Device) -> Report | None:
     """
     key = verdict_key(world, device)
     kept = cache.load(key, KEPT_S) if world.rank == 0 else None
+    if kept is not None and any(NO_ANSWER in problem for problem in kept.problems):
+        kept = cache.load(key, NO_ANSWER_KEPT_S)
     with world.meeting("hearing what a doctor found about device windows"):
         return world.comm.bcast(kept)
 

@@ -65,9 +65,13 @@ class DeviceTransport(WindowTransport):
         )
         self.device = device.torch_device
         self._device = device
+        world.prepare_threads(device.use)  # what other ranks ask of MPI there may concern the device's memory, too
         self._marks = Marks()
         # Not torch's memory: MPI may have to show it to another process or to a network card.
         self.buffers = BufferPool(device.window_memory)
+
+    def host_memory(self) -> list[torch.Tensor]:  # noqa: D102
+        return []
 
     def memory(self, num_bytes: int) -> torch.Tensor:  # noqa: D102
         return self._device.window_memory(num_bytes)

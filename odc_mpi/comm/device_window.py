@@ -32,22 +32,25 @@ class DeviceWindow(Window):
         device: Has the memory.
         same_size: Whether all ranks have as many. Otherwise some may have none.
 
+    Raises:
+        AgreedError: A rank has too little memory; on every rank.
+
     Attributes:
         tensor: This rank's shard, over the window's memory; it is zero when the device has done what it was given.
     """
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype, device: Device, *, same_size: bool = True) -> None:
-        self._device = device
+        # All hear of it where one has too little memory: in the collective operation it would leave the others waiting.
+        self._memory = world.agree(lambda: device.window_memory(numel * dtype.itemsize))
         super().__init__(world, numel, dtype, same_size=same_size)
 
     def free(self) -> None:
         """End the epoch and let go of the memory, which goes when nobody looks at it any more. Collective."""
-        memory = self.tensor  # until MPI knows it no more
         super().free()
-        del memory
+        self._memory = torch.empty(0)  # MPI knows it no more
 
     def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> tuple[MPI.Win, torch.Tensor]:
-        tensor = self._device.window_memory(numel * dtype.itemsize).view(dtype)
+        tensor = self._memory.view(dtype)
         memory = by_address(tensor.view(torch.uint8)) if numel else None
         return MPI.Win.Create(memory, dtype.itemsize, info, world.comm), tensor
 

@@ -248,7 +248,9 @@ def own_device(world: World) -> "Device | None":
         from odc_mpi.comm.device import find_device
 
         with suppress(UserError):  # a GPU, but a torch that cannot use it
-            device = find_device("cuda", world.local_rank)
+            device = find_device("cuda", world.host_rank)
+            assert device is not None
+            device.window_memory(1)  # imports CuPy and makes the GPU ready
     return device if all(world.gather_objects(device is not None)) else None
 
 

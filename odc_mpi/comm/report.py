@@ -7,6 +7,8 @@ from typing import Any
 PEER_KINDS = ("same_node", "other_node")
 #: What the problem of an operation is called that came back and did something else than it should.
 WRONG = "what arrived is not what was sent"
+#: How the problem of an operation begins that did not come back in time; `launcher` says so.
+NO_ANSWER = "no answer within"
 #: Operations, as fields of `Peer`, in the order in which a probe tries them: the one most likely to fail comes last.
 OPERATIONS = ("get", "put", "fetch_and_op", "accumulate")
 #: Operations on windows on a device, and from which memory of their origin, as fields of `DeviceWindows`, in the order

@@ -43,6 +43,9 @@ class ReadableWindow(Protocol):
     def near(self, target: int) -> torch.Tensor | None:
         """Return a rank's shard if this rank sees it in place, else None. Local."""
 
+    def in_place(self) -> list[torch.Tensor]:
+        """Return the memory that this rank sees in place, each piece once. Local."""
+
     def get(self, target: int, buffer: Memory) -> None:
         """Start to read the first elements of a rank's shard into bytes. One-sided; `flush` completes it."""
 
@@ -87,6 +90,10 @@ class Window:
     def near(self, target: int) -> torch.Tensor | None:
         """Return this rank's own shard; None for others. Local."""
         return self.tensor if target == self._rank else None
+
+    def in_place(self) -> list[torch.Tensor]:
+        """Return this rank's own shard. Local."""
+        return [self.tensor]
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
         """Start to read elements of a rank's shard, from `start` on, into bytes. One-sided; `flush` completes it."""
@@ -202,6 +209,10 @@ class SharedWindow:
     def near(self, target: int) -> torch.Tensor | None:
         """Return the shard of a rank of this node; None for others. Local."""
         return self._near.get(target)
+
+    def in_place(self) -> list[torch.Tensor]:
+        """Return the shards of this node, as one piece where they are one. Local."""
+        return [self.whole] if self.whole is not None else list(self._near.values())
 
     def get(self, target: int, buffer: Memory) -> None:
         """Start to read the first elements of the shard of a rank on another node into bytes. One-sided."""

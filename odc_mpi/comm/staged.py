@@ -3,8 +3,11 @@
 Shards stay where another transport has them. What is fetched from there comes to the device through pinned memory, and
 gradients go the other way:
 
-    fetch   the other transport's fetch; into pinned memory, if it did not land there; copy to the device; all done
+    fetch   the other transport's fetch, a view of its windows or pinned memory; copy to the device; all done
     push    copy from the device; done; the other transport's push, from pinned memory
+
+The windows themselves are registered with the device's driver, which then copies straight from them, for fetches and
+for an optimizer on the device. Where the driver refuses, the processor copies into pinned memory first.
 
 Both happen where they are waited for: in the threads that fetch and push, beside the computation. A copy begins behind
 the mark that the computing thread set when it handed the memory over: a buffer is not overwritten while kernels that
@@ -43,6 +46,8 @@ class StagedTransport(Transport):
         self._host = host
         self._device = device
         self._marks = Marks()
+        self._registered: list[torch.Tensor] = []
+        self._copies_in_place = False
 
     @property
     def num_collectives(self) -> int:  # noqa: D102
@@ -51,6 +56,10 @@ class StagedTransport(Transport):
     def allocate(self, layouts: Sequence[Layout]) -> None:  # noqa: D102
         self.layouts = tuple(layouts)
         self._host.allocate(layouts)
+        for memory in self._host.host_memory():
+            if self._device.register(memory):
+                self._registered.append(memory)
+        self._copies_in_place = len(self._registered) == len(self._host.host_memory()) > 0
 
     def parameter_shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._host.parameter_shard(index)
@@ -88,6 +97,8 @@ class StagedTransport(Transport):
         self._host.note(what, microbatch)
 
     def close(self) -> None:  # noqa: D102
+        while self._registered:
+            self._device.unregister(self._registered.pop())
         self._host.close()
         self.buffers.clear()
         self._pinned.clear()
@@ -95,10 +106,10 @@ class StagedTransport(Transport):
     def _bring(self, fetch: Fetch, buffer: torch.Tensor, after: Mark) -> None:
         """Bring what the host fetches to the device."""
         whole = fetch.wait()
-        if self._host.copies:
+        if self._host.copies or self._copies_in_place:
             self._device.copy(buffer, whole, after).synchronize()
         else:
-            # It is the windows' own memory, which only the processor can copy from.
+            # It is the windows' own memory, which the driver did not take: only the processor can copy from it.
             pinned = self._pinned.take(whole.numel(), self.param_dtype)
             pinned.copy_(whole)
             self._device.copy(buffer, pinned, after).synchronize()

@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -131,11 +132,13 @@ class StatusWindow:
 
     Attributes:
         page: This rank's, to write.
+        prepare: Called in the thread that reads and serves, before it calls MPI.
         attentive: Whether this rank enters MPI now and then, so that others can read the page over any network.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.attentive = True
+        self.prepare: Callable[[], None] = lambda: None
         self._comm = comm
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         info = MPI.Info.Create({"same_size": "true", "same_disp_unit": "true"})
@@ -184,10 +187,12 @@ class StatusWindow:
                 reading = self._readings.get(timeout=SERVE_S)
             except queue.Empty:
                 if self.attentive:
+                    self.prepare()
                     self._serve_others()
                 continue
             if reading is None:
                 return
+            self.prepare()
             self._read(reading)
             reading.done.set()
 

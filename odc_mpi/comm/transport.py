@@ -163,6 +163,10 @@ class Transport(ABC):
             microbatch: Its number in this minibatch, from 1; 0 outside of microbatches.
         """
 
+    def host_memory(self) -> list[torch.Tensor]:
+        """Return the host memory of the shards, and of what fetches read in place, each piece once. Local."""
+        return []
+
     def memory(self, num_bytes: int) -> torch.Tensor:
         """Return memory on `device`, `[num_bytes]` uint8, its content undefined. Local."""
         return host_memory(num_bytes)

@@ -125,6 +125,13 @@ class WindowTransport(Transport):
         self._serve()
         return self._reducing.push(index, gradient, start)
 
+    def host_memory(self) -> list[torch.Tensor]:  # noqa: D102
+        trained = [index for index, layout in enumerate(self.layouts) if layout.trainable]
+        return [
+            *(memory for window in self._parameters for memory in window.in_place()),
+            *(self._reducing.shard(index) for index in trained),
+        ]
+
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
         self.note("flushing gradients")
         self._reducing.flush()

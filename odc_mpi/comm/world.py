@@ -58,6 +58,9 @@ class World:
         size: Number of ranks.
         local_rank: This process's number on its node, from 0.
         local_size: Ranks on this node.
+        host_rank: This process's number on its host, from 0. It is the local rank, unless MPI was told to take every
+            rank for a node of its own (MPIR_CVAR_NOLOCAL).
+        host_size: Ranks on this host.
         node: This node's number, from 0, in the order of its lowest rank.
         num_nodes: Nodes of the job.
         hosts: The name of every rank's host.
@@ -101,6 +104,8 @@ class World:
         unlink(set.intersection(*mapped))
         leaders = sorted({leader for leader, _ in everyone})
         self.node = leaders.index(leader)
+        self.host_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
+        self.host_size = self.hosts.count(self.hosts[self.rank])
         self.num_nodes = len(leaders)
         ranks = Counter(leader for leader, _ in everyone)
         self.layout = [(self.hosts[leader], ranks[leader]) for leader in leaders]
@@ -134,6 +139,11 @@ class World:
         """
         if self._alarm.status is not None:
             self._alarm.status.page.write(what, microbatch)
+
+    def prepare_threads(self, prepare: Callable[[], None]) -> None:
+        """Have something done in this world's own thread before it calls MPI, such as choosing a GPU. Local."""
+        assert self._alarm.status is not None
+        self._alarm.status.prepare = prepare
 
     @contextmanager
     def inattentive(self) -> Iterator[None]:
@@ -247,10 +257,11 @@ class World:
             raise AgreedError(f"{what}: expected the same on every rank, rank {differing[0]} has another than rank 0")
 
     def cores_per_rank(self) -> int:
-        """Return how many of the cores that the ranks of this node may use fall to each, at least 1. Collective."""
-        masks = self.gather_objects((self.node, os.sched_getaffinity(0)))
-        cores = set().union(*(mask for node, mask in masks if node == self.node))
-        return max(1, len(cores) // self.local_size)
+        """Return how many of the cores that the ranks of this host may use fall to each, at least 1. Collective."""
+        masks = self.gather_objects(os.sched_getaffinity(0))
+        own = self.hosts[self.rank]
+        cores = set().union(*(mask for mask, host in zip(masks, self.hosts, strict=True) if host == own))
+        return max(1, len(cores) // self.host_size)
 
     def gather_objects(self, value: T) -> list[T]:
         """Give every rank every rank's value, in rank order. Collective; for start-up and the end, not for steps."""

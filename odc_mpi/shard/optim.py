@@ -94,6 +94,9 @@ def build_optimizer(
     others = [p for name, p in named if len(shapes[name]) < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     make = {"adamw": optim.AdamW, "sgd": optim.SGD}[kind]
+    if kind == "adamw" and named and all(p.is_cuda for _, p in named):
+        # One kernel; on a GPU the default works with temporaries as large as the parameters.
+        settings["fused"] = True
     return make([group for group in groups if group["params"]], **settings)
 
 

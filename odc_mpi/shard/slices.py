@@ -49,11 +49,11 @@ class ModuleWeights:
 
 @dataclass
 class OwnSlice:
-    """A slice of a trainable parameter and the place where its gradient arrives."""
+    """A slice of a trainable parameter, and the index of its flat array."""
 
     piece: Slice
     parameter: nn.Parameter
-    gradient: torch.Tensor
+    index: int
 
 
 class OwnSlices:
@@ -79,7 +79,7 @@ class OwnSlices:
             for i, layout in enumerate(layouts)
         ]
         self.trainable = [
-            OwnSlice(piece, nn.Parameter(_part(self._masters[i], piece)), _part(transport.gradient_shard(i), piece))
+            OwnSlice(piece, nn.Parameter(_part(self._masters[i], piece)), i)
             for i, layout in enumerate(layouts)
             if layout.trainable
             for piece in layout.slices(transport.rank)
@@ -102,8 +102,14 @@ class OwnSlices:
 
     def attach_gradients(self) -> None:
         """Let `.grad` show what has arrived. Local, after point A."""
+        arrived: dict[int, torch.Tensor] = {}
         for own in self.trainable:
-            own.parameter.grad = own.gradient.to(own.parameter.device, own.parameter.dtype)
+            if own.index not in arrived:
+                # The window itself where nothing is to be changed; else one transfer for all slices of the array. To a
+                # GPU nobody waits for it here: `write` does, which copies back behind it before it clears the window.
+                parameter, window = own.parameter, self._transport.gradient_shard(own.index)
+                arrived[own.index] = window.to(parameter.device, parameter.dtype, non_blocking=parameter.is_cuda)
+            own.parameter.grad = _part(arrived[own.index], own.piece)
 
     @torch.no_grad()
     def write(self) -> None:

@@ -130,7 +130,7 @@ def test_indices_beyond_32_bits(kernels):
     far = 5 * 2**31 + 32
     source, flat = random_values(np.random.default_rng(1), (500,), torch.bfloat16), torch.full((600,), -7.0)
     table = np.zeros(1, dtype=native._TABLE)
-    table["source"][0, 0] = source.data_ptr() - far * source.itemsize
+    table["source"][0, 0] = (source.data_ptr() - far * source.itemsize) % 2**64
     table["stop"][0, 0], table["type"][0, 0] = far + 500, native.TYPES[source.dtype]
     largest = torch.zeros((), dtype=torch.float64)
     target = np.uint64(flat.data_ptr() - far * flat.itemsize)

