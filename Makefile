@@ -75,7 +75,7 @@ test: test-serial test-launch test-mpi test-hosts test-slurm
 
 # Of all tests those in which MPI runs: for a second library, with which the others would pass or fail alike.
 test-jobs: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/test_cli.py
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/cli/test_main.py
 	$(MAKE) test-launch test-mpi test-hosts test-slurm
 
 test-serial: $(READY)
@@ -103,7 +103,7 @@ test-mpi: $(READY)
 # installs; with it, windows on GPUs once more over a UCX that knows CUDA. Not part of `make test`, where these skip.
 test-gpu: $(READY)
 	$(if $(CUDA_MAJOR),$(BIN)/python -m pip install --quiet --no-compile --editable '.[cuda$(CUDA_MAJOR)]')
-	ODC_MPI_REQUIRE_GPU=1 timeout $(LIMIT_S) $(BIN)/python -m pytest tests/native
+	ODC_MPI_REQUIRE_GPU=1 timeout $(LIMIT_S) $(BIN)/python -m pytest tests/comm/kernels
 	$(if $(shell command -v $(SANITIZER) 2>/dev/null),$(MAKE) sanitize-gpu,@echo "== no $(SANITIZER) on the PATH: kernels not checked with it")
 	$(call test_gpu_ranks)
 	$(if $(CUDA_MAJOR),$(if $(filter system,$(MPI)),,$(MAKE) test-gpu-ucx))
@@ -125,7 +125,7 @@ sanitize-gpu: $(READY)
 	    echo "== $$tool"; \
 	    ODC_MPI_REQUIRE_GPU=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout $(LIMIT_S) \
 	        $(SANITIZER) --tool $$tool --error-exitcode 1 $(SANITIZED) \
-	        $(BIN)/python -m pytest --timeout $(LIMIT_S) tests/native/test_kernels_gpu.py \
+	        $(BIN)/python -m pytest --timeout $(LIMIT_S) tests/comm/kernels/test_kernels_gpu.py \
 	        -k 'not beyond_32_bits and not takes_its_turn and not nobody_waits'; \
 	done
 
