@@ -66,7 +66,7 @@ test: test-serial test-launch test-mpi test-hosts test-slurm
 
 # Of all tests those in which MPI runs: for a second library, with which the others would pass or fail alike.
 test-jobs: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/test_cli.py
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/cli/test_main.py
 	$(MAKE) test-launch test-mpi test-hosts test-slurm
 
 test-serial: $(READY)

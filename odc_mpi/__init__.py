@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 #: Public names and where they live. Looked up when first used, so that `odc-mpi prepare` does not start MPI.
 _PUBLIC = {
-    "World": "odc_mpi.comm.world",
+    "World": "odc_mpi.runtime.world",
     "Tickets": "odc_mpi.comm.tickets",
     "shard_model": "odc_mpi.api",
     "ShardedModel": "odc_mpi.shard.model",

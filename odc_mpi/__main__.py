@@ -2,6 +2,6 @@
 
 import sys
 
-from odc_mpi.cli import main
+from odc_mpi.cli.main import main
 
 sys.exit(main())

@@ -8,20 +8,20 @@ import torch
 from torch import nn
 
 from odc_mpi.comm.collective import CollectiveTransport
-from odc_mpi.comm.decision import Decision, Wishes, decide, decide_collective, refuse_wrong_data
-from odc_mpi.comm.device import Device, find_device
-from odc_mpi.comm.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
-from odc_mpi.comm.probe import bare_report, quick_report
-from odc_mpi.comm.reduction import AccumulateReduction, Reduction
-from odc_mpi.comm.report import Report
-from odc_mpi.comm.staged import StagedTransport
+from odc_mpi.comm.device.device import Device, find_device
+from odc_mpi.comm.device.staged import StagedTransport
+from odc_mpi.comm.reduce.accumulate import AccumulateReduction, Reduction
+from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
 from odc_mpi.comm.transport import Transport
-from odc_mpi.comm.window import WindowTransport
-from odc_mpi.comm.world import World
+from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.errors import UserError
+from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
 from odc_mpi.shard.slices import Weights
+from odc_mpi.stack.decision import Decision, Wishes, decide, decide_collective, refuse_wrong_data
+from odc_mpi.stack.probe import bare_report, quick_report
+from odc_mpi.stack.report import Report
 
 
 def shard_model(
@@ -151,7 +151,7 @@ def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None
 def _with_verdict(report: Report, world: World, device: Device) -> Report:
     """Add what a doctor found about windows on these devices. Collective."""
     # Here, so that nobody without a GPU loads it.
-    from odc_mpi.comm.device_probe import kept_verdict
+    from odc_mpi.stack.device_probe import kept_verdict
 
     kept = kept_verdict(world, device)
     if kept is None:
@@ -170,7 +170,7 @@ def _transport(
 ) -> Transport:
     progress = decision.progress.choice == "thread"
     if device is not None and decision.window_device is not None and decision.window_device.choice == "cuda":
-        from odc_mpi.comm.device_transport import DeviceTransport
+        from odc_mpi.comm.device.device_transport import DeviceTransport
 
         return DeviceTransport(
             world,

@@ -1,4 +1,6 @@
-"""The exceptions that a person reads: one line each."""
+"""The exceptions and warnings that a person reads: one line each."""
+
+import sys
 
 
 class UserError(ValueError):
@@ -36,3 +38,8 @@ def in_one_line(error: Exception, max_chars: int = 300) -> str:
     """Fold an exception's message, which may have many lines, into one. Local."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
+
+
+def warn(line: str) -> None:
+    """Print a line that a person must see. Local."""
+    print(f"odc_mpi: {line}", file=sys.stderr, flush=True)

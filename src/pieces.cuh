@@ -7,7 +7,7 @@
 
 constexpr int MAX_PIECES = 128;
 
-// As odc_mpi/native.py numbers them.
+// As odc_mpi/comm/kernels/native.py numbers them.
 enum Type : unsigned char { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 
 // Comes with the launch, by value: so it takes neither a copy to the device nor memory that has to outlive the kernel.

@@ -33,7 +33,7 @@ def pytest_unconfigure(config):
 def pytest_runtest_makereport(item, call):
     report = (yield).get_result()
     if SIZE > 1 and report.failed:
-        from odc_mpi.comm.abort import abort
+        from odc_mpi.runtime.abort import abort
 
         # The other ranks would wait for this one in the next collective call, until the launch's deadline.
         abort(f"rank {RANK} of {SIZE}: {item.nodeid} failed in {call.when}\n{report.longreprtext}")

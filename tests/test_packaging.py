@@ -40,7 +40,7 @@ def test_a_build_has_modules_and_the_sources_of_kernels(tmp_path):
     assert files(built, "*.py") == files(ROOT / "odc_mpi", "*.py")
     assert files(built / "src", "*") == files(ROOT / "src", "*") != set()
     # And they are found there, by what was built.
-    program = "from odc_mpi import native; print(native.source_dir(), len(native.read_source('flatten')))"
+    program = "from odc_mpi.comm.kernels import native; print(native.source_dir(), len(native.read_source('flatten')))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "built", capture_output=True, text=True)
     assert done.stdout.split()[0] == str(built / "src"), done.stderr
 

@@ -38,15 +38,17 @@ import torch
 from torch import nn
 
 from odc_mpi.api import shard_model
-from odc_mpi.bench import dcp
-from odc_mpi.bench.gloo import Gloo
-from odc_mpi.bench.measure import Spread, interleaved, told_load
+from odc_mpi.bench.baselines import dcp
+from odc_mpi.bench.baselines.gloo import Gloo
+from odc_mpi.bench.measure import interleaved
 from odc_mpi.checkpoint.manifest import step_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import CheckpointWeights, TrainingState
-from odc_mpi.comm.world import World
+from odc_mpi.report.wording import told_load
+from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.simulate.spread import Spread
 
 #: 16 MiB a matrix: the mean of a model of 1.5 B parameters. Each takes its time in the index, whatever its size.
 _WIDTH, _MIN_LAYERS = 2048, 1

@@ -3,42 +3,17 @@
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from odc_mpi.errors import UserError
+from odc_mpi.report.wording import SUFFIXES
 
 T = TypeVar("T")
 
 #: What is measured if nothing else is asked for.
 DEFAULT_SIZES = "64K,256K,1M,4M,16M,64M,256M"
-
-_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A sample in three numbers.
-
-    Attributes:
-        low: The lower quartile.
-        median: The middle.
-        high: The upper quartile.
-    """
-
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        """Summarise at least one value. Local."""
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(low, median, high)
 
 
 def interleaved(variants: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
@@ -109,17 +84,6 @@ def speaker(rank: int) -> Callable[[str], None]:
     return say
 
 
-def told_ranks(result: Mapping[str, Any]) -> str:
-    """Return on what a benchmark ran, by `library`, `ranks` and `nodes` of its object. Local."""
-    ranks, nodes = result["ranks"], result["nodes"]
-    return f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}"
-
-
-def told_load(result: Mapping[str, Any]) -> str:
-    """Return how busy the node was around a benchmark, by `load_average` of its object. Local."""
-    return "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])
-
-
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
     """Read sizes such as `64K,1M,256M`, in bytes, of whole fp32 elements, each once. Local.
 
@@ -133,16 +97,8 @@ def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
     return list(dict.fromkeys(_parse_size(word.strip(), option) for word in text.split(",")))
 
 
-def format_size(num_bytes: int) -> str:
-    """Write a size the way it is read. Local."""
-    for suffix, scale in reversed(_SUFFIXES.items()):
-        if num_bytes % scale == 0:
-            return f"{num_bytes // scale}{suffix}"
-    return str(num_bytes)
-
-
 def _parse_size(word: str, option: str) -> int:
-    scale = _SUFFIXES.get(word[-1:].upper(), 1)
+    scale = SUFFIXES.get(word[-1:].upper(), 1)
     digits = word if scale == 1 else word[:-1]
     num_bytes = int(digits) * scale if digits.isdecimal() and digits.isascii() and len(digits) < 20 else 0
     if num_bytes <= 0 or num_bytes % 4:

@@ -20,17 +20,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from odc_mpi.bench.events import Intervals, merged
 from odc_mpi.bench.measure import around
-from odc_mpi.bench.scenario import Scenario, Trial
-from odc_mpi.bench.simulate import BASELINE, FLOOR, PAUSE_S, SCHEDULES, Outcome, floor_s, idle, plan, speedups
 from odc_mpi.comm.collective import CollectiveTransport
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.transport import Transport
-from odc_mpi.comm.window import WindowTransport
-from odc_mpi.comm.world import World
-from odc_mpi.data.balance import Plan
+from odc_mpi.comm.windows.window import WindowTransport
+from odc_mpi.data.plan.balance import Plan
+from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.simulate.events import Intervals, merged
+from odc_mpi.simulate.scenario import Scenario, Trial
+from odc_mpi.simulate.simulate import BASELINE, FLOOR, PAUSE_S, SCHEDULES, Outcome, floor_s, idle, plan, speedups
 
 #: Elements of a unit.
 UNIT_NUMEL = 1024

@@ -19,14 +19,15 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from odc_mpi.bench.fsdp import Fsdp
-from odc_mpi.bench.measure import Spread, around, ratio
-from odc_mpi.bench.plain import Whole
-from odc_mpi.comm.world import World
+from odc_mpi.bench.baselines.fsdp import Fsdp
+from odc_mpi.bench.baselines.plain import Whole
+from odc_mpi.bench.measure import around, ratio
 from odc_mpi.errors import AgreedError, UserError
-from odc_mpi.train.config import Config
+from odc_mpi.runtime.world import World
+from odc_mpi.simulate.spread import Spread
 from odc_mpi.train.inputs import open_inputs
-from odc_mpi.train.trainer import Trainer
+from odc_mpi.train.loop import Trainer
+from odc_mpi.train.settings import Config
 
 BASELINE = "fsdp2"
 CEILING = "ceiling"

@@ -49,11 +49,13 @@ from typing import Any
 
 import torch
 
-from odc_mpi.bench.gloo import Gloo
-from odc_mpi.bench.measure import Spread, each_for, format_size, interleaved, ratio, seconds
-from odc_mpi.bench.variants import Units, Variant, check
+from odc_mpi.bench.baselines.gloo import Gloo
+from odc_mpi.bench.fetch_and_push import Units, Variant, check
+from odc_mpi.bench.measure import each_for, interleaved, ratio, seconds
 from odc_mpi.comm.collective import Collectives
-from odc_mpi.comm.world import World
+from odc_mpi.report.wording import format_size
+from odc_mpi.runtime.world import World
+from odc_mpi.simulate.spread import Spread
 
 #: A sample moves at least this much, so that beginning together and meeting at A (up to 0.4 ms) do not show in it ...
 SAMPLE_BYTES = 64 << 20

@@ -5,7 +5,6 @@ missing HDF5 reads the fill value without a word. That is NaN, so that it shows;
 through its index.
 """
 
-import os
 from pathlib import Path
 
 import h5py
@@ -14,6 +13,7 @@ import numpy as np
 from odc_mpi.checkpoint.hyperslabs import boxes
 from odc_mpi.checkpoint.manifest import FORMAT, INDEX, VERSION, FileRecord, Manifest, TensorRecord, shard_name
 from odc_mpi.checkpoint.shard_file import checksum_of_file, stored_type
+from odc_mpi.files import sync_file
 
 #: NaN in the bits of a type that is stored as an integer.
 _NAN_BITS = {"bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
@@ -26,11 +26,7 @@ def write_index(directory: Path, manifest: Manifest) -> FileRecord:
         file.attrs.update(format=FORMAT, version=VERSION, step=manifest.step, size=manifest.size)
         for name, record in manifest.tensors.items():
             _show(file, name, record, directory, manifest.step)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_file(path)
     return checksum_of_file(path)
 
 

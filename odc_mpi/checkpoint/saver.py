@@ -8,7 +8,6 @@ The files of a checkpoint are written into a hidden directory, the index and the
 name: what has the name is complete. A checkpoint that some rank could not write is removed, and the training goes on.
 """
 
-import errno
 import os
 import shutil
 import threading
@@ -36,6 +35,7 @@ from odc_mpi.checkpoint.manifest import (
 )
 from odc_mpi.checkpoint.shard_file import Entry, write_shard
 from odc_mpi.errors import in_one_line
+from odc_mpi.files import sync_directory
 
 T = TypeVar("T")
 
@@ -251,13 +251,13 @@ def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
     """
     index = write_index(directory, manifest)
     write_manifest(directory / MANIFEST, replace(manifest, files={**manifest.files, INDEX: index}))
-    sync(directory)
+    sync_directory(directory)
     if goal.exists():
         _retire(goal)
     directory.rename(goal)
-    sync(goal.parent)
+    sync_directory(goal.parent)
     # The names of the directories above may be new as well.
-    sync(goal.parent.parent)
+    sync_directory(goal.parent.parent)
 
 
 def prune(directory: Path, keep: int) -> None:
@@ -274,27 +274,6 @@ def clean(directory: Path) -> int:
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
     return len(left)
-
-
-def sync(directory: Path) -> None:
-    """See the names in a directory on the disk, where the file system can tell. Local."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def make_directory(path: Path) -> None:
-    """Make a directory, and those above it that are missing, with their names on the disk. Local."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        with suppress(PermissionError):  # where one may add names and not see them
-            sync(folder.parent)
 
 
 def _retire(path: Path) -> None:

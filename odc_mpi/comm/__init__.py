@@ -1,1 +1,1 @@
-"""Everything that knows MPI."""
+"""Moving bytes between ranks: the transport, its buffers, tickets, and the progress thread."""

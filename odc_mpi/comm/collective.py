@@ -28,10 +28,10 @@ import torch
 from mpi4py import MPI
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.points import OrderingPoints
-from odc_mpi.comm.rma import MPI_DTYPES
+from odc_mpi.comm.ordering import OrderingPoints
 from odc_mpi.comm.transport import Fetch, Layout, Pending, Transport
-from odc_mpi.comm.world import World
+from odc_mpi.comm.windows.rma import MPI_DTYPES
+from odc_mpi.runtime.world import World
 
 #: How elements that are only moved are described: by their size, since MPI knows no bf16. (As single bytes, a shard's
 #: count would leave the C int of many libraries at 2 GiB.)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
-from odc_mpi.comm.world import World
+from odc_mpi.runtime.world import World
 
 #: Sleep between two looks when there was nothing to do. What a small operation from another host waits at most, and
 #: what it costs: 1 ms took 3 to 6 % of two busy ranks on two cores, 0.2 ms took 13 %.

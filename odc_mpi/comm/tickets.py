@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
-from odc_mpi.comm.rma import Window
-from odc_mpi.comm.world import World
+from odc_mpi.comm.windows.rma import Window
+from odc_mpi.runtime.world import World
 
 #: What a host keeps: how many positions were drawn, and how many other nodes are known to have none left.
 _DRAWN, _EMPTY = range(2)

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odc_mpi.data.balance import BALANCES, Balance, Plan, check_fit
-from odc_mpi.data.cost import Cost
 from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.plan.balance import BALANCES, Balance, Plan, check_fit
+from odc_mpi.data.plan.cost import Cost
 from odc_mpi.errors import UserError
 
 IGNORED_LABEL = -100  # the default `ignore_index` of torch's cross entropy

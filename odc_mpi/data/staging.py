@@ -3,7 +3,6 @@
 Both are written into a hidden folder beside the goal, on the same file system, and renamed when finished.
 """
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from odc_mpi.errors import UserError
+from odc_mpi.files import sync_file
 
 # Lies in tokenizer directories made here, so that no other directory is ever replaced. Names the data sets, in the same
 # folder, whose tokens are of that tokenizer, one a line.
@@ -109,12 +109,6 @@ def _publish(parts: Staging, out: Path, tokenizer_directory: Path | None, retire
                 undo.callback(retired.rename, tokenizer_directory)
             parts.tokenizer.rename(tokenizer_directory)
             undo.callback(tokenizer_directory.rename, parts.tokenizer)
-        _sync(parts.dataset)
+        sync_file(parts.dataset)
         parts.dataset.replace(out)
         undo.pop_all()
-
-
-def _sync(path: Path) -> None:
-    """Have the content on disk before the name, or a crash could leave an empty file under the good name."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 
 from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.kernels.native import flatten
 from odc_mpi.comm.transport import Pending, Transport
-from odc_mpi.native import flatten
 from odc_mpi.shard.layout import Slot
 from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.spans import Spans

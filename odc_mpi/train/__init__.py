@@ -1,1 +1,1 @@
-"""Training runs: configuration, models, the loop, and what a run tells about itself."""
+"""Training runs: settings, the loop, run directories, resuming and saving."""

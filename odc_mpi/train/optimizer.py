@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from odc_mpi.shard.optim import build_optimizer, schedule_factor
-from odc_mpi.train.config import Config, OptimConfig
+from odc_mpi.train.settings import Config, OptimConfig
 
 
 def make_optimizer(

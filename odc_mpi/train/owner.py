@@ -15,10 +15,9 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.checkpoint.saver import make_directory
-from odc_mpi.errors import UserError
-from odc_mpi.train.place import slurm_job
-from odc_mpi.train.records import replace_text, warn
+from odc_mpi.errors import UserError, warn
+from odc_mpi.files import make_directory, replace_text
+from odc_mpi.runtime.allocation import slurm_job
 
 NAME = "owner.json"
 #: A run that was killed may be a moment in dying when the next one starts.

@@ -12,16 +12,15 @@ import torch
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
 from odc_mpi.checkpoint.reader import Checkpoint, directories
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_optimizer, restore_buffers
-from odc_mpi.comm.world import World
-from odc_mpi.errors import AgreedError, UserError
-from odc_mpi.train.config import Config, dump
+from odc_mpi.errors import AgreedError, UserError, warn
+from odc_mpi.observe.metrics import terminal_width
+from odc_mpi.runtime.allocation import slurm_job
+from odc_mpi.runtime.world import World
 from odc_mpi.train.inputs import Inputs
-from odc_mpi.train.metrics import terminal_width
 from odc_mpi.train.owner import Owner, take
-from odc_mpi.train.place import slurm_job
-from odc_mpi.train.records import warn
 from odc_mpi.train.rundir import has_records, open_run_directory, reopen_run_directory
 from odc_mpi.train.saving import model_config
+from odc_mpi.train.settings import Config, dump
 
 #: torch's classes of optim.optimizer.
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}

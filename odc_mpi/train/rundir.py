@@ -5,13 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, steps_in
-from odc_mpi.checkpoint.saver import clean, make_directory
+from odc_mpi.checkpoint.saver import clean
 from odc_mpi.errors import UserError
-from odc_mpi.train.records import replace_text
+from odc_mpi.files import make_directory, replace_text
+from odc_mpi.observe.metrics import METRICS, read_metrics
 
-_CONFIG, _METRICS, _TRACE, _SUMMARY = "config.yaml", "metrics.jsonl", "trace.json", "summary.json"
+_CONFIG, _TRACE, _SUMMARY = "config.yaml", "trace.json", "summary.json"
 #: What a run and its report write and a later run in the same directory must not mix with its own.
-RECORDS = (_CONFIG, _METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS)
+RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS)
 
 
 def open_run_directory(path: Path, config_text: str) -> None:
@@ -54,7 +55,7 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
         clean(path / CHECKPOINTS)
         _set_aside(path, [later for number, later in steps_in(path / CHECKPOINTS).items() if number > step])
         kept = [json.dumps(line) + "\n" for line in read_metrics(path, step)]
-        replace_text(path / _METRICS, "".join(kept))
+        replace_text(path / METRICS, "".join(kept))
         replace_text(path / _CONFIG, config_text)
         for name in (_TRACE, _SUMMARY):
             (path / name).unlink(missing_ok=True)
@@ -65,19 +66,6 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
 def has_records(path: Path) -> bool:
     """Return whether a run left something in a directory. Local."""
     return any((path / name).exists() for name in RECORDS)
-
-
-def read_metrics(path: Path, step: int) -> list[dict[str, object]]:
-    """Return the lines of metrics.jsonl up to a step. Local; a line that a killed run left in half is left out."""
-    lines: dict[int, dict[str, object]] = {}
-    if (path / _METRICS).exists():
-        for text in (path / _METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                line = json.loads(text)
-                lines[int(line["step"])] = line
-            except (ValueError, KeyError, TypeError):
-                continue
-    return [line for number, line in sorted(lines.items()) if number <= step]
 
 
 def _set_aside(path: Path, left: list[Path]) -> None:

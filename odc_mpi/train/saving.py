@@ -22,13 +22,12 @@ from odc_mpi import __version__
 from odc_mpi.checkpoint.manifest import CHECKPOINTS
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import TrainingState
-from odc_mpi.comm.world import World
-from odc_mpi.errors import StoppedError, TrainingError
+from odc_mpi.errors import StoppedError, TrainingError, warn
+from odc_mpi.runtime.allocation import slurm_job
+from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
-from odc_mpi.train.config import Config
 from odc_mpi.train.owner import Owner
-from odc_mpi.train.place import slurm_job
-from odc_mpi.train.records import warn
+from odc_mpi.train.settings import Config
 from odc_mpi.train.stop import StopWish
 
 #: What every rank tells the others at point A: whether it was told to stop, and `Saver.report`.

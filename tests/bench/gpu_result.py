@@ -1,6 +1,7 @@
 """A result of `odc-mpi bench gpu` made up for tests, and the times that it is made of."""
 
-from odc_mpi.bench import gpu_kernels, gpu_windows
+from odc_mpi.bench.gpu import kernels as gpu_kernels
+from odc_mpi.bench.gpu import windows as gpu_windows
 
 LINKS = {"fetch_host": "copy_to_device", "push_host_mailbox": "copy_to_host"}
 TIMES = {

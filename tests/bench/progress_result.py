@@ -1,6 +1,6 @@
 """A result of `odc-mpi bench progress` made up for tests, and its parts."""
 
-from odc_mpi.bench.progress import judge
+from odc_mpi.bench.progress.benchmark import judge
 
 LEFT_OUT = "3 of 8M took 13.1 s, a size has 10 s"
 

@@ -3,8 +3,8 @@
 import pytest
 from progress_result import LEFT_OUT, get, polite, push, result
 
-from odc_mpi.bench.progress import _async_progress, judge
-from odc_mpi.bench.progress_command import report
+from odc_mpi.bench.progress.benchmark import _async_progress, judge
+from odc_mpi.bench.progress.run import report
 
 
 def verdicts(read, politeness, pushed):

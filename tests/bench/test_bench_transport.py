@@ -2,8 +2,8 @@ import pytest
 from rich.console import Console
 from transport_result import SLOWNESS, result
 
-from odc_mpi.bench.tables import transport_tables
 from odc_mpi.bench.transport import GOALS, judge
+from odc_mpi.bench.transport_tables import transport_tables
 
 
 def verdicts(**slowness):

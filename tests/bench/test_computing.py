@@ -1,6 +1,6 @@
 import pytest
 
-from odc_mpi.bench.computing import choose_cores, kinds_of_work
+from odc_mpi.bench.progress.computing import choose_cores, kinds_of_work
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 import pytest
 
-from odc_mpi.bench.measure import DEFAULT_SIZES, Spread, each_for, format_size, interleaved, parse_sizes, ratio, seconds
+from odc_mpi.bench.measure import DEFAULT_SIZES, each_for, interleaved, parse_sizes, ratio, seconds
 from odc_mpi.errors import UserError
+from odc_mpi.report.wording import format_size
+from odc_mpi.simulate.spread import Spread
 
 
 def test_spread_is_median_and_quartiles():

@@ -1,6 +1,6 @@
 import pytest
 
-from odc_mpi.bench.politeness import slow_downs
+from odc_mpi.bench.progress.politeness import slow_downs
 
 
 def test_slow_down_is_of_rounds():

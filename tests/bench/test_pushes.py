@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from odc_mpi.bench.pushes import entry, pattern, too_slow, within
+from odc_mpi.bench.progress.pushes import entry, pattern, too_slow, within
 
 
 def takes(order, name, *seconds):

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from odc_mpi.bench import schedule_command
-from odc_mpi.bench.scenario import Scenario, Trial
+from odc_mpi.bench import run_schedule as schedule_command
 from odc_mpi.bench.schedule import Runner
 from odc_mpi.comm.transport import LocalGroup, LocalTransport
-from odc_mpi.data.balance import Plan
+from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AgreedError
+from odc_mpi.simulate.scenario import Scenario, Trial
 
 ALONE = SimpleNamespace(rank=0, size=1, comm=SimpleNamespace(Ibarrier=lambda: None), meet=lambda request, what: None)
 

@@ -16,8 +16,8 @@ from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.errors import UserError
+from odc_mpi.models import build as models
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.train import models
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 FAMILIES = {

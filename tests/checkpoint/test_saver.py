@@ -25,7 +25,7 @@ from odc_mpi.checkpoint.manifest import (
     write_manifest,
 )
 from odc_mpi.checkpoint.reader import Checkpoint, directories
-from odc_mpi.checkpoint.saver import Saver, clean, make_directory, prune
+from odc_mpi.checkpoint.saver import Saver, clean, prune
 from odc_mpi.checkpoint.shard_file import Entry
 from odc_mpi.errors import UserError
 
@@ -384,12 +384,3 @@ def test_who_may_not_write_any_more(tmp_path, monkeypatch):
         "WARNING: there is no checkpoint of step 3",
     ]
     assert not list(tmp_path.glob(".step*"))
-
-
-def test_a_new_directory_and_those_above_it_are_on_the_disk(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(savers, "sync", synced.append)
-    for _ in range(2):
-        make_directory(tmp_path / "a" / "b")
-        assert (tmp_path / "a" / "b").is_dir()
-    assert sorted(synced) == [tmp_path, tmp_path / "a"], "where a name was added, once"

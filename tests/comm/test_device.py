@@ -6,9 +6,9 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from odc_mpi.comm.device import Marks, _cupy
+from odc_mpi.comm.device.device import Marks, _cupy
+from odc_mpi.comm.kernels.native import add_slots
 from odc_mpi.errors import UserError
-from odc_mpi.native import add_slots
 
 
 @pytest.mark.parametrize(("cuda", "extra"), [("12.9", "cuda12"), ("13.0", "cuda13"), (None, "cuda12")])

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from odc_mpi.comm import mailbox
-from odc_mpi.comm.mailbox import MailboxReduction
+from odc_mpi.comm.reduce import mailbox
+from odc_mpi.comm.reduce.mailbox import MailboxReduction
 from odc_mpi.errors import UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 

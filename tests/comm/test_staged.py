@@ -10,8 +10,8 @@ import torch
 from late_device import LateDevice
 from ranks import LateTransport
 
-from odc_mpi.comm.device import find_device
-from odc_mpi.comm.staged import StagedTransport
+from odc_mpi.comm.device.device import find_device
+from odc_mpi.comm.device.staged import StagedTransport
 from odc_mpi.comm.transport import Done, Fetch, LocalGroup, LocalTransport
 from odc_mpi.errors import UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from odc_mpi.data.balance import BALANCES
-from odc_mpi.data.cost import Cost
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.loader import Batch, Loader, Minibatch, read_batch
+from odc_mpi.data.plan.balance import BALANCES
+from odc_mpi.data.plan.cost import Cost
 from odc_mpi.errors import UserError
 
 Write = Callable[[Sequence[int]], Path]

@@ -90,7 +90,7 @@ class Job:
 
 def kernels(job: Job) -> int | Skipped:
     """Compare the kernels with torch's operators."""
-    return job.call(*PYTEST, "tests/native")[0]
+    return job.call(*PYTEST, "tests/comm/kernels")[0]
 
 
 def sanitizer(job: Job, tool: str) -> int | Skipped:
@@ -104,7 +104,11 @@ def sanitizer(job: Job, tool: str) -> int | Skipped:
         return f"no {SANITIZER} on the PATH"
     ours = ("--kernel-name", "kernel_substring=add_slots", "--kernel-name", "kernel_substring=flatten")
     options = ("--tool", tool, "--error-exitcode", "1", *(("--report-api-errors", "no") if tool == "memcheck" else ()))
-    tests = ("tests/native/test_kernels_gpu.py", "-k", "not beyond_32_bits and not takes_its_turn and not nobody_waits")
+    tests = (
+        "tests/comm/kernels/test_kernels_gpu.py",
+        "-k",
+        "not beyond_32_bits and not takes_its_turn and not nobody_waits",
+    )
     return job.call(SANITIZER, *options, *ours, *PYTEST, *tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1")[0]
 
 

@@ -10,9 +10,9 @@ COMPUTES = r"""
 import functools, sys, time
 import numpy as np, torch
 from odc_mpi import World
-from odc_mpi.comm.mailbox import MailboxReduction
-from odc_mpi.comm.reduction import AccumulateReduction
-from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.reduce.accumulate import AccumulateReduction
+from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 torch.set_num_threads(1)
 world = World(timeout_s=25)

@@ -5,7 +5,7 @@ import json
 import pytest
 from mpi_launch import odc_mpi
 
-from odc_mpi.bench.simulate import SCHEDULES
+from odc_mpi.simulate.simulate import SCHEDULES
 
 #: Eight ranks sleep most of the time. What they do besides, which the simulator leaves out, takes 3 to 8 % of steps of
 #: one second where two cores have to do it for all, and half of that here. A machine that is busy with other things may

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from mpi_launch import finish, launch, odc_mpi, start
 
-from odc_mpi.comm.report import OPERATIONS, Report
+from odc_mpi.stack.report import OPERATIONS, Report
 
 ABOVE = {"library", "thread_level", "nodes", "ranks_per_node", "shm_bytes", "peers", "decision"}
 FIGURES = {"one_sided", "idle_s", "busy_s", "gb_per_s"}
 
 DOCTOR = """
 import sys
-from odc_mpi.doctor import doctor
+from odc_mpi.stack.doctor import doctor
 probe, deadline_s, operation_s = [sys.executable, sys.argv[1]], float(sys.argv[2]), float(sys.argv[3])
 sys.exit(doctor("--json" in sys.argv, probe=probe, deadline_s=deadline_s, operation_s=operation_s))
 """
@@ -23,7 +23,7 @@ sys.exit(doctor("--json" in sys.argv, probe=probe, deadline_s=deadline_s, operat
 BAD = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from odc_mpi.comm import probe, trial
+from odc_mpi.stack import probe, trial
 run, tried = trial.Trials.run, []
 def failing(self, name, kind):
     tried.append(name)
@@ -202,7 +202,7 @@ DEVICE = """
 import os, signal, sys, time
 sys.path.insert(0, {stand_in!r})
 from late_device import LateDevice
-from odc_mpi.comm import probe, trial
+from odc_mpi.stack import probe, trial
 probe.own_device = lambda world: LateDevice()
 probe.FULL = probe.QUICK
 run = trial.Trials.run
@@ -216,7 +216,7 @@ probe.main(sys.argv[1:])
 
 
 #: How fast host memory is that stands in for a device, beside itself, says nothing.
-ANY_SPEED = "from odc_mpi.comm import device_decision\ndevice_decision.LEAST_SHARE_OF_HOST = 0.0\n"
+ANY_SPEED = "from odc_mpi.stack import device_decision\ndevice_decision.LEAST_SHARE_OF_HOST = 0.0\n"
 
 
 @pytest.fixture
@@ -290,7 +290,7 @@ def test_without_a_device_nothing_is_said_of_one(tmp_path):
 READS = """
 import json
 from odc_mpi import World
-from odc_mpi.comm import probe
+from odc_mpi.stack import probe
 def fail(*arguments):
     raise AssertionError("there was a report to read")
 probe.probe = fail

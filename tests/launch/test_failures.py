@@ -60,7 +60,7 @@ FETCHES_AHEAD = """
 import sys, time, torch
 import odc_mpi
 from odc_mpi.api import decide_for
-from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.windows.window import WindowTransport
 world = odc_mpi.World(timeout_s=20)
 layers = [torch.nn.Linear(64, 64) for _ in range(4)]
 copies = decide_for(world, zero_copy="off")  # else there is nothing to fetch ahead
@@ -151,7 +151,7 @@ def test_leaving_while_a_unit_is_fetched_ahead(tmp_path, code):
 def test_too_little_shared_memory_is_said_early(tmp_path):
     text = """
 import odc_mpi, torch
-from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 world = odc_mpi.World(timeout_s=20)
 try:
@@ -205,8 +205,8 @@ print("fine")
 def test_ranks_with_different_data_are_told(tmp_path, data, config):
     text = f"""
 import shutil, sys
-from odc_mpi import cli
-from odc_mpi.comm.world import MPI
+from odc_mpi.cli import main as cli
+from odc_mpi.runtime.world import MPI
 from odc_mpi.data.dataset import Dataset, DatasetWriter
 path = "{tmp_path}/other.h5"
 if MPI.COMM_WORLD.rank == 1:

@@ -15,7 +15,7 @@ import os, sys, time
 from pathlib import Path
 import torch
 import odc_mpi
-from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.shard.model import ShardedModel
 
 world = odc_mpi.World(timeout_s=3)

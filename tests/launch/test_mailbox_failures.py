@@ -5,8 +5,8 @@ from mpi_launch import launch
 STUCK = """
 import time, torch
 from odc_mpi import World
-from odc_mpi.comm.mailbox import MailboxReduction
-from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 world = World(timeout_s=2)
 transport = WindowTransport(world, reduction=lambda *args: MailboxReduction(*args, mailbox_bytes=1000))

@@ -66,7 +66,7 @@ def test_a_second_signal_does_not_wait(config, tmp_path):
         "        print('saving', flush=True)\n"
         "        time.sleep(80)\n"
         "Saving.after_step = after_step\n"
-        "from odc_mpi import cli\n"
+        "from odc_mpi.cli import main as cli\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
     process = start(0, script, "train", "--config", config, "--run.steps", 100000, *CONSTANT)
@@ -98,7 +98,7 @@ def test_checkpoints_cannot_be_written(config, tmp_path):
     script.write_text(
         "import sys, odc_mpi.train.saving as saving\n"
         "saving.CHECKPOINTS = 'config.yaml'\n"
-        "from odc_mpi import cli\n"
+        "from odc_mpi.cli import main as cli\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
     done = finish(start(2, script, "train", "--config", config, "--run.checkpoint_every", 4))

@@ -13,19 +13,20 @@ import os, sys, time
 rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK"))
 if rank == 1:
     {what}
-from odc_mpi.cli import main
+from odc_mpi.cli.main import main
 sys.exit(main(["train", "--data.path", "none.h5", "--model.path", "none"]))
 """
 #: One rank is told to stop while it imports the models.
 STOPPED_START = """
 import os, signal, sys
-from odc_mpi import cli
-imported = cli.importlib.import_module
+from odc_mpi.cli import main as cli
+from odc_mpi.cli import train
+imported = train.importlib.import_module
 def import_module(name, *rest, **named):
-    if name == "odc_mpi.train.models" and cli.launched_rank() == 1:
+    if name == "odc_mpi.models.build" and train.launched_rank() == 1:
         os.kill(os.getpid(), signal.{signal})
     return imported(name, *rest, **named)
-cli.importlib.import_module = import_module
+train.importlib.import_module = import_module
 sys.exit(cli.main(sys.argv[1:]))
 """
 #: Leaves the world, and stops before MPI_Finalize.
@@ -63,7 +64,7 @@ def test_a_rank_that_stops_before_mpi_is_up_ends_the_job():
 
 
 def test_a_rank_that_is_interrupted_before_mpi_is_up_ends_the_job():
-    what = "import odc_mpi.cli as c; c._train = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())"
+    what = "import odc_mpi.cli.train as c; c.run = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())"
     done = ended_within(start(3, "-c", LATE_START.format(what=what), ODC_MPI_START_TIMEOUT_S="60"), 40)
     assert done.code != 0
     assert "odc-mpi: interrupted" in done.err
@@ -81,7 +82,7 @@ def test_a_rank_that_is_told_to_stop_while_it_starts_stops_the_job_in_good_order
     ("before", "told"), [("sys.stderr = io.StringIO()", r"last \udcff words"), ("os.close(2)", "")]
 )
 def test_last_words_reach_the_terminal_if_there_is_one(before, told):
-    script = f"import io, os, sys; from odc_mpi.comm.abort import abort; {before}; abort('last \\udcff words')"
+    script = f"import io, os, sys; from odc_mpi.runtime.abort import abort; {before}; abort('last \\udcff words')"
     done = ended_within(start(2, "-c", script), 40)
     assert done.code != 0
     assert told in done.err
@@ -109,7 +110,7 @@ def test_a_start_in_time_is_not_ended_later():
 
 @pytest.mark.parametrize("words", ["0", "-1", "soon"])
 def test_a_limit_that_is_none_is_the_usual_one(words, monkeypatch):
-    from odc_mpi import limits
+    from odc_mpi.runtime import limits
 
     monkeypatch.setenv("ODC_MPI_START_TIMEOUT_S", words)
     before = signal.getsignal(signal.SIGALRM)

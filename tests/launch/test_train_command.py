@@ -8,7 +8,7 @@ import re
 import pytest
 from mpi_launch import finish, launch, odc_mpi, start
 
-from odc_mpi.train import config as configuration
+from odc_mpi.train import settings as configuration
 
 SUMMARY = {
     "world_size",
@@ -143,8 +143,8 @@ def test_a_mistake_that_one_rank_meets_alone(config, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, shutil, sys\n"
-        "from odc_mpi import cli\n"
-        "from odc_mpi.comm.world import MPI\n"
+        "from odc_mpi.cli import main as cli\n"
+        "from odc_mpi.runtime.world import MPI\n"
         "os.mkdir(f'node{MPI.COMM_WORLD.rank}')\n"
         "os.chdir(f'node{MPI.COMM_WORLD.rank}')\n"
         "if MPI.COMM_WORLD.rank == 0:\n"
@@ -158,10 +158,11 @@ def test_a_mistake_that_one_rank_meets_alone(config, tmp_path):
 #: Each rank warns while it imports, from a library with a handler of its own too, and while it trains.
 WARNING_RANKS = """
 import logging, sys, warnings
-from odc_mpi import cli
-imported, trained = cli.importlib.import_module, cli._train_as
+from odc_mpi.cli import main as cli
+from odc_mpi.cli import train
+imported, trained = train.importlib.import_module, train._train_as
 def import_module(name, *rest, **named):
-    if name == "odc_mpi.train.models":
+    if name == "odc_mpi.models.build":
         warnings.warn("at the import")
     return imported(name, *rest, **named)
 def train_as(*arguments):
@@ -171,7 +172,7 @@ def train_as(*arguments):
     finally:
         logging.getLogger("transformers.x").warning("of the library")
         warnings.warn("while it trained")
-cli.importlib.import_module, cli._train_as = import_module, train_as
+train.importlib.import_module, train._train_as = import_module, train_as
 sys.exit(cli.main(sys.argv[1:]))
 """
 

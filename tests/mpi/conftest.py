@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from odc_mpi.comm.world import World
 from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.runtime.world import World
 
 VOCAB = 61
 

@@ -14,10 +14,10 @@ from odc_mpi.checkpoint import saver
 from odc_mpi.checkpoint.commands import verify
 from odc_mpi.checkpoint.manifest import read_manifest, shard_name, step_name, steps_in
 from odc_mpi.data.dataset import Dataset, DatasetWriter
-from odc_mpi.data.fitted import FittedCost
+from odc_mpi.data.plan.fitted import FittedCost
 from odc_mpi.errors import AgreedError, StoppedError, TrainingError
 from odc_mpi.train import saving
-from odc_mpi.train.trainer import Trainer, train
+from odc_mpi.train.loop import Trainer, train
 
 pytestmark = pytest.mark.mpi
 

@@ -9,7 +9,7 @@ from torch import nn
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm import collective
 from odc_mpi.comm.collective import CollectiveTransport
-from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.data.loader import Loader, read_batch
 from odc_mpi.errors import UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from late_device import LateDevice
 
-from odc_mpi.comm import cache, device_probe, operations, probe
-from odc_mpi.comm.device_probe import kept_verdict, verdict_key
-from odc_mpi.comm.report import DEVICE_OPERATIONS, WRONG, Report
 from odc_mpi.errors import UserError
+from odc_mpi.stack import cache, device_probe, operations, probe
+from odc_mpi.stack.device_probe import kept_verdict, verdict_key
+from odc_mpi.stack.report import DEVICE_OPERATIONS, WRONG, Report
 
 pytestmark = pytest.mark.mpi
 
@@ -99,7 +99,7 @@ def test_no_device_unless_every_rank_has_one(world, monkeypatch):
     monkeypatch.setattr(probe, "has_gpu", lambda: False)
     assert probe.own_device(world) is None
     monkeypatch.setattr(probe, "has_gpu", lambda: world.rank == 0)
-    monkeypatch.setattr("odc_mpi.comm.device.find_device", lambda *_: LateDevice())
+    monkeypatch.setattr("odc_mpi.comm.device.device.find_device", lambda *_: LateDevice())
     assert (probe.own_device(world) is None) == (world.size > 1)
     monkeypatch.setattr(probe, "has_gpu", lambda: True)
     assert isinstance(probe.own_device(world), LateDevice)

@@ -6,14 +6,16 @@ from test_device_transport import LateDeviceWindow
 from test_parity import assert_close, configure, expected, run
 
 from odc_mpi import api
-from odc_mpi.comm import cache, device_slots, device_transport
-from odc_mpi.comm.decision import decide
-from odc_mpi.comm.device_decision import RUN_DOCTOR
-from odc_mpi.comm.device_probe import verdict_key
-from odc_mpi.comm.device_transport import DeviceTransport
-from odc_mpi.comm.report import Operation, Peer, Peers, Report
-from odc_mpi.comm.staged import StagedTransport
+from odc_mpi.comm.device import device_transport
+from odc_mpi.comm.device.device_transport import DeviceTransport
+from odc_mpi.comm.device.staged import StagedTransport
+from odc_mpi.comm.reduce import device_slots
 from odc_mpi.errors import UserError
+from odc_mpi.stack import cache
+from odc_mpi.stack.decision import decide
+from odc_mpi.stack.device_decision import RUN_DOCTOR
+from odc_mpi.stack.device_probe import verdict_key
+from odc_mpi.stack.report import Operation, Peer, Peers, Report
 
 pytestmark = pytest.mark.mpi
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from odc_mpi.comm import device_slots, device_transport
-from odc_mpi.comm.device_transport import DeviceTransport
-from odc_mpi.comm.device_window import DeviceWindow
+from odc_mpi.comm.device import device_transport
+from odc_mpi.comm.device.device_transport import DeviceTransport
+from odc_mpi.comm.reduce import device_slots
+from odc_mpi.comm.windows.device_window import DeviceWindow
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = pytest.mark.mpi

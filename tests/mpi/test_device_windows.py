@@ -4,8 +4,8 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from odc_mpi.comm import rma
-from odc_mpi.comm.device_window import DeviceWindow, by_address
+from odc_mpi.comm.windows import rma
+from odc_mpi.comm.windows.device_window import DeviceWindow, by_address
 
 pytestmark = pytest.mark.mpi
 

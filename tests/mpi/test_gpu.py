@@ -7,10 +7,11 @@ import pytest
 import torch
 from test_parity import assert_close, configure, expected, run
 
-from odc_mpi import api, native
-from odc_mpi.bench import gpu as benchmark
-from odc_mpi.comm.device import find_device
-from odc_mpi.train.config import dump
+from odc_mpi import api
+from odc_mpi.bench.gpu import benchmark
+from odc_mpi.comm.device.device import find_device
+from odc_mpi.comm.kernels import native
+from odc_mpi.train.settings import dump
 
 pytestmark = pytest.mark.mpi
 

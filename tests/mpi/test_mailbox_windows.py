@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from odc_mpi.comm.mailbox import MailboxReduction
-from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.errors import UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 

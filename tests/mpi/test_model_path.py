@@ -9,7 +9,7 @@ import transformers
 from test_parity import QWEN2, STEPS, assert_close, configure, run
 
 from odc_mpi.data.loader import Loader
-from odc_mpi.train.weights import StoredWeights
+from odc_mpi.models.weights import StoredWeights
 
 pytestmark = pytest.mark.mpi
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from odc_mpi.comm.mailbox import MailboxReduction
-from odc_mpi.comm.reduction import AccumulateReduction
-from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.reduce.accumulate import AccumulateReduction
+from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.shard.model import ShardedModel
 
 pytestmark = pytest.mark.mpi

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from odc_mpi import api
-from odc_mpi.comm.mailbox import MailboxReduction
-from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.data.loader import Loader
-from odc_mpi.train import config as configuration
-from odc_mpi.train import models
+from odc_mpi.models import build as models
+from odc_mpi.train import settings as configuration
 from odc_mpi.train.inputs import open_inputs
-from odc_mpi.train.trainer import Trainer
+from odc_mpi.train.loop import Trainer
 
 pytestmark = pytest.mark.mpi
 

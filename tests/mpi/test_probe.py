@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from odc_mpi.comm import cache, operations, probe
-from odc_mpi.comm.report import OPERATIONS, Peers
+from odc_mpi.stack import cache, operations, probe
+from odc_mpi.stack.report import OPERATIONS, Peers
 
 pytestmark = pytest.mark.mpi
 

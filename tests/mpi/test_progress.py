@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 
 from odc_mpi.comm.progress import ProgressThread
-from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = pytest.mark.mpi

@@ -8,7 +8,7 @@ from test_parity import configure
 
 from odc_mpi.errors import TrainingError
 from odc_mpi.train.inputs import open_inputs
-from odc_mpi.train.trainer import Trainer, train
+from odc_mpi.train.loop import Trainer, train
 
 pytestmark = pytest.mark.mpi
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from odc_mpi.comm.status import StatusWindow
+from odc_mpi.runtime.status import StatusWindow
 
 pytestmark = pytest.mark.mpi
 

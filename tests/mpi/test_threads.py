@@ -5,7 +5,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.prefetch import CommunicationThread
 

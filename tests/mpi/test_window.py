@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from odc_mpi.comm import rma
-from odc_mpi.comm.mailbox import MailboxReduction
-from odc_mpi.comm.reduction import AccumulateReduction
-from odc_mpi.comm.rma import SharedWindow
-from odc_mpi.comm.window import WindowTransport
+from odc_mpi.comm.reduce.accumulate import AccumulateReduction
+from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.windows import rma
+from odc_mpi.comm.windows.rma import SharedWindow
+from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.errors import AgreedError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
@@ -203,7 +203,7 @@ def test_more_windows_than_the_library_bears_are_refused(world, monkeypatch):
     """Before any is made, in a line that says what to change."""
     if not world.mpi_library.startswith("MPICH"):
         pytest.skip("MPICH's limit")
-    monkeypatch.setattr("odc_mpi.comm.window.MAX_WINDOWS", 3)
+    monkeypatch.setattr("odc_mpi.comm.windows.window.MAX_WINDOWS", 3)
     monkeypatch.setattr(world, "num_windows", 0)  # not those of other tests
     transport = WindowTransport(world, reduction=MailboxReduction)
     layouts = [FlatLayout.build(f"u{i}", [ParameterSpec("p", (8,), True)], world.size) for i in range(2)]
@@ -214,7 +214,7 @@ def test_more_windows_than_the_library_bears_are_refused(world, monkeypatch):
 def test_windows_of_several_models_are_counted_together(world, monkeypatch):
     if not world.mpi_library.startswith("MPICH"):
         pytest.skip("MPICH's limit")
-    monkeypatch.setattr("odc_mpi.comm.window.MAX_WINDOWS", 5)
+    monkeypatch.setattr("odc_mpi.comm.windows.window.MAX_WINDOWS", 5)
     monkeypatch.setattr(world, "num_windows", 0)
     layouts = [FlatLayout.build("u", [ParameterSpec("p", (8,), True)], world.size)]
     first, second, third = (WindowTransport(world, reduction=MailboxReduction) for _ in range(3))

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from odc_mpi.native import add_slots
+from odc_mpi.comm.kernels.native import add_slots
 
 
 class LateDevice:

@@ -21,14 +21,15 @@ pytestmark = [
 SLOW_S, SLOW_STEPS = 1.0, 120
 SLOW = f"""#!{sys.executable}
 import sys, time
-from odc_mpi import cli
-trained = cli._train_as
+from odc_mpi.cli import main as cli
+from odc_mpi.cli import train
+trained = train._train_as
 def train_as(*arguments):
-    from odc_mpi.train.trainer import Trainer
+    from odc_mpi.train.loop import Trainer
     step = Trainer.step
     Trainer.step = lambda self: (time.sleep({SLOW_S}), step(self))[1]
     trained(*arguments)
-cli._train_as = train_as
+train._train_as = train_as
 sys.exit(cli.main())
 """
 

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from odc_mpi.comm.mailbox import MailboxReduction
-from odc_mpi.comm.reduction import AccumulateReduction
-from odc_mpi.comm.window import WindowTransport
-from odc_mpi.comm.world import World
+from odc_mpi.comm.reduce.accumulate import AccumulateReduction
+from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.windows.window import WindowTransport
+from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 MINIBATCHES_PER_LIFE = 20

@@ -1,0 +1,64 @@
+"""torch.distributed over gloo, which FSDP2 uses on CPUs, for comparison. The only module that knows it."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from odc_mpi.runtime.world import World
+
+
+class Gloo:
+    """A process group of all ranks of one node. Making and closing one is collective.
+
+    The ranks find each other through a file in a private directory, and talk over the loopback interface; nothing
+    listens any more once it is closed.
+
+    Args:
+        world: The ranks, all on one node.
+    """
+
+    def __init__(self, world: World) -> None:
+        assert world.num_nodes == 1, "the loopback interface ends at the node"
+        store = world.gather_objects(tempfile.mkdtemp(prefix="odc_mpi-gloo-") if world.rank == 0 else "")[0]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        with world.deadline("setting up gloo"):
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}/store",
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=world.timeout_s),
+            )
+        self._world = world
+        # All are connected: nobody needs the file any more, and a killed job would leave it behind.
+        world.gather_objects(None)
+        if world.rank == 0:
+            shutil.rmtree(store, ignore_errors=True)
+        # torch 2.13 renamed both, and warns about the old names.
+        self._all_gather = _first("all_gather_single", "all_gather_into_tensor")
+        self._reduce_scatter = _first("reduce_scatter_single", "reduce_scatter_tensor")
+
+    def all_gather(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
+        """Put the shards of all ranks one after the other: `[n]` each, into `[size * n]`. Collective."""
+        with self._world.deadline("gathering with gloo"):
+            self._all_gather(whole, shard)
+
+    def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
+        """Sum `[size * n]` over all ranks, and keep this rank's `[n]`. Collective."""
+        with self._world.deadline("reducing with gloo"):
+            self._reduce_scatter(shard, gradient)
+
+    def close(self) -> None:
+        """End the process group. Collective."""
+        with self._world.deadline("closing gloo"):
+            dist.destroy_process_group()
+
+
+def _first(*names: str) -> Callable[..., Any]:
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))

@@ -1,0 +1,163 @@
+"""A model with ordinary parameters, and steps on it in plain torch: what sharded training is compared with.
+
+`Whole` trains on one process without any communication, on the host or on a GPU. `bench.baselines.fsdp` spreads the
+same over ranks with FSDP2.
+
+With `model.param_dtype: bfloat16` a run of ours computes in bf16, adds gradients in fp32 and optimizes fp32 masters. So
+does `Whole`, by `Masters`: it keeps 18 bytes per parameter under AdamW, and rounds where a run rounds.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from odc_mpi.data.loader import Batch, Loader, Minibatch
+from odc_mpi.train.inputs import build_model
+from odc_mpi.train.optimizer import make_optimizer
+from odc_mpi.train.settings import Config, OptimConfig
+
+HOST = torch.device("cpu")
+
+
+def whole_model(config: Config, device: torch.device = HOST) -> nn.Module:
+    """Build the model of a configuration with all its parameters in fp32 in this process's memory. Local.
+
+    The values are those of a run of the same configuration. Parameters that are tied there are one here.
+
+    Args:
+        config: Of the run.
+        device: Where they are, and the model computes.
+
+    Raises:
+        UserError: As for a run.
+    """
+    built = build_model(config.model, config.run.seed)
+    module = built.module
+    whole = {}
+    for name, old in module.named_parameters():
+        # A copy, since a draw is kept; in fp32, whatever files hold.
+        values = built.weights.read(name, 0, old.numel()).view(old.shape).to(device, torch.float32, copy=True)
+        whole[id(old)] = nn.Parameter(values, requires_grad=old.requires_grad)
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(part, name, whole[id(parameter)])
+    return cast(Any, module).to(device).train()  # buffers, which stay of the type that they are of
+
+
+def whole_optimizer(config: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer of a run over a module's own parameters. Local.
+
+    Args:
+        config: Its settings; the learning rate stays at its peak.
+        module: Whose parameters have their whole shapes, as DTensors also have.
+    """
+    named = _trained(module)
+    return make_optimizer(config, named, {name: tuple(p.shape) for name, p in named})
+
+
+def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+class Masters:
+    """Makes a model narrower, and keeps what is optimized of it in fp32: values, and sums of gradients. Local.
+
+    A gradient is added to its sum by the backward that makes it, and is gone.
+
+    Args:
+        module: In fp32. Its parameters become `dtype`; what else it has stays.
+        dtype: Narrower.
+
+    Attributes:
+        named: The masters by dotted name.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self.named: list[tuple[str, nn.Parameter]] = []
+        self._narrow: list[torch.Tensor] = []
+        for name, parameter in module.named_parameters():
+            values, parameter.data = parameter.data, parameter.data.to(dtype)
+            if parameter.requires_grad:
+                master = nn.Parameter(values)
+                parameter.register_post_accumulate_grad_hook(partial(_add_gradient, master))
+                self.named.append((name, master))
+                self._narrow.append(parameter)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Cast the masters into the model. Local."""
+        masters: list[torch.Tensor] = [master for _, master in self.named]
+        torch._foreach_copy_(self._narrow, masters)
+
+
+def _add_gradient(master: nn.Parameter, parameter: torch.Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None
+    master.grad = gradient.to(master.dtype) if master.grad is None else master.grad.add_(gradient)
+
+
+class Whole:
+    """Training without communication: this process runs all microbatches of each minibatch. Local.
+
+    Args:
+        config: Of the run.
+        loader: A loader of its own, which takes this process for the only one.
+        device: Where it computes and optimizes.
+    """
+
+    def __init__(self, config: Config, loader: Loader, device: torch.device = HOST) -> None:
+        self._max_norm = config.optim.max_grad_norm
+        self._loader = loader
+        self._device = device
+        self._model = whole_model(config, device)
+        dtype = getattr(torch, config.model.param_dtype)
+        self._masters = Masters(self._model, dtype) if dtype.itemsize < 4 else None
+        named = self._masters.named if self._masters else _trained(self._model)
+        self._optimized = [parameter for _, parameter in named]
+        self._optimizer = make_optimizer(config.optim, named, {name: tuple(p.shape) for name, p in named})
+
+    def step(self) -> tuple[float, int]:
+        """Train on the next minibatch. Local; the device may still work on the end of it.
+
+        Returns:
+            Its loss and the tokens that went through the model.
+        """
+        minibatch = next(self._loader)
+        loss = run_microbatches(self._model, minibatch, minibatch, device=self._device)
+        if self._max_norm:
+            nn.utils.clip_grad_norm_(self._optimized, self._max_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._masters:
+            self._masters.write()
+        return loss, minibatch.num_input_tokens
+
+
+def run_microbatches(
+    model: nn.Module,
+    minibatch: Minibatch,
+    batches: Iterable[Batch],
+    factor: float = 1.0,
+    device: torch.device = HOST,
+) -> float:
+    """Run forward and backward of some microbatches. Local, if the model is.
+
+    Args:
+        model: A Hugging Face causal model.
+        minibatch: They are part of; its tokens divide the sum of losses.
+        batches: The microbatches.
+        factor: Of the gradients.
+        device: Where the model is.
+
+    Returns:
+        Their part of the minibatch's loss.
+    """
+    total = 0.0
+    for batch in batches:
+        loss = cast(Any, model)(**batch.to(device).inputs).loss * (batch.num_tokens / minibatch.num_tokens)
+        (loss * factor).backward()
+        total += loss.item()
+    return total

@@ -1,0 +1,1 @@
+"""`odc-mpi bench gpu`: units, kernels and steps on GPUs."""

@@ -1,0 +1,201 @@
+"""What is done with gradients on a GPU, by kernels of ours and by torch's operators. Local.
+
+    copy                   a shard in fp32 copied within the GPU's memory, by torch
+    add_fp32, add_bf16     what an owner does, `native.add_slots`: `SLOTS` slots of that type, each as long as the
+                           shard, added into it
+    flatten_fp32, flatten_bf16
+                           what who pushes does, `native.flatten`: a unit's gradients of that type, `PIECES` of them
+                           with gaps between, laid into a flat array in fp32, the largest magnitude found
+    NAME_torch             the same with torch's operators
+
+GB/s are 10^9 bytes per second that the task has to move, whoever does it: what is read and what is written, each once.
+Of n elements and k slots of b bytes each
+
+    copy      8 n           4 read, 4 written
+    add       (8 + k b) n   the shard read and written once, each slot read once
+    flatten   b m + 4 n     the m elements of gradients read, all of the flat array written
+
+A kernel moves just that; torch's operators move more (a pass over the shard for each slot, say) and are counted alike,
+so a ratio of GB/s is one of times. `of_copy` is the speed as a multiple of the copy's, so counted.
+
+A row of operations is queued on the stream that computes and waited for at its end. Shards take turns, as
+`bench.gpu.windows` has it. Results are checked after the measurement.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from odc_mpi.bench.gpu.windows import MAX_OPERATIONS, MAX_UNITS, SAMPLE_S, UNITS_BYTES, in_memory
+from odc_mpi.bench.measure import interleaved, ratio, seconds, times_in
+from odc_mpi.comm.device.device import Device
+from odc_mpi.comm.kernels import native
+from odc_mpi.simulate.spread import Spread
+
+SLOTS = 4
+PIECES = 12
+#: Elements between two pieces, at most: alignment leaves such gaps.
+GAP = 32
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COPY = "copy"
+TORCH = "_torch"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to do.
+
+    Attributes:
+        operations: One for each shard.
+        moved_bytes: Of one operation, as the module's docstring counts them.
+        is_right: Whether all that was done so far came out right.
+    """
+
+    operations: Sequence[Callable[[], object]]
+    moved_bytes: int
+    is_right: Callable[[], bool]
+
+
+class Tasks:
+    """All tasks on shards of one size. Making them is local.
+
+    Args:
+        device: Where they are.
+        num_bytes: Of a shard in fp32.
+        with_kernels: Whether there are kernels; if not, only torch's operators are measured.
+
+    Attributes:
+        by_name: The tasks.
+
+    Raises:
+        UserError: Too little memory.
+    """
+
+    def __init__(self, device: Device, num_bytes: int, with_kernels: bool) -> None:
+        self._device = device.torch_device
+        self._numel = num_bytes // 4
+        self._num_shards = max(1, min(MAX_UNITS, UNITS_BYTES // num_bytes))
+        ours = [""] if with_kernels else []
+        adds = {TORCH: native.add_slots_with_torch, "": native.add_slots}
+        lays = {TORCH: native.flatten_with_torch, "": native.flatten}
+        self.by_name: dict[str, Task] = {COPY: self._copy()}
+        for kind, dtype in TYPES.items():
+            slots = [self._pieces([(0, self._numel)] * SLOTS, dtype) for _ in range(self._num_shards)]
+            gradients = [self._pieces(cut(self._numel), dtype) for _ in range(self._num_shards)]
+            for who in (*ours, TORCH):
+                self.by_name[f"add_{kind}{who}"] = self._add(slots, adds[who])
+                self.by_name[f"flatten_{kind}{who}"] = self._flatten(gradients, lays[who])
+
+    def _shards(self, value: float) -> list[torch.Tensor]:
+        return [torch.full((self._numel,), value, device=self._device) for _ in range(self._num_shards)]
+
+    def _pieces(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[native.Piece]:
+        """Make pieces of ones, of twos and so on: exact in bf16, too, and so are all sums that come up."""
+        return [
+            (start, torch.full((numel,), i + 1.0, dtype=dtype, device=self._device))
+            for i, (start, numel) in enumerate(spans)
+        ]
+
+    def _copy(self) -> Task:
+        sources, targets = self._shards(3.0), self._shards(0.0)
+        copies = [partial(target.copy_, source) for target, source in zip(targets, sources, strict=True)]
+        return Task(copies, 8 * self._numel, lambda: bool((targets[0] == 3).all()))
+
+    def _add(self, slots: Sequence[Sequence[native.Piece]], add: Callable[..., object]) -> Task:
+        shards = self._shards(0.0)
+        added = [0] * self._num_shards
+
+        def operation(i: int) -> None:
+            added[i] += sum(range(1, SLOTS + 1))
+            add(shards[i], slots[i])
+
+        def is_right() -> bool:
+            return all(bool((shard == total).all()) for shard, total in zip(shards, added, strict=True))
+
+        moved = 8 * self._numel + _bytes(slots[0])
+        return Task([partial(operation, i) for i in range(self._num_shards)], moved, is_right)
+
+    def _flatten(self, gradients: Sequence[Sequence[native.Piece]], flatten: Callable[..., torch.Tensor]) -> Task:
+        flats = self._shards(-1.0)
+        largest: list[torch.Tensor] = []
+
+        def operation(i: int) -> None:
+            largest[:] = [flatten(gradients[i], flats[i])]
+
+        def is_right() -> bool:
+            expected = torch.zeros(self._numel, device=self._device)
+            for start, piece in gradients[0]:
+                expected[start : start + piece.numel()] = piece
+            return torch.equal(flats[0], expected) and float(largest[0]) == len(gradients[0])
+
+        moved = 4 * self._numel + _bytes(gradients[0])
+        return Task([partial(operation, i) for i in range(self._num_shards)], moved, is_right)
+
+
+def _bytes(pieces: Sequence[native.Piece]) -> int:
+    return sum(piece.nbytes for _, piece in pieces)
+
+
+def cut(numel: int) -> list[tuple[int, int]]:
+    """Return where pieces begin in a flat array of so many elements, and how long they are, with gaps behind. Local."""
+    step = numel // min(PIECES, numel)
+    length = step - min(GAP, step // 2)
+    return [(i * step, length) for i in range(min(PIECES, numel))]
+
+
+def measure_size(device: Device, num_bytes: int, repeats: int, with_kernels: bool) -> dict[str, Any]:
+    """Measure all tasks on shards of one size. Local.
+
+    Args:
+        device: Where; nobody else is to use it meanwhile.
+        num_bytes: Of a shard in fp32, a multiple of 4.
+        repeats: Rounds.
+        with_kernels: As for `Tasks`.
+
+    Returns:
+        An entry of `kernels`, as `bench.gpu.benchmark` describes it.
+
+    Raises:
+        UserError: Too little memory.
+        RuntimeError: Something came out wrong.
+    """
+    tasks: Tasks = in_memory(lambda: Tasks(device, num_bytes, with_kernels))
+    first = interleaved({name: partial(_sample, device, task, 1) for name, task in tasks.by_name.items()}, 2)
+    samples = {
+        name: partial(_sample, device, task, times_in(first[name][-1], SAMPLE_S, MAX_OPERATIONS))
+        for name, task in tasks.by_name.items()
+    }
+    times = interleaved(samples, repeats)
+    wrong = [name for name, task in tasks.by_name.items() if not task.is_right()]
+    if wrong:
+        raise RuntimeError(f"{wrong[0]} came out wrong on shards of {num_bytes} bytes")
+    moved = {name: task.moved_bytes for name, task in tasks.by_name.items()}
+    return {"size_bytes": num_bytes, "slots": SLOTS, "pieces": PIECES, "tasks": entries(moved, times)}
+
+
+def entries(moved_bytes: Mapping[str, int], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return what the times amount to. Local.
+
+    Args:
+        moved_bytes: Of one operation, by name.
+        times: Seconds of one operation in each round, by name.
+    """
+    result = {}
+    for name, own in times.items():
+        moved = moved_bytes[name]
+        beside = times.get(name + TORCH)
+        result[name] = {
+            "moved_bytes": moved,
+            "seconds": asdict(Spread.of(own)),
+            "gb_per_s": asdict(Spread.of([moved / one / 1e9 for one in own])),
+            "of_copy": ratio(times[COPY], own) * moved / moved_bytes[COPY],
+            "of_torch": ratio(beside, own) if beside is not None else None,
+        }
+    return result
+
+
+def _sample(device: Device, task: Task, times: int) -> float:
+    return seconds(task.operations, times, lambda: device.mark().synchronize())

@@ -1,0 +1,126 @@
+"""`odc-mpi bench gpu`: measured by a process beside this one, so that what is known survives what ends it.
+
+Windows on GPUs may crash a process or never answer. As for the doctor, this one does not start MPI: a child takes its
+part in the job and tells what it finds as it goes. Communication: that of `bench.gpu.benchmark`, in the children.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from odc_mpi.bench.measure import parse_sizes, speaker
+from odc_mpi.errors import UserError
+from odc_mpi.runtime.launch import Ending, launched_rank, take_part
+from odc_mpi.stack.gpu import has_gpu
+
+#: The process that takes part in MPI; the options, as JSON, and a file descriptor follow.
+CHILD = (sys.executable, "-m", "odc_mpi.bench.gpu.child")
+#: The child ends so long before all does, at most half of that, to have told what it knows.
+MARGIN_S = 15.0
+#: Seconds between two of its news: a model of a billion parameters is drawn in less, for each contender.
+QUIET_S = 300.0
+#: What part of `left_out` tells how windows on GPUs ended the measurement.
+ENDED = "device_windows"
+
+
+def options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `bench.gpu.benchmark.Options` as JSON takes them. Local.
+
+    Args:
+        arguments: Of the command line.
+
+    Raises:
+        UserError: Sizes that are none.
+    """
+    return {
+        "sizes": parse_sizes(arguments.sizes),
+        "repeats": arguments.repeats,
+        "steps": arguments.steps,
+        "config": str(arguments.config) if arguments.config else None,
+        "window_device": arguments.window_device,
+        "ranks": arguments.ranks,
+        "timeout_s": arguments.timeout_s,
+        "parts": arguments.parts,
+    }
+
+
+def require_gpu() -> None:
+    """Check for a driver, before anything is started. Local.
+
+    Raises:
+        UserError: There is none.
+    """
+    if not has_gpu():
+        raise UserError("bench gpu: expected one of NVIDIA's GPUs, this machine has no driver for any")
+
+
+def run(options: Mapping[str, Any], as_json: bool, child: Sequence[str] = CHILD) -> int:
+    """Take part in the benchmark; rank 0 prints what came of it. Collective, in the children.
+
+    Args:
+        options: Of `bench.gpu.benchmark.Options`.
+        as_json: Print one object.
+        child: Command of the child.
+
+    Returns:
+        The exit code: 0, also if windows on GPUs ended it; 1 if anything else did.
+
+    Raises:
+        UserError: A mistake of the user's; what was known before is printed. From rank 0.
+    """
+    rank = launched_rank()
+    timeout_s = float(options["timeout_s"])
+    deadline_s = timeout_s - min(MARGIN_S, timeout_s / 2)
+    with take_part([*child, json.dumps(dict(options))], rank, deadline_s, QUIET_S, _say) as ending:
+        return 0 if rank else _tell(ending, as_json)
+
+
+def outcome(ending: Ending) -> tuple[dict[str, Any], str | None]:
+    """Return what is known, and what went wrong; None if nothing did, or only what windows on GPUs may. Local.
+
+    Args:
+        ending: Of the child.
+    """
+    news = ending.news or {}
+    result, doing = news.get("result", {}), news.get("doing", "starting MPI")
+    if ending.failure is None and doing is None:
+        return result, None
+    failure = f"{doing or 'closing'}: {ending.failure or 'ended early'}"
+    if news.get("may_end"):
+        result["left_out"][ENDED] = failure
+        return result, None
+    return result, failure
+
+
+def _tell(ending: Ending, as_json: bool) -> int:
+    """Print what is known and return the exit code."""
+    result, failure = outcome(ending)
+    if result.get("sizes") or result.get("kernels") or result.get("step"):
+        _print(result, as_json)
+    if ending.failure:
+        print(f"The last lines of the failed process:\n{ending.last_words or '(none)'}", file=sys.stderr, flush=True)
+    error = (ending.news or {}).get("error")
+    if error is not None:
+        raise UserError(error)
+    if failure is not None:
+        print(f"odc-mpi: error: {failure}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _print(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result, allow_nan=False), flush=True)
+        return
+    # Not at the top: both take a while, and there may be nothing to show.
+    from odc_mpi.observe.metrics import make_console
+    from odc_mpi.report.gpu_tables import gpu_tables
+
+    make_console().print(gpu_tables(result))
+
+
+def _say(news: Mapping[str, Any]) -> None:
+    if news["doing"] is not None:
+        speaker(0)(news["doing"])

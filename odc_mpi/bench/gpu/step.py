@@ -1,0 +1,221 @@
+"""What our runtime costs a step on a GPU: one rank of it beside plain torch, on the same minibatches.
+
+    plain            `bench.baselines.plain.Whole`: everything stays on the GPU, nothing is fetched or pushed
+    host_windows     `odc-mpi train` on one rank, shards on the host
+    device_windows   the same, shards on the GPU
+
+All compute in `model.param_dtype`, add gradients and optimize in fp32, on the GPU, with the same optimizer; under bf16
+each keeps fp32 masters. On one rank there is nobody to wait for: what is left is what moving units costs, and the
+runtime's own work. Many ranks may gain more than that by not waiting for each other, which is not measured here.
+
+As in `bench.train` all train on the same next minibatches round by round, in an order that goes around, the first round
+to warm up, and their losses must agree. A round ends when the GPU is done.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from odc_mpi.bench.baselines.plain import Whole
+from odc_mpi.bench.measure import around
+from odc_mpi.bench.train import Contender, Ours, Round, agreement
+from odc_mpi.comm.device.device import Device
+from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.errors import UserError
+from odc_mpi.runtime.world import World
+from odc_mpi.simulate.spread import Spread
+from odc_mpi.train.inputs import open_inputs
+from odc_mpi.train.loop import Trainer
+from odc_mpi.train.settings import CommConfig, Config, DataConfig, ModelConfig, load
+
+PLAIN, HOST, DEVICE = "plain", "host_windows", "device_windows"
+#: Where the shards are, by contender.
+WINDOW_DEVICE = {HOST: "cpu", DEVICE: "cuda"}
+#: Losses may differ by so much of the loss, by `model.param_dtype`: the same sums in another order, on a GPU also from
+#: one run to the next (attention's backward adds as it comes), carried on through the steps.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}
+
+#: What is trained unless a configuration is given: a Qwen2 of 1.03 billion parameters, one sequence per microbatch.
+LENGTH = 4096
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": True,
+}
+SEQUENCES = 64
+
+
+def configuration(path: Path | None, own_data: Path, timeout_s: float) -> Config:
+    """Return the configuration to compare with. Local.
+
+    Args:
+        path: Of a configuration of `odc-mpi train`; None for `MODEL`.
+        own_data: Where to write the data set for `MODEL`, which is then made.
+        timeout_s: Seconds that a wait may last.
+
+    Raises:
+        UserError: As for `load`, or it asks for what only we do.
+    """
+    if path is not None:
+        return comparable(load(path))
+    write_data(own_data)
+    config = Config(
+        model=ModelConfig(config=MODEL, param_dtype="bfloat16"),
+        data=DataConfig(path=str(own_data), minibatch_sequences=4, max_tokens_per_microbatch=LENGTH),
+        comm=CommConfig(timeout_s=timeout_s),
+    )
+    return comparable(config)
+
+
+def comparable(config: Config) -> Config:
+    """Return a configuration as all contenders run it: on the GPU, at a constant learning rate. Local.
+
+    Raises:
+        UserError: It asks for what only we do.
+    """
+    model = config.model
+    if model.gradient_checkpointing or model.reduce_dtype != "float32":
+        name = "gradient_checkpointing" if model.gradient_checkpointing else "reduce_dtype"
+        expected = "false" if model.gradient_checkpointing else "float32"
+        raise UserError(f"bench gpu compares with model.{name}: {expected} only: change it")
+    return replace(
+        config,
+        data=replace(config.data, balance="lb_mini"),
+        comm=replace(config.comm, transport="window", window_device="cpu"),
+        optim=replace(config.optim, device="cuda", lr_scheduler_type="constant", warmup_steps=0),
+        run=replace(config.run, device="cuda"),
+    )
+
+
+def write_data(path: Path, num_sequences: int = SEQUENCES, length: int = LENGTH, vocab_size: int = 32000) -> None:
+    """Write a data set of sequences of one length, their tokens drawn by Zipf's law: a loss falls, but not at once."""
+    rng = np.random.default_rng(0)
+    with DatasetWriter(path, vocab_size=vocab_size, tokenizer="none", source="Zipf's law") as writer:
+        for _ in range(num_sequences):
+            tokens = (rng.zipf(1.2, size=length) % vocab_size).astype(np.uint32)
+            writer.append(tokens, np.ones(length, dtype=bool))
+
+
+def measure(
+    alone: World,
+    config: Config,
+    device: Device,
+    names: Sequence[str],
+    steps: int,
+    repeats: int,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Train in plain torch and in our ways. Local: the world has one rank.
+
+    Args:
+        alone: A world of this rank; it is to be closed afterwards, and with it goes the rest of the memory.
+        config: As `comparable` returns it.
+        device: This rank's, that of the configuration.
+        names: Of our ways, `HOST` and `DEVICE`.
+        steps: Minibatches of a round.
+        repeats: Rounds.
+        report: Called with a line on what comes next.
+
+    Returns:
+        The entry `step`, as `bench.gpu.benchmark` describes it.
+
+    Raises:
+        UserError: Settings, data and model do not fit together, too little memory, or losses differ.
+    """
+    assert alone.size == 1
+    torch.set_num_threads(config.run.threads or alone.cores_per_rank())
+    contenders = _Contenders(alone, config, device, names, report)
+    rounds: dict[str, list[Round]] = {name: [] for name in contenders.by_name}
+    for turn in range(repeats + 1):
+        report(f"steps, round {turn} of {repeats}" if turn else "steps, warming up")
+        for name in around(list(rounds), turn):
+            rounds[name].append(_round(contenders.by_name[name], device, steps))
+    facts = contenders.facts()
+    contenders.close()
+    tolerance = TOLERANCE[config.model.param_dtype]
+    apart = agreement(rounds, PLAIN, tolerance)
+    return {
+        "steps": steps,
+        "param_dtype": config.model.param_dtype,
+        **facts,
+        **figures(rounds),
+        "loss_deviation": {name: apart[name] for name in names},
+        "tolerance": tolerance,
+        "losses": [loss for done in rounds[PLAIN] for loss in done.losses],
+    }
+
+
+def figures(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
+    """Return times of a minibatch, speeds and overheads; the first round was to warm up. Local."""
+    step_s = {name: [done.seconds / len(done.losses) for done in some[1:]] for name, some in rounds.items()}
+    speeds = {name: [done.num_tokens / done.seconds for done in some[1:]] for name, some in rounds.items()}
+    overheads = {
+        name: [own / plain - 1 for own, plain in zip(times, step_s[PLAIN], strict=True)]
+        for name, times in step_s.items()
+        if name != PLAIN
+    }
+    return {
+        "seconds": {name: asdict(Spread.of(times)) for name, times in step_s.items()},
+        "tokens_per_s": {name: statistics.median(values) for name, values in speeds.items()},
+        "overhead": {name: asdict(Spread.of(values)) for name, values in overheads.items()},
+    }
+
+
+class _Contenders:
+    """All ways to train, each with a model of its own."""
+
+    def __init__(
+        self, alone: World, config: Config, device: Device, names: Sequence[str], report: Callable[[str], None]
+    ) -> None:
+        self._datasets = []
+        report(f"steps, building {PLAIN}")
+        inputs = open_inputs(config, rank=0, size=1)
+        self._datasets.append(inputs.dataset)
+        self.by_name: dict[str, Contender] = {PLAIN: Whole(config, inputs.loader, device.torch_device)}
+        self._trainers: dict[str, Trainer] = {}
+        for name in names:
+            report(f"steps, building {name}")
+            own: Any = WINDOW_DEVICE[name]
+            placed = replace(config, comm=replace(config.comm, window_device=own))
+            self._trainers[name] = Trainer(placed, alone, open_inputs(placed, rank=0, size=1))
+            self.by_name[name] = Ours(self._trainers[name], rank=0)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what they run on. Local."""
+        trainers = list(self._trainers.items())
+        shapes = trainers[0][1].model.parameter_shapes().values()
+        return {
+            "model_numel": sum(math.prod(shape) for shape in shapes),
+            "reduction": {name: trainer.decision.reduction.choice for name, trainer in trainers},
+        }
+
+    def close(self) -> None:
+        """End them. Local."""
+        for trainer in self._trainers.values():
+            with trainer:
+                trainer.model.close()
+        for dataset in self._datasets:
+            dataset.close()
+
+
+def _round(contender: Contender, device: Device, steps: int) -> Round:
+    device.mark().synchronize()
+    began = perf_counter()
+    results = [contender.step() for _ in range(steps)]
+    # The last optimizer's step may still run, where nothing has asked for what comes of it.
+    device.mark().synchronize()
+    taken = perf_counter() - began
+    return Round(taken, sum(tokens for _, tokens in results), [loss for loss, _ in results])

@@ -1,0 +1,257 @@
+"""Units that come to a GPU and leave it, in every way there is, beside plain copies; for `odc-mpi bench gpu`.
+
+    copy_device            a copy of the unit within the GPU's memory
+    copy_to_device, copy_to_host
+                           between pinned memory and the GPU: what the link between them gives
+    fetch_host             from windows on the hosts of all owners, by way of pinned memory
+    fetch_host_in_place    the same where a node's ranks read each other's windows in place
+    push_host_NAME         the unit's gradient to its owners' hosts, for each reduction
+    fetch_device, push_device_NAME
+                           the same with windows on the GPUs
+
+One operation after the other, as in training, through the same transports. A fetch ends when the unit is on the GPU, a
+row of pushes with ordering point A, a row of copies with the event behind the last: nothing that was merely started is
+counted as done. Copies of a row queue on one stream, so what it takes to launch them shows for small units only.
+
+As in `bench.fetch_and_push` units take turns, values are small whole numbers, and every sum is checked exactly.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from odc_mpi.bench.fetch_and_push import REDUCTIONS, Variant, check, fetches, require_host_memory
+from odc_mpi.bench.measure import interleaved, ratio, seconds, times_in
+from odc_mpi.bench.transport import slowest
+from odc_mpi.comm.device.device import Device, Mark
+from odc_mpi.comm.device.device_transport import DeviceTransport
+from odc_mpi.comm.device.staged import StagedTransport
+from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.windows.window import WindowTransport
+from odc_mpi.errors import UserError
+from odc_mpi.runtime.world import World
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.simulate.spread import Spread
+
+#: There are so many units that they hold at least so much, more than the caches of a GPU (H100: 50 MiB) ...
+UNITS_BYTES = 256 << 20
+#: ... but at most so many: each has a window or two per transport.
+MAX_UNITS = 32
+#: A sample lasts about so long, so that beginning together (0.2 ms) does not show in it ...
+SAMPLE_S = 0.1
+#: ... but has at most so many operations.
+MAX_OPERATIONS = 1024
+
+COPY = "copy_device"
+_TO_DEVICE, _TO_HOST = "copy_to_device", "copy_to_host"
+
+
+class DeviceUnits:
+    """Units of one size, in all the memory that the variants need. Making and freeing them is collective.
+
+    Args:
+        world: The ranks.
+        device: Of this rank; all ranks have one.
+        num_bytes: Of each whole unit, a multiple of 4.
+        reductions: Those to measure with windows on the devices; without any there are no such windows.
+
+    Attributes:
+        variants: By name.
+        links: The variant of plain copies that goes the way of another.
+        num_units: How many there are.
+        crossing_bytes: Of a unit, what this rank does not own itself.
+
+    Raises:
+        UserError: Too little memory, on every rank.
+    """
+
+    def __init__(self, world: World, device: Device, num_bytes: int, reductions: Sequence[str] = ()) -> None:
+        self.num_units = max(1, min(MAX_UNITS, UNITS_BYTES // num_bytes))
+        self._world, self._device = world, device
+        self._layout = FlatLayout.build("bench", [ParameterSpec("weight", (num_bytes // 4,), True)], world.size)
+        first, last = self._layout.owned(world.rank)
+        self.crossing_bytes = num_bytes - 4 * (last - first)
+        self._transports: list[Transport] = []
+        self._last: Mark = device.mark()
+        unit = 4 * world.size * self._layout.shard_numel
+        # Each rank: two of pinned memory for each unit, and two to land in. All together: parameters and gradients of
+        # two transports, a mailbox's slots.
+        require_host_memory(world, world.local_size * (2 * self.num_units + 2) * unit + 5 * self.num_units * unit)
+        self.variants = world.agree(lambda: in_memory(self._copies))
+        self.links: dict[str, str] = {}
+        for name, reduction in REDUCTIONS.items():
+            in_place = name == "mailbox"
+            host = WindowTransport(world, zero_copy=in_place, reduction=reduction)
+            self._add(StagedTransport(host, device), "fetch_host_in_place" if in_place else "fetch_host", "host", name)
+        for name in reductions:
+            self._add(DeviceTransport(world, device, reduction=name), "fetch_device", "device", name)
+
+    def free(self) -> None:
+        """Free all memory. Collective."""
+        self.variants.clear()
+        for transport in reversed(self._transports):
+            transport.close()
+
+    def _copies(self) -> dict[str, Variant]:
+        device = self._device
+        sources, targets = ([self._flat(device.memory) for _ in range(self.num_units)] for _ in range(2))
+        pinned, landed = ([self._flat(device.pinned) for _ in range(self.num_units)] for _ in range(2))
+        for i in range(self.num_units):
+            sources[i].fill_(1.0)
+            pinned[i].fill_(2.0)
+            targets[i].zero_()
+            landed[i].zero_()
+        # A mark behind what fills them; what is copied from here on only follows its own stream.
+        filled = device.mark()
+        return {
+            COPY: self._copy(targets, sources, 1.0, filled),
+            _TO_DEVICE: self._copy(targets, pinned, 2.0, filled),
+            _TO_HOST: self._copy(landed, sources, 1.0, filled),
+        }
+
+    def _flat(self, memory: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        return memory(self._layout.numel * 4).view(torch.float32)
+
+    def _copy(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], value: float, after: Mark
+    ) -> Variant:
+        def copy(i: int) -> None:
+            self._last = self._device.copy(targets[i], sources[i], after)
+
+        def finish() -> None:
+            self._last.synchronize()
+
+        def is_right() -> bool:
+            copy(0)
+            finish()
+            return bool((targets[0] == value).all())
+
+        return Variant([partial(copy, i) for i in range(self.num_units)], is_right, finish=finish)
+
+    def _add(self, transport: Transport, fetch: str, place: str, reduction: str) -> None:
+        """Add what can be measured through a transport: its pushes, and its fetches unless another's stand for them."""
+        self._transports.append(transport)
+        transport.allocate([self._layout] * self.num_units)
+        first, last = self._layout.owned(self._world.rank)
+        for i in range(self.num_units):
+            transport.parameter_shard(i)[: last - first].fill_(self._world.rank + 1.0)
+        transport.publish_parameters()
+        self.variants.setdefault(fetch, fetches(transport, self._layout, self.num_units))
+        push = f"push_{place}_{reduction}"
+        self.variants[push] = self._push(transport)
+        if place == "host":
+            self.links |= {fetch: _TO_DEVICE, push: _TO_HOST}
+
+    def _push(self, transport: Transport) -> Variant:
+        units = range(self.num_units)
+        # Each in memory of its own, as a model's are: what is handed over is known by where it begins.
+        gradients = self._world.agree(lambda: in_memory(lambda: [self._flat(transport.memory) for _ in units]))
+        for gradient in gradients:
+            gradient.fill_(1.0)
+        num_pushes = np.zeros(self.num_units)
+
+        def push(i: int) -> None:
+            num_pushes[i] += 1
+            transport.hand_over(gradients[i])
+            transport.accumulate(i, gradients[i]).wait()
+
+        def is_right() -> bool:
+            # A tells how often all ranks have pushed, too.
+            totals = transport.complete_gradients(num_pushes).sum(axis=0)
+            first, last = self._layout.owned(self._world.rank)
+            sums = [transport.gradient_shard(i)[: last - first] for i in units]
+            right = all(bool((own == total).all()) for own, total in zip(sums, totals, strict=True))
+            transport.publish_parameters()
+            return right
+
+        return Variant(
+            [partial(push, i) for i in units],
+            is_right,
+            finish=lambda: transport.complete_gradients(np.zeros(1)),
+            proceed=transport.publish_parameters,
+        )
+
+
+def measure_size(
+    world: World, device: Device, num_bytes: int, repeats: int, reductions: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Measure all variants for units of one size. Collective.
+
+    Args:
+        world: The ranks; all do the same at the same time, and the slowest one's time counts.
+        device: Of this rank.
+        num_bytes: Of a unit, a multiple of 4.
+        repeats: Rounds.
+        reductions: As for `DeviceUnits`.
+
+    Returns:
+        An entry of `sizes`, as `bench.gpu.benchmark` describes it.
+
+    Raises:
+        UserError: Too little memory, on every rank.
+        RuntimeError: Something was moved wrongly.
+    """
+    units = DeviceUnits(world, device, num_bytes, reductions)
+    check(world, units.variants)
+    # Also the first touch of what the check did not use: the second row is what tells how long the rest should be.
+    once = {name: partial(_sample, world, variant, 1) for name, variant in units.variants.items()}
+    first = slowest(world, interleaved(once, 2))
+    samples = {
+        name: partial(_sample, world, variant, times_in(first[name][-1], SAMPLE_S, MAX_OPERATIONS))
+        for name, variant in units.variants.items()
+    }
+    times = slowest(world, interleaved(samples, repeats))
+    check(world, units.variants)
+    result = {
+        "size_bytes": num_bytes,
+        "num_units": units.num_units,
+        "crossing_bytes": units.crossing_bytes,
+        "variants": entries(num_bytes, times, units.links),
+    }
+    units.free()
+    return result
+
+
+def entries(num_bytes: int, times: Mapping[str, Sequence[float]], links: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a size's times amount to. Local.
+
+    Args:
+        num_bytes: Of a unit.
+        times: Seconds of an operation in each round, by variant.
+        links: The variant of plain copies that goes the way of another.
+    """
+    return {
+        name: {
+            "seconds": asdict(Spread.of(own)),
+            "gb_per_s": asdict(Spread.of([num_bytes / one / 1e9 for one in own])),
+            "of_copy": ratio(times[COPY], own),
+            "of_link": ratio(times[links[name]], own) if name in links else None,
+        }
+        for name, own in times.items()
+    }
+
+
+def in_memory(allocate: Callable[[], Any]) -> Any:
+    """Call what allocates memory of a GPU; if there is too little, that is the user's to change. Local.
+
+    Raises:
+        UserError: There is too little.
+    """
+    try:
+        return allocate()
+    except torch.OutOfMemoryError as error:
+        told = str(error).split(". ")[0]
+        raise UserError(
+            f"the GPU's memory does not hold the units ({told}): free some of it, or choose smaller --sizes"
+        ) from None
+
+
+def _sample(world: World, variant: Variant, times: int) -> float:
+    world.meet(world.comm.Ibarrier(), "beginning a row of operations")
+    taken = seconds(variant.operations, times, variant.finish)
+    variant.proceed()
+    return taken

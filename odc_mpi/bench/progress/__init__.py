@@ -1,0 +1,1 @@
+"""`odc-mpi bench progress`: reading from and pushing to ranks that compute."""

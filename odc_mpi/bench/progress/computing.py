@@ -1,0 +1,182 @@
+"""What a rank does while another one measures how it is reached: kinds of computing, one core each, and their end.
+
+    begin     all ranks meet; then one of them, the target, computes and does not enter MPI, or idles at `end`
+    measure   rank 0 waits a moment, does what is to be timed, and puts the sample's number into the target's memory
+    end       the target sees that number and stops; all ranks meet, and hear the seconds
+
+So the target computes for as long as the measurement takes, and hears of its end without entering MPI: that its
+progress thread takes the number in is a part of what is measured. Ranks that have no part wait at `end`.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, sleep
+
+import numpy as np
+import torch
+
+from odc_mpi.comm.progress import IDLE_AFTER_S
+from odc_mpi.comm.windows.rma import Window
+from odc_mpi.runtime.world import World
+
+#: Rank 0 waits for so long: until the target computes, and its progress thread looks as rarely as one that had nothing
+#: to serve for long.
+SETTLE_S = 1.5 * IDLE_AFTER_S
+#: A row of small operations takes about a millisecond, a large product some tens.
+_PRODUCT_WIDTH, _SMALL_NUMEL, _NUM_SMALL, _NUM_LOOPS = 1024, 64, 500, 20_000
+
+#: A piece of work; None is idling, in MPI, as ranks that are early at an ordering point do.
+Work = Callable[[], object] | None
+
+
+def kinds_of_work() -> dict[str, Work]:
+    """Return what a target may be busy with, by name. Local."""
+    matrix = torch.ones(_PRODUCT_WIDTH, _PRODUCT_WIDTH)
+    product = torch.empty_like(matrix)
+    vector = torch.ones(_SMALL_NUMEL)
+
+    def small_operations() -> None:
+        for _ in range(_NUM_SMALL):
+            torch.add(vector, 1.0)
+
+    def python() -> None:
+        total = 0
+        for i in range(_NUM_LOOPS):
+            total += i & 3
+
+    return {
+        "idle": None,
+        "large_products": lambda: torch.mm(matrix, matrix, out=product),
+        "small_operations": small_operations,
+        "python": python,
+    }
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement, the same on every rank.
+
+    Attributes:
+        seconds: What rank 0 measured.
+        computed_s: For how long the target computed; 0 if it idled.
+    """
+
+    seconds: float
+    computed_s: float
+
+
+class Spells:
+    """Has a target compute while rank 0 measures. Making and freeing one is collective.
+
+    Args:
+        world: The ranks.
+        target: The one that computes.
+        settle_s: How long rank 0 waits before it measures.
+    """
+
+    def __init__(self, world: World, target: int, settle_s: float = SETTLE_S) -> None:
+        self.target = target
+        self._world, self._settle_s = world, settle_s
+        self._ended = Window(world, 1, torch.int64)
+        self._seen = self._ended.tensor.numpy()
+        self._number = np.zeros(1, dtype=np.int64)
+
+    def sample(self, work: Work, measure: Callable[[], float]) -> Sample:
+        """Measure once. Collective.
+
+        Args:
+            work: What the target does meanwhile.
+            measure: Called on rank 0; returns seconds.
+        """
+        self._number += 1
+        self._meet("beginning to measure")
+        seconds = computed_s = 0.0
+        if self._world.rank == 0:
+            sleep(self._settle_s)
+            seconds = measure()
+            if work is not None:
+                with self._world.deadline("telling a rank that computes to stop", [self.target]):
+                    self._ended.put(self.target, 0, self._number.view(np.uint8))
+                    self._ended.flush(self.target)
+        elif self._world.rank == self.target and work is not None:
+            computed_s = self._compute(work)
+        self._meet("ending to measure")
+        everyone = self._world.gather_objects((seconds, computed_s))
+        return Sample(everyone[0][0], everyone[self.target][1])
+
+    def free(self) -> None:
+        """Free the window. Collective."""
+        del self._seen
+        with self._world.meeting("freeing a window"):
+            self._ended.free()
+
+    def _compute(self, work: Callable[[], object]) -> float:
+        """Compute until told to stop; return the seconds. Local."""
+        self._world.note("computing while rank 0 measures")
+        began, computed_s = perf_counter(), 0.0
+        with self._world.inattentive(), self._world.deadline("computing while rank 0 measures", [0]):
+            # A plain look: MPI_Win_sync might drive MPI's progress, which only the thread is to do here.
+            while self._seen[0] < self._number[0]:
+                work()
+                computed_s = perf_counter() - began
+        return computed_s
+
+    def _meet(self, what: str) -> None:
+        self._world.meet(self._world.comm.Ibarrier(), what)
+
+
+def find_target(world: World) -> int:
+    """Return the rank that rank 0 turns to: the first of another node, else of its own. Collective."""
+    far = [rank for rank in range(world.size) if rank not in world.node_ranks]
+    return world.gather_objects((far or [1])[0])[0]
+
+
+def take_one_core_each(world: World, first: Collection[int]) -> list[int]:
+    """Bind all threads of this rank to one core, and torch to one thread. Collective.
+
+    Else a progress thread would find a core of its own wherever there are more cores than ranks, and take nothing from
+    its rank.
+
+    Args:
+        world: The ranks.
+        first: Ranks that choose before the others, so that they share no core if that can be.
+
+    Returns:
+        The core of every rank, by the number that its system has for it.
+    """
+    torch.set_num_threads(1)
+    # Two hosts of network namespaces have one kernel, whose cores they share.
+    systems = world.gather_objects((_system(), sorted(os.sched_getaffinity(0))))
+    order = [*first, *(rank for rank in range(world.size) if rank not in first)]
+    cores: dict[int, int] = {}
+    for system in {name for name, _ in systems}:
+        ranks = [rank for rank in order if systems[rank][0] == system]
+        cores |= dict(zip(ranks, choose_cores([systems[rank][1] for rank in ranks]), strict=True))
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            os.sched_setaffinity(int(task.name), {cores[world.rank]})
+        except OSError:
+            continue  # ended meanwhile
+    return [cores[rank] for rank in range(world.size)]
+
+
+def choose_cores(allowed: Sequence[Collection[int]]) -> list[int]:
+    """Return a core for each of some processes, of those it may use, shared by as few as possible. Local."""
+    wanted = Counter(core for cores in allowed for core in cores)
+    taken: Counter[int] = Counter()
+    chosen = []
+    for cores in allowed:
+        # Of those that are free, the one that fewest others could take.
+        chosen.append(min(cores, key=lambda core: (taken[core], wanted[core], core)))
+        taken[chosen[-1]] += 1
+    return chosen
+
+
+def _system() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename

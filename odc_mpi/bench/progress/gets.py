@@ -1,0 +1,102 @@
+"""What a Get takes from a rank that computes in several ways and is served by its progress thread.
+
+The window is an ordinary one, and everything that is read is compared with what was written.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from odc_mpi.bench.measure import interleaved
+from odc_mpi.bench.progress.computing import Sample, Spells, kinds_of_work
+from odc_mpi.comm.progress import ProgressThread
+from odc_mpi.comm.windows.rma import Window
+from odc_mpi.runtime.world import World
+
+#: A prime, so that no page of the window is like the one before.
+_PERIOD = 251
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Rank 0's way into a target's window.
+
+    Attributes:
+        world: The ranks.
+        window: Of bytes, the same pattern on every rank, moved on by its number.
+        target: Whose part is read.
+        buffer: Where to: rank 0's only.
+    """
+
+    world: World
+    window: Window
+    target: int
+    buffer: np.ndarray
+
+    def read(self, num_bytes: int) -> float:
+        """Read the first bytes; return the seconds. One-sided.
+
+        Raises:
+            RuntimeError: Something else came.
+        """
+        memory = self.buffer[:num_bytes]
+        memory[:] = _PERIOD  # which is nowhere in the pattern
+        began = perf_counter()
+        with self.world.deadline(f"reading {num_bytes} bytes of a rank that computes", [self.target]):
+            self.window.get(self.target, memory)
+            self.window.flush(self.target)
+        seconds = perf_counter() - began
+        if not np.array_equal(memory, pattern(num_bytes, self.target)):
+            raise RuntimeError(f"a Get of {num_bytes} bytes from rank {self.target} brought something else")
+        return seconds
+
+
+def measure(world: World, target: int, sizes: list[int], repeats: int) -> list[dict[str, Any]]:
+    """Read from a target that computes, each kind of work in turn. Collective.
+
+    Args:
+        world: The ranks.
+        target: Who computes.
+        sizes: In bytes.
+        repeats: Samples of each kind and size.
+
+    Returns:
+        `get` of `bench.progress.benchmark`, the same on every rank.
+    """
+    window = Window(world, max(sizes), torch.uint8)
+    window.tensor.numpy()[:] = pattern(max(sizes), world.rank)
+    window.sync()
+    reader = Reader(world, window, target, np.empty(max(sizes) if world.rank == 0 else 0, dtype=np.uint8))
+    spells = Spells(world, target)
+    progress = ProgressThread(world, serve=lambda: False)
+    result = [_measure_size(reader, spells, num_bytes, repeats) for num_bytes in sizes]
+    progress.close()
+    spells.free()
+    with world.meeting("freeing a window"):
+        window.free()
+    return result
+
+
+def _measure_size(reader: Reader, spells: Spells, num_bytes: int, repeats: int) -> dict[str, Any]:
+    kinds = kinds_of_work()
+    read = partial(reader.read, num_bytes)
+    spells.sample(None, read)  # pays for connections and fresh pages
+    samples = interleaved({name: partial(spells.sample, work, read) for name, work in kinds.items()}, repeats)
+    return {"size_bytes": num_bytes, "kinds": {name: _entry(taken) for name, taken in samples.items()}}
+
+
+def _entry(samples: list[Sample]) -> dict[str, float]:
+    seconds = [sample.seconds for sample in samples]
+    computed_s = median(sample.computed_s for sample in samples)
+    return {"median_s": median(seconds), "longest_s": max(seconds), "computed_s": computed_s}
+
+
+def pattern(num_bytes: int, rank: int) -> np.ndarray:
+    """Return what a rank writes into its part of the window, `[num_bytes]` uint8. Local."""
+    period = np.roll(np.arange(_PERIOD, dtype=np.uint8), -rank)
+    return np.resize(period, num_bytes)

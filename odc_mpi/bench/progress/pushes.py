@@ -1,0 +1,235 @@
+"""How fast a push reaches an owner that computes: a plain Put beside the reductions, in turn.
+
+A push has far bytes only: all of them are the target's. It is timed until it is complete there: what was put or
+accumulated is in the target's window, what went through the mailbox is in its hands. The target computes and its
+progress thread serves. All values are small whole numbers, so that every sum can be checked exactly.
+
+An MPI operation cannot be cut short. So a variant gets a number of seconds for each size: beyond them it takes no more
+samples, and no larger size; nor one of which a single push would take longer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from odc_mpi.bench.fetch_and_push import REDUCTIONS
+from odc_mpi.bench.measure import around, ratio
+from odc_mpi.bench.progress.computing import Spells, Work, kinds_of_work
+from odc_mpi.comm.progress import ProgressThread
+from odc_mpi.comm.windows.rma import Window
+from odc_mpi.report.wording import format_size
+from odc_mpi.runtime.world import World
+from odc_mpi.shard.layout import ALIGNMENT_NUMEL, FlatLayout, ParameterSpec
+from odc_mpi.simulate.spread import Spread
+
+#: What the target is busy with.
+WORK = "small_operations"
+#: The variant that the others are compared with.
+PUT = "put"
+#: Values are below this, so that the sums of 60,000 pushes are exact in fp32; a prime, so that no page is like another.
+_PERIOD = 251
+
+
+class Pushes:
+    """Windows, reductions and a progress thread, for all sizes. Making and freeing them is collective.
+
+    Args:
+        world: The ranks.
+        target: Who owns what is pushed.
+        sizes: In bytes, multiples of 4.
+
+    Attributes:
+        ways: By name, what pushes a size, known by its index, and completes it; returns the seconds. One-sided.
+    """
+
+    def __init__(self, world: World, target: int, sizes: Sequence[int]) -> None:
+        self._world, self._target, self._sizes = world, target, sizes
+        self._layouts = [_layout(num_bytes // 4, world.size) for num_bytes in sizes]
+        self._window = Window(world, max(sizes) // 4, torch.float32)
+        self._reductions = {name: make(world, self._layouts, torch.float32) for name, make in REDUCTIONS.items()}
+        for reduction in self._reductions.values():
+            reduction.allocate()
+        # None but the mailbox leaves its owner a part.
+        self._progress = ProgressThread(world, self._reductions["mailbox"].serve)
+        self._gradient = torch.from_numpy(pattern(max(sizes) // 4 if world.rank == 0 else 0))
+        self.ways: dict[str, Callable[[int], float]] = {PUT: self._put}
+        self.ways |= {name: partial(self._push, name) for name in REDUCTIONS}
+
+    def clear(self) -> None:
+        """Forget what was put, before a size is. Collective."""
+        self._window.tensor.zero_()
+        self._window.sync()
+        self._meet("clearing a window")
+
+    def check(self, index: int, num_pushes: Mapping[str, int]) -> None:
+        """Compare what has arrived of a size with what was pushed. Collective.
+
+        Args:
+            index: Of the size.
+            num_pushes: How often, by way; 0 if it was left out.
+
+        Raises:
+            RuntimeError: Something was lost or doubled, or went to a wrong place.
+        """
+        self._meet("completing the pushes")
+        for reduction in self._reductions.values():
+            reduction.complete()
+        self._window.sync()
+        numel = self._sizes[index] // 4
+        arrived = {name: reduction.shard(index) for name, reduction in self._reductions.items()}
+        # A Put overwrites.
+        arrived[PUT] = self._window.tensor
+        times = {**num_pushes, PUT: min(1, num_pushes[PUT])}
+        if self._world.rank == self._target:
+            for name, values in arrived.items():
+                if not np.array_equal(values.numpy()[:numel], times[name] * pattern(numel)):
+                    raise RuntimeError(f"{name}: {num_pushes[name]} pushes of {4 * numel} bytes have a wrong sum")
+        self._meet("checking the sums")
+
+    def free(self) -> None:
+        """Free all memory. Collective."""
+        with self._world.meeting("freeing the windows"):
+            self._progress.close()
+            for reduction in reversed(self._reductions.values()):
+                reduction.free()
+            self._window.free()
+
+    def _put(self, index: int) -> float:
+        values = self._gradient[: self._sizes[index] // 4].view(torch.uint8).numpy()
+        began = perf_counter()
+        with self._world.deadline("putting into the window of a rank that computes", [self._target]):
+            self._window.put(self._target, 0, values)
+            self._window.flush(self._target)
+        return perf_counter() - began
+
+    def _push(self, name: str, index: int) -> float:
+        reduction, gradient = self._reductions[name], self._gradient[: self._sizes[index] // 4]
+        start, _ = self._layouts[index].owned(self._target)
+        began = perf_counter()
+        reduction.push(index, gradient, start).wait()
+        reduction.flush()
+        return perf_counter() - began
+
+    def _meet(self, what: str) -> None:
+        self._world.meet(self._world.comm.Ibarrier(), what)
+
+
+def measure(world: World, target: int, sizes: Sequence[int], repeats: int, budget_s: float) -> list[dict[str, Any]]:
+    """Push to a target that computes, each way in turn, the smallest size first. Collective.
+
+    Args:
+        world: The ranks.
+        target: Who computes.
+        sizes: Far bytes of a push, multiples of 4.
+        repeats: Samples of each way and size.
+        budget_s: Seconds of each way and size.
+
+    Returns:
+        `reduction` of `bench.progress.benchmark`, the same on every rank.
+
+    Raises:
+        RuntimeError: A sum is wrong.
+    """
+    sizes = sorted(sizes)
+    pushes = Pushes(world, target, sizes)
+    spells = Spells(world, target)
+    work = kinds_of_work()[WORK]
+    left_out: dict[str, str] = {}
+    results: list[dict[str, Any]] = []
+    for index, num_bytes in enumerate(sizes):
+        pushes.clear()
+        samples = {
+            name: partial(_sample, spells, work, partial(way, index))
+            for name, way in pushes.ways.items()
+            if name not in left_out
+        }
+        taken = within(budget_s, samples, repeats + 1)  # the first pays for connections and fresh pages
+        pushes.check(index, {name: len(taken.get(name, ())) for name in pushes.ways})
+        results.append(entry(num_bytes, taken, left_out))
+        for name, times in taken.items():
+            reason = index + 1 < len(sizes) and too_slow(times, num_bytes, sizes[index + 1], budget_s)
+            left_out |= {name: reason} if reason else {}
+    spells.free()
+    pushes.free()
+    return results
+
+
+def _sample(spells: Spells, work: Work, push: Callable[[], float]) -> float:
+    return spells.sample(work, push).seconds
+
+
+def within(budget_s: float, samples: Mapping[str, Callable[[], float]], most: int) -> dict[str, list[float]]:
+    """Take samples in turn, of each one at least, and none of those that have taken longer. Local, if they are.
+
+    Args:
+        budget_s: Seconds for each.
+        samples: By name, what takes one and returns its seconds.
+        most: Of each.
+
+    Returns:
+        The seconds.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in samples}
+    for turn in range(most if samples else 0):
+        for name in around(list(samples), turn):
+            if sum(taken[name]) <= budget_s:
+                taken[name].append(samples[name]())
+    return taken
+
+
+def too_slow(times: Sequence[float], num_bytes: int, next_bytes: int, budget_s: float) -> str | None:
+    """Say why a larger size is left out; None if it is not. Local.
+
+    Args:
+        times: Of this size.
+        num_bytes: This size.
+        next_bytes: The larger one.
+        budget_s: Seconds for each size.
+    """
+    own, larger, allowed = format_size(num_bytes), format_size(next_bytes), f"a size has {budget_s:g} s"
+    if sum(times) > budget_s:
+        return f"{len(times)} of {own} took {sum(times):.3g} s, {allowed}"
+    expected_s = min(times) * next_bytes / num_bytes
+    return f"one of {larger} would take {expected_s:.3g} s, {allowed}" if expected_s > budget_s else None
+
+
+def entry(num_bytes: int, taken: Mapping[str, Sequence[float]], left_out: Mapping[str, str]) -> dict[str, Any]:
+    """Return what is told of a size. Local.
+
+    Args:
+        num_bytes: The size.
+        taken: Seconds of each way; the first is left out if there are more.
+        left_out: Why the others have none.
+    """
+    kept = {name: list(times[1:] or times) for name, times in taken.items()}
+    return {
+        "size_bytes": num_bytes,
+        "variants": {name: _figures(num_bytes, times, kept.get(PUT, [])) for name, times in kept.items()},
+        "left_out": dict(left_out),
+    }
+
+
+def _figures(num_bytes: int, times: list[float], put: list[float]) -> dict[str, Any]:
+    rounds = min(len(times), len(put))
+    return {
+        "num_samples": len(times),
+        "seconds": asdict(Spread.of(times)),
+        "gb_per_s": asdict(Spread.of([num_bytes / one / 1e9 for one in times])),
+        "of_put": ratio(put[:rounds], times[:rounds]) if rounds else None,
+    }
+
+
+def pattern(numel: int) -> np.ndarray:
+    """Return what is pushed, `[numel]` float32. Local."""
+    return np.resize(np.arange(1, _PERIOD + 1, dtype=np.float32), numel)
+
+
+def _layout(numel: int, num_owners: int) -> FlatLayout:
+    """Return a layout of which each rank owns at least so many elements."""
+    own = -(-numel // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
+    return FlatLayout.build("push", [ParameterSpec("weight", (own * num_owners,), True)], num_owners)

@@ -1,0 +1,55 @@
+"""`odc-mpi checkpoint`: its options and its run. One process."""
+
+import argparse
+from pathlib import Path
+
+HELP = "look into checkpoints, export them"
+
+_ACTIONS = {
+    "list": "the checkpoints of a run",
+    "verify": "read every byte and compare it with its checksum; exit code 1 if one is not intact",
+    "show": "the tensors of the newest checkpoint, with shapes, types and norms",
+    "export": "write the model as a Hugging Face directory with safetensors",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions and their arguments. Local."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, meaning in _ACTIONS.items():
+        action = actions.add_parser(name, help=meaning, description=meaning, allow_abbrev=False)
+        action.add_argument("directory", metavar="DIR", type=Path, help="a run, its checkpoints, or one of them")
+        if name == "export":
+            action.add_argument("out", metavar="OUT", type=Path, help="the directory to write; a new one")
+            action.add_argument(
+                "--dtype", choices=("float32", "bfloat16", "float16"), help="default: model.param_dtype"
+            )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the arguments say, and return the exit code. Local.
+
+    Raises:
+        UserError: There is no checkpoint, it is damaged, or something cannot be written.
+    """
+    from odc_mpi.checkpoint import commands
+
+    if arguments.action == "export":
+        return _export(arguments)
+    if arguments.action == "verify":
+        lines, num_damaged = commands.verify(arguments.directory)
+        print("\n".join(lines))
+        return 1 if num_damaged else 0
+    for line in {"list": commands.list_lines, "show": commands.show_lines}[arguments.action](arguments.directory):
+        print(line)
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from odc_mpi.checkpoint.commands import newest
+    from odc_mpi.checkpoint.export import export
+
+    with newest(arguments.directory) as checkpoint:
+        names = export(checkpoint, arguments.out, arguments.dtype)
+        print(f"{arguments.out}: step {checkpoint.step}, {', '.join(names)}")
+    return 0

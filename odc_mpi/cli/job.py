@@ -1,0 +1,117 @@
+"""`odc-mpi job`: its options and its run."""
+
+import argparse
+import re
+from pathlib import Path
+
+from odc_mpi.cli.options import positive
+from odc_mpi.errors import UserError
+from odc_mpi.slurm import job
+
+HELP = "a batch script for Slurm from a configuration"
+#: How large a job is.
+JOB = (
+    ("--nodes", 1, "how many"),
+    ("--ranks-per-node", 8, "ranks of each, as many as it has GPUs, say"),
+    ("--cores-per-rank", 8, "cores of each rank"),
+)
+#: Options that are sbatch's own, for sites that ask for them.
+CHOICES = ("partition", "account", "gpus-per-node")
+#: Minutes, with seconds or after hours; or hours after days, with minutes and seconds.
+_TIME = re.compile(r"(\d+)(?::(\d+))?|(\d+):(\d+):(\d+)|(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?")
+_UNITS_S = (60, 1, 3600, 60, 1, 86400, 3600, 60, 1)
+#: A shorter job would be told to stop while it starts.
+_SHORTEST_S = 300
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options. Local."""
+    parser.usage = "odc-mpi job CONFIG [options] [--SECTION.KEY VALUE ...]"
+    parser.description = "Print the batch script that trains a configuration, and submit it on request."
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file that every node finds under this name")
+    for option, default, meaning in JOB:
+        parser.add_argument(option, type=positive, default=default, metavar="N", help=f"{meaning}; default: {default}")
+    parser.add_argument(
+        "--time", default="04:00:00", help="limit, as sbatch takes it, 5 minutes or more; default: 04:00:00"
+    )
+    for name in CHOICES:
+        parser.add_argument(f"--{name}", metavar="VALUE", help="of sbatch; default: none")
+    parser.add_argument("--name", default="odc-mpi", help="of the job; default: odc-mpi")
+    parser.add_argument("--stage", metavar="DIR", help="of each node: copy the data set there first")
+    parser.add_argument("--mpi", metavar="TYPE", help="of srun; default: what this environment's MPI library needs")
+    parser.add_argument("--submit", action="store_true", help="hand it to sbatch, too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the script, and submit it if that is asked. Local.
+
+    Returns:
+        The exit code: sbatch's, if it was asked.
+
+    Raises:
+        UserError: The configuration is wrong, or there is no sbatch.
+    """
+    # Not before here: other commands need neither.
+    from odc_mpi.runtime.pmi import srun_mpi
+    from odc_mpi.train import settings as configuration
+
+    if not arguments.config.exists():
+        raise UserError(
+            f"{arguments.config}: expected a configuration file, got none of this name: CONFIG comes first, as in "
+            "odc-mpi job CONFIG --run.steps 5"
+        )
+    config = configuration.load(arguments.config, arguments.overrides)
+    choices = {name: getattr(arguments, name.replace("-", "_")) for name in CHOICES}
+    asked = job.Job(
+        nodes=arguments.nodes,
+        ranks_per_node=arguments.ranks_per_node,
+        cores_per_rank=arguments.cores_per_rank,
+        time=check_time(arguments.time),
+        mpi=check_word("mpi", arguments.mpi) if arguments.mpi is not None else job.unless_set(srun_mpi()),
+        name=check_name(arguments.name),
+        choices=tuple((name, check_word(name, value)) for name, value in choices.items() if value is not None),
+        stage=arguments.stage,
+    )
+    script = job.for_config(asked, arguments.config, tuple(arguments.overrides), config.data.path)
+    print(script, end="", flush=True)
+    return job.submit(script) if arguments.submit else 0
+
+
+def check_time(time: str) -> str:
+    """Return a time limit that sbatch understands, and that leaves time to train. Local.
+
+    Raises:
+        UserError: It does not look like one, or is too short.
+    """
+    found = _TIME.fullmatch(time)
+    if not found:
+        raise UserError(f"--time: expected minutes, HH:MM:SS or DAYS-HH:MM:SS, got {time!r}")
+    seconds = sum(int(number or 0) * unit for number, unit in zip(found.groups(), _UNITS_S, strict=True))
+    if 0 < seconds < _SHORTEST_S:  # 0 is no limit
+        raise UserError(
+            f"--time: expected at least {_SHORTEST_S // 60} minutes, as a job is told to stop up to "
+            f"{job.SIGNAL_S // 60 + 1} before its end, got {time!r}, {seconds / 60:g} minutes"
+        )
+    return time
+
+
+def check_name(name: str) -> str:
+    """Return a name that may stand in a script and in file names. Local.
+
+    Raises:
+        UserError: It may not.
+    """
+    if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+        raise UserError(f"--name: expected letters, digits, dots, dashes and underscores, got {name!r}")
+    return name
+
+
+def check_word(option: str, value: str) -> str:
+    """Return a value of sbatch's or srun's that may stand in a script without quotes. Local.
+
+    Raises:
+        UserError: It may not.
+    """
+    if not re.fullmatch(r"[\w.,:/@+=-]+", value, re.ASCII):
+        raise UserError(f"--{option}: expected a word of letters, digits and . , : / @ + = - _, got {value!r}")
+    return value

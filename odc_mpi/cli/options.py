@@ -1,0 +1,24 @@
+"""What options of several commands are read with."""
+
+import argparse
+
+#: No count and no number of seconds is larger: what is, was a slip, and not every system call takes it.
+MOST = 10**9
+
+
+def positive(text: str) -> int:
+    """Read a whole number above 0. Local."""
+    if not (text.isascii() and text.isdecimal() and 0 < int(text[:20]) <= MOST):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, at most {MOST:,}, got {text!r}")
+    return int(text)
+
+
+def step_seconds(text: str) -> float:
+    """Read the seconds of a step. Local."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1e-3 <= seconds <= 3600:  # not a number is neither
+        raise argparse.ArgumentTypeError(f"expected seconds from 0.001 to 3600, got {text!r}")
+    return seconds

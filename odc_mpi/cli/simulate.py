@@ -1,0 +1,31 @@
+"""`odc-mpi simulate`: its options and its run. One process, no MPI."""
+
+import argparse
+
+from odc_mpi.cli.options import positive, step_seconds
+from odc_mpi.cli.scenario import RANKS, add_scenario, scenario_of
+
+HELP = "what schedules would achieve"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options. Local."""
+    parser.description = "Reckon speed-ups of windows over collectives, by how sequences are dealt out. Needs no MPI."
+    parser.add_argument("--ranks", type=int, default=RANKS, metavar="N", help=f"number of ranks; default: {RANKS}")
+    add_scenario(parser, {})
+    parser.add_argument("--ticket-s", type=float, default=0.0, metavar="X", help="seconds to draw a ticket; default: 0")
+    # Whoever has the options of a measurement has them for the reckoning beside it, too.
+    parser.add_argument("--step-s", type=step_seconds, metavar="X", help="of bench schedule; nothing here")
+    parser.add_argument("--timeout-s", type=positive, metavar="SECONDS", help="of bench schedule; nothing here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate a scenario, print what came of it, and return the exit code. Local.
+
+    Raises:
+        UserError: Its lengths are not to be had.
+    """
+    from odc_mpi.simulate import text
+
+    text.run(scenario_of(arguments), arguments.json)
+    return 0

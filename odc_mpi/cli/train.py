@@ -1,0 +1,83 @@
+"""`odc-mpi train`: its options and its run. What is set beyond the file are settings of `train.settings`."""
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from odc_mpi.cli.imports import no_collections
+from odc_mpi.errors import UserError
+from odc_mpi.runtime.launch import launched_rank
+from odc_mpi.runtime.ranks import on_ranks, start_of_mpi
+
+if TYPE_CHECKING:
+    from odc_mpi.observe.rank_log import RankLog
+    from odc_mpi.runtime.world import World
+    from odc_mpi.train.settings import Config
+    from odc_mpi.train.stop import StopWish
+
+HELP = "train a model; under mpiexec on all its ranks"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options. Local."""
+    parser.usage = "odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]"
+    parser.description = "Settings come from the file; those on the command line win."
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")
+    parser.add_argument("-h", "--help", action="store_true", help="show all settings and exit")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, and return the exit code. Collective.
+
+    Raises:
+        UserError: A setting is wrong; nothing was written.
+    """
+    if arguments.help:
+        from odc_mpi.train import settings
+
+        print("usage: odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]\n\n" + settings.help_text())
+        return 0
+    from odc_mpi.observe.rank_log import RankLog
+    from odc_mpi.train.stop import StopWish
+
+    # From here on: a scheduler may want the end of a run that has hardly begun, and libraries warn when imported.
+    with StopWish() as stop, RankLog(launched_rank()) as log:
+        return _train_under(stop, log, arguments)
+
+
+def _train_under(stop: "StopWish", log: "RankLog", arguments: argparse.Namespace) -> int:
+    loaded = _load(arguments)
+    # Not before here: torch and transformers take seconds, for which nobody needs to wait who made a mistake. In this
+    # order: the last starts MPI, and a rank that fails to import anything after that would leave the others waiting.
+    if not isinstance(loaded, UserError):
+        with no_collections():
+            importlib.import_module("odc_mpi.models.build")
+    with start_of_mpi():
+        from odc_mpi.runtime.world import World
+
+    world = World()
+    return on_ranks(world, lambda: _train_as(world.agree(lambda: _unless_mistaken(loaded)), world, stop, log))
+
+
+def _load(arguments: argparse.Namespace) -> "Config | UserError":
+    """Read the settings once, as they may come from a pipe; return this rank's mistake, of which all are to hear."""
+    from odc_mpi.train import settings
+
+    try:
+        return settings.load(arguments.config, arguments.overrides)
+    except UserError as mistake:
+        return mistake
+
+
+def _unless_mistaken(loaded: "Config | UserError") -> "Config":
+    if isinstance(loaded, UserError):
+        raise loaded
+    return loaded
+
+
+def _train_as(config: "Config", world: "World", stop: "StopWish", log: "RankLog") -> None:
+    from odc_mpi.train.loop import train
+
+    world.agree(lambda: log.open(config.run.log_dir, world))
+    train(config, world, stop)

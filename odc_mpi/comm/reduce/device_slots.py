@@ -1,0 +1,95 @@
+"""Where the shards and the slots of a mailbox are on a device: elements in its memory, headers in the host's.
+
+The owner reads counters and headers with the processor and lets its device add the elements, in the order of the
+headers. It waits for a mark behind the additions before it hands the room back, so nothing is put over what the device
+still reads. A pusher puts elements from its device's memory; the caller has waited for the kernels that made them.
+
+    put     header into the inbox, elements into the window on the owner's device
+    flush   both
+    add     the device adds; its mark; only then the owner says `done`
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from odc_mpi.comm.device.device import Device
+from odc_mpi.comm.kernels.native import Piece
+from odc_mpi.comm.reduce.slots import HEADER_BYTES, Header, HostSlots, ring_number
+from odc_mpi.comm.windows.device_window import DeviceWindow, by_address
+from odc_mpi.comm.windows.rma import Memory, Window
+from odc_mpi.runtime.world import World
+
+
+class DeviceSlots(HostSlots):
+    """Shards and the elements of slots in a device's memory. Making one is local.
+
+    Args:
+        world: The ranks.
+        dtype: Of the elements.
+        device: Has the memory and adds.
+    """
+
+    #: A header for each such piece of a ring: 1/128 of it, in the host's memory.
+    alignment = 4096
+    values_offset = 0
+    num_windows = 1
+
+    def __init__(self, world: World, dtype: torch.dtype, device: Device) -> None:
+        super().__init__(world, dtype)
+        self._device = device
+
+    def host_ring_bytes(self, ring_bytes: int) -> int:  # noqa: D102
+        return ring_bytes // self.alignment * HEADER_BYTES
+
+    def allocate(self, inbox: Window, rings_start: int, ring_bytes: int, numels: Mapping[int, int]) -> None:  # noqa: D102
+        super().allocate(inbox, rings_start, ring_bytes, numels)
+        self._device_ring_bytes = ring_bytes
+        self._elements = DeviceWindow(self.world, (self.world.size - 1) * ring_bytes, torch.uint8, self._device)
+
+    def values(self, gradient: torch.Tensor) -> Memory:  # noqa: D102
+        return by_address(gradient)
+
+    def put(self, owner: int, place: int, header: np.ndarray, values: Memory) -> None:  # noqa: D102
+        assert isinstance(values, memoryview)
+        self._inbox.put(owner, self._header_start(self.world.rank, owner, place), header)
+        self._elements.put(owner, self._elements_start(self.world.rank, owner, place), values.cast("B"))
+
+    def flush(self, owner: int | None = None) -> None:  # noqa: D102
+        self._elements.flush(owner)
+        self._inbox.flush(owner)
+
+    def header(self, pusher: int, place: int) -> list[int]:  # noqa: D102
+        at = self._header_start(pusher, self.world.rank, place)
+        return self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
+
+    def add(self, pusher: int, headers: Sequence[Header]) -> None:  # noqa: D102
+        slots: dict[int, list[Piece]] = {}
+        for index, start, numel, place in headers:
+            at = self._elements_start(pusher, self.world.rank, place)
+            values = self._elements.tensor[at : at + numel * self.dtype.itemsize].view(self.dtype)
+            slots.setdefault(index, []).append((start, values))
+        self._elements.sync()
+        self._add_on_device(slots)
+
+    def add_own(self, index: int, start: int, values: torch.Tensor) -> None:  # noqa: D102
+        self._add_on_device({index: [(start, values)]})
+
+    def free(self) -> None:  # noqa: D102
+        super().free()
+        self._elements.free()
+
+    def _make_shards(self, numels: Mapping[int, int]) -> None:
+        memory = {index: self._device.memory(numel * self.dtype.itemsize) for index, numel in numels.items()}
+        self.shards = {index: shard.view(self.dtype).zero_() for index, shard in memory.items()}
+
+    def _add_on_device(self, slots: Mapping[int, list[Piece]]) -> None:
+        for mark in [self._device.add(self.shards[index], those) for index, those in slots.items()]:
+            mark.synchronize()
+
+    def _header_start(self, pusher: int, owner: int, place: int) -> int:
+        return self._ring_start(pusher, owner) + place // self.alignment * HEADER_BYTES
+
+    def _elements_start(self, pusher: int, owner: int, place: int) -> int:
+        return ring_number(pusher, owner) * self._device_ring_bytes + place

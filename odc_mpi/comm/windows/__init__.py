@@ -1,0 +1,1 @@
+"""MPI windows: on host memory and on GPUs, and the transport over them."""

@@ -1,0 +1,276 @@
+"""One piece of memory on every rank, open to the others: the MPI windows that everything else is built from.
+
+    Window         from `Win.Allocate`: read, written and added to with one-sided operations
+    SharedWindow   from `Win.Allocate_shared` on each node: the ranks of a node see each other's memory in place, and
+                   those of other nodes read it with one-sided operations
+
+`comm.windows.device_window` has the one over a device's memory. All hold one passive epoch, Lock_all(NOCHECK), for
+all their life (MPI-4.1, 12.5.3). Over `Win.Create` on host memory both MPICH and Open MPI make a Get from the same
+node wait until its target calls MPI. So there it serves only where no same-node peer uses it: for the way from other
+nodes into a `SharedWindow`.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from odc_mpi.runtime.world import World
+
+#: Flat memory that an operation reads or fills: of the host an array, of a device a view that knows its address and
+#: that nobody looks into. Both have a length in elements and can be cut.
+Memory: TypeAlias = np.ndarray | memoryview
+#: How reduced elements are described to MPI. Nothing else may be summed: bf16 would be added as bytes.
+MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
+#: One message carries at most this many elements: counts are C ints in many MPI libraries.
+MAX_MESSAGE_NUMEL = 1 << 27
+
+
+class ReadableWindow(Protocol):
+    """A window from which parameters are fetched.
+
+    Attributes:
+        tensor: This rank's shard, over the window's memory.
+        whole: The shards of all ranks in rank order, `[size * numel]`, if this rank sees them in place one after the
+            other; else None.
+    """
+
+    tensor: torch.Tensor
+    whole: torch.Tensor | None
+
+    def near(self, target: int) -> torch.Tensor | None:
+        """Return a rank's shard if this rank sees it in place, else None. Local."""
+
+    def in_place(self) -> list[torch.Tensor]:
+        """Return the memory that this rank sees in place, each piece once. Local."""
+
+    def get(self, target: int, buffer: Memory) -> None:
+        """Start to read the first elements of a rank's shard into bytes. One-sided; `flush` completes it."""
+
+    def flush(self) -> None:
+        """Complete everything that this rank started. One-sided."""
+
+    def sync(self) -> None:
+        """Make loads and stores and one-sided accesses see each other. Local."""
+
+    def free(self) -> None:
+        """Free the memory; nothing may look at it any more. Collective."""
+
+
+class Window:
+    """A shard of `[numel]` on every rank. Creating and freeing one is collective.
+
+    Args:
+        world: The ranks.
+        numel: Elements of this rank.
+        dtype: Of the elements.
+        same_size: Whether all ranks have as many. Otherwise some may have none.
+
+    Attributes:
+        tensor: This rank's shard, over the window's memory, zero at first.
+    """
+
+    whole: torch.Tensor | None = None
+
+    def __init__(self, world: World, numel: int, dtype: torch.dtype, *, same_size: bool = True) -> None:
+        self._rank = world.rank
+        # Sums name their element type; everything else, bf16 included, travels as bytes of the same size.
+        self._element = MPI_DTYPES.get(dtype, MPI.BYTE)
+        with world.meeting("allocating a window"):
+            # `same_size` lets the library leave out a table of sizes; no other hint was found to matter.
+            info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
+            self._win, self.tensor = self._make(world, numel, dtype, info)
+            info.Free()
+            self._win.Lock_all(MPI.MODE_NOCHECK)
+        # Also the first touch, which would otherwise slow down the first fetch.
+        self.tensor.zero_()
+
+    def near(self, target: int) -> torch.Tensor | None:
+        """Return this rank's own shard; None for others. Local."""
+        return self.tensor if target == self._rank else None
+
+    def in_place(self) -> list[torch.Tensor]:
+        """Return this rank's own shard. Local."""
+        return [self.tensor]
+
+    def get(self, target: int, buffer: Memory, start: int = 0) -> None:
+        """Start to read elements of a rank's shard, from `start` on, into bytes. One-sided; `flush` completes it."""
+        _get(self._win, target, buffer, self.tensor.itemsize, start)
+
+    def put(self, target: int, start: int, values: Memory) -> None:
+        """Start to overwrite elements of a rank's shard from `start` on. One-sided; `flush` completes it.
+
+        Args:
+            target: The rank.
+            start: First element.
+            values: Bytes, a whole number of elements; untouched until the flush.
+        """
+        itemsize = self.tensor.itemsize
+        step = MAX_MESSAGE_NUMEL * itemsize
+        for first in range(0, len(values), step):
+            piece = values[first : first + step]
+            self._win.Put([piece, MPI.BYTE], target, (start + first // itemsize, len(piece), MPI.BYTE))
+
+    def accumulate(self, target: int, start: int, values: Memory) -> None:
+        """Start to add values into a rank's shard. One-sided; `flush_local` lets go of the values."""
+        assert self._element != MPI.BYTE, "only what MPI can add is accumulated"
+        for first in range(0, len(values), MAX_MESSAGE_NUMEL):
+            piece = values[first : first + MAX_MESSAGE_NUMEL]
+            place = (start + first, len(piece), self._element)
+            self._win.Accumulate([piece, self._element], target, place, MPI.SUM)
+
+    def fetch_and_add(self, target: int, place: int, value: int) -> int:
+        """Add to an int64 element of a rank's shard and return what was there before, at once. One-sided."""
+        return self._fetch_and(MPI.SUM, target, place, value)
+
+    def read(self, target: int, place: int) -> int:
+        """Return an int64 element of a rank's shard, as `fetch_and_add` and `replace` leave it. One-sided."""
+        return self._fetch_and(MPI.NO_OP, target, place, 0)
+
+    def replace(self, target: int, place: int, value: int) -> None:
+        """Overwrite an int64 element of a rank's shard at once, as `fetch_and_add` sees it. One-sided."""
+        self._fetch_and(MPI.REPLACE, target, place, value)
+
+    def _fetch_and(self, operation: MPI.Op, target: int, place: int, value: int) -> int:
+        assert self.tensor.dtype == torch.int64, "counters are int64"
+        given, before = np.array([value], dtype=np.int64), np.empty(1, dtype=np.int64)
+        self._win.Fetch_and_op([given, MPI.INT64_T], [before, MPI.INT64_T], target, place, operation)
+        self._win.Flush(target)
+        return int(before[0])
+
+    def flush(self, target: int | None = None) -> None:
+        """Complete what this rank started, at one target or at all. One-sided."""
+        if target is None:
+            self._win.Flush_all()
+        else:
+            self._win.Flush(target)
+
+    def flush_local(self) -> None:
+        """Complete everything that this rank started, at this end: buffers may be reused. One-sided."""
+        self._win.Flush_local_all()
+
+    def sync(self) -> None:
+        """Make loads and stores of the owner and one-sided accesses see each other. Local."""
+        self._win.Sync()
+
+    def free(self) -> None:
+        """End the epoch and free the memory; nothing may look at `tensor` any more. Collective."""
+        self.tensor = torch.empty(0)
+        _free(self._win)
+
+    def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> tuple[MPI.Win, torch.Tensor]:
+        """Make the memory and the window over it, within a meeting. Collective."""
+        win = MPI.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, info, world.comm)
+        if not numel:
+            return win, torch.empty(0, dtype=dtype)
+        return win, torch.frombuffer(win.tomemory(), dtype=dtype, count=numel)
+
+
+class SharedWindow:
+    """A shard of `[numel]` on every rank that the ranks of its node see in place. Creating and freeing is collective.
+
+    Args:
+        world: The ranks.
+        numel: Elements per rank, the same on each.
+        dtype: Of the elements.
+
+    Attributes:
+        tensor: This rank's shard, zero at first.
+        whole: All shards as one array, where all ranks are on one node; None where they are not, or where the library
+            leaves gaps (MPICH and Open MPI do not).
+    """
+
+    def __init__(self, world: World, numel: int, dtype: torch.dtype) -> None:
+        self._itemsize = dtype.itemsize
+        num_bytes = numel * dtype.itemsize
+        with world.meeting("allocating a shared window"):
+            self._shared = MPI.Win.Allocate_shared(num_bytes, dtype.itemsize, MPI.INFO_NULL, world.node_comm)
+            self._shared.Lock_all(MPI.MODE_NOCHECK)
+        shards = [self._shared.Shared_query(local_rank)[0] for local_rank in range(world.local_size)]
+        self._near = {
+            rank: torch.frombuffer(shard, dtype=dtype, count=numel)
+            for rank, shard in zip(world.node_ranks, shards, strict=True)
+        }
+        self.tensor = self._near[world.rank]
+        self.tensor.zero_()
+        self.whole = None
+        contiguous = all(shard.address == shards[0].address + i * num_bytes for i, shard in enumerate(shards))
+        if world.num_nodes == 1 and contiguous:
+            memory = MPI.memory.fromaddress(shards[0].address, num_bytes * world.size)
+            self.whole = torch.frombuffer(memory, dtype=dtype)
+        self._far: MPI.Win | None = None
+        if world.num_nodes > 1:
+            with world.meeting("opening a shared window to other nodes"):
+                self._far = MPI.Win.Create(shards[world.local_rank], dtype.itemsize, MPI.INFO_NULL, world.comm)
+                self._far.Lock_all(MPI.MODE_NOCHECK)
+
+    def near(self, target: int) -> torch.Tensor | None:
+        """Return the shard of a rank of this node; None for others. Local."""
+        return self._near.get(target)
+
+    def in_place(self) -> list[torch.Tensor]:
+        """Return the shards of this node, as one piece where they are one. Local."""
+        return [self.whole] if self.whole is not None else list(self._near.values())
+
+    def get(self, target: int, buffer: Memory) -> None:
+        """Start to read the first elements of the shard of a rank on another node into bytes. One-sided."""
+        assert self._far is not None and target not in self._near
+        _get(self._far, target, buffer, self._itemsize)
+
+    def flush(self) -> None:
+        """Complete everything that this rank started. One-sided."""
+        if self._far is not None:
+            self._far.Flush_all()
+
+    def sync(self) -> None:
+        """Make stores of this rank seen by others, and theirs by this rank, once all have met. Local."""
+        self._shared.Sync()
+        if self._far is not None:
+            self._far.Sync()
+
+    def free(self) -> None:
+        """End the epochs and free the memory; nothing may look at it any more. Collective."""
+        self.tensor, self.whole = torch.empty(0), None
+        self._near.clear()
+        if self._far is not None:
+            _free(self._far)
+        _free(self._shared)
+
+
+class Flush:
+    """Completes operations that were started on a window.
+
+    Args:
+        world: Gives the wait its deadline.
+        flush: The window's method that completes them.
+        what: What is waited for, to follow "while".
+        owners: The ranks at whose memory the operations are; by default any.
+        memory: What the operations read or fill. MPI holds no reference: without one here, memory that the caller lets
+            go of between start and wait would be somebody else's by the time it travels.
+    """
+
+    def __init__(
+        self, world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
+    ) -> None:
+        self._world, self._flush, self._what, self._owners = world, flush, what, owners
+        self._memory: torch.Tensor | None = memory
+
+    def wait(self) -> None:
+        """Return once they are complete. One-sided."""
+        with self._world.deadline(self._what, self._owners):
+            self._flush()
+        self._memory = None
+
+
+def _get(win: MPI.Win, target: int, buffer: Memory, itemsize: int, start: int = 0) -> None:
+    step = MAX_MESSAGE_NUMEL * itemsize
+    for first in range(0, len(buffer), step):
+        piece = buffer[first : first + step]
+        win.Get([piece, MPI.BYTE], target, (start + first // itemsize, len(piece), MPI.BYTE))
+
+
+def _free(win: MPI.Win) -> None:
+    win.Unlock_all()
+    win.Free()

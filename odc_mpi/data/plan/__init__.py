@@ -1,0 +1,1 @@
+"""Who computes which sequences of a minibatch: what a sequence costs, balancing, cutting into microbatches."""

@@ -1,0 +1,213 @@
+"""Balance: which sequences of a minibatch form which microbatch, on which rank.
+
+Pure planning. A plan depends on nothing that differs between ranks, and ties are broken by index, so every rank
+computes the same plan and nothing is communicated. All functions have one signature and are listed in `BALANCES`.
+
+    local_sort   no balance: what LongAlign does, a point of comparison
+    lb_micro     equal numbers of microbatches, even in each turn: for collectives
+    lb_mini      equal work for each rank in any number of microbatches: for windows
+    dynamic      microbatches that ranks draw when they are free: for windows
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.data.plan.cost import Cost
+from odc_mpi.data.plan.cut import Microbatch, cut, ordered
+from odc_mpi.data.plan.partition import by_falling, first_fit, partition, partition_evenly
+from odc_mpi.errors import UserError
+
+Lengths = npt.NDArray[np.int64]
+Costs = npt.NDArray[np.float64]
+Balance = Callable[[Lengths, int, int, Cost], "Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who computes what in a minibatch.
+
+    Attributes:
+        microbatches: For each rank its microbatches in order, each a tuple of positions in the minibatch. Ranks may
+            have different numbers of microbatches, also none. One may be empty: it is skipped where ranks do not meet
+            in microbatches, and run as padding where they do.
+        pool: Microbatches that nobody has yet: whoever is free draws the next. None of them is empty.
+    """
+
+    microbatches: tuple[tuple[Microbatch, ...], ...]
+    pool: tuple[Microbatch, ...] = ()
+
+
+def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
+    """Deal sequences to ranks in turn; each rank runs its own by falling length, one per microbatch.
+
+    The LocalSort of ODC (arXiv 2601.19362), which takes it from LongAlign (arXiv 2401.18058): no balance between
+    ranks, but the first microbatch shows the highest need of memory.
+
+    Local.
+
+    Args:
+        lengths: Length in tokens of each sequence of the minibatch, int64 [n].
+        size: Number of ranks.
+        max_tokens: The most tokens in a microbatch.
+        cost: Unused: the sort is by length.
+
+    Raises:
+        UserError: A sequence is longer than `max_tokens`.
+    """
+    check_fit(lengths, max_tokens)
+    microbatches: list[list[Microbatch]] = [[] for _ in range(size)]
+    for i in by_falling(lengths):
+        microbatches[i % size].append((i,))
+    return Plan(tuple(map(tuple, microbatches)))
+
+
+def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
+    """Give every rank as many sequences and as many microbatches as any other, of even cost in each turn.
+
+    The LB-Micro of ODC (arXiv 2601.19362), which is verl's balanced batching, for collectives: all ranks run their k-th
+    microbatches together and wait for the costliest. Sequences are dealt out by differencing
+    with equal counts; each rank splits its own by differencing, too, into the number of microbatches that the rank
+    with the most of them needs, and runs them by falling cost. Where differencing overfills a microbatch verl tries one
+    more of them; here the split falls back to packing, which keeps their number at the least that packing finds.
+
+    Local.
+
+    Args:
+        lengths: Length in tokens of each sequence of the minibatch, int64 [n].
+        size: Number of ranks.
+        max_tokens: The most tokens in a microbatch.
+        cost: What is balanced.
+
+    Returns:
+        The same number of microbatches for each rank; a rank with fewer sequences than that ends with empty ones.
+
+    Raises:
+        UserError: A sequence is longer than `max_tokens`.
+    """
+    check_fit(lengths, max_tokens)
+    costs = cost.sequence(lengths)
+    parts = partition_evenly(costs.tolist(), size)
+    packed = [first_fit(lengths[part], max_tokens) for part in parts]
+    count = max(map(len, packed))
+    return Plan(
+        tuple(_split(part, bins, count, lengths, max_tokens, costs) for part, bins in zip(parts, packed, strict=True))
+    )
+
+
+def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
+    """Give every rank the same total cost, then let each pack its own sequences into few microbatches.
+
+    The LB-Mini of ODC (arXiv 2601.19362): ranks that need not meet between microbatches need no equal number of them.
+    Ranks are balanced with the largest differencing method, microbatches are packed first-fit decreasing and run by
+    falling cost, so that memory peaks at once and the last, shortest work evens out.
+
+    Local.
+
+    Args:
+        lengths: Length in tokens of each sequence of the minibatch, int64 [n].
+        size: Number of ranks. With fewer sequences than ranks some ranks get nothing.
+        max_tokens: The most tokens in a microbatch.
+        cost: What is balanced.
+
+    Raises:
+        UserError: A sequence is longer than `max_tokens`.
+    """
+    check_fit(lengths, max_tokens)
+    costs = cost.sequence(lengths)
+    parts = partition(costs.tolist(), size)
+    return Plan(tuple(_packed(part, lengths, max_tokens, costs) for part in parts))
+
+
+def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
+    """Cut microbatches for whoever is free, the costliest first.
+
+    List scheduling by falling cost (Graham, "Bounds on multiprocessing timing anomalies", 1969), done while the
+    minibatch runs: a rank that is slow, or whose work was estimated too low, draws less. `data.plan.cut` says how the
+    microbatches are made: large ones, and a tail of small ones.
+
+    Local.
+
+    Args:
+        lengths: Length in tokens of each sequence of the minibatch, int64 [n].
+        size: Number of ranks.
+        max_tokens: The most tokens in a microbatch.
+        cost: What is balanced.
+
+    Returns:
+        Nothing for any rank, everything in the pool.
+
+    Raises:
+        UserError: A sequence is longer than `max_tokens`.
+    """
+    check_fit(lengths, max_tokens)
+    costs = cost.sequence(lengths)
+    return Plan(((),) * size, cut(lengths, costs, max_tokens, cost.constant, size) if len(lengths) else ())
+
+
+BALANCES: dict[str, Balance] = {
+    "local_sort": local_sort,
+    "lb_micro": lb_micro,
+    "lb_mini": lb_mini,
+    "dynamic": dynamic,
+}
+
+
+def check_fit(lengths: Lengths, max_tokens: int) -> None:
+    """Refuse sequences that fit into no microbatch.
+
+    Local.
+
+    Raises:
+        UserError: Names the first sequence that is longer than `max_tokens`.
+    """
+    too_long = np.flatnonzero(lengths > max_tokens)
+    if len(too_long):
+        index = too_long[0]
+        raise UserError(
+            f"expected sequences of at most {max_tokens} tokens, got {lengths[index]} in sequence {index} "
+            f"({len(too_long)} of {len(lengths)} are longer): raise data.max_tokens_per_microbatch, or prepare with "
+            "--max-length"
+        )
+
+
+def _packed(part: list[int], lengths: Lengths, max_tokens: int, costs: Costs) -> tuple[Microbatch, ...]:
+    """Pack a rank's sequences into few microbatches, costliest first."""
+    return _named(part, first_fit(lengths[part], max_tokens), costs)
+
+
+def _split(
+    part: list[int], packed: list[list[int]], count: int, lengths: Lengths, max_tokens: int, costs: Costs
+) -> tuple[Microbatch, ...]:
+    """Split a rank's sequences into so many microbatches of even cost, costliest first; `packed` is known to fit."""
+    own_lengths, own_costs = lengths[part], costs[part]
+    bins = partition(own_costs.tolist(), count)
+    if any(own_lengths[own].sum() > max_tokens for own in bins):
+        bins = _spread(own_lengths, own_costs, max_tokens, count) or packed
+    bins = [own for own in bins if own]
+    while len(bins) < min(count, len(part)):
+        # Nothing stays empty while somebody has two: the costliest gives up its cheapest.
+        fullest = max((own for own in bins if len(own) > 1), key=lambda own: float(own_costs[own].sum()))
+        bins.append([fullest.pop(int(np.argmin(own_costs[fullest])))])
+    return _named(part, bins, costs) + ((),) * (count - len(bins))
+
+
+def _spread(lengths: Lengths, costs: Costs, max_tokens: int, count: int) -> list[list[int]] | None:
+    """Give each sequence, costliest first, to the cheapest of so many microbatches that has room; None if none has."""
+    room, load = np.full(count, max_tokens), np.zeros(count)
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for i in by_falling(costs):
+        slot = int(np.argmin(np.where(room >= lengths[i], load, np.inf)))
+        if room[slot] < lengths[i]:
+            return None
+        bins[slot].append(i)
+        room[slot] -= lengths[i]
+        load[slot] += costs[i]
+    return bins
+
+
+def _named(part: list[int], bins: list[list[int]], costs: Costs) -> tuple[Microbatch, ...]:
+    """Name bins of positions in `part` by what stands there, costliest first."""
+    return ordered([[part[i] for i in own] for own in bins], costs)

@@ -1,0 +1,233 @@
+"""A cost that is learned from the times of this run's own microbatches.
+
+The model is seconds = speed of the rank * (constant + linear * tokens + quadratic * sum of squared lengths). Every rank
+observes its own microbatches and boils them down to a row of sums; the rows travel with what the ranks exchange at the
+minibatch boundary anyway, and every rank fits the same cost to the same rows.
+
+    observe   local      after each microbatch
+    report    local      before the boundary: this rank's row
+    update    local      after the boundary, with the rows of all ranks: the same arithmetic on every rank
+
+`update` uses plain additions and multiplications in a fixed order only, no library's matrix product, so that ranks on
+different processors agree to the last bit; else their plans would differ, and sequences be lost or trained twice.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.data.plan.cost import Cost
+
+Rows = npt.NDArray[np.float64]
+_Vector = tuple[float, float, float]
+
+#: A row: the upper triangle of the features' products, the features times the seconds, how many microbatches.
+ROW_LENGTH = 10
+_PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
+#: How much less an observation counts after each minibatch: half after 30 of them, long enough to average a machine's
+#: moods out, short enough to follow what changes for good. Written out, since a library's power may differ in a bit.
+DECAY = 0.97716
+#: With fewer microbatches, over all ranks, the prior stands.
+MIN_OBSERVATIONS = 16
+#: Own microbatches that say what is usual.
+HISTORY = 256
+#: How much of an observation the prior weighs: times scatter by a tenth, the prior by its own size, and the squares of
+#: these are what Bayes' rule compares.
+PRIOR_WEIGHT = 0.01
+#: Speeds and coefficients take turns; they start from the last fit, so few turns are enough.
+TURNS = 4
+
+
+class FittedCost:
+    """Learns the coefficients of a `Cost` while a run goes on.
+
+    Robust against single hiccups: each time is compared to what the present cost says, times this rank's median ratio,
+    and weighs less the longer it is beyond that. Relative errors count, not seconds, so that short microbatches have
+    their say. Ranks may be of different speed. Where the data cannot tell coefficients apart, as when all lengths are
+    equal, they keep the ratios that the prior has.
+
+    Args:
+        prior: The cost until there is enough data, in any unit.
+    """
+
+    def __init__(self, prior: Cost) -> None:
+        self._prior = self._cost = prior
+        self._seen: deque[tuple[float, float, float]] = deque(maxlen=HISTORY)  # tokens, squares, seconds
+        self._new: list[tuple[float, float, float]] = []
+        self._num_reported = 0
+        self._rows: Rows = np.zeros((0, ROW_LENGTH))
+
+    @property
+    def cost(self) -> Cost:
+        """The present cost, the same on every rank: the prior at first, then in seconds on a rank of mean speed."""
+        return self._cost
+
+    def observe(self, lengths: npt.ArrayLike, seconds: float) -> None:
+        """Take note of how long a microbatch of this rank took. Local.
+
+        Args:
+            lengths: Lengths of its sequences in tokens, [n]. Without any it says nothing and is left out.
+            seconds: What it took; left out, too, unless finite and above 0.
+        """
+        tokens = np.asarray(lengths, dtype=np.float64)
+        if tokens.size and math.isfinite(seconds) and seconds > 0:
+            observation = (float(tokens.sum()), float((tokens * tokens).sum()), float(seconds))
+            self._seen.append(observation)
+            self._new.append(observation)
+
+    def report(self) -> Rows:
+        """Return this rank's sums over what it observed since the last update. Local.
+
+        Returns:
+            float64 [ROW_LENGTH]; zeros if there was nothing.
+        """
+        row = np.zeros(ROW_LENGTH)
+        self._num_reported = len(self._new)
+        if self._new:
+            usual = self._usual()
+            for tokens, squares, seconds in self._new:
+                # In multiples of what is expected, so that each microbatch weighs the same; but of the time itself
+                # where that is longer. Then a hiccup of 100 times weighs 1 / 10,000, none pulls more than one of twice
+                # the expected time does, and where it is the present cost that is far too low, as a prior may be, short
+                # sequences do not outweigh all others.
+                unit = max(usual * self._estimate(tokens, squares), seconds)
+                time, features = seconds / unit, (1.0 / unit, tokens / unit, squares / unit)
+                row[:6] += [features[i] * features[j] for i, j in _PAIRS]
+                row[6:9] += [feature * time for feature in features]
+                row[9] += 1.0
+        return row
+
+    def update(self, reports: npt.ArrayLike) -> None:
+        """Fit the cost to the reports of all ranks, those of earlier minibatches counting less. Local.
+
+        Args:
+            reports: What `report` returned on each rank, by rank, float64 [size, ROW_LENGTH]: the same on every rank,
+                whence the same cost.
+        """
+        rows = np.asarray(reports, dtype=np.float64)
+        assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
+        del self._new[: self._num_reported]
+        self._num_reported = 0
+        if len(self._rows) != len(rows):
+            self._rows = self._spread(len(rows))
+        self._rows = self._rows * DECAY + rows
+        if math.fsum(self._rows[:, 9].tolist()) >= MIN_OBSERVATIONS:
+            self._cost = _fit(self._rows, self._cost, self._prior)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was learned, as plain floats and lists. Local; the same on every rank."""
+        return {"cost": _numbers(self._cost), "rows": self._rows.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken, on any number of ranks. Local.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        constant, linear, quadratic = state["cost"]
+        self._cost = Cost(linear, quadratic, constant)
+        self._rows = np.array(state["rows"], dtype=np.float64).reshape(-1, ROW_LENGTH)
+        self._seen.clear()
+        self._new.clear()
+
+    def _usual(self) -> float:
+        """Return the median ratio of this rank's times to what the cost says."""
+        return float(np.median([seconds / self._estimate(tokens, squares) for tokens, squares, seconds in self._seen]))
+
+    def _estimate(self, tokens: float, squares: float) -> float:
+        cost = self._cost
+        estimate = cost.constant + cost.linear * tokens + cost.quadratic * squares
+        return estimate if estimate > 0 else 1.0
+
+    def _spread(self, size: int) -> Rows:
+        """Return the sums for another number of ranks: all of them at mean speed, a share for each."""
+        total = _at_mean_speed(self._rows, _numbers(self._cost)).sum(axis=0) if len(self._rows) else 0.0
+        return np.zeros((size, ROW_LENGTH)) + total / size
+
+
+def _numbers(cost: Cost) -> _Vector:
+    return cost.constant, cost.linear, cost.quadratic
+
+
+def _fit(rows: Rows, start: Cost, prior: Cost) -> Cost:
+    """Fit coefficients and the ranks' speeds in turns."""
+    coefficients, before = _numbers(start), _numbers(prior)
+    for _ in range(TURNS):
+        even = _at_mean_speed(rows, coefficients)
+        coefficients = _solve([math.fsum(column) for column in even.T.tolist()], before)
+    constant, linear, quadratic = coefficients
+    return Cost(linear, quadratic, constant) if linear + quadratic > 0 else start
+
+
+def _at_mean_speed(rows: Rows, coefficients: _Vector) -> Rows:
+    """Take each rank's slowness, as these coefficients tell it, out of its row."""
+    # The least squares estimate of a factor on all times; column by column, see the module's docstring.
+    moment = _times(rows[:, 6:9].T, coefficients)
+    power = _quadratic_form(rows[:, :6].T, coefficients)
+    known = (moment > 0) & (power > 0)
+    slowness = np.where(known, moment / np.where(known, power, 1.0), 1.0)
+    weights = np.where(known, rows[:, 9], 0.0)
+    if not known.any():
+        return rows
+    # Its mean is one: only then does the cost keep its unit, seconds.
+    slowness = slowness * (math.fsum(weights.tolist()) / math.fsum((weights * slowness).tolist()))
+    scaled = rows.copy()
+    scaled[:, :6] *= (slowness * slowness)[:, None]
+    scaled[:, 6:9] *= slowness[:, None]
+    return scaled
+
+
+def _solve(sums: Sequence[float], prior: _Vector) -> _Vector:
+    """Return the non-negative least squares solution, drawn to the prior a little."""
+    products, moments, count = np.zeros((3, 3)).tolist(), list(sums[6:9]), sums[9]
+    for value, (i, j) in zip(sums[:6], _PAIRS, strict=True):
+        products[i][j] = products[j][i] = value
+    form = _quadratic_form(sums[:6], prior)
+    scale = _times(moments, prior) / form if form > 0 else 1.0  # the prior in seconds
+    for i in range(3):
+        ridge = PRIOR_WEIGHT * products[i][i] / count
+        products[i][i] += ridge
+        moments[i] += ridge * scale * prior[i]
+    best, least = prior, math.inf
+    # Three unknowns have seven sets of those that are not zero: the best of the allowed solutions is the exact one.
+    for free in (chosen for size in (1, 2, 3) for chosen in combinations(range(3), size)):
+        solution = _eliminate([[products[i][j] for j in free] + [moments[i]] for i in free])
+        if solution is None or min(solution) < 0:
+            continue
+        # At a stationary point the objective is minus the moments times the solution.
+        value = -sum(moments[i] * x for i, x in zip(free, solution, strict=True))
+        if value < least:
+            found = dict(zip(free, solution, strict=True))
+            best, least = (found.get(0, 0.0), found.get(1, 0.0), found.get(2, 0.0)), value
+    return best
+
+
+def _eliminate(system: list[list[float]]) -> list[float] | None:
+    """Solve a small symmetric system with its right side by Gauss-Jordan; None if it is singular."""
+    size = len(system)
+    for i in range(size):
+        pivot = system[i][i]
+        if not pivot > 0:
+            return None
+        system[i] = [value / pivot for value in system[i]]
+        for j in range(size):
+            if j != i:
+                factor = system[j][i]
+                system[j] = [a - factor * b for a, b in zip(system[j], system[i], strict=True)]
+    return [row[-1] for row in system]
+
+
+def _times(values: Any, coefficients: _Vector) -> Any:
+    return values[0] * coefficients[0] + values[1] * coefficients[1] + values[2] * coefficients[2]
+
+
+def _quadratic_form(products: Any, coefficients: _Vector) -> Any:
+    total = 0.0 * products[0]
+    for value, (i, j) in zip(products, _PAIRS, strict=True):
+        total = total + (1.0 if i == j else 2.0) * coefficients[i] * coefficients[j] * value
+    return total

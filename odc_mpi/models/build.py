@@ -1,0 +1,177 @@
+"""transformers models: built without memory for their parameters, which are read slice by slice.
+
+A model comes from a configuration (`model.config`; parameters drawn from the seed) or from a local directory with
+safetensors (`model.path`). In both cases the module is built on the meta device, and what this rank owns is read later
+through a `shard.slices.Weights`: no rank ever holds the whole model.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+
+from odc_mpi.errors import UserError, in_one_line
+from odc_mpi.models import attention
+from odc_mpi.models.weights import DrawnWeights, StoredWeights
+from odc_mpi.shard.slices import Weights
+
+#: transformers' own file name.
+_CONFIG = "config.json"
+
+
+@dataclass
+class BuiltModel:
+    """A causal language model whose parameters are on the meta device, and where to read them.
+
+    Attributes:
+        module: The model; its buffers are real.
+        weights: Of its parameters.
+        vocab_size: Tokens that its embedding knows.
+        num_multiplying: Parameters that a token is multiplied with: all but an embedding that only looks up.
+        num_layers: Layers with attention.
+        attention_size: Attention heads times their dimension.
+    """
+
+    module: transformers.PreTrainedModel
+    weights: Weights
+    vocab_size: int
+    num_multiplying: int
+    num_layers: int
+    attention_size: int
+
+
+def from_config(settings: Mapping[str, Any], seed: int) -> BuiltModel:
+    """Build a model with drawn weights: the same for a seed on any number of ranks. Local.
+
+    Args:
+        settings: A transformers configuration, `model_type` included.
+        seed: Of the draw.
+
+    Raises:
+        UserError: Unknown `model_type` or setting, or a model that cannot work on packed sequences.
+    """
+    module = _on_meta(_config(settings), "model.config")
+    weights = DrawnWeights(module, seed)
+    weights.draw_buffers()
+    return _described(module, weights)
+
+
+def from_directory(path: Path) -> BuiltModel:
+    """Build a model with the weights of a Hugging Face directory. Local.
+
+    Args:
+        path: Has config.json and safetensors files.
+
+    Raises:
+        UserError: Something is missing there, or has another shape than the configuration says.
+    """
+    if not (path / _CONFIG).is_file():
+        raise UserError(f"model.path: expected a Hugging Face model directory with {_CONFIG}, {path} has none")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers validates with exceptions of many kinds
+        raise UserError(f"model.path: {path / _CONFIG} is not usable: {in_one_line(error)}") from error
+    module = _on_meta(config, "model.path")
+    weights = StoredWeights(path, module)
+    DrawnWeights(module, seed=0).draw_buffers()
+    weights.load_buffers(module)
+    return _described(module, weights)
+
+
+def _described(module: transformers.PreTrainedModel, weights: Weights) -> BuiltModel:
+    config = module.config.get_text_config()
+    embedding = cast(torch.Tensor, module.get_input_embeddings().weight)
+    head = module.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    numel = sum(parameter.numel() for parameter in module.parameters()) - (0 if tied else embedding.numel())
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = config.num_attention_heads * head_size
+    return BuiltModel(module, weights, embedding.shape[0], numel, config.num_hidden_layers, size)
+
+
+def _config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
+    """Make a configuration of which every key is known: transformers itself would keep a misspelt one silently."""
+    settings = dict(settings)
+    kind = settings.pop("model_type", None)
+    if kind is None:
+        raise UserError("model.config: expected the key model_type, such as qwen2")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise UserError(
+            f"model.config.model_type: transformers knows no {kind!r}{_hint(kind, transformers.CONFIG_MAPPING)}"
+        )
+    try:
+        default = transformers.AutoConfig.for_model(kind)
+    except Exception as error:  # some families have no default configuration
+        raise UserError(f"model.config.model_type: transformers makes no {kind} alone: {in_one_line(error)}") from error
+    known = [*default.to_dict(), *default.attribute_map]
+    unknown = next((key for key in settings if key not in known), None)
+    if unknown is not None:
+        raise UserError(f"unknown setting model.config.{unknown} for model_type {kind}{_hint(unknown, known)}")
+    try:
+        return transformers.AutoConfig.for_model(kind, **settings)
+    except Exception as error:  # transformers validates with exceptions of many kinds
+        raise UserError(f"model.config: transformers does not take it: {in_one_line(error)}") from error
+
+
+def _hint(word: object, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(word), list(known), 1)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def _on_meta(config: transformers.PreTrainedConfig, setting: str) -> transformers.PreTrainedModel:
+    attention.register()
+    config.use_cache = False
+    foreign = set(getattr(config, "layer_types", None) or ()) - attention.PACKABLE_LAYER_TYPES
+    if foreign:
+        raise UserError(f"{setting}: layers of type {', '.join(sorted(foreign))} carry state across packed sequences")
+    try:
+        with torch.device("meta"):
+            module = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=False, dtype=torch.float32
+            )
+    except Exception as error:  # a wrong configuration shows in a constructor, as any kind of exception
+        raise UserError(f"{setting}: transformers cannot build a causal model from it: {in_one_line(error)}") from error
+    if not module._supports_attention_backend:
+        raise UserError(
+            f"{setting}: {type(module).__name__} takes no attention function, so it cannot train on packed sequences"
+        )
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"{setting}: the weights are quantised, expected float32, bfloat16 or float16 to train")
+    try:
+        _try_packed(module)
+    except attention.UnpackableError as error:
+        raise UserError(f"{setting}: {type(module).__name__} cannot train on packed sequences: {error}") from error
+    except Exception as error:  # a wrong configuration shows in a forward, as any kind of exception
+        if not _is_for_the_trial_only(error):
+            raise UserError(
+                f"{setting}: {type(module).__name__} is built from it and cannot run: {in_one_line(error)}"
+            ) from error
+    return module
+
+
+def _try_packed(module: transformers.PreTrainedModel) -> None:
+    """Run two sequences of two tokens through a model on the meta device, which computes nothing but shapes. Local.
+
+    Raises:
+        UnpackableError: The model asks for attention that packed sequences cannot be given.
+        Exception: Any other, if the model's parts do not fit each other, or if the meta device is not enough.
+    """
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
+    # The mask of ones keeps transformers from looking for sequences in the positions, which have no values here.
+    inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    module(**inputs, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
+
+
+def _is_for_the_trial_only(error: Exception) -> bool:
+    """Tell whether a model may be all right that failed on the meta device. Local.
+
+    A router of experts looks at values, which are not there, and torch's product of grouped matrices takes types on a
+    processor that it refuses there.
+    """
+    words = ("meta tensor", "meta device", "'meta'", "data-dependent", "dtype")
+    return isinstance(error, NotImplementedError) or any(word in str(error).lower() for word in words)

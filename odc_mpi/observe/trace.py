@@ -1,0 +1,116 @@
+"""When each rank computed, fetched, pushed and waited: the last minibatches of a run, as ``trace.json``.
+
+Clocks of different nodes differ, so a rank's times count from when it left point B before the minibatch: all leave it
+about together. While a run goes nothing is communicated; at its end everything is gathered once.
+
+    steps                     a list, the oldest first, of
+        step                  counted from 1
+        ranks                 for each rank: `end_s`, when it left B; `microbatches`, a list of [began_s, ended_s,
+                              tokens], 0 tokens for padding; for each kind of `shard.spans` a list of [began_s,
+                              ended_s]; `left_out_s`, seconds by kind of spans that were too short to be kept
+    max_tokens_per_microbatch
+    tokens_per_microbatch     over all ranks and all steps since the run began or went on, `first_step` to `last_step`:
+                              `counts` between `edges`
+"""
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from odc_mpi.data.loader import Minibatch
+from odc_mpi.files import keep
+from odc_mpi.runtime.world import World
+from odc_mpi.shard.spans import KINDS, Span, Spans
+
+NAME = "trace.json"
+#: Spans in the file, over all ranks and minibatches: a few megabytes. Of more than its part a rank keeps the longest.
+MAX_SPANS = 100_000
+#: A rank keeps at least so many of a minibatch.
+MIN_SPANS = 50
+#: Bars of the histogram.
+NUM_BINS = 40
+
+
+class Trace:
+    """Keeps what this rank did in the last minibatches. Local, but for `write`.
+
+    Args:
+        spans: Those of the model, which has just left B.
+        num_steps: How many minibatches to keep; 0: nothing is kept or written.
+        max_tokens: The most in a microbatch.
+    """
+
+    def __init__(self, spans: Spans, num_steps: int, max_tokens: int) -> None:
+        self._spans = spans
+        self._steps: deque[dict[str, Any]] = deque(maxlen=num_steps)
+        self._edges = np.linspace(0, max_tokens, NUM_BINS + 1)
+        self._counts = np.zeros(NUM_BINS, dtype=np.int64)
+        self._first_step: int | None = None
+        self._microbatches: list[tuple[float, float, int]] = []
+        if num_steps:
+            spans.keep()
+        self._began = perf_counter()
+
+    @contextmanager
+    def microbatch(self, num_tokens: int) -> Iterator[None]:
+        """Enclose a microbatch, of 0 tokens if it is padding. Local."""
+        began = perf_counter()
+        yield
+        self._microbatches.append((began, perf_counter(), num_tokens))
+
+    def end_step(self, step: int, minibatch: Minibatch) -> None:
+        """Take what happened since the last call; this rank has just left B. Local."""
+        origin, self._began = self._began, perf_counter()
+        microbatches, self._microbatches = self._microbatches, []
+        if not self._steps.maxlen:
+            return
+        self._first_step = self._first_step or step
+        self._counts += np.histogram(_tokens(minibatch), self._edges)[0]
+        own = {"end_s": self._began - origin, "origin": origin, "spans": self._spans.take()}
+        self._steps.append({"step": step, "microbatches": microbatches, **own})
+
+    def write(self, world: World, run_dir: Path) -> None:
+        """Write the file of all ranks, or warn that it cannot be written. Collective."""
+        if not self._steps:
+            return
+        most = max(MIN_SPANS, MAX_SPANS // (world.size * len(self._steps)))
+        everyone = world.gather_objects([_on_paper(step, most) for step in self._steps])
+        if world.rank == 0:
+            numbers = [step["step"] for step in self._steps]
+            steps = [
+                {"step": n, "ranks": list(ranks)} for n, ranks in zip(numbers, zip(*everyone, strict=True), strict=True)
+            ]
+            tokens = {"edges": self._edges.tolist(), "counts": self._counts.tolist()}
+            tokens |= {"first_step": self._first_step, "last_step": numbers[-1]}
+            most_tokens = int(self._edges[-1])
+            content = {"steps": steps, "max_tokens_per_microbatch": most_tokens, "tokens_per_microbatch": tokens}
+            keep(run_dir / NAME, json.dumps(content) + "\n")
+
+
+def _tokens(minibatch: Minibatch) -> list[int]:
+    """Return the tokens of every microbatch of all ranks."""
+    lengths = minibatch.dataset.lengths[minibatch.indices]
+    return [int(lengths[list(own)].sum()) for own in chain(*minibatch.plan.microbatches, minibatch.plan.pool) if own]
+
+
+def _on_paper(step: dict[str, Any], most: int) -> dict[str, Any]:
+    """Return a rank's minibatch with times from its origin, and the longest spans only if there are too many."""
+    origin: float = step["origin"]
+    spans: list[Span] = step["spans"]
+    limit = sorted((s.ended - s.began for s in spans), reverse=True)[most] if len(spans) > most else -1.0
+    kept: dict[str, Any] = {kind: [] for kind in KINDS}
+    left_out_s = dict.fromkeys(KINDS, 0.0)
+    for kind, began, ended in spans:
+        if ended - began > limit:
+            kept[kind].append([round(began - origin, 6), round(ended - origin, 6)])
+        else:
+            left_out_s[kind] += ended - began
+    microbatches = [[round(began - origin, 6), round(ended - origin, 6), n] for began, ended, n in step["microbatches"]]
+    return {"end_s": round(step["end_s"], 6), "microbatches": microbatches, **kept, "left_out_s": left_out_s}

@@ -1,0 +1,1 @@
+"""Pages with pictures of runs and benchmarks. No MPI."""

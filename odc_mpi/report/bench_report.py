@@ -1,0 +1,182 @@
+"""What a report tells of a benchmark, from the one object that it printed with ``--json``. Local."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from odc_mpi.report import pictures, speed_report
+from odc_mpi.report.page import Figure, Report
+from odc_mpi.report.picture_parts import BLUE, ORANGE, SKY, Bar, Chart, Curve, Lane, Look, Panel
+from odc_mpi.report.selection import choose
+from odc_mpi.report.wording import told_load
+from odc_mpi.simulate.events import merged
+from odc_mpi.simulate.paper import PAPER
+from odc_mpi.simulate.simulate import BASELINE, FLOOR, SCHEDULES
+
+#: The schedule that is set against the baseline.
+ON_DEMAND = "window/dynamic"
+COMPUTES, WAITS = "computes", "waits for other ranks"
+_LOOKS = {COMPUTES: Look(BLUE), WAITS: Look("none", "////")}
+#: The way to communicate shows in a bar's look.
+_BY_TRANSPORT = {"collective": Look(ORANGE, "///"), "window": Look(BLUE), FLOOR: Look("none")}
+
+
+def describe(result: Mapping[str, Any]) -> Report:
+    """Return what is to be told of a benchmark. Local.
+
+    Args:
+        result: The object.
+
+    Raises:
+        LookupError, TypeError, ValueError: It is not what a benchmark prints.
+    """
+    return KINDS[result["benchmark"]](result)
+
+
+def _schedule(result: Mapping[str, Any]) -> Report:
+    scenario = result["scenario"]
+    measured = result["benchmark"] == "schedule"
+    lead = [
+        f"{scenario['ranks']} ranks, {scenario['per_rank']} sequences each, lengths {scenario['lengths']}, speeds vary "
+        f"by {scenario['speed_variation']:.0%}, costs err by {scenario['cost_error']:.0%}; "
+        f"{scenario['num_minibatches']} minibatches, seed {scenario['seed']}."
+    ]
+    if measured:
+        lead.append(
+            f"Measured on {result['library']}, {result['nodes']} node{'s'[: result['nodes'] != 1]}: the runtime of a "
+            f"real run, with sleeps in place of computation, {result['slept_step_s']:g} s for an even share of a "
+            "minibatch; times as if nothing had been scaled."
+        )
+        lead += [_load(result)] if "load_average" in result else []
+    else:
+        lead.append("Reckoned by odc-mpi simulate, not measured.")
+    timeline = result.get("timeline")
+    notes = [] if timeline else ["There is no timeline in this file: measure again for the picture of who waits when."]
+    figures = [_first_minibatch(result, timeline)] if timeline else []
+    gain = result["speedup"][ON_DEMAND]
+    best = "on demand" if measured else "on demand, as reckoned"
+    return Report(
+        f"{gain:.2f} times as fast {best}: {ON_DEMAND} beside {BASELINE}",
+        lead,
+        notes,
+        [*figures, _speedups(result)],
+    )
+
+
+def _first_minibatch(result: Mapping[str, Any], timeline: Mapping[str, Any]) -> Figure:
+    ends = {name: max((own[-1][1] for own in timeline[name] if own), default=0.0) for name in (BASELINE, ON_DEMAND)}
+    saved_s = ends[BASELINE] - ends[ON_DEMAND]
+    chosen = choose([sum(b - a for a, b in own) for own in timeline[BASELINE]])
+    idle = {name: _idle(timeline[name], end) for name, end in ends.items()}
+    headings = {
+        BASELINE: f"Collectives, {BASELINE}: ranks meet at each layer of each microbatch, and wait "
+        f"{idle[BASELINE]:.0%} of the time",
+        ON_DEMAND: f"On demand, {ON_DEMAND}: ranks meet once, at the end, and wait {idle[ON_DEMAND]:.0%} of the time",
+    }
+    charts = [
+        Chart(
+            headings[name],
+            [_lane(rank, timeline[name][rank], end) for rank in chosen],
+            end,
+            [(end, f"{end:.1f} s")],
+            saved_s if name == ON_DEMAND else 0.0,
+        )
+        for name, end in ends.items()
+    ]
+    title = f"The same {len(timeline[BASELINE])} ranks and the same sequences: " + (
+        f"on demand the minibatch ends {saved_s / ends[BASELINE]:.0%} earlier"
+        if saved_s > 0
+        else "here on demand gains nothing"
+    )
+    source = "measured on the real runtime" if result["benchmark"] == "schedule" else "as reckoned by odc-mpi simulate"
+    caption = f"The first minibatch, {source}: when each rank computes, and when it waits. "
+    if len(chosen) < len(timeline[BASELINE]):
+        caption += f"{len(chosen)} of {len(timeline[BASELINE])} ranks are shown, from least to most busy."
+    return Figure(pictures.gantt("gantt", title, charts, _LOOKS), caption)
+
+
+def _idle(ranks: Sequence[Sequence[Sequence[float]]], end_s: float) -> float:
+    return 1 - sum(b - a for own in ranks for a, b in own) / (len(ranks) * end_s) if end_s > 0 else 0.0
+
+
+def _lane(rank: int, busy: Sequence[Sequence[float]], end_s: float) -> Lane:
+    # Pauses of less than half a pixel are not to be seen.
+    computes = merged(((a, b) for a, b in busy), end_s / 1800)
+    edges = [0.0, *(edge for span in computes for edge in span), end_s]
+    return Lane(f"rank {rank}", {COMPUTES: computes, WAITS: list(zip(edges[::2], edges[1::2], strict=True))})
+
+
+def _speedups(result: Mapping[str, Any]) -> Figure:
+    scenario, simulated = result["scenario"], result.get("simulated", {})
+    paper = PAPER.get((scenario["lengths"], scenario["ranks"], scenario["per_rank"]), {})
+    names = [*SCHEDULES, FLOOR]
+    others = {name: _beside(name, {"simulated": simulated, "measured in the ODC paper": paper}) for name in names}
+    looks = {name: _BY_TRANSPORT[name.split("/")[0]] for name in names}
+    panels = {
+        f"speed-up over {BASELINE}": [
+            Bar(name, result["speedup"][name], looks[name], None, others[name]) for name in names
+        ],
+        "part of the ranks' time in which they wait": [
+            Bar(name, result["idle_fraction"][name], looks[name]) for name in names
+        ],
+    }
+    wait = result["idle_fraction"]
+    title = f"Ranks wait {wait[BASELINE]:.0%} of the time with {BASELINE}, {wait[ON_DEMAND]:.0%} with {ON_DEMAND}"
+    floor = "The floor is what no schedule can exceed: the longest sequence alone, or all work shared out evenly."
+    return Figure(pictures.bars("speedups", title, panels, [".2f", ".0%"], [1.0, None]), floor)
+
+
+def _beside(name: str, others: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {source: figures[name] for source, figures in others.items() if name in figures}
+
+
+def _train(result: Mapping[str, Any]) -> Report:
+    speeds, quartiles = result["tokens_per_s"], result["quartiles"]
+    looks = {name: _BY_TRANSPORT.get(name.split("/")[0], Look(SKY, "\\\\\\")) for name in speeds}
+    speed = [Bar(name, value, looks[name], tuple(quartiles[name])) for name, value in speeds.items()]
+    panels = {
+        "tokens per second, with quartiles": speed,
+        "as a multiple of FSDP2's": [Bar(name, result["ratio_to_fsdp2"][name], looks[name]) for name in speeds],
+        "as a multiple of the ceiling": [Bar(name, result["ratio_to_ceiling"][name], looks[name]) for name in speeds],
+    }
+    ours = {name: value for name, value in result["ratio_to_fsdp2"].items() if name.startswith("window/")}
+    best = max(ours, key=lambda name: ours[name])
+    title = f"{best} trains {ours[best]:.2f} times as fast as FSDP2"
+    figures = [
+        Figure(
+            pictures.bars("speeds", title, panels, [",.0f", ".2f", ".2f"], [None, 1.0, 1.0]),
+            "Medians over rounds. The ceiling is one process alone on all of the data, by as many as there are ranks.",
+        )
+    ]
+    losses = result["losses"]
+    losses_title = (
+        f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
+    )
+    curve = Curve("", range(1, len(losses) + 1), [_number(loss) for loss in losses])
+    figures.append(Figure(pictures.curves("loss", losses_title, [Panel("loss", [curve])], "minibatch")))
+    lead = [
+        f"{result['library']}, {result['ranks']} ranks of {result['threads']} thread{'s'[: result['threads'] != 1]}, "
+        f"{result['model_numel'] / 1e6:.1f} M parameters; {result['repeats']} rounds of {result['steps']} minibatches.",
+        f"Reduction {result['reduction']}, zero-copy {result['zero_copy']}, progress {result['progress']}.",
+    ]
+    return Report(title, [*lead, _load(result)], (), figures)
+
+
+def _load(result: Mapping[str, Any]) -> str:
+    return f"{told_load(result).capitalize()}."
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+#: By the name of the benchmark.
+KINDS: Mapping[str, Callable[[Mapping[str, Any]], Report]] = {
+    "schedule": _schedule,
+    "simulate": _schedule,
+    "train": _train,
+    "transport": speed_report.transport,
+    "checkpoint": speed_report.checkpoint,
+    "progress": speed_report.progress,
+    "gpu": speed_report.gpu,
+}

@@ -1,0 +1,102 @@
+"""One HTML file that needs nothing else: text, tables and pictures, on light and dark screens and on paper. Local."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from odc_mpi.report.picture_parts import INK, LINE, MUTED, PAPER, Picture
+
+_VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", PAPER: "--paper"}
+_DARK = {"--ink": "#e6edf3", "--muted": "#9aa4af", "--line": "#3d444d", "--paper": "#151b23"}
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, 'Segoe UI', Helvetica, Arial, sans-serif; color: var(--ink); background: var(--paper);
+       max-width: 900px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; line-height: 1.25; }
+h2 { font-size: 1.1rem; margin-top: 2.5rem; }
+figure { margin: 2.5rem 0; break-inside: avoid; }
+figure svg { width: 100%; height: auto; display: block; }
+figcaption, .lead { color: var(--muted); max-width: 75ch; }
+figcaption { font-size: 0.9rem; }
+.note { border-left: 4px solid #e69f00; padding-left: 0.8rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { border-bottom: 1px solid var(--line); padding: 0.2rem 1.5rem 0.2rem 0; vertical-align: top;
+         overflow-wrap: anywhere; }
+th { text-align: left; font-weight: 600; white-space: nowrap; }
+pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 35%, transparent); padding: 1rem; }
+"""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture with a text below it."""
+
+    picture: Picture
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a page shows, from top to bottom.
+
+    Attributes:
+        title: A heading.
+        lead: Of what, in a few words each.
+        notes: What is missing or to be known.
+        figures: Pictures.
+        tables: By heading, names with what they are.
+        folded: Long texts by heading, shown when asked for.
+    """
+
+    title: str
+    lead: Sequence[str]
+    notes: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+    tables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    folded: Mapping[str, str] = field(default_factory=dict)
+
+
+def html(report: Report) -> str:
+    """Return the page. Local."""
+    light = "; ".join(f"{name}: {colour}" for colour, name in _VARIABLES.items())
+    dark = "; ".join(f"{name}: {colour}" for name, colour in _DARK.items())
+    variables = f":root {{ color-scheme: light dark; {light} }}\n"
+    variables += f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    body = [
+        f"<h1>{escape(report.title)}</h1>",
+        *(f'<p class="lead">{escape(line)}</p>' for line in report.lead),
+        *(f'<p class="note">{escape(note)}</p>' for note in report.notes),
+        *(_figure(figure) for figure in report.figures),
+        *(_table(heading, rows) for heading, rows in report.tables.items()),
+        *(
+            f"<details><summary>{escape(heading)}</summary><pre>{escape(text)}</pre></details>"
+            for heading, text in report.folded.items()
+        ),
+    ]
+    head = '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">\n'
+    head += f"<title>{escape(report.title)}</title>\n<style>\n{variables}{_STYLE}</style>"
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n'
+        + "\n".join(body)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _figure(figure: Figure) -> str:
+    caption = f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
+    return f"<figure>\n{_inline(figure.picture)}{caption}</figure>"
+
+
+def _inline(picture: Picture) -> str:
+    """Return a picture as a part of a page: without the document's head, with names and colours that suit the page."""
+    svg = picture.svg[picture.svg.index("<svg") :]
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{picture.name}-", svg)
+    for colour, name in _VARIABLES.items():
+        svg = svg.replace(colour, f"var({name})")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(picture.title)}"', 1)
+
+
+def _table(heading: str, rows: Mapping[str, str]) -> str:
+    cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>\n" for name, value in rows.items())
+    return f"<h2>{escape(heading)}</h2>\n<table>\n{cells}</table>"

@@ -1,0 +1,72 @@
+"""`odc-mpi report`: a page with pictures of a run or a benchmark, or one of its pictures. Local; no MPI."""
+
+import json
+from pathlib import Path
+
+from odc_mpi.errors import UserError
+from odc_mpi.files import swap_text
+from odc_mpi.report import bench_report, page, run_report
+
+
+def write(source: Path, out: Path | None = None, picture: str | None = None) -> Path:
+    """Write a report. Local.
+
+    Args:
+        source: A run directory, or a file with the object that a benchmark or `odc-mpi simulate` printed with --json.
+        out: The file to write; by default report.html in the run directory, or the source's name with another ending.
+        picture: Write this picture alone, as SVG.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UserError: The source is neither, or damaged; there is no such picture; the file cannot be written.
+    """
+    ending = ".html" if picture is None else f".{picture}.svg"
+    try:
+        kind = "a run directory" if source.is_dir() else "the JSON of a benchmark or of odc-mpi simulate"
+        text = _draw(_describe(source), picture)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{source}: cannot read {error.filename}: {error.strerror}") from None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        told = f"there is no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{source}: expected {kind}, undamaged; {' '.join(told.split())}") from error
+    out = out or (source / f"report{ending}" if source.is_dir() else source.with_suffix(ending))
+    _write(out, text)
+    return out
+
+
+def _describe(source: Path) -> page.Report:
+    return run_report.describe(source) if source.is_dir() else bench_report.describe(_read(source))
+
+
+def _read(source: Path) -> dict[str, object]:
+    try:
+        content = json.loads(source.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{source}: expected a run directory or a benchmark's JSON, got: {error.strerror}") from None
+    kind = content.get("benchmark") if isinstance(content, dict) else None
+    if not isinstance(kind, str) or kind not in bench_report.KINDS:
+        kinds = " or ".join(sorted(bench_report.KINDS))
+        got = f"that of {kind}" if isinstance(kind, str) else "JSON of something else"
+        raise UserError(f"{source}: expected what odc-mpi prints with --json for {kinds}, got {got}")
+    return content
+
+
+def _draw(report: page.Report, name: str | None) -> str:
+    if name is None:
+        return page.html(report)
+    pictures = {figure.picture.name: figure.picture for figure in report.figures}
+    if name not in pictures:
+        raise UserError(f"--picture {name}: expected one of {', '.join(pictures) or 'none, as there are no pictures'}")
+    return pictures[name].svg
+
+
+def _write(out: Path, text: str) -> None:
+    """Write a file such that a reader sees the old one or the new one, never a part."""
+    try:
+        swap_text(out, text, private=False)
+    except OSError as error:
+        raise UserError(f"--out: cannot write {out}: {error.strerror}") from None

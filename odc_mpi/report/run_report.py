@@ -1,0 +1,268 @@
+"""What a report tells of a run, from the files in its directory; of a run that was killed, what there is. Local."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from odc_mpi.data.dataset import Dataset
+from odc_mpi.errors import UserError
+from odc_mpi.report import pictures
+from odc_mpi.report.page import Figure, Report
+from odc_mpi.report.picture_parts import BLUE, GREEN, ORANGE, PURPLE, SKY, Chart, Curve, Histogram, Lane, Look, Panel
+from odc_mpi.report.selection import choose
+from odc_mpi.train import yaml_dialect as dialect
+
+COMPUTES, PADS, FETCHES, PUSHES, WAITS = "computes", "runs padding", "fetches", "pushes", "waits at the boundary"
+#: In the order in which they are drawn: fetches and pushes lie within microbatches.
+_LOOKS = {
+    COMPUTES: Look(BLUE),
+    PADS: Look(PURPLE, "xxx"),
+    FETCHES: Look(ORANGE, "\\\\\\"),
+    PUSHES: Look(GREEN, "---"),
+    WAITS: Look("none", "////"),
+}
+#: More bars than that next to each other are taken together.
+_MOST_BARS = 80
+_NUM_BINS = 40
+
+
+@dataclass
+class Run:
+    """What is left of a run.
+
+    Attributes:
+        steps: Lines of metrics.jsonl.
+        summary: Of summary.json; None if there is none.
+        trace: Of trace.json; None if there is none.
+        settings: Of config.yaml.
+        config_text: The same as it is.
+        lengths: Of the data set's sequences; None if it is not there any more, or damaged.
+        notes: What is missing.
+    """
+
+    steps: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+    trace: dict[str, Any] | None
+    settings: dict[str, Any]
+    config_text: str
+    lengths: np.ndarray | None
+    notes: list[str] = field(default_factory=list)
+
+
+def describe(run_dir: Path) -> Report:
+    """Return what is to be told of a run. Local.
+
+    Args:
+        run_dir: Its directory.
+
+    Raises:
+        UserError: It is no run directory.
+        LookupError, TypeError, ValueError: A file in it is not what a run writes.
+    """
+    run = _read(run_dir)
+    figures = [_gantt(run.trace)] if run.trace else []
+    if run.steps:
+        figures += [_where(run.steps), *_histograms(run), _loss(run.steps)]
+    else:
+        figures += _histograms(run)
+    tables = {"Summary": {name: _cell(name, value) for name, value in run.summary.items()}} if run.summary else {}
+    folded = {"Configuration": run.config_text} if run.config_text else {}
+    return Report(f"Run {run_dir.resolve().name}", _lead(run), run.notes, figures, tables, folded)
+
+
+def _read(run_dir: Path) -> Run:
+    config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
+    if not (config.is_file() or metrics.is_file()):
+        raise UserError(
+            f"{run_dir}: expected a run directory, which has config.yaml and metrics.jsonl, or the JSON of a benchmark"
+        )
+    notes: list[str] = []
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    settings = dialect.read_file(config) if text else {}
+    if not isinstance(settings, dict):
+        raise ValueError("config.yaml is no mapping")
+    steps = _read_lines(metrics, notes)
+    summary = _read_json(run_dir / "summary.json", "the run was ended before its last step, or goes on", notes)
+    none = "it is written at the end of a run, unless run.trace_steps is 0: no picture of who did what when"
+    trace = _read_json(run_dir / "trace.json", none, notes)
+    return Run(steps, summary, trace, settings, text, _read_lengths(settings, notes), notes)
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    steps = []
+    for line in lines:
+        try:
+            steps.append(json.loads(line))
+        except ValueError:  # a run that was killed may have written a part of its last line
+            notes.append(f"{path.name}: a line that is no JSON is left out, after step {len(steps)}.")
+    if not steps:
+        notes.append(f"There is no step in {path.name}: the run ended before its first step did.")
+    return steps
+
+
+def _read_json(path: Path, otherwise: str, notes: list[str]) -> dict[str, Any] | None:
+    if not path.is_file():
+        notes.append(f"There is no {path.name}: {otherwise}.")
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise TypeError(f"{path.name} is no mapping")
+    return content
+
+
+def _read_lengths(settings: Mapping[str, Any], notes: list[str]) -> np.ndarray | None:
+    path = (settings.get("data") or {}).get("path")
+    if path and not Path(path).exists():
+        notes.append(f"The data set {path} (data.path) is not there any more: no lengths of its sequences.")
+    elif path:
+        try:
+            with Dataset(path) as dataset:
+                return np.array(dataset.lengths)
+        except UserError as error:
+            notes.append(f"There are no lengths of the sequences: {error}.")
+    return None
+
+
+def _lead(run: Run) -> list[str]:
+    facts, comm, data = run.summary or {}, run.settings.get("comm") or {}, run.settings.get("data") or {}
+    lines = []
+    if run.steps:
+        tokens = sum(step["num_input_tokens"] for step in run.steps)
+        speed = tokens / max(1e-9, sum(step["step_s"] for step in run.steps))
+        lines.append(f"{len(run.steps)} steps, {tokens:,} tokens, {speed:,.0f} tokens per second.")
+    ranks = f"{facts['world_size']} ranks" if "world_size" in facts else ""
+    transport, balance = comm.get("transport"), data.get("balance")
+    lines.append(", ".join(str(part) for part in (ranks, transport, balance, facts.get("mpi_library")) if part))
+    return [line for line in lines if line]
+
+
+def _gantt(trace: Mapping[str, Any]) -> Figure:
+    steps = trace["steps"]
+    ends = [max(own["end_s"] for own in step["ranks"]) for step in steps]
+    offsets = np.cumsum([0.0, *ends]).tolist()
+    busy = np.sum([[_seconds(own["microbatches"]) for own in step["ranks"]] for step in steps], axis=0)
+    chosen = choose(busy.tolist())
+    lanes = [_lane(rank, [step["ranks"][rank] for step in steps], offsets) for rank in chosen]
+    marks = [(at, f"step {step['step']}") for at, step in zip(offsets, steps, strict=False)]
+    everyone = [own for step in steps for own in step["ranks"]]
+    whole = sum(offset * len(steps[0]["ranks"]) for offset in ends)
+    waits = sum(_seconds(own[point]) for own in everyone for point in "ANB") / whole
+    moves = sum(_seconds(own[kind]) for own in everyone for kind in ("fetch", "accumulate")) / whole
+    works = max(0.0, sum(_seconds(own["microbatches"]) for own in everyone) / whole - moves)
+    which = f"steps {steps[0]['step']} to {steps[-1]['step']}" if len(steps) > 1 else f"step {steps[0]['step']}"
+    title = (
+        f"In {which} ranks compute {works:.0%} of the time, fetch and push {moves:.0%}, "
+        f"wait at the boundary {waits:.0%}"
+    )
+    caption = (
+        "Each minibatch begins as a rank leaves point B and ends as it leaves the next. Numbers are tokens of a "
+        "microbatch. What is left blank is the optimizer's step, planning, and writing metrics. With collectives, "
+        "fetches and pushes include waiting for the slowest rank."
+    )
+    if len(chosen) < len(busy):
+        caption += f" {len(chosen)} of {len(busy)} ranks are shown, from least to most busy."
+    left_out = sum(sum(own["left_out_s"].values()) for own in everyone)
+    if left_out:
+        caption += f" Short spans of {left_out:.3g} s, over all ranks, were not kept."
+    return Figure(pictures.gantt("gantt", title, [Chart("", lanes, offsets[-1], marks)], _LOOKS), caption)
+
+
+def _lane(rank: int, steps: Sequence[Mapping[str, Any]], offsets: Sequence[float]) -> Lane:
+    spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _LOOKS}
+    notes = []
+    for own, offset in zip(steps, offsets, strict=False):
+        for began, ended, tokens in own["microbatches"]:
+            spans[COMPUTES if tokens else PADS].append((offset + began, offset + ended))
+            notes.append((offset + began, offset + ended, f"{tokens:,}" if tokens else ""))
+        for kind, names in ((FETCHES, ("fetch",)), (PUSHES, ("accumulate",)), (WAITS, "ANB")):
+            spans[kind] += [(offset + began, offset + ended) for name in names for began, ended in own[name]]
+    return Lane(f"rank {rank}", spans, notes)
+
+
+def _seconds(spans: Sequence[Sequence[float]]) -> float:
+    return sum(span[1] - span[0] for span in spans)
+
+
+def _where(steps: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw where the time of each step went, or that of some steps together."""
+    at_once = math.ceil(len(steps) / _MOST_BARS)
+    groups = [steps[i : i + at_once] for i in range(0, len(steps), at_once)]
+    x = [float(np.mean([step["step"] for step in group])) for group in groups]
+    waits = {"fetches": "fetch_wait_s", "pushes": "accumulate_wait_s", WAITS: "boundary_wait_s"}
+    parts = {kind: [_share(group, name) for group in groups] for kind, name in waits.items()}
+    rest = "computes, and all else"
+    parts = {rest: [max(0.0, 1.0 - sum(values)) for values in zip(*parts.values(), strict=True)], **parts}
+    every = Curve(
+        "", [step["step"] for step in steps], [step["idle_fraction"] for step in steps], Look(SKY, "none"), "."
+    )
+    mean = Curve("", x, [float(np.mean([step["idle_fraction"] for step in group])) for group in groups])
+    idle = sum(step["idle_fraction"] * step["step_s"] for step in steps) / sum(step["step_s"] for step in steps)
+    title = f"Ranks stood idle {idle:.1%} of the time, waiting for the slowest at the boundary of each minibatch"
+    panel = Panel("part of the time in which ranks stood at the boundary", [every, mean])
+    caption = "Means over all ranks." + (f" Bars and the line are means over {at_once} steps." if at_once > 1 else "")
+    looks = {**_LOOKS, rest: _LOOKS[COMPUTES]}
+    return Figure(pictures.stack("time", title, x, parts, looks, "step", panel), caption)
+
+
+def _share(group: Sequence[Mapping[str, Any]], name: str) -> float:
+    return sum(step[name] for step in group) / sum(step["step_s"] for step in group)
+
+
+def _histograms(run: Run) -> list[Figure]:
+    panels, title = [], []
+    if run.lengths is not None and len(run.lengths):
+        counts, edges = np.histogram(run.lengths, _NUM_BINS)
+        median = int(np.median(run.lengths))
+        marks = [(median, f"half are below {median:,}")]
+        panels.append(
+            Histogram("sequences of the data set", "tokens", edges.tolist(), counts.tolist(), Look(SKY), marks)
+        )
+        title.append(
+            f"sequences have {run.lengths.min():,} to {run.lengths.max():,} tokens, half of them below {median:,}"
+        )
+    if run.trace:
+        tokens, most = run.trace["tokens_per_microbatch"], run.trace["max_tokens_per_microbatch"]
+        middles = [(a + b) / 2 for a, b in pairwise(tokens["edges"])]
+        full = float(np.average(middles, weights=tokens["counts"])) / most if sum(tokens["counts"]) else 0.0
+        marks = [(most, f"at most {most:,}")]
+        heading = f"microbatches of steps {tokens['first_step']} to {tokens['last_step']}"
+        panels.append(Histogram(heading, "tokens", tokens["edges"], tokens["counts"], Look(BLUE), marks))
+        title.append(f"microbatches are {full:.0%} full")
+    words = "; ".join(title)
+    return [Figure(pictures.histograms("lengths", words[:1].upper() + words[1:], panels))] if panels else []
+
+
+def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
+    numbers = [step["step"] for step in steps]
+    loss = [math.nan if step["loss"] is None or step["skipped"] else step["loss"] for step in steps]
+    known = [value for value in loss if not math.isnan(value)]
+    title = "No step has a loss"
+    if known:
+        went = "fell" if known[-1] < known[0] else "went"
+        title = f"The loss {went} from {known[0]:.4g} to {known[-1]:.4g} in {len(steps):,} steps"
+    panels = [
+        Panel("loss, mean over trained tokens", [Curve("", numbers, loss)], height=2.8),
+        Panel(
+            "learning rate",
+            [Curve("", numbers, [step["learning_rate"] for step in steps], Look(GREEN, "-"))],
+            height=1.1,
+        ),
+    ]
+    skipped = sum(bool(step["skipped"]) for step in steps)
+    caption = f"{skipped} steps were skipped: their gradients were not finite." if skipped else ""
+    return Figure(pictures.curves("loss", title, panels, "step"), caption)
+
+
+def _cell(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int | float):
+        return f"{value / 2**20:,.1f} MiB"
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else " ".join(str(value).split())

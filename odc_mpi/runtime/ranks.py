@@ -1,0 +1,85 @@
+"""What the ranks of a command do together: start MPI, work, and end in one exit code."""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from odc_mpi.errors import AgreedError, StoppedError, TrainingError, UserError, in_one_line
+from odc_mpi.runtime.limits import start_limit
+
+if TYPE_CHECKING:
+    from odc_mpi.runtime.world import World
+
+#: EX_TEMPFAIL of sysexits.h: a scheduler may be told to requeue a job that ends with it.
+_STOPPED = 75
+
+
+@contextmanager
+def start_of_mpi() -> Iterator[None]:
+    """Enclose the imports that start MPI: within a limit, and with a word to those who have no library. Local."""
+    from odc_mpi.runtime.pmi import check_before_start
+
+    with start_limit():
+        try:
+            check_before_start()
+            yield
+        except (ImportError, RuntimeError) as error:
+            if not re.search(r"cannot load MPI|libmpi", str(error)):
+                raise
+            raise UserError(
+                f"no MPI library found ({in_one_line(error)}): pip install 'odc_mpi[mpich]', or load your cluster's"
+            ) from error
+
+
+def on_ranks(world: "World", work: Callable[[], object]) -> int:
+    """Do what all ranks do together, and return the exit code. Collective; may end the process.
+
+    Args:
+        world: The ranks; closed afterwards.
+        work: Raises what the exit codes of `odc_mpi.cli.main` are for.
+    """
+    from odc_mpi.runtime.abort import abort
+
+    code = 0
+    try:
+        work()
+    except StoppedError as stopped:
+        code = _tell_stopped(stopped, world.rank)
+    except (AgreedError, TrainingError) as error:
+        if world.rank == 0:
+            say(error)
+        return 2 if isinstance(error, UserError) else 1
+    except UserError as error:
+        # Met by this rank alone, perhaps: the others may be waiting for it.
+        abort(f"rank {world.rank}: {error}", code=2)
+    except KeyboardInterrupt:
+        abort("interrupted", code=130)
+    world.close()
+    return code
+
+
+def _tell_stopped(stopped: StoppedError, rank: int) -> int:
+    """Say that a run ended as asked, and return the exit code.
+
+    A launcher that ends all ranks at the first bad exit code would kill those that are a little later, and pass on
+    their code instead of ours. So a file can tell it; then the exit code is 0, unless rank 0 cannot write it.
+    """
+    note = os.environ.get("ODC_MPI_STOPPED_FILE")
+    if rank == 0:
+        print(f"odc-mpi: {stopped}", file=sys.stderr, flush=True)
+    if rank == 0 and note:
+        try:
+            Path(note).touch()
+        except OSError as error:
+            print(f"odc-mpi: cannot write ODC_MPI_STOPPED_FILE={note}: {error.strerror}", file=sys.stderr, flush=True)
+            return _STOPPED
+    return 0 if note else _STOPPED
+
+
+def say(error: Exception) -> None:
+    """Print an error as a line on standard error. Local."""
+    print(f"odc-mpi: error: {error}", file=sys.stderr, flush=True)

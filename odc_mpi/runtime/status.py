@@ -1,0 +1,235 @@
+"""What every rank is doing, for others to read should they wait for it in vain.
+
+Each rank has a page of 512 bytes in a window. It writes there by plain stores and asks nobody; others read it with
+MPI_Rget, but only when a wait has outlasted its deadline. So a rank that computes, or is stopped, can be read by the
+ranks of its node all the same. Over a network without one-sided hardware a page can be read while its rank enters MPI,
+which a thread does now and then; a rank that is stopped does not answer there.
+
+Note: torn pages
+    A page has two slots, written in turn, each with a number and a checksum. A reader takes the valid slot with the
+    higher number. A writer that is stopped in the middle of a slot leaves the other one whole, and no order of stores
+    is assumed, which a lock of sequence numbers would need.
+"""
+
+import queue
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from mpi4py import MPI
+
+from odc_mpi.runtime.lateness import Status
+
+#: Bytes of a slot, and of a rank's page.
+SLOT_BYTES = 256
+PAGE_BYTES = 2 * SLOT_BYTES
+#: Checksum of the rest; number of the write, time, meetings, microbatch, flags, bytes of text.
+_CHECKSUM = struct.Struct("<I")
+_HEAD = struct.Struct("<QdIIBB")
+MAX_TEXT_BYTES = SLOT_BYTES - _CHECKSUM.size - _HEAD.size
+_LEAVING, _SPEAKING = 1, 2
+#: Where nobody else drives MPI's progress on a rank that computes, this thread does so often, each time so many times:
+#: enough for its page to be read, and nothing to notice.
+SERVE_S, SERVE_TIMES = 0.5, 3
+#: A dead or stopped host never answers; after this many seconds nobody asks on.
+READ_GRACE_S = 2.0
+
+
+class StatusPage:
+    """Writes what this rank is doing. Any thread may.
+
+    Args:
+        memory: Of the page, `[PAGE_BYTES]`.
+
+    Attributes:
+        num_meetings: Collectives at which this rank has arrived; like the flags it is told with the next `write`.
+        leaving: See `Status`.
+        speaking: See `Status`.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._number = 0
+        self._last = ("", 0, 0.0)
+        self.num_meetings = 0
+        self.leaving = False
+        self.speaking = False
+
+    def write(self, what: str, microbatch: int = 0) -> None:
+        """Tell what this rank is doing. Local."""
+        with self._lock:
+            self._last = what, microbatch, time.time()
+            self._store()
+
+    def arrive(self, what: str) -> int:
+        """Tell that this rank has arrived at a collective, and return its number, from 1. Local."""
+        with self._lock:
+            self.num_meetings += 1
+            self._last = what, 0, time.time()
+            self._store()
+            return self.num_meetings
+
+    def speak(self) -> None:
+        """Tell that this rank is about to end the job with a message; what it was doing stays. Local."""
+        with self._lock:
+            self.speaking = True
+            self._store()
+
+    def beat(self) -> None:
+        """Give a sign of life: the same again under a new number. Local."""
+        with self._lock:
+            self._store()
+
+    def detach(self) -> None:
+        """Let go of the memory: later writes go nowhere. Local."""
+        with self._lock:
+            self._memory = memoryview(bytearray(PAGE_BYTES))
+
+    def _store(self) -> None:
+        self._number += 1
+        what, microbatch, told_at = self._last
+        text = what.encode()[:MAX_TEXT_BYTES]
+        flags = _LEAVING * self.leaving + _SPEAKING * self.speaking
+        record = _HEAD.pack(self._number, told_at, self.num_meetings, microbatch, flags, len(text)) + text
+        start = self._number % 2 * SLOT_BYTES
+        self._memory[start : start + _CHECKSUM.size + len(record)] = _CHECKSUM.pack(zlib.crc32(record)) + record
+
+
+def read_page(page: bytes) -> Status | None:
+    """Return what a page tells; None if it was read while both slots were written. Local."""
+    slots = [_read_slot(page[start : start + SLOT_BYTES]) for start in (0, SLOT_BYTES)]
+    return max((slot for slot in slots if slot is not None), key=lambda status: status.number, default=None)
+
+
+def _read_slot(slot: bytes) -> Status | None:
+    number, told_at, num_meetings, microbatch, flags, length = _HEAD.unpack_from(slot, _CHECKSUM.size)
+    record = slot[_CHECKSUM.size : _CHECKSUM.size + _HEAD.size + length]
+    if zlib.crc32(record) != _CHECKSUM.unpack_from(slot)[0]:
+        return None
+    # A text cut in the middle of a character loses it.
+    text = record[_HEAD.size :].decode(errors="ignore")
+    return Status(
+        text,
+        microbatch,
+        num_meetings,
+        leaving=bool(flags & _LEAVING),
+        speaking=bool(flags & _SPEAKING),
+        told_at=told_at,
+        number=number,
+    )
+
+
+class StatusWindow:
+    """The pages of all ranks. Creating and freeing one is collective.
+
+    Args:
+        comm: The ranks.
+
+    Attributes:
+        page: This rank's, to write.
+        prepare: Called in the thread that reads and serves, before it calls MPI.
+        attentive: Whether this rank enters MPI now and then, so that others can read the page over any network.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.attentive = True
+        self.prepare: Callable[[], None] = lambda: None
+        self._comm = comm
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        info = MPI.Info.Create({"same_size": "true", "same_disp_unit": "true"})
+        self._win: MPI.Win | None = MPI.Win.Allocate(PAGE_BYTES, 1, info, comm)
+        info.Free()
+        self._win.Lock_all(MPI.MODE_NOCHECK)
+        self.page = StatusPage(memoryview(self._win.tomemory()))  # type: ignore[arg-type]
+        self.page.write("starting up")
+        # Memory that a request not yet answered may still be written to.
+        self._unanswered: list[np.ndarray] = []
+        # Reading has a thread of its own: asking a dead host may not come back.
+        self._readings: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="odc_mpi-status", daemon=True)
+        # Below this level only the main thread may call MPI, and that one waits: nobody can be read.
+        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            self._thread.start()
+        # The first Get from a peer sets up a connection, which has to be there before the peer is in trouble.
+        comm.Barrier()
+        self.read()
+        comm.Barrier()
+
+    def read(self, grace_s: float = READ_GRACE_S) -> dict[int, Status | None]:
+        """Return what all other ranks tell; None for one that does not answer in time. One-sided."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        reading = _Reading(dict.fromkeys(others), time.monotonic() + grace_s)
+        if self._thread.is_alive():
+            self._readings.put(reading)
+            reading.done.wait(grace_s + 0.5)
+        return dict(reading.found)
+
+    def free(self) -> None:
+        """Free the window; what is written to `page` from now on nobody reads. Collective."""
+        if self._win is None:
+            return
+        self.page.detach()
+        self._readings.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        self._win.Unlock_all()
+        self._win.Free()
+        self._win = None
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                reading = self._readings.get(timeout=SERVE_S)
+            except queue.Empty:
+                if self.attentive:
+                    self.prepare()
+                    self._serve_others()
+                continue
+            if reading is None:
+                return
+            self.prepare()
+            self._read(reading)
+            reading.done.set()
+
+    def _serve_others(self) -> None:
+        """Enter MPI: where the network is not one-sided, a reader on another host needs as much of this rank."""
+        for _ in range(SERVE_TIMES):
+            self._comm.Iprobe()
+            time.sleep(1e-3)
+
+    def _read(self, reading: "_Reading") -> None:
+        assert self._win is not None
+        pages = {rank: np.empty(PAGE_BYTES, dtype=np.uint8) for rank in reading.found}
+        requests: dict[int, MPI.Request] = {}
+        while pages and time.monotonic() < reading.deadline:
+            for rank, page in list(pages.items()):
+                if rank not in requests:
+                    requests[rank] = self._win.Rget([page, MPI.BYTE], rank, (0, PAGE_BYTES, MPI.BYTE))
+                if requests[rank].Test():
+                    del requests[rank]
+                    # A torn page is asked for again.
+                    if status := read_page(page.tobytes()):
+                        reading.found[rank] = status
+                        del pages[rank]
+            time.sleep(100e-6)
+        self._unanswered += pages.values()
+
+
+@dataclass
+class _Reading:
+    """What the reading thread is asked for.
+
+    Attributes:
+        found: Filled in by rank.
+        deadline: When to give up, by the monotonic clock.
+        done: Set when all is read or given up.
+    """
+
+    found: dict[int, Status | None]
+    deadline: float
+    done: threading.Event = field(default_factory=threading.Event)

@@ -1,0 +1,364 @@
+"""Start-up: the own communicator, ranks, nodes, and the end of a job that cannot go on.
+
+Communication: creating a `World` is collective (a duplicate of the communicator, a split by node). Afterwards it offers
+the few collectives that happen outside the training step: `agree` and `broadcast` at start-up, `gather_objects` at the
+end.
+"""
+
+import atexit
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from odc_mpi.errors import AgreedError, UserError, unusable
+from odc_mpi.runtime.abort import install_excepthook
+from odc_mpi.runtime.alarm import Alarm
+from odc_mpi.runtime.deadline import Watchdog
+from odc_mpi.runtime.lateness import Wait
+from odc_mpi.runtime.library import library_name
+from odc_mpi.runtime.limits import end_within
+from odc_mpi.runtime.pmi import check_launcher
+from odc_mpi.runtime.shared_memory import check_room, startup_memory, unlink
+from odc_mpi.runtime.status import StatusWindow
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+#: A wait polls without pause for this long (a boundary among punctual ranks takes tens of microseconds) ...
+SPIN_S = 200e-6
+#: ... then sleeps between looks, so that a waiting rank leaves its core to those that compute.
+SLEEP_S = 200e-6
+#: A rank that leaves looks this often for others that will never meet it.
+STRANDED_LOOK_S = 0.5
+
+
+class World:
+    """The ranks of this job. Creating one is collective.
+
+    An exception that leaves the main program on any rank ends the whole job with that rank's traceback; without this
+    the other ranks would wait for ever.
+
+    Args:
+        comm: Communicator to duplicate; all ranks of the job by default.
+        timeout_s: Seconds that any single wait for another rank may last before the job ends with an error.
+        limit: What a person changes to have it otherwise, for that error.
+
+    Attributes:
+        rank: This process's number in the job, from 0.
+        size: Number of ranks.
+        local_rank: This process's number on its node, from 0.
+        local_size: Ranks on this node.
+        host_rank: This process's number on its host, from 0. It is the local rank, unless MPI was told to take every
+            rank for a node of its own (MPIR_CVAR_NOLOCAL).
+        host_size: Ranks on this host.
+        node: This node's number, from 0, in the order of its lowest rank.
+        num_nodes: Nodes of the job.
+        hosts: The name of every rank's host.
+        layout: Of each node its host's name and how many ranks it has.
+        num_windows: Windows that this world's transports hold, of which a library may bear so many.
+        node_ranks: The ranks of this node, by local rank.
+        comm: All ranks; this world's own.
+        node_comm: The ranks of this node.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm | None = None, *, timeout_s: float = 600.0, limit: str = "comm.timeout_s"
+    ) -> None:
+        if not timeout_s > 0:
+            raise UserError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+        try:
+            check_launcher(self.mpi_library, MPI.COMM_WORLD.Get_size())
+        except UserError:
+            unlink(startup_memory())  # this process's own, as MPI sees no other
+            raise
+        self._alarm = Alarm(MPI.COMM_WORLD.Get_rank(), limit)
+        self._watchdog = Watchdog(timeout_s, self._expired, self._beat)
+        install_excepthook()
+        with self.deadline("starting up"):
+            self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+            self.rank = self._alarm.rank = self.comm.Get_rank()
+            self.size = self.comm.Get_size()
+            self.node_comm = MPI.Intracomm(self.comm.Split_type(MPI.COMM_TYPE_SHARED))
+            self.local_rank = self.node_comm.Get_rank()
+            self.local_size = self.node_comm.Get_size()
+            # The lowest rank of each node stands for it.
+            leader = self.node_comm.bcast(self.rank)
+            everyone = self.comm.allgather((leader, MPI.Get_processor_name()))
+            self.node_ranks = self.node_comm.allgather(self.rank)
+            self.hosts = self._alarm.hosts = [host for _, host in everyone]
+            self._alarm.status = StatusWindow(self.comm)
+            # Each has spoken with each of its node, so all have mapped what the library made at its start.
+            self.node_comm.alltoall([None] * self.local_size)
+            mapped = self.node_comm.allgather(startup_memory())
+        # Each of them: one that stood in for all might be killed before it came to it.
+        unlink(set.intersection(*mapped))
+        leaders = sorted({leader for leader, _ in everyone})
+        self.node = leaders.index(leader)
+        self.host_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
+        self.host_size = self.hosts.count(self.hosts[self.rank])
+        self.num_nodes = len(leaders)
+        ranks = Counter(leader for leader, _ in everyone)
+        self.layout = [(self.hosts[leader], ranks[leader]) for leader in leaders]
+        self._resources: list[Callable[[], None]] = []
+        self.num_windows = 0
+        self._closed = False
+        atexit.register(self._leave)
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that any single wait may last; may be set, for waits that begin later. Local."""
+        return self._watchdog.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._watchdog.timeout_s = seconds
+
+    @property
+    def mpi_library(self) -> str:
+        """Name and version of the MPI library, in one short line. Local."""
+        return library_name(MPI.Get_library_version())
+
+    def note(self, what: str, microbatch: int = 0) -> None:
+        """Tell the other ranks what this one is doing, for the message of one that waits for it in vain. Local.
+
+        Costs a few microseconds. Any thread may call it.
+
+        Args:
+            what: To follow "was last seen", such as "forward of unit layers.3".
+            microbatch: Its number in this minibatch, from 1; 0 outside of microbatches.
+        """
+        if self._alarm.status is not None:
+            self._alarm.status.page.write(what, microbatch)
+
+    def prepare_threads(self, prepare: Callable[[], None]) -> None:
+        """Have something done in this world's own thread before it calls MPI, such as choosing a GPU. Local."""
+        assert self._alarm.status is not None
+        self._alarm.status.prepare = prepare
+
+    @contextmanager
+    def inattentive(self) -> Iterator[None]:
+        """Enclose what measures whether operations are one-sided: no thread of this rank enters MPI by itself. Local.
+
+        Outside, one does twice a second for some milliseconds, so that others can read what this rank is doing.
+        """
+        status = self._alarm.status
+        assert status is not None
+        status.attentive = False
+        try:
+            yield
+        finally:
+            status.attentive = True
+
+    def deadline(self, what: str, owners: Iterable[int] = ()) -> AbstractContextManager[None]:
+        """Give the enclosed wait at most `timeout_s`; beyond it the job ends and says what this rank was doing. Local.
+
+        Args:
+            what: What is waited for, to follow "while", such as "fetching unit layers.3".
+            owners: The ranks whose memory is waited for; by default any.
+        """
+        return self._watchdog.watch(Wait(what, tuple(owners)))
+
+    @contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """Enclose a blocking collective operation, which gets a deadline that names the ranks that are late.
+
+        Collective: all ranks have the same meetings in the same order, which is how a late one is known. All come
+        together before the operation, so that none spins in it, on a core that the late one may need.
+
+        Args:
+            what: To follow "while", such as "allocating a window".
+        """
+        with self._arrival(what):
+            _complete(self.comm.Ibarrier())
+            yield
+
+    @contextmanager
+    def _arrival(self, what: str) -> Iterator[None]:
+        """Enclose a collective wait of any kind: counted, within a deadline that names the ranks that are late."""
+        status = self._alarm.status
+        number = status.page.arrive(what) if status is not None else 0
+        with self._watchdog.watch(Wait(what, meeting=number)):
+            yield
+        self.note(f"after {what}")
+
+    def wait(self, request: MPI.Request, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Wait for a non-blocking operation within the deadline, leaving the core to others. Local.
+
+        A blocking call would spin: with more ranks than cores it would take time from a rank that computes. For a
+        collective operation see `meet`.
+
+        Args:
+            request: Of the operation.
+            what: What is waited for, to follow "while".
+            meanwhile: Called again and again while this rank waits.
+        """
+        with self.deadline(what):
+            _complete(request, meanwhile)
+
+    def meet(self, request: MPI.Request, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Wait for a non-blocking collective operation as `wait` does; a `meeting` as well. Collective."""
+        with self._arrival(what):
+            _complete(request, meanwhile)
+
+    def alone(self) -> "World":
+        """Return a world of this rank only, with the same limit. Local; to be closed by the caller, before this one."""
+        return World(MPI.COMM_SELF, timeout_s=self.timeout_s, limit=self._alarm.limit)
+
+    def agree(self, function: Callable[[], T]) -> T:
+        """Call a local function on every rank and fail together. Collective.
+
+        Args:
+            function: Must not communicate.
+
+        Returns:
+            What it returned on this rank.
+
+        Raises:
+            AgreedError: On every rank, if any raised `UserError`, or could not use a file: with the message of the
+                lowest such rank.
+        """
+        result, error = None, None
+        try:
+            result = function()
+        except UserError as raised:
+            error = str(raised)
+        except OSError as raised:
+            error = str(unusable(raised))
+        errors = self.gather_objects(error)
+        failed = [(rank, message) for rank, message in enumerate(errors) if message is not None]
+        if failed:
+            rank, message = failed[0]
+            raise AgreedError(message if len(failed) == self.size else f"{message} (on rank {rank})")
+        return result  # type: ignore[return-value]
+
+    def require_same(self, value: str, what: str) -> None:
+        """Check that all ranks have the same. Collective; for start-up.
+
+        Args:
+            value: This rank's.
+            what: For the message.
+
+        Raises:
+            AgreedError: On every rank, naming the first that differs from rank 0.
+        """
+        values = self.gather_objects(value)
+        differing = [rank for rank in range(self.size) if values[rank] != values[0]]
+        if differing:
+            raise AgreedError(f"{what}: expected the same on every rank, rank {differing[0]} has another than rank 0")
+
+    def cores_per_rank(self) -> int:
+        """Return how many of the cores that the ranks of this host may use fall to each, at least 1. Collective."""
+        masks = self.gather_objects(os.sched_getaffinity(0))
+        own = self.hosts[self.rank]
+        cores = set().union(*(mask for mask, host in zip(masks, self.hosts, strict=True) if host == own))
+        return max(1, len(cores) // self.host_size)
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Give every rank every rank's value, in rank order. Collective; for start-up and the end, not for steps."""
+        with self.meeting("gathering from all ranks"):
+            return self.comm.allgather(value)
+
+    def broadcast(self, tensor: "torch.Tensor") -> None:
+        """Overwrite a contiguous host tensor of any dtype with rank 0's. Collective.
+
+        Raises:
+            ValueError: The tensor is not contiguous or not on the host.
+        """
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(f"broadcast needs a contiguous CPU tensor, got {tensor.device}, strides {tensor.stride()}")
+        # Not at the top: `odc-mpi doctor` and a mistake in the settings need ranks, but no torch, which takes a second.
+        import torch
+
+        if tensor.numel():
+            data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+            with self.meeting("broadcasting from rank 0"):
+                # Pieces below 2 GiB: a count in MPI is an int in many libraries.
+                for start in range(0, data.size, 1 << 30):
+                    self.comm.Bcast(data[start : start + (1 << 30)], root=0)
+
+    def require_shared_memory(self, num_bytes: int, what: str) -> None:
+        """Check that /dev/shm has room for what the ranks of this node want to put there. Collective.
+
+        Args:
+            num_bytes: Wanted by this rank.
+            what: What for, to follow "room for".
+
+        Raises:
+            UserError: There is too little; raised on every rank.
+        """
+        wanted = np.array([num_bytes], dtype=np.int64)
+        with self.meeting("adding up the shared memory that is wanted"):
+            self.node_comm.Allreduce(MPI.IN_PLACE, wanted)
+        self.agree(lambda: check_room(int(wanted[0]), self.local_size, what))
+
+    def on_close(self, free: Callable[[], None]) -> None:
+        """Have a resource freed when this world closes, in reverse order of registration. Local."""
+        self._resources.append(free)
+
+    def close(self) -> None:
+        """Free what was registered, then the communicators. Collective; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        assert self._alarm.status is not None
+        self._alarm.status.page.leaving = True
+        with self._arrival("leaving"):
+            request = self.comm.Ibarrier()
+            while not _complete(request, patience_s=STRANDED_LOOK_S):
+                self._alarm.check_stranded()
+        with self.deadline("closing the world"):
+            while self._resources:
+                self._resources.pop()()
+            status, self._alarm.status = self._alarm.status, None
+            status.free()
+            self.node_comm.Free()
+            self.comm.Free()
+        self._watchdog.close()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        # After an exception the other ranks are elsewhere: closing, which is collective, would hang.
+        if error is None:
+            self.close()
+
+    def _leave(self) -> None:
+        """Called when the program ends; what is left for it is MPI_Finalize."""
+        self.close()
+        end_within(self.timeout_s)
+
+    def _expired(self, wait: Wait) -> None:
+        """Called from the watchdog's thread."""
+        self._alarm.expired(wait, self.timeout_s)
+
+    def _beat(self) -> None:
+        """Called from the watchdog's thread."""
+        status = self._alarm.status  # `close` takes it away in another thread
+        if status is not None:
+            status.page.beat()
+
+
+def _complete(
+    request: MPI.Request, meanwhile: Callable[[], object] = lambda: None, patience_s: float = math.inf
+) -> bool:
+    """Poll an operation until it is complete, or patience is at its end. Local."""
+    start = time.perf_counter()
+    while not request.Test():
+        meanwhile()
+        passed = time.perf_counter() - start
+        if passed > patience_s:
+            return False
+        if passed > SPIN_S:
+            time.sleep(SLEEP_S)
+    return True

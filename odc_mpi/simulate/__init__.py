@@ -1,0 +1,1 @@
+"""Schedules simulated by discrete events. No MPI."""

@@ -1,0 +1,175 @@
+"""What a schedule is tried on: minibatches, what ranks believe of them, and what they really take.
+
+A scenario knows neither transports nor balances. The simulator reckons with its times, and a benchmark of the real
+runtime can sleep for them: both see the same minibatches, since everything follows from the seed.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.data.plan.cost import Cost
+from odc_mpi.errors import UserError
+from odc_mpi.simulate.lengths import Source, find
+
+Floats = npt.NDArray[np.float64]
+
+#: Seconds of a sequence through a model of 1.5 B parameters on an A100: the fit in the reference implementation of ODC
+#: (sail-sg/odc, examples/llm_training/packing.py), there per 32,000 tokens. It has a constant of
+#: `REFERENCE_OVERHEAD_S`, too, which the reference leaves out when it plans, and so does the default here.
+REFERENCE_COST = Cost(linear=2.611821 / 32_000, quadratic=1.982122 / 32_000**2)
+REFERENCE_OVERHEAD_S = 0.666759
+#: Of that model's parameters, in bf16.
+MODEL_BYTES = 2 * 1_500_000_000
+#: What is larger was a slip: times of a microbatch in seconds, sequences of a minibatch.
+MOST_S = 10**6
+MOST_SEQUENCES = 10**7
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One minibatch.
+
+    Attributes:
+        lengths: Of its sequences in tokens, int64 [n].
+        sequence_s: What each really takes on a rank of speed 1, in seconds, float64 [n].
+        overhead_s: What a microbatch takes besides on a rank of speed 1, an empty one too, in seconds.
+        communication_s: What a microbatch takes besides on any rank: fetches and pushes that nothing hides, in seconds.
+        speeds: Of each rank in this minibatch, float64 [ranks].
+    """
+
+    lengths: npt.NDArray[np.int64]
+    sequence_s: Floats
+    overhead_s: float
+    communication_s: float
+    speeds: Floats
+
+    def work_s(self, microbatch: Sequence[int]) -> float:
+        """Return what a microbatch, as positions in the minibatch, takes to compute on a rank of speed 1. Local."""
+        return self.overhead_s + math.fsum(self.sequence_s[list(microbatch)].tolist())
+
+    def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
+        """Return how long a rank is busy with a microbatch, in seconds. Local."""
+        return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run to try schedules on. Wrong values raise a `UserError` that names the option of `odc-mpi simulate`.
+
+    Attributes:
+        ranks: Number of ranks.
+        per_rank: Sequences per rank and minibatch.
+        lengths: Where lengths come from: a name, or the path of a data set; see `lengths.find`.
+        num_minibatches: How many minibatches.
+        seed: Everything follows from it.
+        packing_ratio: The most tokens in a microbatch, in multiples of the longest possible sequence; at least 1. Our
+            reading of the paper's term: with 1 a microbatch holds one longest sequence or several shorter ones.
+        speed_variation: Standard deviation of a rank's speed, whose mean is 1; each rank has one in each minibatch,
+            drawn anew from a log-normal distribution. It stands for everything that slows a rank for seconds.
+        cost_error: Standard deviation of the factor, of mean 1, by which a sequence's time differs from its cost; each
+            sequence has one, drawn from a log-normal distribution. The cost is right on average.
+        cost: Seconds of a sequence on a rank of speed 1, as everybody plans with; its constant is a microbatch's.
+        num_units: Units of the model: each is fetched twice per microbatch, for forward and backward, and pushed once.
+        unit_bytes: Of each unit; 0: of a model of 1.5 B parameters, `MODEL_BYTES` by units.
+        fetch_gb_per_s: 10^9 bytes of a unit that a fetch moves per second; 0: fetches cost nothing.
+        push_gb_per_s: The same for pushes.
+        ticket_s: Seconds that it takes to draw a ticket.
+    """
+
+    ranks: int = 8
+    per_rank: int = 8
+    lengths: str = "longalign"
+    num_minibatches: int = 30
+    seed: int = 0
+    packing_ratio: float = 1.0
+    speed_variation: float = 0.0
+    cost_error: float = 0.0
+    cost: Cost = REFERENCE_COST
+    num_units: int = 28
+    unit_bytes: int = 0
+    fetch_gb_per_s: float = 0.0
+    push_gb_per_s: float = 0.0
+    ticket_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for option, value, least, most in (
+            ("--ranks", self.ranks, 1, 10**5),
+            ("--per-rank", self.per_rank, 1, 10**5),
+            ("--minibatches", self.num_minibatches, 1, 10**6),
+            ("--seed", self.seed, 0, 2**63),
+            ("--packing-ratio", self.packing_ratio, 1, 10**6),
+            ("--units", self.num_units, 1, 10**4),
+            ("--speed-variation", self.speed_variation, 0, 10),
+            ("--cost-error", self.cost_error, 0, 10),
+            ("--overhead-s", self.cost.constant, 0, MOST_S),
+            ("--unit-bytes", self.unit_bytes, 0, 10**12),
+            ("--fetch-gb-per-s", self.fetch_gb_per_s, 0, 10**6),
+            ("--push-gb-per-s", self.push_gb_per_s, 0, 10**6),
+            ("--ticket-s", self.ticket_s, 0, MOST_S),
+        ):
+            if not least <= value <= most:  # not a number is neither
+                raise UserError(f"expected {option} from {least} to {most}, got {value}")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.ranks * self.per_rank > MOST_SEQUENCES:
+            raise UserError(
+                f"expected at most {MOST_SEQUENCES} sequences in a minibatch, got {self.ranks} --ranks with "
+                f"{self.per_rank} each: lower --per-rank"
+            )
+        if self.unit_bytes and not (self.fetch_gb_per_s or self.push_gb_per_s):
+            raise UserError("--unit-bytes: expected --fetch-gb-per-s or --push-gb-per-s, too, got neither")
+        if self.communication_s > MOST_S:
+            raise UserError(
+                f"expected communication of at most {MOST_S} s a microbatch, got {self.communication_s:.3g} s: raise "
+                "--fetch-gb-per-s and --push-gb-per-s, or lower --unit-bytes"
+            )
+
+    @cached_property
+    def source(self) -> Source:
+        """Where lengths come from."""
+        return find(self.lengths)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens in a microbatch."""
+        return int(self.packing_ratio * self.source.max_tokens)
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of a microbatch's fetches and pushes."""
+        seconds_per_gb = sum(
+            times / speed for times, speed in ((2, self.fetch_gb_per_s), (1, self.push_gb_per_s)) if speed
+        )
+        num_bytes = self.num_units * self.unit_bytes if self.unit_bytes else MODEL_BYTES
+        return num_bytes / 1e9 * seconds_per_gb
+
+    @property
+    def planned_cost(self) -> Cost:
+        """The cost that ranks plan with, in seconds; communication is part of a microbatch's constant."""
+        return Cost(self.cost.linear, self.cost.quadratic, self.cost.constant + self.communication_s)
+
+    def trials(self) -> Iterator[Trial]:
+        """Yield the minibatches, the same ones each time. Local."""
+        for index in range(self.num_minibatches):
+            # A generator for each kind: whether speeds vary does not change which sequences are drawn.
+            lengths_rng, errors_rng, speeds_rng = (np.random.default_rng([self.seed, index, kind]) for kind in range(3))
+            lengths = self.source.draw(self.ranks * self.per_rank, lengths_rng)
+            yield Trial(
+                lengths,
+                self.cost.sequence(lengths) * _factors(len(lengths), self.cost_error, errors_rng),
+                self.cost.constant,
+                self.communication_s,
+                _factors(self.ranks, self.speed_variation, speeds_rng),
+            )
+
+
+def _factors(n: int, deviation: float, rng: np.random.Generator) -> Floats:
+    """Draw log-normal factors of mean 1 with this standard deviation; never 0 or below, as normal ones would be."""
+    variance = math.log1p(deviation**2)
+    return np.exp(math.sqrt(variance) * rng.standard_normal(n) - variance / 2)

@@ -1,0 +1,158 @@
+"""What each transport and balance would make of a scenario, without running it.
+
+    collective/BALANCE   all ranks meet at each unit of each microbatch, as FSDP and ZeRO-3 do
+    window/BALANCE       they meet at the minibatch boundary only
+    floor                no schedule can end earlier: not before the longest sequence on the fastest rank, nor before
+                         all work is done if nobody ever waits
+
+Speed-ups are ratios of the total time of all minibatches, over that of collective/lb_micro, what verl and the ODC paper
+plan for collectives. Local, all of it; no MPI.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.data.plan.balance import BALANCES, Plan
+from odc_mpi.simulate.events import Intervals, Timing, apart, drawn, lockstep, merged
+from odc_mpi.simulate.paper import nearest
+from odc_mpi.simulate.scenario import Scenario, Trial
+from odc_mpi.simulate.spread import Spread
+
+BASELINE = "collective/lb_micro"
+#: What is compared, as TRANSPORT/BALANCE. LB-Mini and dynamic plans have no turns in which ranks could meet.
+SCHEDULES = (
+    BASELINE,
+    "collective/local_sort",
+    "window/local_sort",
+    "window/lb_micro",
+    "window/lb_mini",
+    "window/dynamic",
+)
+FLOOR = "floor"
+#: Of a timeline, pauses below this are not told, in seconds.
+PAUSE_S = 1e-3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulation found.
+
+    Attributes:
+        scenario: Of what.
+        speedup: Over collective/lb_micro, by schedule and for the floor.
+        idle_fraction: The part of the ranks' time in which they wait or run padding, likewise.
+        idle_per_rank: The same of each rank, by schedule; `idle_fraction` is the mean.
+        speedup_per_minibatch: Over collective/lb_micro, of each minibatch alone, by schedule and for the floor:
+            quartiles.
+        step_s: Mean seconds of a minibatch, likewise.
+        longest_rules: The part of minibatches whose floor is the longest sequence, not the sum of all work.
+        timeline: Of the first minibatch, by schedule: for each rank when it computes, in seconds, padding left out.
+    """
+
+    scenario: Scenario
+    speedup: dict[str, float]
+    idle_fraction: dict[str, float]
+    idle_per_rank: dict[str, list[float]]
+    speedup_per_minibatch: dict[str, Spread]
+    step_s: dict[str, float]
+    longest_rules: float
+    timeline: dict[str, list[Intervals]]
+
+    @property
+    def floor(self) -> float:
+        """The speed-up that no schedule can exceed."""
+        return self.speedup[FLOOR]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures as one object. Local."""
+        return {"floor": self.floor, **asdict(self), "paper": nearest(self.scenario)}
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Reckon what each schedule would take. Local.
+
+    Args:
+        scenario: What is tried; the same one gives the same outcome.
+
+    Raises:
+        UserError: Its lengths are not to be had.
+    """
+    totals = {name: Timing(0.0, 0.0) for name in (*SCHEDULES, FLOOR)}
+    ends: dict[str, list[float]] = {name: [] for name in totals}
+    busy = {name: np.zeros(scenario.ranks) for name in SCHEDULES}
+    timeline: dict[str, list[Intervals]] = {}
+    rules = 0
+    for trial in scenario.trials():
+        plans = {name: plan(scenario, trial, name) for name in BALANCES}
+        for name in SCHEDULES:
+            transport, balance = name.split("/")
+            found = timing(trial, plans[balance], transport, scenario.ticket_s)
+            timeline.setdefault(name, [merged(own, PAUSE_S) for own in found.timeline])
+            totals[name] += found
+            ends[name].append(found.end_s)
+            busy[name] += [math.fsum(ended - began for began, ended in own) for own in found.timeline]
+        longest, shared = floor_s(trial, scenario.max_tokens)
+        # The work of the floor is that of the fewest microbatches.
+        totals[FLOOR] += Timing(max(longest, shared), shared * scenario.ranks)
+        ends[FLOOR].append(max(longest, shared))
+        rules += longest > shared
+    return Outcome(
+        scenario,
+        {name: totals[BASELINE].end_s / total.end_s for name, total in totals.items()},
+        {name: max(0.0, 1.0 - total.busy_s / (scenario.ranks * total.end_s)) for name, total in totals.items()},
+        {name: idle(own, totals[name].end_s) for name, own in busy.items()},
+        {name: speedups(ends[BASELINE], own) for name, own in ends.items()},
+        {name: total.end_s / scenario.num_minibatches for name, total in totals.items()},
+        rules / scenario.num_minibatches,
+        timeline,
+    )
+
+
+def idle(busy_s: npt.NDArray[np.float64], end_s: float) -> list[float]:
+    """Return which part of the time each rank was idle, from its busy seconds, [ranks], of all seconds. Local."""
+    return np.maximum(0.0, 1.0 - busy_s / end_s).tolist()
+
+
+def speedups(baseline_s: Sequence[float], own_s: Sequence[float]) -> Spread:
+    """Return quartiles over minibatches of the baseline's time by the own one of the same minibatch. Local."""
+    return Spread.of([baseline / own for baseline, own in zip(baseline_s, own_s, strict=True)])
+
+
+def plan(scenario: Scenario, trial: Trial, balance: str) -> Plan:
+    """Plan a minibatch as the ranks would, from its lengths alone. Local."""
+    return BALANCES[balance](trial.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
+
+
+def timing(trial: Trial, plan: Plan, transport: str, ticket_s: float = 0.0) -> Timing:
+    """Reckon what a plan takes over a transport, `collective` or `window`. Local."""
+    if plan.pool:
+        assert transport == "window", "collectives need to know who runs what"
+        work, speeds = list(map(trial.work_s, plan.pool)), trial.speeds.tolist()
+        return drawn(len(work), len(speeds), lambda rank, k: work[k] / speeds[rank] + trial.communication_s, ticket_s)
+    durations = [_durations(trial, rank, own) for rank, own in enumerate(plan.microbatches)]
+    if transport == "window":
+        return apart(durations)
+    return lockstep(durations, [trial.duration_s(rank, ()) for rank in range(len(durations))])
+
+
+def _durations(trial: Trial, rank: int, microbatches: Sequence[Sequence[int]]) -> list[float]:
+    return [trial.duration_s(rank, microbatch) if microbatch else 0.0 for microbatch in microbatches]
+
+
+def floor_s(trial: Trial, max_tokens: int) -> tuple[float, float]:
+    """Return two times in seconds before which no schedule ends. Local.
+
+    Returns:
+        The longest sequence's on the fastest rank, and that of all work, in as few microbatches as there can be, on
+        ranks that never wait.
+    """
+    fewest = math.ceil(int(trial.lengths.sum()) / max_tokens)
+    work = math.fsum(trial.sequence_s.tolist()) + fewest * trial.overhead_s
+    longest = (float(trial.sequence_s.max()) + trial.overhead_s) / float(trial.speeds.max()) + trial.communication_s
+    # Communication takes the same on each rank, work the less the faster it is.
+    return longest, (work + fewest * trial.communication_s * float(trial.speeds.min())) / float(trial.speeds.sum())

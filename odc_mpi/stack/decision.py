@@ -1,0 +1,307 @@
+"""What the runtime uses on an MPI stack, decided from what a probe found there. Pure: no MPI, the same on every rank.
+
+    window      shared memory on each node where that works, else `Win.Allocate`
+    zero_copy   a fetch is a view, where the shards of a node lie side by side and can be read in place
+    reduction   Accumulate where it is one-sided, or not much slower than Put; else Put into a mailbox
+    progress    a thread that serves peers, where Get or the reduction waits for a target that computes, or drawing a
+                ticket from another node
+
+    window_device   where the model computes on a GPU: windows there, where a doctor has proved what they take; else on
+                    the host, by way of pinned memory
+
+With `comm.transport: collective` nothing of this is left to choose.
+
+A setting that is not `auto` wins. Every choice has its reason, with the figure that led to it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from odc_mpi.errors import UserError
+from odc_mpi.stack.device_decision import Proof, prove
+from odc_mpi.stack.report import Operation, Peer, Report
+
+#: Accumulate may be slower than Put by this much: a mailbox puts, and its owner then adds on its own time.
+LEAST_SHARE_OF_PUT = 0.25
+#: A thread that serves peers calls MPI beside the one that computes.
+THREADS_NEEDED = "MPI_THREAD_MULTIPLE"
+
+_WHERE = {"same_node": "on the same node", "other_node": "on the other node"}
+_NAMES = {"get": "Get", "put": "Put", "accumulate": "Accumulate", "fetch_and_op": "Fetch_and_op"}
+_SETTINGS = {
+    "zero_copy": ("auto", "off"),
+    "reduction": ("auto", "accumulate", "mailbox"),
+    "progress": ("auto", "off", "thread"),
+    "window_device": ("auto", "cuda", "cpu"),
+}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The settings `comm.zero_copy`, `comm.reduction`, `comm.progress` and `comm.window_device`.
+
+    Raises:
+        UserError: A value that the setting does not have.
+    """
+
+    zero_copy: str = "auto"
+    reduction: str = "auto"
+    progress: str = "auto"
+    window_device: str = "auto"
+
+    @property
+    def leave_nothing_open(self) -> bool:
+        """Whether nothing is left to try. Local."""
+        return "auto" not in (self.zero_copy, self.reduction, self.progress)
+
+    def __post_init__(self) -> None:
+        for name, values in _SETTINGS.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise UserError(f"comm.{name}: expected {' or '.join(values)}, got {value}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is used, and why in a few words."""
+
+    choice: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the runtime uses."""
+
+    window: Choice
+    zero_copy: Choice
+    reduction: Choice
+    progress: Choice
+    #: Where the model computes on a device: whether its windows are there, too.
+    window_device: Choice | None = None
+
+    @property
+    def transport(self) -> str:
+        """What `comm.transport` calls it: window or collective. Local."""
+        return "collective" if self.window.choice == "none" else "window"
+
+    def one_line(self) -> str:
+        """Return all choices with their reasons, for a log. Local."""
+        if self.transport == "collective":
+            return f"collectives ({self.window.reason})"
+        names = ("window_device", "zero_copy", "reduction", "progress")
+        named = [(name.replace("_", "-"), made) for name in names if (made := getattr(self, name)) is not None]
+        return "; ".join(f"{name} {made.choice} ({made.reason})" for name, made in named)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold; what there is nothing to choose of is left out. Local."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def decide(report: Report, wishes: Wishes = Wishes(), *, on_device: bool = False) -> Decision:
+    """Choose what the runtime uses. Local.
+
+    Args:
+        report: Of a probe; what it could not answer counts against the operation.
+        wishes: What the settings ask for.
+        on_device: Whether the model computes on a device.
+
+    Raises:
+        UserError: A setting asks for what this MPI does not grant.
+    """
+    if not on_device and wishes.window_device == "cuda":
+        raise UserError("comm.window_device: cuda goes with run.device cuda, got run.device cpu: set it to auto or cpu")
+    if on_device:
+        proof = prove(report)
+        made = _window_device(proof, wishes)
+        if made.choice == "cuda":
+            return _on_device(report, proof, wishes, made)
+        return replace(decide(report, replace(wishes, window_device="cpu")), window_device=made)
+    zero_copy = _zero_copy(report, wishes.zero_copy)
+    peers = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
+    reduction = _reduction(peers, wishes.reduction)
+    progress = _progress(report, peers, wishes.progress, reduction.choice)
+    return Decision(_window(report, zero_copy), zero_copy, reduction, progress)
+
+
+def refuse_wrong_data(report: Report, decision: Decision, *, tickets: bool = False) -> None:
+    """Refuse to train with operations that were seen to deliver wrong data. Local.
+
+    Args:
+        report: Of a probe.
+        decision: What is used.
+        tickets: Whether ranks draw their microbatches, too.
+
+    Raises:
+        UserError: One that is used did.
+    """
+    on_device = decision.window_device is not None and decision.window_device.choice == "cuda"
+    before, cure = ("from_device ", "comm.window_device to cpu") if on_device else ("", "comm.transport to collective")
+    for kind in report.kinds:
+        for name in ("get", "put" if decision.reduction.choice == "mailbox" else "accumulate"):
+            if report.is_wrong(before + kind, name):
+                where = f"{_WHERE[kind]}, on devices," if on_device else _WHERE[kind]
+                raise UserError(
+                    f"{_NAMES[name]} with a peer {where} delivers wrong data under {report.library}: expected "
+                    f"an MPI whose one-sided operations work (odc-mpi doctor), or set {cure}"
+                )
+        if tickets and report.is_wrong(kind, "fetch_and_op"):
+            raise UserError(
+                f"Fetch_and_op with a peer {_WHERE[kind]} delivers wrong data under {report.library}: expected an MPI "
+                "with which ranks can draw microbatches (odc-mpi doctor), or set data.balance to lb_mini"
+            )
+
+
+def decide_collective(wishes: Wishes = Wishes()) -> Decision:
+    """Return what is used with `comm.transport: collective`: the baseline, without windows. Local.
+
+    Args:
+        wishes: What the settings ask for.
+
+    Raises:
+        UserError: A setting asks for what only windows have.
+    """
+    for name in ("reduction", "progress", "window_device"):
+        wish = getattr(wishes, name)
+        if wish not in ("auto", "off", "cpu"):
+            raise UserError(f"comm.{name}: {wish} belongs to comm.transport window, got collective: set it to auto")
+    reason = "set by comm.transport"
+    return Decision(
+        window=Choice("none", reason),
+        zero_copy=Choice("off", reason),
+        reduction=Choice("reduce_scatter", reason),
+        progress=Choice("off", reason),
+    )
+
+
+def seconds(value: float) -> str:
+    """Write a time with two digits and a unit, such as "3.1 s", "0.21 ms" or "1.5 us". Local."""
+    unit, scale = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-4 else ("us", 1e6)
+    scaled = value * scale
+    return f"{scaled:.0f} {unit}" if scaled >= 10 else f"{scaled:.2g} {unit}"
+
+
+def _window(report: Report, zero_copy: Choice) -> Choice:
+    if zero_copy.choice == "on":
+        return Choice("allocate_shared", "parameters in memory that a node's ranks share, gradients from Win.Allocate")
+    return Choice("allocate", f"zero-copy is off: {zero_copy.reason}")
+
+
+def _window_device(proof: Proof, wishes: Wishes) -> Choice:
+    wish, against = wishes.window_device, proof.against or proof.against_reductions.get(wishes.reduction)
+    if wish == "cuda" and against is not None:
+        return Choice(wish, f"set by comm.window_device; warning: {against}")
+    if wish != "auto":
+        return Choice(wish, "set by comm.window_device")
+    if against is not None:
+        return Choice("cpu", against)
+    return Choice("cuda", "odc-mpi doctor has seen what they take work on windows on GPUs")
+
+
+def _on_device(report: Report, proof: Proof, wishes: Wishes, window_device: Choice) -> Decision:
+    """Choose the rest where windows are on devices."""
+    reduction = _reduction_on_device(proof, wishes.reduction)
+    return Decision(
+        window=Choice("create", "Win.Create over memory of the GPUs"),
+        zero_copy=Choice("off", "nothing is read in place on another GPU"),
+        reduction=reduction,
+        progress=_progress(report, proof.peers, wishes.progress, reduction.choice),
+        window_device=window_device,
+    )
+
+
+def _reduction_on_device(proof: Proof, wish: str) -> Choice:
+    against = proof.against_reductions
+    if wish != "auto":
+        return Choice(wish, "set by comm.reduction")
+    if not proof.peers:
+        return Choice("mailbox", "there is no peer, and the GPU adds its own")
+    if "accumulate" in against:
+        # Where not even Put is proved a person has insisted: it is more likely to work.
+        return Choice("mailbox", against["accumulate"])
+    if "mailbox" in against:
+        return Choice("accumulate", against["mailbox"])
+    return _reduction(proof.peers, wish)
+
+
+def _zero_copy(report: Report, wish: str) -> Choice:
+    if wish != "auto":
+        return Choice(wish, "set by comm.zero_copy")
+    shared = report.shared_memory
+    if shared.readable is None or shared.contiguous is None:
+        return Choice("off", "Win.Allocate_shared gave no answer")
+    if not shared.readable:
+        return Choice("off", "a rank cannot read its neighbour's shared memory in place")
+    if not shared.contiguous:
+        return Choice("off", "the ranks' pieces of shared memory do not lie side by side")
+    if shared.load_s is None:
+        return Choice("on", "the only rank of its node reads its own memory")
+    return Choice("on", f"a node's ranks read each other in place, 64 bytes in {seconds(shared.load_s)}")
+
+
+def _reduction(peers: Mapping[str, Peer], wish: str) -> Choice:
+    if wish != "auto":
+        return Choice(wish, "set by comm.reduction")
+    if not peers:
+        return Choice("accumulate", "there is no peer")
+    against = [text for kind, peer in peers.items() if (text := _against_accumulate(kind, peer))]
+    if against and any(peer.put.idle_s is None for peer in peers.values()):
+        return Choice("accumulate", f"{against[0]}, nor did Put")
+    if against:
+        return Choice("mailbox", against[0])
+    waiting = [kind for kind, peer in peers.items() if not peer.accumulate.one_sided]
+    if not waiting:
+        return Choice("accumulate", "Accumulate is one-sided towards all peers")
+    return Choice("accumulate", f"Accumulate to a peer {_speeds(waiting[0], peers[waiting[0]])}")
+
+
+def _against_accumulate(kind: str, peer: Peer) -> str | None:
+    """Return why Accumulate will not do towards these peers, or None."""
+    adding, putting = peer.accumulate, peer.put
+    if adding.idle_s is None:
+        return f"Accumulate to a peer {_WHERE[kind]} gave no answer"
+    if adding.one_sided or putting.gb_per_s is None:
+        return None
+    if adding.gb_per_s is not None and adding.gb_per_s >= LEAST_SHARE_OF_PUT * putting.gb_per_s:
+        return None
+    return f"Accumulate to a peer {_speeds(kind, peer)}"
+
+
+def _speeds(kind: str, peer: Peer) -> str:
+    adding, putting = peer.accumulate.gb_per_s or 0.0, peer.put.gb_per_s or 0.0
+    return f"{_WHERE[kind]} moves {adding:.2g} GB/s, Put {putting:.2g}"
+
+
+def _progress(report: Report, peers: Mapping[str, Peer], wish: str, reduction: str) -> Choice:
+    """Choose whether a thread serves; `peers` tells of the windows that are used, the report of tickets, too."""
+    granted = report.thread_level or "no answer"
+    if wish == "thread" and granted != THREADS_NEEDED:
+        raise UserError(
+            f"comm.progress: thread needs {THREADS_NEEDED}, {report.library} grants {granted}: set it to off or auto"
+        )
+    if wish != "auto":
+        return Choice(wish, "set by comm.progress")
+    if not peers:
+        return Choice("off", "there is no peer to serve")
+    needed = ["get", "accumulate" if reduction == "accumulate" else "put"]
+    uses = [(kind, name, getattr(peer, name)) for kind, peer in peers.items() for name in needed]
+    if "other_node" in report.kinds:
+        # Tickets: within a node there is shared memory to draw from, whatever the window of the trial was.
+        uses.append(("other_node", "fetch_and_op", (report.peers.other_node or Peer()).fetch_and_op))
+    waiting = [_waits(kind, name, operation) for kind, name, operation in uses if not operation.one_sided]
+    if not waiting:
+        *names, last = [_NAMES[name] for name in dict.fromkeys(name for _, name, _ in uses)]
+        return Choice("off", f"{', '.join(names)} and {last} are one-sided towards all peers")
+    if granted != THREADS_NEEDED:
+        return Choice("off", f"warning: {waiting[0]}, but a thread needs {THREADS_NEEDED} and {granted} is granted")
+    return Choice("thread", waiting[0])
+
+
+def _waits(kind: str, name: str, operation: Operation) -> str:
+    """Say that an operation waits for its target, with the figures."""
+    direction = "from" if name == "get" else "to"
+    what = f"{_NAMES[name]} {direction} a peer {_WHERE[kind]}"
+    if operation.one_sided is None or operation.busy_s is None or operation.idle_s is None:
+        return f"{what} gave no answer"
+    return f"{what} waits for the target: {seconds(operation.busy_s)} against {seconds(operation.idle_s)} idle"

@@ -1,0 +1,225 @@
+"""What this MPI stack does with windows on devices: tried, like everything else, since what libraries say is a hint.
+
+Communication: as in `stack.probe`, of which this is a part. The ranks look together whether windows can be made at all;
+one pair for each kind of peer tries Get, Put and Accumulate, from device and from host memory; then every rank
+accumulates into its own window.
+
+An operation that a library does not support may end the process or never return. So this runs in the processes that
+`odc-mpi doctor` starts and no other; what came of it is kept, and a training run only reads it.
+"""
+
+import ctypes
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mpi4py
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from odc_mpi.comm.device.device import Device
+from odc_mpi.comm.windows.device_window import DeviceWindow, by_address
+from odc_mpi.errors import UserError
+from odc_mpi.runtime.world import World
+from odc_mpi.stack import cache, gpu
+from odc_mpi.stack.operations import Buffer, HostBuffer
+from odc_mpi.stack.report import DEVICE_OPERATIONS, NO_ANSWER, Report
+from odc_mpi.stack.trial import LARGE_BYTES, Budget, Trials
+
+#: There are six operations for each kind of peer.
+BUDGET = Budget(idle_s=0.05, busy_s=0.2, bandwidth_s=0.3)
+#: What is kept serves so long: devices, drivers and libraries are in its key.
+KEPT_S = 30 * 24 * 3600.0
+#: A machine that was busy, or slow to load what it takes, may have been the reason.
+NO_ANSWER_KEPT_S = 24 * 3600.0
+#: Elements that each rank adds into its own window.
+_OWN_NUMEL = 100_000
+
+
+def try_device(
+    world: World,
+    report: Report,
+    pairs: dict[str, tuple[int, int]],
+    device: Device,
+    listen: Callable[[Report, str | None], None],
+    budget: Budget = BUDGET,
+) -> Report:
+    """Try windows on the ranks' devices; return the report with what was found. Collective.
+
+    Args:
+        world: All of its ranks take part, each with a device.
+        report: What is known.
+        pairs: Origin and target for each kind of peer.
+        device: This rank's.
+        listen: As for `probe.probe`; hears "device.memory", "device.window", "ORIGIN.KIND.OPERATION", "device.own".
+        budget: Time to spend on each operation.
+    """
+    device.use()
+    world.prepare_threads(device.use)
+    names = tuple(sorted(set(world.gather_objects(device.name))))
+    report = report.with_device(names=names, cuda_support=cuda_support(), alloc_kinds=alloc_kinds())
+    listen(report, "device.memory")
+    troubles = [trouble for trouble in world.gather_objects(_try_memory(device)) if trouble]
+    if troubles:
+        return report.with_problem(f"device memory: {troubles[0]}")
+    listen(report, "device.window")
+    _try_window(world, device)
+    report = report.with_device(window=True)
+    if pairs:
+        report = _try_pairs(world, report, pairs, device, listen, budget)
+    listen(report, "device.own")
+    return report.with_device(own_accumulate=all(world.gather_objects(_try_own(world, device))))
+
+
+def verdict_key(world: World, device: Device) -> dict[str, Any]:
+    """Return under what the answers are kept: library, environment, devices, and which ranks share a node. Collective.
+
+    Also from where UCX was loaded: another one that was put before the library's own is not to be seen in its version.
+
+    Hosts have no names in it: another job on as many nodes of the same kind finds what one has proved.
+    """
+    return {
+        "library": MPI.Get_library_version(),
+        "mpi4py": mpi4py.__version__,
+        "settings": cache.settings(),
+        "ucx": _mapped_libraries("libucp"),
+        "driver": gpu.driver(),
+        "devices": world.gather_objects([world.node, device.name]),
+    }
+
+
+def kept_verdict(world: World, device: Device) -> Report | None:
+    """Return what a doctor in the same layout has found, if it was kept. Collective; tries nothing.
+
+    Args:
+        world: All of its ranks take part.
+        device: This rank's.
+    """
+    key = verdict_key(world, device)
+    kept = cache.load(key, KEPT_S) if world.rank == 0 else None
+    if kept is not None and any(NO_ANSWER in problem for problem in kept.problems):
+        kept = cache.load(key, NO_ANSWER_KEPT_S)
+    with world.meeting("hearing what a doctor found about device windows"):
+        return world.comm.bcast(kept)
+
+
+def cuda_support() -> bool | None:
+    """Ask the MPI library whether it was built for CUDA; None where it has no function to ask. Local."""
+    for path in _mapped_libraries(r"libmpi\w*"):
+        function = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
+        if function is not None:
+            return bool(function())
+    return None
+
+
+def alloc_kinds() -> str | None:
+    """Return the kinds of memory that the MPI library says it takes; None where it does not say. Local."""
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or MPI.INFO_ENV.Get("mpi_memory_alloc_kinds")
+    info.Free()
+    return kinds
+
+
+class DeviceBuffer:
+    """Memory of a device that operations of a trial read or fill.
+
+    Args:
+        device: Has it.
+        values: `[n]` uint8; its content at first.
+    """
+
+    def __init__(self, device: Device, values: np.ndarray) -> None:
+        self._device = device
+        self.tensor = device.window_memory(values.size)
+        self.memory: np.ndarray | memoryview = by_address(self.tensor)
+        self.write(values)
+
+    def write(self, values: np.ndarray) -> None:
+        """Overwrite all. Local; it is there when this returns."""
+        self.tensor.copy_(torch.from_numpy(values))
+        self._device.mark().synchronize()
+
+    def fill(self, value: int, num_bytes: int) -> None:
+        """See `operations.Buffer`."""
+        self.tensor[:num_bytes].fill_(value)
+        self._device.mark().synchronize()
+
+    def read(self, num_bytes: int) -> np.ndarray:
+        """See `operations.Buffer`."""
+        return self.tensor[:num_bytes].cpu().numpy().copy()
+
+
+class _DeviceGround:
+    """The window of a trial, on devices."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._buffer: DeviceBuffer | None = None
+
+    def allocate(self, world: World, num_bytes: int) -> list[MPI.Win]:
+        self._buffer = DeviceBuffer(self._device, np.zeros(num_bytes, dtype=np.uint8))
+        return [MPI.Win.Create(self._buffer.memory, 1, MPI.INFO_NULL, world.comm)]
+
+    def fill(self, win: MPI.Win, values: np.ndarray) -> None:
+        assert self._buffer is not None
+        self._buffer.write(values)
+
+
+def _try_memory(device: Device) -> str | None:
+    """Return what is wrong with memory for windows, None if there is some."""
+    try:
+        device.window_memory(LARGE_BYTES[-1])
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _try_window(world: World, device: Device) -> None:
+    DeviceWindow(world, _OWN_NUMEL, torch.float32, device).free()
+
+
+def _try_pairs(
+    world: World,
+    report: Report,
+    pairs: dict[str, tuple[int, int]],
+    device: Device,
+    listen: Callable[[Report, str | None], None],
+    budget: Budget,
+) -> Report:
+    ground = _DeviceGround(device)
+    origins: dict[str, Callable[[np.ndarray], Buffer]]
+    origins = {"from_device": lambda values: DeviceBuffer(device, values), "from_host": HostBuffer}
+    trials = Trials(world, pairs, budget, LARGE_BYTES[-1], ground.allocate, ground.fill, origins)
+    for name, origin in DEVICE_OPERATIONS:
+        for kind in pairs:
+            listen(report, f"{origin}.{kind}.{name}")
+            result = trials.run(name, kind, origin)
+            report = report.with_device_operation(origin, kind, name, result.operation)
+            if result.problem:
+                report = report.with_problem(f"{origin} {kind} {name}: {result.problem}")
+    trials.close()
+    return report
+
+
+def _try_own(world: World, device: Device) -> bool:
+    """Accumulate into this rank's own window, twice; tell whether the sum is right. Collective."""
+    window = DeviceWindow(world, _OWN_NUMEL, torch.float32, device)
+    values = device.window_memory(_OWN_NUMEL * 4).view(torch.float32)
+    values.copy_(torch.arange(_OWN_NUMEL, dtype=torch.float32))
+    device.mark().synchronize()
+    world.meet(world.comm.Ibarrier(), "clearing the windows of a probe")
+    for _ in range(2):
+        window.accumulate(world.rank, 0, by_address(values))
+    window.flush()
+    window.sync()
+    is_right = bool((window.tensor == 2 * values).all())
+    window.free()
+    return is_right
+
+
+def _mapped_libraries(name: str) -> list[str]:
+    """Return the files of libraries that this process has loaded, by a pattern of what is before the ending."""
+    maps = Path("/proc/self/maps").read_text()
+    return sorted(set(re.findall(rf"/\S*/{name}\.so[\d.]*$", maps, re.MULTILINE)))

@@ -1,0 +1,183 @@
+"""`odc-mpi doctor`: what this MPI stack really does, and what the runtime will therefore use.
+
+This process does not start MPI. A child takes its part in the job and tells what it finds as it goes, so that there is
+an answer even if the MPI library crashes or hangs. Communication: that of `stack.probe`, in the children.
+
+What was found is kept for training runs in the same layout, in the place of what they found themselves. Of windows on
+GPUs that is a crash, too: runs cannot try those, since it might end them.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from odc_mpi.runtime.launch import ENDED_BY_LAUNCHER, Ending, launched_rank, take_part
+from odc_mpi.runtime.pmi import hint
+from odc_mpi.stack import cache
+from odc_mpi.stack.decision import Decision, decide, seconds
+from odc_mpi.stack.gpu import has_gpu
+from odc_mpi.stack.report import DEVICE_OPERATIONS, OPERATIONS, DeviceWindows, Operation, Report
+
+#: The process that takes part in MPI.
+PROBE = (sys.executable, "-m", "odc_mpi.stack.probe")
+#: Seconds for all of it: the start of MPI and, typically, 3 s for peers on the same node and 20 s for others.
+DEADLINE_S = 55.0
+#: Seconds for one operation with all its repetitions, which take 5 s where it waits for its target.
+OPERATION_S = 12.0
+#: Seconds more where there is a GPU: loading what it takes, and trying windows on it.
+DEVICE_S = 60.0
+
+_TITLES = {"get": "Get", "put": "Put", "accumulate": "Accumulate", "fetch_and_op": "Fetch_and_op"}
+_KINDS = {"same_node": "same node", "other_node": "other node"}
+_ORIGINS = {"from_device": "device", "from_host": "host"}
+_TOLD = {True: "yes", False: "no", None: "no answer"}
+_ALONE = "there is no peer to try: run mpiexec -n 2 odc-mpi doctor"
+
+
+def doctor(
+    as_json: bool, *, probe: Sequence[str] = PROBE, deadline_s: float = DEADLINE_S, operation_s: float = OPERATION_S
+) -> int:
+    """Probe the MPI stack and print what was found, from rank 0. Collective, in the children.
+
+    Args:
+        as_json: Print one JSON object instead of a table.
+        probe: Command of the child.
+        deadline_s: After so many seconds the answer is what is known by then.
+        operation_s: And after so many for one operation.
+
+    Returns:
+        The exit code: 0 if there was an answer, 1 if MPI did not even start.
+    """
+    rank = launched_rank()
+    if has_gpu():
+        deadline_s += DEVICE_S
+    with take_part(probe, rank, deadline_s, operation_s) as ending:
+        return 0 if rank else _tell(ending, as_json)
+
+
+def _tell(ending: Ending, as_json: bool) -> int:
+    """Print what is known and return the exit code."""
+    report = _report(ending)
+    _keep(ending, report)
+    decision = decide(report) if report.library else None
+    on_device = decide(report, on_device=True) if report.device is not None else None
+    if as_json:
+        found = report.to_dict() | {"decision": decision and decision.to_dict()}
+        print(json.dumps(found | ({"device_decision": on_device.to_dict()} if on_device else {})), flush=True)
+    else:
+        _print(report, decision, on_device)
+    if ending.failure:
+        print(f"The last lines of the failed process:\n{ending.last_words or '(none)'}", file=sys.stderr, flush=True)
+    return 0 if decision else 1
+
+
+def _report(ending: Ending) -> Report:
+    """Return the report, with what ended it."""
+    news = ending.news or {}
+    report = Report.from_dict(news["report"]) if "report" in news else Report()
+    doing = news.get("doing", "starting MPI")
+    if ending.failure is None and doing is None:
+        return report
+    failure = ending.failure or "ended early"
+    if "SIGBUS" in failure:
+        failure += f". /dev/shm is probably too small: it has {_free_mib()} MiB free (docker --shm-size)"
+    return report.with_problem(f"{(doing or 'closing').replace('.', ' ')}: {failure}")
+
+
+def _keep(ending: Ending, report: Report) -> None:
+    """Keep what was found for training runs in the same layout, unless somebody ended it before all was tried.
+
+    Of windows on devices, which no run tries, a crash is worth keeping, too; of the rest only what is sound.
+    """
+    keys = (ending.news or {}).get("keys", {})
+    if report.device is not None and ending.failure != ENDED_BY_LAUNCHER:
+        cache.store(keys["device"], report)
+    if keys and not report.problems:
+        cache.store(keys["host"], replace(report, device=None))
+
+
+def _free_mib() -> str:
+    try:
+        return str(shutil.disk_usage("/dev/shm").free >> 20)
+    except OSError:
+        return "no"
+
+
+def _print(report: Report, decision: Decision | None, on_device: Decision | None) -> None:
+    # Open MPI gives its ranks a terminal of their own, whatever mpiexec writes to: no colours.
+    console = Console(color_system=None, highlight=False)
+    if decision is None:
+        console.print(f"MPI gave no answer. {report.problems[-1]}", *filter(None, [hint()]), sep="\n")
+        return
+    layout = " + ".join(str(number) for number in report.ranks_per_node)
+    room = "none" if report.shm_bytes is None else f"{report.shm_bytes / 2**20:,.0f} MiB free"
+    facts = Table.grid(padding=(0, 3))
+    facts.add_row("MPI library", report.library)
+    facts.add_row("thread level", report.thread_level)
+    facts.add_row("nodes, ranks", f"{report.nodes}, {layout}")
+    facts.add_row("/dev/shm", room)
+    console.print(facts, "", sep="\n")
+    if report.ranks == 1:
+        console.print(_ALONE, "", sep="\n")
+    else:
+        console.print(_operations(report), "")
+    if report.device is not None:
+        console.print(*_device(report, report.device), "", sep="\n")
+    console.print(_chosen("the runtime uses", decision))
+    if on_device is not None:
+        console.print("", _chosen("with run.device cuda", on_device), sep="\n")
+    for problem in report.problems:
+        console.print(f"Problem: {problem}")
+
+
+def _chosen(title: str, decision: Decision) -> Table:
+    table = Table(title, "", "because", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, choice in decision.to_dict().items():
+        table.add_row(name.replace("_", "-"), choice["choice"], choice["reason"])
+    return table
+
+
+def _operations(report: Report) -> Table:
+    table = Table("peer", "operation", box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("target idle", "target busy", "GB/s"):
+        table.add_column(title, justify="right")
+    table.add_column("one-sided")
+    problems = dict(problem.split(": ", 1) for problem in report.problems)
+    for kind in report.kinds:
+        for name in OPERATIONS:
+            operation = getattr(getattr(report.peers, kind), name, Operation())
+            table.add_row(_KINDS[kind], _TITLES[name], *_cells(operation, problems.get(f"{kind} {name}", "not tried")))
+    return table
+
+
+def _device(report: Report, device: DeviceWindows) -> tuple[Table, Table]:
+    """Return what was found about windows on devices: what is known of them, and the operations."""
+    facts = Table.grid(padding=(0, 3))
+    facts.add_row("GPUs", "; ".join(device.names))
+    facts.add_row("MPI for CUDA", f"{_TOLD[device.cuda_support]} (MPIX_Query_cuda_support)")
+    facts.add_row("memory kinds", device.alloc_kinds or "no answer")
+    facts.add_row("windows there", f"made: {_TOLD[device.window]}, own Accumulate: {_TOLD[device.own_accumulate]}")
+    table = Table("peer", "on the device", "from", box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("target idle", "target busy", "GB/s"):
+        table.add_column(title, justify="right")
+    table.add_column("one-sided")
+    problems = dict(problem.split(": ", 1) for problem in report.problems)
+    for kind in report.kinds:
+        for name, origin in DEVICE_OPERATIONS:
+            operation = getattr(getattr(getattr(device, origin), kind), name, Operation())
+            without = problems.get(f"{origin} {kind} {name}", "not tried")
+            table.add_row(_KINDS[kind], _TITLES[name], _ORIGINS[origin], *_cells(operation, without))
+    return facts, table
+
+
+def _cells(operation: Operation, without: str) -> tuple[str, ...]:
+    if operation.idle_s is None or operation.busy_s is None or operation.gb_per_s is None:
+        return "", "", "", without
+    verdict = {True: "yes", False: "no: waits", None: "unsure"}[operation.one_sided]
+    return seconds(operation.idle_s), seconds(operation.busy_s), f"{operation.gb_per_s:.2g}", verdict

@@ -1,0 +1,277 @@
+"""What this MPI stack really does: nothing in MPI tells (the MPI Forum has a proposal, 635), so it is tried.
+
+Communication: the ranks gather who is where; the ranks of each node try shared memory; then one pair for each kind of
+peer tries the operations in turn (trial.py). All ranks have the same report at every moment.
+
+As a program, `python -m odc_mpi.stack.probe FD`, it takes this rank's part and rank 0 writes to the file descriptor
+what is known, a JSON line before each operation and at the end; `odc-mpi doctor` reads it.
+"""
+
+import json
+import os
+import shutil
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import mpi4py
+import numpy as np
+from mpi4py import MPI
+
+from odc_mpi.errors import UserError
+from odc_mpi.runtime.abort import run_child
+from odc_mpi.runtime.world import World
+from odc_mpi.stack import cache
+from odc_mpi.stack.gpu import has_gpu
+from odc_mpi.stack.operations import COUNTER_BYTES
+from odc_mpi.stack.report import OPERATIONS, PEER_KINDS, Report, SharedMemory
+from odc_mpi.stack.trial import LARGE_BYTES, Allocate, Budget, Trials, allocate, allocate_shared
+
+if TYPE_CHECKING:
+    from odc_mpi.comm.device.device import Device
+
+#: For a person who asks.
+FULL = Budget(idle_s=0.2, busy_s=0.5, bandwidth_s=1.5)
+#: For the start of a training run.
+QUICK = Budget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.15)
+#: Seconds after which the program ends by itself: whoever started it ends it before, and still has the answer.
+PROGRAM_S = 150.0
+
+_THREAD_LEVELS = {
+    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
+}
+
+#: Hears the report so far and what is tried next: "shared_memory", "KIND.OPERATION", or None when all is done.
+Listener = Callable[[Report, str | None], None]
+
+
+def probe(
+    world: World,
+    budget: Budget = FULL,
+    *,
+    allocate: Allocate = allocate,
+    listen: Listener = lambda report, doing: None,
+    device: "Device | None" = None,
+) -> Report:
+    """Try what there is and return the same report on every rank. Collective.
+
+    Args:
+        world: All of its ranks take part.
+        budget: Time to spend.
+        allocate: Makes the window that is tried.
+        listen: Called on every rank.
+        device: This rank's, for what may end the process: windows on it. All ranks have one, or none has.
+
+    Raises:
+        UserError: /dev/shm has no room for even a small window; on every rank.
+    """
+    nodes = world.gather_objects(world.node)
+    report = Report(
+        library=world.mpi_library,
+        thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+        nodes=world.num_nodes,
+        ranks_per_node=tuple(nodes.count(node) for node in range(world.num_nodes)),
+        shm_bytes=_free_shared_memory(world),
+    )
+    listen(report, "shared_memory")
+    report = replace(report, shared_memory=_try_shared_memory(world))
+    pairs = find_pairs(nodes)
+    if pairs:
+        with world.inattentive():
+            report = _try_pairs(world, report, pairs, budget, allocate, listen)
+    if device is not None:
+        # Not at the top: it brings torch, which takes a second, to where it is of use.
+        from odc_mpi.stack.device_probe import try_device
+
+        with world.inattentive():
+            report = try_device(world, report, pairs, device, listen)
+    listen(report, None)
+    return report
+
+
+def bare_report(world: World) -> Report:
+    """Return what is known without trying anything. Local."""
+    return Report(
+        library=world.mpi_library,
+        thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+        nodes=world.num_nodes,
+        ranks_per_node=tuple(num_ranks for _, num_ranks in world.layout),
+    )
+
+
+def quick_report(world: World, cache_it: bool = True) -> Report:
+    """Return a report that was kept in the last week on the same stack, or else that of a quick probe. Collective.
+
+    Args:
+        world: All of its ranks take part.
+        cache_it: Whether to read and write the cache; rank 0's word counts.
+    """
+    key = report_key(world)
+    kept = cache.load(key) if cache_it and world.rank == 0 else None
+    with world.meeting("hearing of the report that rank 0 kept"):
+        kept = world.comm.bcast(kept)
+    if kept is not None:
+        # What belongs to this start, not to the stack.
+        return replace(kept, thread_level=_THREAD_LEVELS[MPI.Query_thread()], shm_bytes=_free_shared_memory(world))
+    report = probe(world, QUICK)
+    if cache_it and world.rank == 0 and not report.problems:
+        cache.store(key, report)
+    return report
+
+
+def report_key(world: World) -> dict[str, Any]:
+    """Return under what a report is kept: library, environment, and which ranks are on which host. Collective."""
+    return {
+        "library": MPI.Get_library_version(),
+        "mpi4py": mpi4py.__version__,
+        "settings": cache.settings(),
+        "ranks": world.gather_objects([world.node, socket.gethostname()]),
+    }
+
+
+def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
+    """Choose who tries with whom. Local.
+
+    Args:
+        nodes: The node of each rank.
+
+    Returns:
+        Origin and target for each kind of peer that there is.
+    """
+    pairs = {}
+    for origin, node in enumerate(nodes):
+        if node in nodes[origin + 1 :]:
+            pairs["same_node"] = (origin, nodes.index(node, origin + 1))
+            break
+    away = [rank for rank, node in enumerate(nodes) if node != nodes[0]]
+    if away:
+        pairs["other_node"] = (0, away[0])
+    return pairs
+
+
+def _free_shared_memory(world: World) -> int | None:
+    """Return the free bytes of /dev/shm on the node that has least. Collective."""
+    free = None
+    with suppress(OSError):  # not every system keeps shared memory there
+        free = shutil.disk_usage("/dev/shm").free
+    return min((value for value in world.gather_objects(free) if value is not None), default=None)
+
+
+def _try_shared_memory(world: World) -> SharedMemory:
+    """Let the ranks of each node read each other in place. Collective."""
+    num_bytes = 5000  # no multiple of a page or a cache line: a gap would show
+    with world.meeting("allocating shared memory"):
+        node = MPI.Intracomm(world.comm.Split_type(MPI.COMM_TYPE_SHARED))
+        rank, size = node.Get_rank(), node.Get_size()
+        win = MPI.Win.Allocate_shared(num_bytes, 1, MPI.INFO_NULL, node)
+        win.Lock_all(MPI.MODE_NOCHECK)
+        pieces = [np.asarray(win.Shared_query(other)[0]) for other in range(size)]
+        pieces[rank][:] = rank % 251 + 1
+        win.Sync()
+    world.meet(node.Ibarrier(), "writing shared memory")
+    win.Sync()
+    readable = all(piece.size == num_bytes and (piece == other % 251 + 1).all() for other, piece in enumerate(pieces))
+    starts = [piece.ctypes.data for piece in pieces]
+    contiguous = starts == [starts[0] + i * num_bytes for i in range(size)]
+    load_s = _time_of_a_load(pieces[(rank + 1) % size]) if size > 1 else None
+    everywhere = world.gather_objects((readable, contiguous, load_s))
+    pieces.clear()
+    with world.meeting("freeing shared memory"):
+        win.Unlock_all()
+        win.Free()
+        node.Free()
+    return SharedMemory(
+        readable=all(readable for readable, _, _ in everywhere),
+        contiguous=all(contiguous for _, contiguous, _ in everywhere),
+        load_s=max((load_s for *_, load_s in everywhere if load_s is not None), default=None),
+    )
+
+
+def _time_of_a_load(piece: np.ndarray) -> float:
+    """Return the median seconds to copy 64 bytes out of another rank's memory, numpy's own time included."""
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        piece[:64].copy()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _try_pairs(
+    world: World,
+    report: Report,
+    pairs: dict[str, tuple[int, int]],
+    budget: Budget,
+    allocate: Allocate,
+    listen: Listener,
+) -> Report:
+    kinds = [kind for kind in PEER_KINDS if kind in pairs]
+    listen(report, "window")
+    far = {kind: pair for kind, pair in pairs.items() if kind == "other_node"}
+    most_bytes = _most_bytes(world, report, len(pairs) + len(far))
+    trials = Trials(world, pairs, budget, most_bytes, allocate)
+    # Over what a node shares: so other nodes read parameters.
+    far_reads = Trials(world, far, budget, most_bytes, allocate_shared) if far else trials
+    # An operation with all kinds of peers before the next one: should it not come back, most is known.
+    for name in OPERATIONS:
+        for kind in kinds:
+            listen(report, f"{kind}.{name}")
+            result = (far_reads if (kind, name) == ("other_node", "get") else trials).run(name, kind)
+            report = report.with_operation(kind, name, result.operation)
+            if result.problem:
+                report = report.with_problem(f"{kind} {name}: {result.problem}")
+    if far:
+        far_reads.close()
+    trials.close()
+    return report
+
+
+def _most_bytes(world: World, report: Report, num_targets: int) -> int:
+    """Return the largest size to try, so that half of /dev/shm stays free. Collective."""
+    world.require_shared_memory(LARGE_BYTES[0] + COUNTER_BYTES, "the window of a probe")
+    if report.shm_bytes is None:
+        return LARGE_BYTES[-1]
+    return max((size for size in LARGE_BYTES if 2 * num_targets * size <= report.shm_bytes), default=LARGE_BYTES[0])
+
+
+def own_device(world: World) -> "Device | None":
+    """Return this rank's device; None unless every rank has one. Collective."""
+    device = None
+    if has_gpu():
+        from odc_mpi.comm.device.device import find_device
+
+        with suppress(UserError):  # a GPU, but a torch that cannot use it
+            device = find_device("cuda", world.host_rank)
+            assert device is not None
+            device.window_memory(1)  # imports CuPy and makes the GPU ready
+    return device if all(world.gather_objects(device is not None)) else None
+
+
+def main(argv: list[str]) -> None:
+    """Probe, and tell the file descriptor in the argument what is known. Collective."""
+    with os.fdopen(int(argv[0]), "w") as out, World(timeout_s=PROGRAM_S) as world:
+        # Before anything is told: loading what it takes may last longer than an operation is given.
+        device = own_device(world)
+        keys = {"host": report_key(world)}
+        if device is not None:
+            from odc_mpi.stack.device_probe import verdict_key
+
+            keys["device"] = verdict_key(world, device)
+
+        def tell(report: Report, doing: str | None) -> None:
+            if world.rank == 0:
+                out.write(json.dumps({"report": report.to_dict(), "doing": doing, "keys": keys}) + "\n")
+                out.flush()
+
+        probe(world, FULL, listen=tell, device=device)
+
+
+if __name__ == "__main__":
+    run_child(main)

@@ -1,0 +1,244 @@
+"""One pair of ranks tries a one-sided operation, and all hear how it went.
+
+    orders     the origin tells the target by messages to compute for a while, to go on waiting, or to stop
+    idle       small operations while the target waits politely inside MPI for the next order
+    busy       small operations while the target computes and does not enter MPI
+    bandwidth  large operations, as for idle
+    result     the origin broadcasts its figures to all ranks; those of no pair have waited for it politely
+
+The busy spell is timed by the origin's clock alone. The target hears its next order only when its spell is over, so the
+origin knows when the spell ended, and by its length when it began. An operation counts if it began after that, and is
+one-sided if the target demonstrably went on computing for half of the spell afterwards.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from odc_mpi.runtime.world import SLEEP_S, World
+from odc_mpi.stack import operations
+from odc_mpi.stack.report import WRONG, Operation
+
+#: An origin's memory, if no other is named.
+HOST = "from_host"
+#: Bytes of the large operations, in the order in which they are tried.
+LARGE_BYTES = (1 << 16, 1 << 20, 1 << 24)
+#: Runs of one large size at most: the best counts, the first may pay for fresh pages.
+LARGE_RUNS = 3
+#: Small operations to take the median of, at most.
+SMALL_RUNS = 20
+#: A verdict of "waits" is confirmed by spells this many times as long: the first may have met a core taken by others.
+LONGER = 3
+#: An operation that does not wait may still take so many times as long as with an idle target ...
+MUCH_LONGER = 20
+#: ... or so many seconds, on a machine with more processes than cores.
+CROWDED_S = 10e-3
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Seconds for one operation towards one kind of peer.
+
+    Attributes:
+        idle_s: For the small operations.
+        busy_s: Length of the first spell in which the target computes.
+        bandwidth_s: For the large operations; a size that would take longer is left out.
+    """
+
+    idle_s: float
+    busy_s: float
+    bandwidth_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What all ranks hear: the figures, and what was wrong with them."""
+
+    operation: Operation
+    problem: str | None
+
+
+#: Makes the window that is probed, of so many bytes on this rank, in units of one byte; and behind it in the list the
+#: one that it lies over, if there is one. Collective.
+Allocate = Callable[[World, int], Sequence[MPI.Win]]
+#: Writes bytes into this rank's part of a window. Local.
+Fill = Callable[[MPI.Win, np.ndarray], None]
+
+
+def allocate(world: World, num_bytes: int) -> Sequence[MPI.Win]:
+    """Make a window on host memory as the transports do for all but what nodes share. Collective."""
+    return [MPI.Win.Allocate(num_bytes, 1, MPI.INFO_NULL, world.comm)]
+
+
+def allocate_shared(world: World, num_bytes: int) -> Sequence[MPI.Win]:
+    """Make a window over memory that the ranks of a node share, as other nodes read parameters. Collective."""
+    shared = MPI.Win.Allocate_shared(num_bytes, 1, MPI.INFO_NULL, world.node_comm)
+    return [MPI.Win.Create(shared.tomemory(), 1, MPI.INFO_NULL, world.comm), shared]
+
+
+def fill(win: MPI.Win, values: np.ndarray) -> None:
+    """Write bytes into this rank's part of a window on host memory. Local."""
+    np.asarray(win.tomemory())[:] = values
+
+
+class Trials:
+    """The window and this rank's part in trying it. Creating and closing it is collective.
+
+    Args:
+        world: All of its ranks take part.
+        pairs: Origin and target for each kind of peer.
+        budget: Time to spend.
+        most_bytes: Of the largest operation.
+        allocate: Makes the window.
+        fill: Writes into it.
+        origins: Makes the memory of an origin, by a name for its kind.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        pairs: dict[str, tuple[int, int]],
+        budget: Budget,
+        most_bytes: int,
+        allocate: Allocate = allocate,
+        fill: Fill = fill,
+        origins: Mapping[str, Callable[[np.ndarray], operations.Buffer]] = {HOST: operations.HostBuffer},
+    ) -> None:
+        self._world, self._pairs, self._budget, self._most_bytes = world, pairs, budget, most_bytes
+        num_bytes = most_bytes + operations.COUNTER_BYTES
+        is_target = world.rank in [target for _, target in pairs.values()]
+        with world.meeting("allocating the window of a probe"):
+            self._comm = world.comm.Dup()
+            # Over all ranks, as in training: libraries choose their ways by who takes part.
+            self._windows = allocate(world, num_bytes if is_target else operations.COUNTER_BYTES)
+            self._win = self._windows[0]
+            self._win.Lock_all(MPI.MODE_NOCHECK)
+            if is_target:
+                fill(self._win, operations.pattern(num_bytes))
+            self._win.Sync()
+        self._peerings: dict[tuple[str, str], operations.Peering] = {}
+        for kind, (origin, target) in pairs.items():
+            if world.rank == origin:
+                expected = operations.pattern(num_bytes)
+                for turn, (memory, make) in enumerate(origins.items()):
+                    self._peerings[kind, memory] = operations.Peering(self._win, target, expected, make, turn)
+        world.meet(self._comm.Ibarrier(), "filling the window of a probe")
+
+    def run(self, name: str, kind: str, memory: str = HOST) -> Result:
+        """Try one operation with one kind of peer, from one kind of memory. Collective."""
+        origin, target = self._pairs[kind]
+        what = f"trying {name} with peers of {kind}"
+        numbers = np.full(6, np.nan)
+        with self._world.deadline(what):
+            if self._world.rank == origin:
+                numbers[:] = self._measure(operations.BY_NAME[name](self._peerings[kind, memory]), target)
+            elif self._world.rank == target:
+                self._obey(origin)
+        # Those who wait here wait for the whole trial.
+        self._world.meet(self._comm.Ibcast(numbers, root=origin), what)
+        idle_s, busy_s, gb_per_s, one_sided, is_sure, is_right = numbers.tolist()
+        if not is_right:
+            return Result(Operation(), WRONG)
+        if not is_sure:
+            return Result(Operation(None, idle_s, busy_s, gb_per_s), "the machine is too busy to tell if it waits")
+        return Result(Operation(bool(one_sided), idle_s, busy_s, gb_per_s), None)
+
+    def close(self) -> None:
+        """Free the window. Collective."""
+        self._peerings.clear()
+        with self._world.meeting("freeing the window of a probe"):
+            self._win.Unlock_all()
+            for win in self._windows:
+                win.Free()
+            self._comm.Free()
+
+    def _measure(self, tried: operations.Operation, target: int) -> tuple[float, ...]:
+        """Be the origin."""
+        tried.run(tried.small_bytes)  # pays for connections and fresh pages
+        idle_s = _median(lambda: tried.run(tried.small_bytes), self._budget.idle_s)
+        busy_s, one_sided, is_sure = self._while_busy(tried, target, idle_s)
+        gb_per_s = self._bandwidth(tried) if tried.grows else tried.small_bytes / idle_s / 1e9
+        is_right = tried.is_right()
+        self._order(target, stop=True)
+        return idle_s, busy_s, gb_per_s, one_sided, is_sure, is_right
+
+    def _while_busy(self, tried: operations.Operation, target: int, idle_s: float) -> tuple[float, bool, bool]:
+        """Return the seconds with a busy target, whether it was one-sided, and whether that is sure."""
+        first_s = self._budget.busy_s
+        took_s, one_sided, is_sure = 0.0, False, False
+        for spell_s in (first_s, LONGER * first_s, LONGER * first_s):
+            self._begin_spell(target, spell_s)
+            began = time.perf_counter()
+            took_s = _median(lambda: tried.run(tried.small_bytes), spell_s / 20)
+            ended = time.perf_counter()
+            self._order(target, stop=False)
+            free = time.perf_counter()
+            # Two signs, since on a crowded machine either may mislead: it came back long before the target did, and at
+            # once. One that waits takes four fifths of a spell.
+            at_once = took_s < min(spell_s / 10, max(MUCH_LONGER * idle_s, CROWDED_S))
+            one_sided = at_once and ended < free - spell_s / 2
+            is_sure = began > free - spell_s
+            if is_sure and (one_sided or spell_s > first_s):
+                break
+        return took_s, one_sided, is_sure
+
+    def _bandwidth(self, tried: operations.Operation) -> float:
+        left_s, next_s, gb_per_s = self._budget.bandwidth_s, 0.0, 0.0
+        for num_bytes in (size for size in LARGE_BYTES if size <= self._most_bytes):
+            if next_s > left_s:
+                break
+            times: list[float] = []
+            while len(times) < LARGE_RUNS and (not times or min(times) < left_s):
+                times.append(_timed(lambda: tried.run(num_bytes)))  # noqa: B023 - called at once
+                left_s -= times[-1]
+            gb_per_s = num_bytes / min(times) / 1e9
+            next_s = min(times) * (LARGE_BYTES[1] // LARGE_BYTES[0])
+        return gb_per_s
+
+    def _begin_spell(self, target: int, spell_s: float) -> None:
+        """Have the target compute, and give it time to leave MPI: on a crowded machine that may take it a moment."""
+        end = time.perf_counter() + spell_s / 5
+        # Not a synchronous send: MPICH over TCP lets the sender know only when the target is back in MPI.
+        self._world.wait(self._comm.Isend(np.array([spell_s, False]), target), "telling the target of a probe")
+        while time.perf_counter() < end:
+            self._comm.Iprobe(target)  # a message may leave only while its sender is in MPI
+            time.sleep(SLEEP_S)
+
+    def _order(self, target: int, *, stop: bool) -> None:
+        """Tell the target to go on waiting, or to stop; return when it is back in MPI and has heard."""
+        self._world.wait(self._comm.Issend(np.array([0.0, stop]), target), "telling the target of a probe")
+
+    def _obey(self, origin: int) -> None:
+        """Be the target."""
+        order = np.zeros(2)
+        while not order[1]:
+            self._world.wait(self._comm.Irecv(order, origin), "hearing from the origin of a probe")
+            _compute(order[0])
+
+
+def _compute(seconds: float) -> None:
+    """Compute for so long without entering MPI. Not a sleep: training takes cores, also those of MPI's own threads."""
+    end = time.perf_counter() + seconds
+    matrix = np.ones((32, 32), dtype=np.float32)
+    while time.perf_counter() < end:
+        matrix @ matrix
+
+
+def _timed(function: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def _median(function: Callable[[], Any], budget_s: float) -> float:
+    """Return the median time of several calls, of fewer if these take all the time, but of one at least."""
+    end = time.perf_counter() + budget_s
+    times = [_timed(function)]
+    while len(times) < SMALL_RUNS and time.perf_counter() < end:
+        times.append(_timed(function))
+    return statistics.median(times)

@@ -1,0 +1,332 @@
+"""The settings of a training run: what there is, what it means, and how it is read.
+
+Here live the dataclasses, one line of meaning per field, and the way from a YAML file and ``--section.key value``
+arguments to a checked `Config` and back. What a setting does lives in the module that uses it. Nothing here
+communicates: every rank reads the same file and comes to the same `Config` or to the same error.
+
+The reader is our own, over PyYAML's safe loader (`train.yaml_dialect`), because every mistake has to become one line
+that names the source, the setting and the cure.
+"""
+
+import difflib
+import functools
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from odc_mpi.errors import UserError
+from odc_mpi.train import yaml_dialect as dialect
+
+
+class Check(NamedTuple):
+    """A condition on a value beyond its type, with the words that follow "expected" when it fails."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+_ARGUMENTS = "command line"  # the source that errors name for a `--section.key value`
+
+_POSITIVE = Check("above 0", lambda value: value > 0)
+_NOT_NEGATIVE = Check("0 or more", lambda value: value >= 0)
+_ONE_OR_MORE = Check("1 or more", lambda value: value >= 1)
+_FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
+_SEED = Check("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
+_TOKENS = Check("from 1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
+_THREADS = Check("from 0 to 1024", lambda value: 0 <= value <= 1024)
+_NOT_EMPTY = Check("not empty", lambda value: value != "")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained, and in which precision it is stored and reduced."""
+
+    path: Annotated[
+        str | None, "local directory with config.json and safetensors; or give model.config", _NOT_EMPTY
+    ] = None
+    config: Annotated[dict[str, Any] | None, "transformers configuration with its model_type: a new model"] = None
+    param_dtype: Annotated[Literal["float32", "bfloat16"], "type in which parameters are held and fetched"] = "float32"
+    reduce_dtype: Annotated[Literal["float32", "float64"], "type in which gradients are summed over ranks"] = "float32"
+    gradient_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What the model is trained on, and how a minibatch is cut and handed out."""
+
+    path: Annotated[str, "data set in HDF5, as odc-mpi prepare writes it", _NOT_EMPTY]
+    balance: Annotated[
+        Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "how sequences are dealt out to ranks"
+    ] = "lb_mini"
+    cost: Annotated[
+        Literal["linear", "quadratic", "flops", "fitted"], "what balances a sequence; fitted: learned from this run"
+    ] = "flops"
+    cost_linear: Annotated[float, "data.cost quadratic: of a token", _NOT_NEGATIVE] = 1.0
+    cost_quadratic: Annotated[float, "data.cost quadratic: of a squared length", _NOT_NEGATIVE] = 0.0
+    minibatch_sequences: Annotated[int, "sequences per step, over all ranks", _ONE_OR_MORE] = 16
+    max_tokens_per_microbatch: Annotated[int, "tokens in one forward and backward on one rank", _TOKENS] = 4096
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """How ranks exchange parameters and gradients."""
+
+    transport: Annotated[
+        Literal["window", "collective"], "one-sided MPI windows; or all-gather and reduce-scatter, as FSDP does"
+    ] = "window"
+    reduction: Annotated[Literal["auto", "accumulate", "mailbox"], "how gradients reach their owners"] = "auto"
+    mailbox_bytes: Annotated[int, "mailbox: memory for gradients on their way to this rank", _ONE_OR_MORE] = 64 << 20
+    zero_copy: Annotated[Literal["auto", "off"], "read parameters of the same node in place"] = "auto"
+    progress: Annotated[Literal["auto", "off", "thread"], "serve other ranks while this one computes"] = "auto"
+    window_device: Annotated[
+        Literal["auto", "cuda", "cpu"], "run.device cuda: where shards are; auto: cuda if proved"
+    ] = "auto"
+    prefetch: Annotated[int, "units fetched ahead of their use, from a thread; 0: no threads", _NOT_NEGATIVE] = 1
+    timeout_s: Annotated[float, "seconds to wait for a rank before the run fails", _ONE_OR_MORE] = 600.0
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """How parameters follow from gradients."""
+
+    optimizer: Annotated[Literal["adamw", "sgd"], "the update rule"] = "adamw"
+    learning_rate: Annotated[float, "peak learning rate, reached after the warm-up", _NOT_NEGATIVE] = 1e-4
+    weight_decay: Annotated[float, "weight decay of either optimizer", _NOT_NEGATIVE] = 0.0
+    adam_beta1: Annotated[float, "adamw: decay of the first moment", _FRACTION] = 0.9
+    adam_beta2: Annotated[float, "adamw: decay of the second moment", _FRACTION] = 0.999
+    adam_epsilon: Annotated[float, "adamw: added to the denominator", _POSITIVE] = 1e-8
+    momentum: Annotated[float, "sgd: momentum", _FRACTION] = 0.0
+    max_grad_norm: Annotated[
+        float, "global norm that gradients are clipped to; 0 switches clipping off", _NOT_NEGATIVE
+    ] = 1.0
+    lr_scheduler_type: Annotated[
+        Literal["linear", "cosine", "constant"], "course of the learning rate after the warm-up"
+    ] = "linear"
+    warmup_steps: Annotated[int, "steps in which the learning rate rises from 0", _NOT_NEGATIVE] = 0
+    device: Annotated[Literal["cpu", "cuda"], "where slices are optimized; cuda needs GPU memory for their state"] = (
+        "cpu"
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long a run lasts, where it writes, and on what it runs."""
+
+    steps: Annotated[int, "optimizer steps, one per minibatch", _ONE_OR_MORE] = 100
+    dir: Annotated[str, "directory for everything the run writes", _NOT_EMPTY] = "runs/run"
+    log_dir: Annotated[str | None, "directory for a small file per rank: its host and cores, warnings", _NOT_EMPTY] = (
+        None
+    )
+    seed: Annotated[int, "seed of the new model's weights and of the order of the data", _SEED] = 0
+    device: Annotated[Literal["cpu", "cuda"], "where ranks compute; cuda: a node's GPUs, by local rank"] = "cpu"
+    threads: Annotated[int, "torch threads per rank; 0: the node's cores divided by its ranks", _THREADS] = 0
+    trace_steps: Annotated[int, "last minibatches whose times go into trace.json; 0: none", _NOT_NEGATIVE] = 3
+    max_skipped_steps: Annotated[
+        int, "the run ends after so many steps in a row with a non-finite gradient", _ONE_OR_MORE
+    ] = 10
+    checkpoint_every: Annotated[int, "steps between checkpoints, one after the last step; 0: none", _NOT_NEGATIVE] = 0
+    keep_checkpoints: Annotated[int, "how many of them to keep, the newest; 0: all", _NOT_NEGATIVE] = 0
+    resume: Annotated[str, "auto: from the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = (
+        "auto"
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run. `load` checks them; building one by hand does not."""
+
+    model: ModelConfig
+    data: DataConfig
+    comm: CommConfig = field(default_factory=CommConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+class _Setting(NamedTuple):
+    """One field of one section, as the reader and the help need it."""
+
+    type: Any
+    meaning: str
+    checks: list[Check]
+    default: Any
+
+
+def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a configuration. Local: reads one file.
+
+    Args:
+        path: YAML file, or None for defaults and overrides alone.
+        overrides: arguments ``--section.key value`` or ``--section.key=value``. They win over the file, the later over
+            the earlier. ``--model.config.hidden_size 128`` sets one key of the dictionary and keeps the others.
+
+    Returns:
+        The checked configuration, defaults filled in.
+
+    Raises:
+        UserError: anything wrong with the file or an argument, in one line that names the source and the setting.
+    """
+    values = _read_file(path) if path else {}
+    for key, text in _split_arguments(overrides):
+        _override(values, key, text)
+    _check_together(values, str(path) if path else _ARGUMENTS)
+    return Config(**{name: _build(name, section, values) for name, section in _sections().items()})
+
+
+def dump(config: Config) -> str:
+    """Write a configuration as YAML, all values with the defaults, such that `load` reads an equal one. Local."""
+    return dialect.write(asdict(config))
+
+
+def help_text() -> str:
+    """Return a table of all settings for ``odc-mpi train --help``: name, type, default and meaning. Local."""
+    rows = [("setting", "type", "default", "meaning")]
+    for key, setting in _settings().items():
+        default = "required" if setting.default is MISSING else _show(setting.default).strip('"')
+        rows.append((key, _describe(setting.type), default, setting.meaning))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _sections() -> dict[str, Any]:
+    return get_type_hints(Config)
+
+
+@functools.cache
+def _settings() -> dict[str, _Setting]:
+    found = {}
+    for section_name, section in _sections().items():
+        hints = get_type_hints(section, include_extras=True)
+        for item in fields(section):
+            hint, meaning, *checks = get_args(hints[item.name])
+            found[f"{section_name}.{item.name}"] = _Setting(hint, meaning, checks, item.default)
+    return found
+
+
+def _build(name: str, section: Any, values: dict[str, Any]) -> Any:
+    return section(**{item.name: values[key] for item in fields(section) if (key := f"{name}.{item.name}") in values})
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    document = dialect.read_file(path)
+    if document is not None and not isinstance(document, dict):
+        raise UserError(f"{path}: expected a mapping of the sections {', '.join(_sections())}, got {_show(document)}")
+    return {key: _checked(str(path), key, value) for key, value in _leaves(document or {})}
+
+
+def _leaves(document: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for section, content in document.items():
+        if isinstance(content, dict) and content:
+            yield from ((f"{section}.{name}", value) for name, value in content.items())
+        elif section not in _sections() or content not in (None, {}):  # a section may be left empty
+            yield str(section), content
+
+
+def _split_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("--"):
+            raise UserError(f"{_ARGUMENTS}: expected --section.key value, got {_show(argument)}")
+        key, equals, text = argument[2:].partition("=")
+        if not equals:
+            text = next(rest, "--")
+            if text.startswith("--"):
+                wanted = _describe(_known(_ARGUMENTS, key).type) if not _mapping_of(key) else "a value"
+                raise UserError(f"{_ARGUMENTS}: --{key} expected {wanted} after it, got nothing")
+        yield key, text
+
+
+def _override(values: dict[str, Any], key: str, text: str) -> None:
+    mapping = _mapping_of(key)
+    if mapping:
+        names = key.removeprefix(f"{mapping}.").split(".")
+        values[mapping] = _with_entry(values.get(mapping), mapping, names, dialect.read_value(text))
+    else:
+        kinds = _kinds(_known(_ARGUMENTS, key).type)
+        verbatim = any(kind is str or get_origin(kind) is Literal for kind in kinds)
+        value = text if verbatim and not (text == "null" and types.NoneType in kinds) else dialect.read_value(text)
+        values[key] = _checked(_ARGUMENTS, key, value)
+
+
+def _mapping_of(key: str) -> str | None:
+    """Return the setting whose dictionary ``key`` names an entry of: model.config for model.config.hidden_size."""
+    mappings = (name for name, setting in _settings().items() if dict[str, Any] in _kinds(setting.type))
+    return next((name for name in mappings if key.startswith(f"{name}.")), None)
+
+
+def _with_entry(mapping: Any, key: str, names: list[str], value: Any) -> dict[str, Any]:
+    if mapping is not None and not isinstance(mapping, dict):
+        raise UserError(f"{_ARGUMENTS}: --{key}.{names[0]}: expected {key} to be a mapping, got {_show(mapping)}")
+    mapping = mapping or {}
+    name, *deeper = names
+    if deeper:
+        value = _with_entry(mapping.get(name), f"{key}.{name}", deeper, value)
+    return {**mapping, name: value}
+
+
+def _known(source: str, key: str) -> _Setting:
+    if key in _settings():
+        return _settings()[key]
+    if key in _sections():
+        raise UserError(f"{source}: {key} is a section: expected its settings, as in {key}: {{key: value}}")
+    nearest = difflib.get_close_matches(key, _settings(), n=1)
+    cure = f"did you mean {nearest[0]}?" if nearest else "odc-mpi train --help lists all"
+    raise UserError(f"{source}: unknown setting {key}: {cure}")
+
+
+def _checked(source: str, key: str, value: Any) -> Any:
+    """Return the value of a setting in its own type, or raise the one line that says what it should have been."""
+    setting = _known(source, key)
+    kinds = _kinds(setting.type)
+    expected = f"{source}: {key}: expected {_describe(setting.type)}"
+    if not any(_fits(value, kind) for kind in kinds):
+        cure = " (put it in quotes)" if str in kinds and not isinstance(value, dict | list) else ""
+        raise UserError(f"{expected}, got {_show(value)}{cure}")
+    for check in setting.checks:
+        if value is not None and not check.holds(value):
+            raise UserError(f"{expected}, {check.words}, got {_show(value)}")
+    return float(value) if float in kinds else value
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kind is float:  # true is no number, nor are nan and inf of any use in a setting
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return type(value) is (get_origin(kind) or kind)
+
+
+def _describe(hint: Any) -> str:
+    words = {int: "an integer", float: "a finite number", bool: "true or false", str: "text", types.NoneType: "null"}
+    parts = [
+        " or ".join(get_args(kind)) if get_origin(kind) is Literal else words.get(kind, "a mapping")
+        for kind in _kinds(hint)
+    ]
+    return " or ".join(parts)
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, skipkeys=True, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _check_together(values: dict[str, Any], source: str) -> None:
+    for key, setting in _settings().items():
+        if setting.default is MISSING and key not in values:
+            raise UserError(f"{source}: {key} is missing: expected {setting.meaning}; give it with --{key}")
+    given = [key for key in ("model.path", "model.config") if values.get(key) is not None]
+    if len(given) != 1:
+        got = "both (set one of them to null)" if given else "neither"
+        raise UserError(f"{source}: expected exactly one of model.path and model.config, got {got}")
+    if given == ["model.config"] and not isinstance(values["model.config"].get("model_type"), str):
+        raise UserError(
+            f"{source}: model.config: expected a model_type, as in --model.config.model_type qwen2, got none"
+        )

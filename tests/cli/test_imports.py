@@ -1,0 +1,81 @@
+"""How soon a command starts: what it imports, and how."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from odc_mpi.cli.imports import no_collections
+
+#: Tells which large libraries are there when a command has ended.
+COMMAND = """
+import sys
+from odc_mpi.cli import main as cli
+try:
+    code = cli.main({arguments})
+except SystemExit as stop:
+    code = stop.code
+print("code", code, *(name for name in ("torch", "transformers", "mpi4py") if name in sys.modules))
+"""
+
+
+@pytest.fixture
+def unfrozen():
+    """The collector as it was, when the test is over."""
+    was_on = gc.isenabled()
+    gc.unfreeze()  # what tests before this one froze
+    gc.enable()
+    yield
+    gc.unfreeze()
+    (gc.enable if was_on else gc.disable)()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--version"], "code 0"),
+        (["train", "--help"], "code 0"),
+        (["simulate", "--minibatches", "1"], "code 0"),
+        (["bench", "schedule", "--ranks", "0"], "code 2"),
+        (["train", "--config", "/nowhere.yaml"], "code 2 mpi4py"),  # all ranks agree on the mistake
+        (["train", "--run.steps", "many"], "code 2 mpi4py"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_imports_no_more_than_it_needs(arguments, expected):
+    command = [sys.executable, "-c", COMMAND.format(arguments=arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == expected, done.stderr
+
+
+def test_ranks_and_the_probe_of_the_doctor_need_no_torch():
+    program = "import sys, odc_mpi.stack.probe; print('torch' in sys.modules, 'mpi4py' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def test_what_is_imported_is_never_looked_through(unfrozen, tmp_path, monkeypatch):
+    (tmp_path / "imported_here_only.py").write_text("things = [[] for _ in range(1000)]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with no_collections():
+        assert not gc.isenabled()
+        import imported_here_only  # noqa: F401
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 1000
+
+
+def test_a_second_time_leaves_the_program_s_own_objects_alone(unfrozen):
+    with no_collections():
+        import gc as again  # noqa: F401
+    assert gc.get_freeze_count() == 0
+
+
+def test_the_collector_is_on_again_after_a_failure_and_stays_off_where_it_was(unfrozen):
+    with pytest.raises(ImportError), no_collections():
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    with no_collections():
+        pass
+    assert not gc.isenabled()

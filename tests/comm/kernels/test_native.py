@@ -1,0 +1,184 @@
+"""The door to the kernels on a machine without them: torch's operators, against sums element by element."""
+
+import subprocess
+import sys
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    TARGETS,
+    add_naively,
+    assert_same,
+    assert_same_number,
+    flatten_naively,
+    random_pieces,
+    random_slots,
+    random_values,
+)
+
+from odc_mpi.comm.kernels import native
+
+
+@pytest.fixture
+def no_cache():
+    """What is known of CuPy is found out anew."""
+    find = native._cupy
+    find.cache_clear()
+    yield
+    find.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", TARGETS, ids=str)
+@pytest.mark.parametrize("special", [0.0, 0.02, 0.3])
+def test_flatten_casts_lays_out_and_measures(dtype, special):
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        pieces, filled = random_pieces(rng, int(rng.integers(0, 9)), special=special)
+        numel = filled + int(rng.choice([0, 0, 7]))
+        flat = torch.full((numel,), float("nan"), dtype=dtype)
+        largest = native.flatten(pieces, flat)
+        wanted, wanted_largest = flatten_naively(pieces, numel, dtype)
+        assert_same(flat, wanted)
+        assert_same_number(largest, wanted_largest)
+
+
+@pytest.mark.parametrize("dtype", TARGETS, ids=str)
+@pytest.mark.parametrize("special", [0.0, 0.1])
+def test_slots_are_added_in_their_order(dtype, special):
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        numel = int(rng.integers(1, 60))
+        shard = random_values(rng, (numel,), dtype, special)
+        slots = random_slots(rng, numel, int(rng.integers(0, 6)), special)
+        wanted = add_naively(shard, slots)
+        native.add_slots(shard, slots)
+        assert_same(shard, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_slots_are_cast_before_they_are_added(dtype):
+    shard = torch.tensor([1.0])
+    term = torch.tensor([1.5 * 2.0**-24], dtype=torch.float64).to(dtype)
+    native.add_slots(shard, [(0, term)] * 3)
+    assert float(shard) == 1 + 3 * 2.0**-23
+
+
+def test_an_imaginary_part_is_as_negative_as_it_looks():
+    imaginary = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert imaginary.is_neg() and not native._as_in_memory(imaginary, torch.empty(0)).is_neg()
+    assert native._as_in_memory(imaginary, torch.empty(0)).tolist() == [-2.0, 4.0]
+
+
+def test_nothing_to_lay_out():
+    flat = torch.ones(5)
+    assert_same_number(native.flatten([], flat), 0.0)
+    assert not flat.any()
+    assert_same_number(native.flatten([(0, torch.ones(0))], torch.ones(0)), 0.0)
+    native.add_slots(flat, [(5, torch.ones(0))])
+    assert not flat.any()
+
+
+@pytest.mark.parametrize("pieces", [[(0, 3), (2, 3)], [(4, 1), (0, 1)], [(-1, 2)], [(7, 2)]], ids=str)
+def test_pieces_over_one_another_or_beyond_the_array(pieces):
+    with pytest.raises(AssertionError, match="pieces"):
+        native.flatten([(start, torch.ones(numel)) for start, numel in pieces], torch.zeros(8))
+
+
+@pytest.mark.parametrize(("start", "numel"), [(-1, 2), (7, 2), (8, 1)])
+def test_a_slot_beyond_the_shard(start, numel):
+    with pytest.raises(AssertionError, match=f"slot {start} to {start + numel} of a shard of 8"):
+        native.add_slots(torch.zeros(8), [(start, torch.ones(numel))])
+
+
+def test_why_there_are_no_kernels(monkeypatch, no_cache):
+    gpu = torch.device("cuda", 0)
+    assert "torch's device cpu" in native.why_no_kernels(torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert native.why_no_kernels(gpu).startswith("CuPy is not installed: pip install 'odc_mpi[cuda13]'")
+    monkeypatch.setattr(native, "_cupy", lambda: sys)
+    assert native.why_no_kernels(gpu) is None
+    monkeypatch.setenv("ODC_MPI_KERNELS", "off")
+    assert native.why_no_kernels(gpu) == "ODC_MPI_KERNELS is off"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "ROCm" in native.why_no_kernels(gpu)
+
+
+def test_a_cupy_that_cannot_be_imported_is_told_of(monkeypatch, tmp_path, no_cache):
+    (tmp_path / "cupy.py").write_text("raise ImportError('libcuda.so.1:\\ncannot open shared object file')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    with pytest.raises(RuntimeError, match=r"libcuda.so.1: cannot open .*ODC_MPI_KERNELS=off"):
+        native.why_no_kernels(torch.device("cuda", 0))
+    monkeypatch.setenv("ODC_MPI_KERNELS", "off")
+    assert native.why_no_kernels(torch.device("cuda", 0)) is not None
+
+
+def test_a_kernel_that_cannot_be_built_is_told_of(monkeypatch):
+    class Broken:
+        __version__ = "14"
+
+        def RawModule(self, **options):  # noqa: N802
+            raise OSError("no libnvrtc.so")
+
+    monkeypatch.setattr(native, "_cupy", Broken)
+    with pytest.raises(RuntimeError, match=r"CuPy 14 cannot build .*flatten.cu: no libnvrtc.so. ODC_MPI_KERNELS=off"):
+        native._kernel("flatten", "flatten_float32")
+
+
+@pytest.mark.parametrize(("num_blocks", "launched"), [(1, 1), (1000, 80)])
+def test_a_launch_goes_to_torch_s_stream_and_device(monkeypatch, num_blocks, launched):
+    """What is handed to CuPy; whether it is right tells a GPU only."""
+    cupy, cuda = MagicMock(), MagicMock()
+    cuda.current_stream.return_value.cuda_stream = 4711
+    cuda.get_device_properties.return_value.multi_processor_count = 10
+    monkeypatch.setattr(native, "_cupy", lambda: cupy)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    native._kernel.cache_clear()
+    gpu, arguments = torch.device("cuda", 3), (np.zeros(1, dtype=native._TABLE), np.int32(0))
+    native._run("flatten", "flatten_float32", gpu, num_blocks, arguments)
+    native._kernel.cache_clear()
+    ((stream,), _) = cupy.cuda.Stream.from_external.call_args
+    assert stream.__cuda_stream__() == (0, 4711)
+    cupy.cuda.Stream.from_external.return_value.__enter__.assert_called_once()
+    cuda.device.assert_called_once_with(gpu)
+    cupy.cuda.Device.assert_called_once_with(3)
+    cupy.RawModule.assert_called_once_with(code=native.read_source("flatten"), options=("-std=c++17",))
+    get_function = cupy.RawModule.return_value.get_function
+    get_function.assert_called_once_with("flatten_float32")
+    get_function.return_value.assert_called_once_with((launched,), (native.THREADS,), arguments)
+
+
+@pytest.mark.parametrize("name", ["flatten", "add_slots"])
+def test_a_source_is_one_text(name):
+    text = native.read_source(name)
+    assert "#include" not in text and text.count("struct Pieces") == 1
+    assert all(f"{name}_{target}(" in text for target in native._TARGETS.values())
+
+
+def test_sources_that_are_nowhere(monkeypatch, tmp_path):
+    monkeypatch.setattr("odc_mpi.__file__", str(tmp_path / "odc_mpi" / "__init__.py"))
+    with pytest.raises(FileNotFoundError, match="has the sources of the kernels"):
+        native.source_dir()
+
+
+def test_cupy_is_not_imported_where_there_is_no_gpu(tmp_path):
+    """Not even where it is installed."""
+    (tmp_path / "cupy.py").write_text("raise SystemExit('cupy was imported')\n")
+    program = (
+        "import importlib, pkgutil, sys, torch\n"
+        "from odc_mpi import api, comm, shard\n"
+        "from odc_mpi.comm.kernels import native\n"
+        "for room in (comm, shard):\n"
+        "    for module in pkgutil.iter_modules(room.__path__, room.__name__ + '.'):\n"
+        "        importlib.import_module(module.name)\n"
+        "native.flatten([(0, torch.ones(3))], torch.empty(3))\n"
+        "native.add_slots(torch.ones(3), [(0, torch.ones(3))])\n"
+        "print([name for name in sys.modules if name.startswith('cupy')])\n"
+    )
+    paths = [str(tmp_path), *filter(None, sys.path)]
+    arguments = [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{program}"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "[]\n", done.stderr

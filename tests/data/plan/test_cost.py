@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+
+from odc_mpi.data.plan.cost import COSTS, Cost, flops_cost, named_cost
+from odc_mpi.errors import UserError
+
+
+def test_sequence_is_a_polynomial_of_the_length() -> None:
+    cost = Cost(linear=2.0, quadratic=0.5).sequence([0, 1, 4])
+    assert cost.dtype == np.float64
+    assert cost.tolist() == [0.0, 2.5, 16.0]
+
+
+def test_default_counts_tokens() -> None:
+    assert Cost().sequence(np.array([3, 70_000])).tolist() == [3.0, 70_000.0]
+
+
+def test_long_lengths_do_not_overflow() -> None:
+    assert Cost(0.0, 1.0).sequence(np.array([2**20], dtype=np.int32)).tolist() == [2.0**40]
+
+
+def test_flops_count_the_multiplications_of_a_layer() -> None:
+    """Count 2 FLOPs per multiply-add of every product, pair by pair, in a layer with 4 h² parameters."""
+    length, hidden = 64, 8
+    matrices = 2 * length * 4 * hidden * hidden
+    pairs = sum(i + 1 for i in range(length))  # causal: token i sees itself and those before
+    attention = 2 * 2 * pairs * hidden  # scores, and values
+    cost = flops_cost(num_parameters=4 * hidden * hidden, num_layers=1, hidden_size=hidden)
+    # The formula takes s² / 2 pairs for s (s + 1) / 2.
+    assert cost.sequence([length])[0] == pytest.approx(3 * (matrices + attention), rel=1 / length)
+
+
+def test_a_microbatch_costs_its_sequences_and_a_constant() -> None:
+    cost = Cost(2.0, 0.5, constant=7.0)
+    assert cost.microbatch([1, 4]) == 2.5 + 16.0 + 7.0
+    assert cost.microbatch([]) == 7.0
+    assert cost.sequence([1]).tolist() == [2.5]
+
+
+def test_costs_have_names() -> None:
+    flops = Cost(6.0, 3.0)
+    assert [named_cost(name, flops=flops, linear=2.0, quadratic=1.0) for name in COSTS] == [
+        Cost(),
+        Cost(2.0, 1.0),
+        flops,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "linear", "expected"),
+    [
+        ("lineer", 1.0, "expected data.cost among linear, quadratic, flops, got 'lineer' (did you mean linear?)"),
+        ("quadratic", -1.0, "expected coefficients of at least 0"),
+        ("quadratic", 0.0, "expected coefficients of at least 0"),
+    ],
+)
+def test_mistakes_are_told(name: str, linear: float, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        named_cost(name, flops=Cost(), linear=linear)
+    assert expected in str(caught.value)

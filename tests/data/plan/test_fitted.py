@@ -1,0 +1,194 @@
+"""A cost learned from times, by ranks that are simulated in this process."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from odc_mpi.data.plan.cost import Cost
+from odc_mpi.data.plan.fitted import MIN_OBSERVATIONS, ROW_LENGTH, FittedCost
+
+TRUE = Cost(linear=2e-5, quadratic=1e-9, constant=0.05)
+LENGTHS = np.array([300, 1000, 5000, 20_000, 60_000])
+
+
+def learn(
+    ranks: list[FittedCost],
+    true: Cost = TRUE,
+    *,
+    minibatches: int = 40,
+    seed: int = 0,
+    noise: float = 0.1,
+    outliers: float = 0.01,
+    slowness: list[float] | None = None,
+    lengths: int | None = None,
+) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(minibatches):
+        for rank, slow in zip(ranks, slowness or [1.0] * len(ranks), strict=True):
+            for _ in range(6):
+                own = np.minimum(rng.lognormal(8.5, 1.0, rng.integers(1, 4)), 65_536).astype(int)
+                if lengths:
+                    own = np.full(1, lengths)
+                seconds = slow * true.microbatch(own) * (1 + noise * rng.standard_normal())
+                rank.observe(own, seconds * (50 if rng.random() < outliers else 1))
+        share(ranks)
+
+
+def share(ranks: list[FittedCost]) -> None:
+    reports = np.array([rank.report() for rank in ranks])
+    for rank in ranks:
+        rank.update(reports)
+
+
+def errors(cost: Cost, true: Cost = TRUE) -> np.ndarray:
+    """Relative errors at some lengths; only ratios matter, so the mean is taken out."""
+    ratios = np.array([cost.microbatch([length]) / true.microbatch([length]) for length in LENGTHS])
+    return np.abs(ratios / np.exp(np.log(ratios).mean()) - 1)
+
+
+@pytest.mark.parametrize("prior", [Cost(), Cost(6e9, 1e5), Cost(0.0, 1.0), Cost(1.0, 1.0, 1.0)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_recovers_the_cost_from_noise_and_outliers(prior: Cost, seed: int) -> None:
+    ranks = [FittedCost(prior) for _ in range(4)]
+    learn(ranks, minibatches=80, seed=seed)
+    assert errors(ranks[0].cost).max() < 0.05
+    assert ranks[0].cost.microbatch([5000]) == pytest.approx(TRUE.microbatch([5000]), rel=0.05)
+
+
+def test_a_hiccup_of_a_hundred_times_does_not_move_it() -> None:
+    calm, hit = ([FittedCost(Cost())] for _ in range(2))
+    for ranks in (calm, hit):
+        learn(ranks, outliers=0.0)
+    for ranks, seconds in ((calm, 1.0), (hit, 100.0)):
+        ranks[0].observe([60_000], seconds * TRUE.microbatch([60_000]))
+        share(ranks)
+    ratios = [hit[0].cost.microbatch([n]) / calm[0].cost.microbatch([n]) for n in LENGTHS]
+    assert max(ratios) < 1.03 and min(ratios) > 0.97
+
+
+def test_ranks_of_different_speed() -> None:
+    ranks = [FittedCost(Cost()) for _ in range(4)]
+    learn(ranks, slowness=[0.5, 1.0, 1.5, 3.0], minibatches=80)
+    assert errors(ranks[0].cost).max() < 0.05
+    assert ranks[0].cost.microbatch([5000]) == pytest.approx(1.5 * TRUE.microbatch([5000]), rel=0.1)
+
+
+def test_a_slow_rank_with_long_sequences_is_not_taken_for_a_square() -> None:
+    """One rank sees short sequences, a rank of a third of its speed long ones; some are common to both."""
+    rng = np.random.default_rng(0)
+    ranks = [FittedCost(Cost()), FittedCost(Cost())]
+    true = Cost(1e-5)
+    for _ in range(60):
+        for rank, slow, low, high in ((ranks[0], 1.0, 100, 4000), (ranks[1], 3.0, 2000, 60_000)):
+            for length in rng.integers(low, high, 8):
+                rank.observe([length], slow * true.microbatch([length]))
+        share(ranks)
+    assert errors(ranks[0].cost, true).max() < 0.03
+
+
+def test_the_same_on_every_rank_to_the_last_bit() -> None:
+    ranks = [FittedCost(Cost()) for _ in range(5)]
+    learn(ranks, slowness=[1.0, 2.0, 1.1, 0.7, 1.0])
+    assert {rank.cost for rank in ranks} == {ranks[0].cost}
+    assert {json.dumps(rank.state_dict()) for rank in ranks} == {json.dumps(ranks[0].state_dict())}
+
+
+def test_forgets_what_is_long_past() -> None:
+    rank = FittedCost(Cost())
+    learn([rank], Cost(1e-5, 1e-9), minibatches=100)
+    learn([rank], Cost(1e-5, 0.0, 0.2), minibatches=300)
+    assert errors(rank.cost, Cost(1e-5, 0.0, 0.2)).max() < 0.06
+
+
+def test_the_prior_stands_until_there_is_enough() -> None:
+    prior = Cost(3.0, 2.0)
+    rank = FittedCost(prior)
+    share([rank])
+    assert rank.report().tolist() == [0.0] * ROW_LENGTH and rank.cost is prior
+    for _ in range(MIN_OBSERVATIONS - 1):
+        rank.observe([5], 1.0)
+    share([rank])
+    assert rank.cost is prior
+    rank.observe([5], 1.0)
+    rank.observe([5], 1.0)
+    share([rank])
+    assert rank.cost is not prior
+
+
+def test_equal_lengths_keep_the_ratios_of_the_prior() -> None:
+    prior = Cost(6.0, 3e-4)
+    ranks = [FittedCost(prior), FittedCost(prior)]
+    learn(ranks, lengths=8000)
+    cost = ranks[0].cost
+    assert cost.microbatch([8000]) == pytest.approx(TRUE.microbatch([8000]), rel=0.05)
+    assert cost.quadratic / cost.linear == pytest.approx(prior.quadratic / prior.linear, rel=0.05)
+    assert cost.constant < 0.02 * cost.microbatch([8000])
+
+
+def test_what_says_nothing_is_left_out() -> None:
+    rank = FittedCost(Cost())
+    for lengths, seconds in (([], 1.0), ([5], 0.0), ([5], -1.0), ([5], math.nan), ([5], math.inf)):
+        rank.observe(lengths, seconds)
+    assert rank.report().tolist() == [0.0] * ROW_LENGTH
+
+
+def test_a_rank_without_work_does_not_matter() -> None:
+    ranks = [FittedCost(Cost()) for _ in range(3)]
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        for rank in ranks[:2]:
+            for length in rng.integers(100, 60_000, 6):
+                rank.observe([length], TRUE.microbatch([length]))
+        share(ranks)
+    assert errors(ranks[2].cost).max() < 0.03
+
+
+def test_no_coefficient_is_negative() -> None:
+    rng = np.random.default_rng(0)
+    for power in (0.0, 0.3, 0.7, 1.0, 1.5, 2.0, 3.0):
+        rank = FittedCost(Cost(1.0, 1e-4))
+        for _ in range(20):
+            for length in rng.integers(100, 60_000, 6):
+                rank.observe([length], (length / 1000) ** power)
+            share([rank])
+        cost = rank.cost
+        assert min(cost.constant, cost.linear, cost.quadratic) >= 0
+        assert cost.microbatch([1000]) > 0 and math.isfinite(cost.microbatch([60_000]))
+
+
+def test_state_goes_through_json_and_continues() -> None:
+    whole = [FittedCost(Cost()) for _ in range(3)]
+    learn(whole, minibatches=20)
+    state = json.loads(json.dumps(whole[0].state_dict()))
+    resumed = [FittedCost(Cost()) for _ in range(3)]
+    for rank in resumed:
+        rank.load_state_dict(state)
+    assert resumed[0].cost == whole[0].cost
+    assert resumed[0].state_dict() == whole[0].state_dict()
+    for ranks in (whole, resumed):
+        learn(ranks, minibatches=5, seed=9, outliers=0.0)
+    np.testing.assert_allclose(errors(resumed[0].cost), errors(whole[0].cost), atol=0.01)
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_continues_on_another_number_of_ranks(size: int) -> None:
+    before = [FittedCost(Cost()) for _ in range(3)]
+    learn(before, minibatches=60, slowness=[1.0, 2.0, 1.5])
+    after = [FittedCost(Cost()) for _ in range(size)]
+    for rank in after:
+        rank.load_state_dict(before[0].state_dict())
+    share(after)
+    assert errors(after[0].cost).max() < 0.05
+    learn(after, minibatches=10)
+    assert errors(after[0].cost).max() < 0.05
+
+
+def test_what_comes_between_report_and_update_counts_next_time() -> None:
+    rank = FittedCost(Cost())
+    rank.observe([5], 1.0)
+    report = rank.report()
+    rank.observe([7], 1.0)
+    rank.update(report[None])
+    assert rank.report()[9] == 1.0

@@ -1,0 +1,151 @@
+"""Number partitioning and packing against brute force and known bounds."""
+
+import itertools
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from odc_mpi.data.plan.cost import Cost
+from odc_mpi.data.plan.partition import _halving, by_falling, even_fit, first_fit, partition, partition_evenly
+
+COST = Cost(1.0, 1e-3)
+
+
+def lognormal(rng: np.random.Generator, n: int, max_tokens: int = 4096) -> np.ndarray:
+    return np.minimum(rng.lognormal(6.0, 1.0, n).astype(np.int64) + 1, max_tokens)
+
+
+def greedy(costs: list[float], size: int) -> float:
+    """The makespan of longest processing time first (Graham 1969)."""
+    loads = [0.0] * size
+    for cost in sorted(costs, reverse=True):
+        loads[loads.index(min(loads))] += cost
+    return max(loads)
+
+
+def best(costs: list[float], size: int, most: int | None = None) -> float:
+    """The least makespan of all assignments, with at most so many items for each."""
+    return min(
+        max(sum(cost for cost, rank in zip(costs, ranks, strict=True) if rank == r) for r in range(size))
+        for ranks in itertools.product(range(size), repeat=len(costs))
+        if most is None or max(map(ranks.count, range(size))) <= most
+    )
+
+
+def makespan(parts: list[list[int]], costs: list[float]) -> float:
+    return max(sum(costs[i] for i in part) for part in parts)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_differencing_is_close_to_the_best(size: int) -> None:
+    rng = np.random.default_rng(size)
+    ratios, greedy_ratios = [], []
+    for _ in range(60):
+        costs = rng.integers(1, 100, rng.integers(1, 8)).astype(float).tolist()
+        optimum = best(costs, size)
+        ratios.append(makespan(partition(costs, size), costs) / optimum)
+        greedy_ratios.append(greedy(costs, size) / optimum)
+    # No case is worse: Michiels et al. 2007, "Performance ratios of the Karmarkar-Karp differencing method".
+    assert 1.0 <= max(ratios) <= 4 / 3 - 1 / (3 * size) + 1e-9
+    assert np.mean(ratios) < 1.01
+    assert np.mean(ratios) < np.mean(greedy_ratios)
+
+
+def test_differencing_joins_as_karmarkar_and_karp_do() -> None:
+    # Their two-way example: 8, 7 differ by 1; 6, 5 by 1; 4; 4 - 1 = 3, 3 - 1 = 2: parts of 16 and 14.
+    parts = partition([8.0, 7.0, 6.0, 5.0, 4.0], 2)
+    assert parts == [[0, 3, 4], [1, 2]] or parts == [[1, 3, 4], [0, 2]]
+    assert makespan(parts, [8.0, 7.0, 6.0, 5.0, 4.0]) == 16.0
+
+
+@pytest.mark.parametrize(("n", "size"), [(32, 8), (64, 8), (256, 64), (1000, 7)])
+def test_differencing_beats_greedy_on_average(n: int, size: int) -> None:
+    rng = np.random.default_rng(n)
+    ours, theirs = [], []
+    for _ in range(10):
+        costs = COST.sequence(lognormal(rng, n)).tolist()
+        ours.append(makespan(partition(costs, size), costs))
+        theirs.append(greedy(costs, size))
+    assert np.mean(ours) <= np.mean(theirs)
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_even_parts_have_equal_numbers(size: int) -> None:
+    rng = np.random.default_rng(size)
+    for n in (0, 1, 5, 16, 31):
+        parts = partition_evenly(rng.integers(0, 50, n).tolist(), size)
+        assert len(parts) == size
+        assert sorted(i for part in parts for i in part) == list(range(n))
+        assert {len(part) for part in parts} <= {n // size, -(-n // size)}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_even_parts_are_close_to_the_best_of_equal_numbers(size: int) -> None:
+    rng = np.random.default_rng(size)
+    ratios = []
+    for _ in range(40):
+        costs = rng.integers(1, 100, rng.integers(1, 8)).astype(float).tolist()
+        ratios.append(makespan(partition_evenly(costs, size), costs) / best(costs, size, -(-len(costs) // size)))
+    # 2 - 1 / ceil(n / size) at worst: Michiels et al., "Computer-assisted proof of performance ratios for the
+    # differencing method" (2012), for the balanced form.
+    assert 1.0 - 1e-9 <= max(ratios) <= 2 - 1 / 4
+    assert np.mean(ratios) < 1.05
+
+
+def test_even_parts_of_many_are_even() -> None:
+    costs = COST.sequence(lognormal(np.random.default_rng(0), 256)).tolist()
+    parts = partition_evenly(costs, 8)
+    assert makespan(parts, costs) <= 1.001 * sum(costs) / 8
+
+
+def test_even_parts_of_equal_costs_follow_the_index() -> None:
+    assert partition_evenly([1.0] * 4, 2) == partition_evenly([2.0] * 4, 2)
+    assert sorted(map(len, partition_evenly([1.0] * 5, 2))) == [2, 3]
+
+
+@pytest.mark.parametrize("integers", [True, False])
+def test_the_exchange_is_the_best_of_all_pairs(integers: bool) -> None:
+    rng = np.random.default_rng(integers)
+    for _ in range(300):
+        num_high, num_low = rng.integers(1, 12, 2)
+        values = rng.integers(0, 9, 24) if integers else rng.lognormal(0.0, 1.0, 24)
+        high, low = values[:num_high].astype(float), values[12 : 12 + num_low].astype(float)
+        gap = float(rng.integers(0, 12))
+        misses = np.abs(high[:, None] - low[None, :] - gap / 2)
+        assert _halving(high, low, gap) == divmod(int(misses.argmin()), len(low))
+
+
+def test_even_parts_need_no_memory_with_the_square() -> None:
+    costs = COST.sequence(lognormal(np.random.default_rng(0), 10_000)).tolist()
+    for size in (1, 2):
+        tracemalloc.start()
+        parts = partition_evenly(costs, size)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 40e6  # a table of all pairs of two ranks has 200 MB
+        assert makespan(parts, costs) <= 1.0001 * sum(costs) / size
+
+
+def test_first_fit_takes_the_first_bin_with_room() -> None:
+    assert first_fit(np.array([2, 5, 4, 5, 3, 6]), 10) == [[5, 2], [1, 3], [4, 0]]
+
+
+def test_even_fit_keeps_both_caps() -> None:
+    rng = np.random.default_rng(0)
+    for most in (0.0, 50.0, 200.0, 1e9):
+        sizes = rng.integers(1, 100, 60)
+        costs = sizes * 1.5
+        bins = even_fit(sizes, costs, 120, most)
+        assert sorted(i for own in bins for i in own) == list(range(60))
+        assert all(sizes[own].sum() <= 120 for own in bins)
+        assert all(costs[own].sum() <= most for own in bins if len(own) > 1)
+
+
+def test_even_fit_fills_the_cheapest_bin() -> None:
+    assert even_fit(np.array([6, 5, 3, 2]), np.array([6.0, 5.0, 3.0, 2.0]), 10, 8.0) == [[0, 3], [1, 2]]
+    assert even_fit(np.array([6, 5, 3, 2]), np.array([6.0, 5.0, 3.0, 2.0]), 7, 8.0) == [[0], [1], [2, 3]]
+
+
+def test_falling_order_keeps_equal_ones_in_place() -> None:
+    assert by_falling(np.array([1, 3, 1, 3, 2])) == [1, 3, 4, 0, 2]

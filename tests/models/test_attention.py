@@ -1,0 +1,85 @@
+"""Packed attention against the full score matrix, written out."""
+
+import pytest
+import torch
+
+from odc_mpi.models.attention import UnpackableError, _window_as_mask, packed_attention
+
+HEADS, GROUPS, SIZE = 4, 2, 8
+
+
+def written_out(query, key, value, boundaries, window=None, scaling=SIZE**-0.5):
+    """The whole matrix of scores, masked to causal blocks."""
+    key, value = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    tokens = torch.arange(query.shape[2])
+    sequence = torch.bucketize(tokens, torch.tensor(boundaries[1:]), right=True)
+    distance = tokens[:, None] - tokens[None, :]
+    seen = (sequence[:, None] == sequence[None, :]) & (distance >= 0)
+    if window is not None:
+        seen &= distance < window
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+
+
+def draw(num_tokens, batch=1):
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = [(batch, heads, num_tokens, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("boundaries", [[0, 12], [0, 1, 12], [0, 5, 6, 12], list(range(13))])
+@pytest.mark.parametrize("window", [None, 3])
+def test_values_and_gradients(boundaries, window):
+    inputs = draw(12)
+    bounds = torch.tensor(boundaries, dtype=torch.int32)
+    actual, weights = packed_attention(None, *inputs, None, sliding_window=window, cu_seq_lens_q=bounds)
+    wanted = written_out(*inputs, boundaries, window)
+    assert weights is None
+    torch.testing.assert_close(actual, wanted)
+    upstream = torch.randn_like(wanted)
+    got, expected = (torch.autograd.grad(x, inputs, upstream) for x in (actual, wanted))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_model_that_loses_the_bounds_is_refused():
+    with pytest.raises(UnpackableError, match="no boundaries"):
+        packed_attention(None, *draw(6), None)
+
+
+def test_the_cost_grows_with_the_squares_of_the_sequences(monkeypatch):
+    """Counts the elements of the score matrices that would be computed, not seconds."""
+    computed = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def counting(q, k, v, *args, **kwargs):
+        computed.append(q.shape[2] * k.shape[2])
+        return attend(q, k, v, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
+    bounds = torch.arange(0, 65, 8, dtype=torch.int32)
+    packed_attention(None, *draw(64), None, cu_seq_lens_q=bounds)
+    assert sum(computed) == 8 * 8**2
+
+
+@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"s_aux": torch.ones(HEADS)}, {"is_causal": False}])
+def test_what_would_change_the_result_is_refused(given):
+    with pytest.raises(ValueError, match="packed attention serves plain causal layers"):
+        packed_attention(None, *draw(4), None, cu_seq_lens_q=torch.tensor([0, 4]), **given)
+
+
+@pytest.mark.parametrize("told", [None, 3, 9])
+def test_a_window_in_the_mask_counts(told):
+    inputs, boundaries = draw(12), [0, 1, 12]
+    bounds = torch.tensor(boundaries, dtype=torch.int32)
+    mask = _window_as_mask(local_size=3)
+    actual, _ = packed_attention(None, *inputs, mask, sliding_window=told, cu_seq_lens_q=bounds)
+    torch.testing.assert_close(actual, written_out(*inputs, boundaries, 3))
+    assert _window_as_mask() is None
+    with pytest.raises(UnpackableError, match="a mask of its own"):
+        _window_as_mask(use_vmap=True)
+
+
+def test_a_mask_is_refused():
+    with pytest.raises(ValueError, match="an attention mask"):
+        packed_attention(None, *draw(4), torch.ones(1, 1, 4, 4), cu_seq_lens_q=torch.tensor([0, 4]))

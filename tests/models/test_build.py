@@ -1,0 +1,272 @@
+"""Models from a configuration and from a directory: values, slices, and everything that can be wrong with either."""
+
+import itertools
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from odc_mpi.comm.transport import LocalGroup, LocalTransport
+from odc_mpi.errors import UserError
+from odc_mpi.models import build as models
+from odc_mpi.shard.model import ShardedModel
+
+QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA = QWEN2 | {"model_type": "llama"}
+SLIDING = QWEN2 | {"model_type": "mistral", "sliding_window": 5}
+#: Their windows are in the mask alone.
+EXPERTS = QWEN2 | {"num_hidden_layers": 3, "sliding_window": 5}
+PHIMOE = EXPERTS | {"model_type": "phimoe", "num_local_experts": 4, "pad_token_id": 0}
+QWEN2_MOE = EXPERTS | {
+    "model_type": "qwen2_moe",
+    "use_sliding_window": True,
+    "max_window_layers": 3,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+
+def shard(built):
+    return ShardedModel(built.module, LocalTransport(LocalGroup(1), 0), weights=built.weights)
+
+
+def stock(settings, path=None):
+    """The same model as transformers itself makes it."""
+    config = transformers.AutoConfig.for_model(**settings)
+    torch.manual_seed(5)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    stock(QWEN2).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+class TestFromConfig:
+    def test_no_parameter_has_memory_and_every_buffer_has(self):
+        built = models.from_config(QWEN2, seed=0)
+        assert all(parameter.is_meta for parameter in built.module.parameters())
+        assert not any(buffer.is_meta for buffer in built.module.buffers())
+
+    def test_values_look_as_transformers_draws_them(self):
+        built, reference = models.from_config(QWEN2, seed=0), stock(QWEN2)
+        for name, parameter in reference.named_parameters():
+            drawn = built.weights.read(name, 0, parameter.numel())
+            assert drawn.std() == pytest.approx(parameter.std().item(), rel=0.2, abs=1e-6), name
+            assert drawn.mean() == pytest.approx(parameter.mean().item(), abs=0.01), name
+
+    def test_buffers_are_those_of_transformers(self):
+        built, reference = models.from_config(QWEN2, seed=0), stock(QWEN2)
+        for (name, buffer), (other, wanted) in zip(
+            built.module.named_buffers(), reference.named_buffers(), strict=True
+        ):
+            assert name == other
+            assert torch.equal(buffer, wanted)
+
+    def test_slices_do_not_depend_on_what_was_read_before(self):
+        one, two = models.from_config(QWEN2, seed=3).weights, models.from_config(QWEN2, seed=3).weights
+        names = [
+            "model.embed_tokens.weight",
+            "model.layers.1.mlp.up_proj.weight",
+            "model.layers.0.self_attn.q_proj.bias",
+        ]
+        whole = {name: one.read(name, 0, 32) for name in names}
+        for name in reversed(names):
+            assert torch.equal(two.read(name, 7, 20), whole[name][7:20])
+
+    def test_seeds_and_modules_differ(self):
+        weights, other = models.from_config(QWEN2, seed=0).weights, models.from_config(QWEN2, seed=1).weights
+        layers = [f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
+        assert not torch.equal(weights.read(layers[0], 0, 9), weights.read(layers[1], 0, 9))
+        assert not torch.equal(weights.read(layers[0], 0, 9), other.read(layers[0], 0, 9))
+
+    @pytest.mark.parametrize(
+        "settings",
+        [QWEN2, LLAMA, SLIDING, QWEN2 | {"tie_word_embeddings": True}, PHIMOE, QWEN2_MOE],
+        ids=["qwen2", "llama", "mistral", "tied", "phimoe", "qwen2_moe"],
+    )
+    def test_packed_outputs_are_those_of_single_sequences(self, settings):
+        built, reference = models.from_config(settings, seed=0), stock(settings).eval()
+        with torch.no_grad():
+            for name, parameter in reference.named_parameters():
+                parameter.copy_(built.weights.read(name, 0, parameter.numel()).view(parameter.shape))
+        model = shard(built).eval()
+        tokens, bounds = torch.arange(30)[None] % 64, [0, 9, 10, 30]
+        positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(bounds)])[None]
+        lengths = torch.tensor(bounds, dtype=torch.int32)
+        with torch.no_grad():
+            packed = model(
+                input_ids=tokens, position_ids=positions, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths
+            ).logits
+            for first, stop in itertools.pairwise(bounds):
+                alone = reference(input_ids=tokens[:, first:stop], use_cache=False).logits
+                torch.testing.assert_close(packed[:, first:stop], alone, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("settings", [QWEN2, SLIDING, PHIMOE], ids=["qwen2", "mistral", "phimoe"])
+    def test_nothing_of_the_size_of_the_squared_pack_is_made(self, settings):
+        """Not by the attention, and not by transformers around it, for a pack of many short sequences."""
+        num_tokens = 1024
+        built = models.from_config(settings | {"max_position_embeddings": num_tokens}, seed=0)
+        model = shard(built)
+        bounds = torch.arange(0, num_tokens + 1, 16, dtype=torch.int32)
+        inputs = {"input_ids": torch.arange(num_tokens)[None] % 64, "position_ids": torch.arange(num_tokens)[None] % 16}
+        with model.minibatch(), Largest() as made:
+            loss = model(**inputs, labels=inputs["input_ids"], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds).loss
+            loss.backward()
+        assert num_tokens * 64 <= made.numel < num_tokens**2 / 4  # the logits are the largest
+
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"hidden_size": 8}, "model_type"),
+            ({"model_type": "qwen22"}, "qwen22"),
+            ({"model_type": "qwen2", "hiden_size": 8}, "did you mean hidden_size"),
+            ({"model_type": "qwen2", "hidden_size": "wide"}, "hidden_size"),
+            ({"model_type": "mamba", "num_hidden_layers": 1}, "packed sequences"),
+            ({"model_type": "vit"}, "model.config"),
+            (LLAMA | {"num_attention_heads": 5}, "model.config"),
+            (LLAMA | {"model_type": "nemotron"}, "no boundaries"),
+            (LLAMA | {"model_type": "gemma2"}, "softcap"),
+            ({"model_type": "bert", "num_hidden_layers": 1}, "not causal"),
+            (QWEN2 | {"num_key_value_heads": 3}, "model.config: Qwen2ForCausalLM is built from it and cannot run"),
+            (QWEN2 | {"hidden_size": 36}, "model.config: Qwen2ForCausalLM is built from it and cannot run"),
+            ({"model_type": "qwen2", 3: 4}, "unknown setting model.config.3"),
+            ({"model_type": ["qwen2"]}, "model.config.model_type: transformers knows no ['qwen2']"),
+        ],
+    )
+    def test_mistakes(self, settings, words):
+        with pytest.raises(UserError, match=re.escape(words)) as raised:
+            shard(models.from_config(settings, seed=0))
+        assert "\n" not in str(raised.value)
+
+
+class TestFromDirectory:
+    def test_every_slice_is_that_of_the_file(self, saved):
+        built = models.from_directory(saved)
+        stored = load_file(saved / "model.safetensors")
+        for name, parameter in built.module.named_parameters():
+            flat = stored[name].view(-1)
+            assert list(parameter.shape) == list(stored[name].shape)
+            for start, stop in [(0, flat.numel()), (1, 2), (flat.numel() // 3, flat.numel() // 2), (5, 5)]:
+                assert torch.equal(built.weights.read(name, start, stop).view(-1), flat[start:stop]), (name, start)
+
+    def test_outputs_are_those_of_transformers(self, saved):
+        reference = transformers.AutoModelForCausalLM.from_pretrained(saved, attn_implementation="eager").eval()
+        model = shard(models.from_directory(saved)).eval()
+        tokens = torch.arange(20)[None]
+        with torch.no_grad():
+            bounds = torch.tensor([0, 20], dtype=torch.int32)
+            actual, wanted = model(input_ids=tokens, cu_seq_lens_q=bounds).logits, reference(input_ids=tokens).logits
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+    def test_only_rows_that_a_slice_touches_are_read(self, saved, monkeypatch):
+        built = models.from_directory(saved)
+        asked = []
+
+        class Recording:
+            def __init__(self, inner):
+                self.inner = inner
+
+            def get_shape(self):
+                return self.inner.get_shape()
+
+            def __getitem__(self, index):
+                asked.append(index)
+                return self.inner[index]
+
+        plain = built.weights._slice
+        monkeypatch.setattr(built.weights, "_slice", lambda stored: Recording(plain(stored)))
+        built.weights.read("model.embed_tokens.weight", 32 * 3 + 5, 32 * 5)
+        assert asked == [slice(3, 5)]
+
+    def test_several_files_with_an_index(self, saved, tmp_path):
+        reference = transformers.AutoModelForCausalLM.from_pretrained(saved)
+        reference.save_pretrained(tmp_path / "cut", max_shard_size="20KB")
+        assert (tmp_path / "cut" / "model.safetensors.index.json").exists()
+        one, two = (models.from_directory(path) for path in (saved, tmp_path / "cut"))
+        for name, parameter in one.module.named_parameters():
+            whole = (built.weights.read(name, 0, parameter.numel()) for built in (one, two))
+            assert torch.equal(*whole), name
+
+    def test_bf16_files_and_a_tied_head(self, tmp_path):
+        reference = stock(QWEN2 | {"tie_word_embeddings": True}).to(torch.bfloat16)
+        reference.save_pretrained(tmp_path)
+        model = shard(models.from_directory(tmp_path))
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, reference.state_dict()[name].float()), name
+
+    def test_a_file_of_the_base_model(self, copy):
+        file = copy / "model.safetensors"
+        stored = load_file(file)
+        save_file({name.removeprefix("model."): tensor for name, tensor in stored.items()}, file, {"format": "pt"})
+        built = models.from_directory(copy)
+        assert torch.equal(built.weights.read("model.norm.weight", 0, 32), stored["model.norm.weight"])
+
+    def test_mistakes(self, copy, tmp_path):
+        def refused(words, path=copy):
+            with pytest.raises(UserError, match=re.escape(words)) as raised:
+                models.from_directory(path)
+            assert "\n" not in str(raised.value)
+            assert str(path) in str(raised.value)
+
+        refused("config.json", tmp_path / "nowhere")
+        file, config = copy / "model.safetensors", copy / "config.json"
+        stored, settings = load_file(file), json.loads(config.read_text())
+        save_file({name: t for name, t in stored.items() if "norm" not in name}, file, {"format": "pt"})
+        refused("no weights for model.layers.0.input_layernorm.weight")
+        save_file(stored | {"model.norm.weight": torch.ones(32, dtype=torch.int8)}, file, {"format": "pt"})
+        refused("quantised")
+        save_file(stored | {"model.norm.weight": torch.ones(31)}, file, {"format": "pt"})
+        refused("stores [31]")
+        file.write_bytes(file.read_bytes()[:5000])
+        refused("cannot read")
+        file.unlink()
+        (copy / "pytorch_model.bin").write_bytes(b"a pickle")
+        refused("pickled weights are not read")
+        (copy / "model.safetensors.index.json").write_text("{}")
+        refused("not an index")
+        config.write_text("{ not json")
+        refused("not usable")
+        config.write_text(json.dumps(settings | {"hidden_size": "wide"}))
+        refused("not usable")
+        config.write_text(json.dumps(settings | {"model_type": "qwen22"}))
+        refused("not usable")
+        config.write_text(json.dumps(settings | {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"}))
+        refused("not usable")

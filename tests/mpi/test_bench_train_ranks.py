@@ -1,0 +1,93 @@
+"""Every way to train, side by side: that they train the same is found out by their losses."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from test_parity import QWEN2, configure
+
+from odc_mpi.bench import train
+from odc_mpi.bench.baselines.plain import whole_model
+from odc_mpi.errors import AgreedError
+from odc_mpi.train.inputs import open_inputs
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def config(dataset_path):
+    """Steps that show a wrong factor at once: no clipping, and no optimizer that does not care for it."""
+    config = configure(dataset_path)
+    optim = replace(config.optim, optimizer="sgd", learning_rate=0.1, momentum=0.9, max_grad_norm=0.0)
+    return replace(config, optim=optim, data=replace(config.data, minibatch_sequences=3))
+
+
+def test_all_ways_train_the_same(world, config):
+    """Three sequences: on four ranks one has none, and pads where all have to meet."""
+    result = train.measure(world, config, steps=2, repeats=1)
+    for name in ("tokens_per_s", "quartiles", "ratio_to_fsdp2", "ratio_to_ceiling", "loss_deviation"):
+        assert set(result[name]) == set(train.CONTENDERS)
+    assert all(speed > 0 for speed in result["tokens_per_s"].values())
+    assert result["ratio_to_fsdp2"]["fsdp2"] == result["ratio_to_ceiling"]["ceiling"] == 1.0
+    assert max(result["loss_deviation"].values()) < 1e-5
+    assert len(result["losses"]) == 4
+    assert result["ranks"] == world.size
+
+
+def test_one_that_trains_something_else_is_found_out(world, config, monkeypatch):
+    monkeypatch.setattr(train.Ours, "step", lambda self: (lambda loss, tokens: (1.01 * loss, tokens))(*_step(self)))
+    with pytest.raises(AgreedError, match=r"losses of .* and fsdp2 differ by 0\.01"):
+        train.measure(world, config, steps=1, repeats=1)
+
+
+@pytest.mark.parametrize("name", [train.BASELINE, "window/lb_mini"])
+def test_a_loss_that_is_no_number_is_found_out(world, config, monkeypatch, name):
+    real = train._round
+
+    def fails(world, contender, which, steps):
+        done = real(world, contender, which, steps)
+        return replace(done, losses=[math.nan] * steps) if which == name else done
+
+    monkeypatch.setattr(train, "_round", fails)
+    with pytest.raises(AgreedError, match=r"expected losses that are numbers, got another from .*learning_rate"):
+        train.measure(world, config, steps=1, repeats=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.param_dtype": "bfloat16"}, "model.param_dtype: float32 only, got bfloat16"),
+        ({"model.gradient_checkpointing": "true"}, "model.gradient_checkpointing: false only, got true"),
+        ({"run.device": "cuda"}, "run.device: cpu only, got cuda"),
+        ({"comm.progress": "thread"}, "comm.progress: auto or off only, got thread"),
+    ],
+)
+def test_what_only_we_can_do_is_not_compared(world, dataset_path, changes, words):
+    with pytest.raises(AgreedError, match=words):
+        train.measure(world, configure(dataset_path, **changes), steps=1, repeats=1)
+
+
+_step = train.Ours.step
+
+
+def test_the_whole_model_is_in_fp32_whatever_files_hold(world, shared_dir, config):
+    path = shared_dir / "narrow"
+    if world.rank == 0:
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**QWEN2))
+        model.to(torch.bfloat16).save_pretrained(path)
+    world.gather_objects(None)
+    config = replace(config, model=replace(config.model, path=str(path), config=None))
+    assert {parameter.dtype for parameter in whole_model(config).parameters()} == {torch.float32}
+
+
+def test_the_whole_model_is_that_of_a_run(world, config):
+    settings = {**config.model.config, "tie_word_embeddings": True}
+    config = replace(config, model=replace(config.model, config=settings))
+    whole = whole_model(config)
+    built = open_inputs(config, world.rank, world.size).model
+    assert whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter.view(-1), built.weights.read(name, 0, parameter.numel()))
+    assert not any(tensor.is_meta for tensor in (*whole.parameters(), *whole.buffers()))

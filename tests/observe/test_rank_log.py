@@ -1,0 +1,56 @@
+import logging
+import types
+import warnings
+
+import pytest
+
+from odc_mpi.errors import UserError
+from odc_mpi.observe.rank_log import RankLog
+
+
+def world(rank, size=12):
+    return types.SimpleNamespace(
+        rank=rank, size=size, hosts=["a"] * 6 + ["b"] * 6, node=rank // 6, num_nodes=2, local_rank=rank % 6,
+        local_size=6, mpi_library="MPI 1",
+    )  # fmt: skip
+
+
+def tell():
+    warnings.warn("of the tokenizer", stacklevel=1)
+    logging.getLogger("some.library").warning("of the library")
+    logging.getLogger("some.library").info("chatter")
+    logging.getLogger("transformers.models").warning("of the model")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("rank", [0, 7])
+def test_warnings_go_to_the_file_and_rank_0s_to_the_terminal(tmp_path, capsys, rank):
+    before = logging.getLogger().handlers
+    with RankLog(rank) as log:
+        warnings.warn("of an import", stacklevel=1)
+        log.open(str(tmp_path / "logs"), world(rank))
+        tell()
+    assert logging.getLogger().handlers is before
+    printed = capsys.readouterr().err
+    told = (tmp_path / "logs" / f"rank-{rank:02}.log").read_text()
+    assert told.startswith(f"== rank: {rank} of 12\nhost: {'ab'[rank // 6]}, node {rank // 6} of 2\n")
+    for what in ("UserWarning: of an import", "UserWarning: of the tokenizer", "of the library", "of the model"):
+        assert told.count(what) == 1
+        assert printed.count(what) == (rank == 0)
+    assert "chatter" not in told
+
+
+@pytest.mark.filterwarnings("default")
+def test_without_a_directory_only_rank_0_is_heard(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for rank in (0, 1):
+        with RankLog(rank) as log:
+            log.open(None, world(rank))
+            tell()
+        assert capsys.readouterr().err.count("of the library") == (rank == 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be():
+    with RankLog(0) as log, pytest.raises(UserError, match=r"run\.log_dir.*/proc/nowhere"):
+        log.open("/proc/nowhere", world(0))

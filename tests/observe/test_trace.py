@@ -1,0 +1,83 @@
+"""What a trace keeps, and what it leaves out, without a run."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from odc_mpi.data.plan.balance import Plan
+from odc_mpi.observe import trace
+from odc_mpi.observe.trace import Trace
+from odc_mpi.shard.spans import Spans
+
+ALONE = SimpleNamespace(rank=0, size=1, gather_objects=lambda value: [value])
+
+
+def minibatch(*microbatches, pool=()):
+    """Of sequences of 10, 20, 30 and 40 tokens."""
+    dataset = SimpleNamespace(lengths=np.array([40, 30, 20, 10]))
+    return SimpleNamespace(dataset=dataset, indices=np.array([3, 2, 1, 0]), plan=Plan(tuple(microbatches), pool))
+
+
+def recorded(tmp_path, num_steps, steps):
+    spans = Spans()
+    kept = Trace(spans, num_steps, max_tokens=80)
+    for step in range(1, steps + 1):
+        with kept.microbatch(100 * step):
+            spans.add("fetch", kept._began)
+        spans.add("B", kept._began)
+        kept.end_step(step, minibatch(((0,), (1, 2)), (), pool=((3,),)))
+    kept.write(ALONE, tmp_path)
+    return json.loads((tmp_path / trace.NAME).read_text())
+
+
+def test_the_last_minibatches_are_kept(tmp_path):
+    content = recorded(tmp_path, num_steps=2, steps=5)
+    assert [step["step"] for step in content["steps"]] == [4, 5]
+    (own,) = content["steps"][1]["ranks"]
+    ((began, ended, tokens),) = own["microbatches"]
+    assert tokens == 500 and 0 <= began <= ended <= own["end_s"]
+    assert len(own["fetch"]) == len(own["B"]) == 1 and own["A"] == []
+
+
+def test_every_microbatch_of_the_run_is_counted(tmp_path):
+    tokens = recorded(tmp_path, num_steps=2, steps=5)
+    assert tokens["tokens_per_microbatch"]["first_step"] == 1 and tokens["tokens_per_microbatch"]["last_step"] == 5
+    counts, edges = tokens["tokens_per_microbatch"]["counts"], tokens["tokens_per_microbatch"]["edges"]
+    assert tokens["max_tokens_per_microbatch"] == edges[-1] == 80
+    # Microbatches of 10, 50 and 40 tokens.
+    assert {edges[i]: count for i, count in enumerate(counts) if count} == {10: 5, 40: 5, 50: 5}
+
+
+def test_nothing_is_kept_or_written_if_nothing_is_asked_for(tmp_path):
+    spans = Spans()
+    none = Trace(spans, 0, max_tokens=80)
+    with none.microbatch(1):
+        spans.add("fetch", 0.0)
+    none.end_step(1, minibatch(((0,),)))
+    assert spans.take() == []
+    none.write(ALONE, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_too_many_spans_the_longest_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "MAX_SPANS", 4)
+    monkeypatch.setattr(trace, "MIN_SPANS", 3)
+    spans = Spans()
+    kept = Trace(spans, 1, max_tokens=80)
+    for seconds in (5.0, 1.0, 7.0, 3.0, 6.0, 2.0):
+        spans.add("fetch", kept._began - seconds)
+    kept.end_step(1, minibatch(((0,),)))
+    kept.write(ALONE, tmp_path)
+    (own,) = json.loads((tmp_path / trace.NAME).read_text())["steps"][0]["ranks"]
+    assert [round(ended - began) for began, ended in own["fetch"]] == [5, 7, 3, 6]
+    assert own["left_out_s"]["fetch"] == pytest.approx(3.0, abs=0.1)
+
+
+def test_a_run_does_not_end_for_a_trace_that_cannot_be_written(tmp_path, capsys):
+    spans = Spans()
+    kept = Trace(spans, 1, max_tokens=80)
+    kept.end_step(1, minibatch(((0,),)))
+    kept.write(ALONE, tmp_path / "nowhere")
+    assert "WARNING: cannot write" in capsys.readouterr().err

@@ -1,0 +1,453 @@
+"""Reports from small inputs: every picture is there, nothing is needed beside the page, damage is one line."""
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from gpu_result import result as gpu_result
+from progress_result import LEFT_OUT
+from progress_result import result as progress_result
+from transport_result import result as transport_result
+
+from odc_mpi.cli import main as cli
+from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.observe.trace import NUM_BINS
+from odc_mpi.report import report, selection
+from odc_mpi.report.page import Figure, Report, html
+from odc_mpi.report.picture_parts import Picture
+from odc_mpi.report.run_report import describe
+from odc_mpi.simulate.scenario import Scenario
+from odc_mpi.simulate.simulate import simulate
+
+NASTY = "<script>alert('&')</script>"
+
+
+def step(number, **changes):
+    return {
+        "step": number,
+        "loss": 8.0 - number / 10,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-3,
+        "num_tokens": 90,
+        "num_input_tokens": 100,
+        "step_s": 0.5,
+        "tokens_per_s": 200.0,
+        "idle_fraction": 0.1,
+        "microbatches_min": 1,
+        "microbatches_max": 2,
+        "slowest_rank": 0,
+        "skipped": False,
+        "fetch_wait_s": 0.02,
+        "accumulate_wait_s": 0.01,
+        "boundary_wait_s": 0.05,
+    } | changes
+
+
+def traced(rank):
+    return {
+        "end_s": 0.5,
+        "microbatches": [[0.01, 0.2, 900], [0.2, 0.3 + rank / 1000, 40]],
+        "fetch": [[0.02, 0.05]],
+        "accumulate": [[0.1, 0.12]],
+        "A": [[0.35, 0.4]],
+        "N": [[0.41, 0.42]],
+        "B": [[0.45, 0.5]],
+        "left_out_s": {"fetch": 0.0},
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with everything in it, as a run of two ranks leaves it, and names to be careful with."""
+    data = tmp_path / "data.h5"
+    with DatasetWriter(data, vocab_size=60, tokenizer="none", source="random") as writer:
+        for length in (5, 20, 30):
+            writer.append(np.arange(length, dtype=np.uint32), np.ones(length, dtype=bool))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(f"data:\n  path: {data}\nmodel:\n  path: {NASTY}\n")
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step(n)) + "\n" for n in range(1, 6)))
+    (run / "summary.json").write_text(json.dumps({"world_size": 2, "mpi_library": NASTY, "tokens": 1234567}))
+    write_trace(run, 2)
+    return run
+
+
+def write_trace(run, ranks):
+    tokens = {
+        "edges": np.linspace(0, 1024, NUM_BINS + 1).tolist(),
+        "counts": [3] * NUM_BINS,
+        "first_step": 1,
+        "last_step": 5,
+    }
+    steps = [{"step": n, "ranks": [traced(rank) for rank in range(ranks)]} for n in (4, 5)]
+    content = {"steps": steps, "max_tokens_per_microbatch": 1024, "tokens_per_microbatch": tokens}
+    (run / "trace.json").write_text(json.dumps(content))
+
+
+def training_result():
+    names = ("fsdp2", "collective/lb_micro", "window/lb_mini", "window/dynamic", "ceiling")
+    speeds = {name: 1000.0 * (i + 1) for i, name in enumerate(names)}
+    return {
+        "benchmark": "train",
+        "repeats": 7,
+        "steps": 4,
+        "library": NASTY,
+        "ranks": 2,
+        "threads": 1,
+        "tokens_per_s": speeds,
+        "quartiles": {name: [0.9 * speed, 1.1 * speed] for name, speed in speeds.items()},
+        "ratio_to_fsdp2": {name: speed / 1000 for name, speed in speeds.items()},
+        "ratio_to_ceiling": {name: speed / 5000 for name, speed in speeds.items()},
+        "losses": [8.0, 7.5, None, 7.0],
+        "loss_deviation": dict.fromkeys(names, 1e-6),
+        "model_numel": 8_000_000,
+        "reduction": "accumulate",
+        "zero_copy": "on",
+        "progress": "off",
+        "load_average": [0.5, 2.0],
+    }
+
+
+def checkpoint_result(*ways):
+    """A result of `odc-mpi bench checkpoint`, in which writing takes 2 s, or 1 s for plain files, and reading half."""
+    seconds = {way: 1.0 if way == "plain" else 2.0 for way in ways}
+    timed = {f"write_{way}": s for way, s in seconds.items()} | {f"read_{way}": s / 2 for way, s in seconds.items()}
+    figures = {"write_of_plain": (0.5, 0.7), "read_of_plain": (0.5, 0.7), "pause_of_write": (0.125, 0.15)}
+    return {
+        "benchmark": "checkpoint",
+        "library": NASTY,
+        "ranks": 2,
+        "repeats": 5,
+        "state_bytes": 10**9,
+        "load_average": [0.5, 2.0],
+        "left_out": {} if "dcp" in ways else {"dcp": "its group here ends at the node"},
+        "variants": {
+            name: {"seconds": {"low": 0.8 * s, "median": s, "high": 1.25 * s}, "gb_per_s": 1 / s}
+            for name, s in {**timed, "pause": 0.25}.items()
+        },
+        "goals": [
+            {"goal": goal, "figure": figure, "expected": expected, "reached": goal == "pause_of_write"}
+            for goal, (figure, expected) in figures.items()
+        ],
+    }
+
+
+def schedule_result(benchmark="schedule"):
+    found = simulate(Scenario(ranks=4, num_minibatches=2, speed_variation=0.2)).as_json()
+    told = {"benchmark": benchmark, "library": "MPICH 5.0.2", "nodes": 1, "slept_step_s": 1.0}
+    return json.loads(json.dumps(told | found | {"simulated": found["speedup"]}))
+
+
+def written(source, content=None, **options):
+    if content is not None:
+        source.write_text(json.dumps(content))
+    return report.write(source, **options).read_text()
+
+
+def pictures_of(page):
+    """The pictures of a page, which must be whole: each a well-formed document, and no name in it given twice."""
+    found = re.findall(r"<svg.*?</svg>", page, re.S)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"url\(#([^)]+)\)", page)) | set(re.findall(r'href="#([^"]+)"', page)) <= set(ids)
+    for svg in found:
+        ElementTree.fromstring(svg)
+    return found
+
+
+def needs_nothing_else(page):
+    for address in re.findall(r'(?:src|href|action|data)\s*=\s*"([^"]*)"', page) + re.findall(r"url\(([^)]*)\)", page):
+        assert address.startswith("#"), address
+    rest = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    assert "http" not in rest and "<script" not in page and "@import" not in page
+
+
+def test_a_page_of_a_run(run):
+    page = written(run)
+    assert (run / "report.html").read_text() == page
+    needs_nothing_else(page)
+    assert len(pictures_of(page)) == 4
+    assert "ranks compute 48% of the time, fetch and push 10%, wait at the boundary 22%" in page
+    for words in ("stood idle 10.0%", "5 to 30 tokens", "The loss fell from 7.9 to 7.5"):
+        assert words in page
+    for words in (
+        "rank 1",
+        "step 4",
+        "step 5",
+        "microbatches of steps 1 to 5",
+        "waits at the boundary",
+        "at most 1,024",
+        "learning rate",
+        "1,234,567",
+    ):
+        assert words in page
+    assert NASTY not in page and page.count("&lt;script&gt;alert(") == 3  # the lead, the summary, the configuration
+    assert "<details>" in page
+    assert 'class="note"' not in page
+
+
+def test_a_run_that_was_killed(run):
+    for name in ("summary.json", "trace.json"):
+        (run / name).unlink()
+    (run.parent / "data.h5").unlink()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    told = describe(run)
+    assert [figure.picture.name for figure in told.figures] == ["time", "loss"]
+    for word, note in zip(("after step 5", "summary.json", "trace.json", "data.path"), told.notes, strict=True):
+        assert word in note
+    pictures_of(written(run))
+
+
+def test_a_data_set_that_is_damaged_is_not_called_gone(run):
+    (run.parent / "data.h5").write_bytes(b"damaged")
+    (note,) = describe(run).notes
+    assert "one that does not open" in note and "not there any more" not in note
+
+
+def test_a_run_that_was_killed_before_its_first_step(run):
+    for path in run.iterdir():
+        if path.name != "config.yaml":
+            path.unlink()
+    assert [figure.picture.name for figure in describe(run).figures] == ["lengths"]
+    assert "ended before its first step" in written(run)
+
+
+def test_steps_that_were_skipped_and_many_of_them(run):
+    lines = [step(n, **({"loss": None, "skipped": True} if n % 50 == 0 else {})) for n in range(1, 301)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = written(run)
+    assert "6 steps were skipped" in page and "means over 4 steps" in page
+    assert "nan" not in "".join(pictures_of(page)).lower()
+
+
+def test_of_many_ranks_some_are_shown(run):
+    write_trace(run, 100)
+    (run / "metrics.jsonl").unlink()
+    page = written(run)
+    shown = {int(rank) for rank in re.findall(r">rank (\d+)<", page)}
+    assert len(shown) == 32 and {0, 99} <= shown  # the least and the most busy
+    assert "32 of 100 ranks are shown" in page
+
+
+def test_the_choice_of_ranks():
+    assert selection.choose([3.0, 1.0, 2.0]) == [0, 1, 2]
+    busy = [float(i * 7 % 100) for i in range(100)]
+    chosen = selection.choose(busy, most=5)
+    assert len(chosen) == 5 and chosen == sorted(chosen)
+    assert {busy.index(0.0), busy.index(99.0)} <= set(chosen)
+
+
+@pytest.mark.parametrize("benchmark", ["schedule", "simulate"])
+def test_a_page_of_schedules(tmp_path, benchmark):
+    page = written(tmp_path / "found.json", schedule_result(benchmark))
+    needs_nothing_else(page)
+    gantt, speedups = pictures_of(page)
+    for words in ("saved", "collective/lb_micro", "window/dynamic", "rank 3", "waits for other ranks"):
+        assert words in gantt
+    for words in ("window/local_sort", "floor", "simulated"):
+        assert words in speedups
+    assert ("measured on the real runtime" in page) == (benchmark == "schedule")
+    assert (tmp_path / "found.html").exists()
+
+
+def test_the_paper_is_drawn_where_it_applies(tmp_path):
+    found = simulate(Scenario(ranks=8, per_rank=4, num_minibatches=1)).as_json()
+    assert "measured in the ODC paper" in written(tmp_path / "a.json", {"benchmark": "simulate", **found})
+    assert "measured in the ODC paper" not in written(tmp_path / "b.json", schedule_result())
+
+
+def test_schedules_without_a_timeline(tmp_path):
+    result = schedule_result()
+    del result["timeline"]
+    page = written(tmp_path / "old.json", result)
+    assert len(pictures_of(page)) == 1 and "There is no timeline" in page
+
+
+def test_a_rank_without_work_waits(tmp_path):
+    result = schedule_result()
+    result["timeline"]["window/dynamic"][2] = []
+    assert "rank 2" in written(tmp_path / "found.json", result, picture="gantt")
+
+
+def test_a_page_of_training(tmp_path):
+    page = written(tmp_path / "found.json", training_result())
+    needs_nothing_else(page)
+    speeds, losses = pictures_of(page)
+    for words in ("window/dynamic trains 4.00 times as fast as FSDP2", "4,000", "0.80", "ceiling"):
+        assert words in speeds
+    assert "losses differ by at most 1e-06" in losses
+    assert NASTY not in page
+
+
+def test_a_page_of_transports(tmp_path):
+    result = transport_result() | {"left_out": {NASTY: "for ranks of one node only"}}
+    page = written(tmp_path / "found.json", result)
+    needs_nothing_else(page)
+    (speeds,) = pictures_of(page)
+    for words in ("accumulate", "mailbox", "gloo", "MPI_Allgather", "64K", "10 times as fast as gloo"):
+        assert words in speeds
+    assert NASTY not in page and "Left out" in page
+
+
+def test_a_page_of_checkpoints(tmp_path):
+    page = written(tmp_path / "found.json", checkpoint_result("plain", "odc_mpi", "dcp"))
+    needs_nothing_else(page)
+    speeds, pause = pictures_of(page)
+    for words in ("written at 0.50 of the speed of plain files", "torch.distributed.checkpoint", "0.50", "2.00"):
+        assert words in speeds
+    assert "Training waits for 12%" in pause and "0.250" in pause and "2.000" in pause
+    assert "1.00 GB of parameters" in page and NASTY not in page
+    assert "<th>pause of write</th><td>0.125, goal 0.15: reached</td>" in page
+    assert "<th>write of plain</th><td>0.5, goal 0.7: not reached</td>" in page
+
+
+def test_a_page_of_checkpoints_on_several_nodes(tmp_path):
+    page = written(tmp_path / "found.json", checkpoint_result("plain", "odc_mpi"))
+    assert "torch.distributed.checkpoint" not in page
+    assert "Left out: dcp, its group here ends at the node." in page
+
+
+def test_a_page_of_progress(tmp_path):
+    page = written(tmp_path / "found.json", progress_result())
+    needs_nothing_else(page)
+    gets, politeness, pushes = pictures_of(page)
+    for words in ("up to 3 ms longer", "idle", "large products", "python", "1M"):
+        assert words in gets
+    for words in ("at most 6.0%", "no thread", "thread of mailbox", "0.2500", "100 steps"):
+        assert words in politeness
+    for words in ("0.50 of the speed of a Put", "accumulate", "mailbox", "32M"):
+        assert words in pushes
+    assert f"Left out: accumulate of 32M, {LEFT_OUT}." in page
+    assert "rank 0 turns to rank 1, on another node" in page and "asynchronous progress" not in page
+    assert "<th>mailbox of put mailbox 8M</th><td>0.5, goal 0.25: reached</td>" in page
+
+
+def test_progress_of_which_pushes_were_too_slow(tmp_path):
+    result = progress_result() | {"mpich_async_progress": True}
+    for size in result["reduction"]:
+        size["variants"].pop("mailbox")
+    page = written(tmp_path / "found.json", result)
+    assert "beside a Put" in page and "MPICH&#x27;s own asynchronous progress was on" in page
+
+
+def test_a_page_of_gpus(tmp_path):
+    page = written(tmp_path / "found.json", gpu_result())
+    needs_nothing_else(page)
+    speeds, kernels, step = pictures_of(page)
+    for words in ("copy to GPU", "from GPUs", "hosts, accumulate", "GPUs, mailbox", "256M"):
+        assert words in speeds
+    for words in ("flatten bf16", "add fp32 torch", "shards of 4M", "0.33"):
+        assert words in kernels
+    for words in ("1,030 M parameters in bfloat16", "plain torch", "windows on GPUs", "1.2500", "13,107"):
+        assert words in step
+    assert (
+        "With windows on hosts a step on one GPU takes 4.1% longer than plain torch&#x27;s" in page
+        and "NVIDIA H200" in page
+    )
+
+
+def test_a_page_of_gpus_of_which_not_all_was_measured(tmp_path):
+    result = gpu_result(on_device=False, with_kernels=False)
+    page = written(tmp_path / "found.json", result)
+    assert "Left out: fetch_device, windows on GPUs were not tried." in page and "from GPUs" not in page
+    result |= {"kernels": [], "step": None}
+    page = written(tmp_path / "found.json", result)
+    assert len(pictures_of(page)) == 1 and "<h1>Fetches, pushes and kernels on NVIDIA H200" in page
+    assert not pictures_of(written(tmp_path / "found.json", result | {"sizes": []}))
+
+
+def test_pictures_are_text_and_the_same_each_time(tmp_path):
+    first, second = (written(tmp_path / "found.json", schedule_result(), picture="gantt") for _ in range(2))
+    assert first == second
+    assert "<text" in first and "collective/lb_micro" in first
+    assert (tmp_path / "found.gantt.svg").exists()
+    assert "#ffffff" in first and "var(" not in first, "alone, a picture has its own background"
+
+
+def test_a_page_has_colours_for_both_backgrounds():
+    svg = '<?xml version="1.0"?>\n<svg><path style="fill: #ffffff; stroke: #1f2328"/></svg>'
+    page = html(Report("t", [], figures=[Figure(Picture("p", 'a "b"', lambda: svg))]))
+    assert "fill: var(--paper); stroke: var(--ink)" in page
+    assert "prefers-color-scheme: dark" in page and "<?xml" not in page
+    assert 'aria-label="a &quot;b&quot;"' in page
+
+
+def mistake(capsys, *arguments):
+    assert cli.main(["report", *map(str, arguments)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    (line,) = told.err.splitlines()
+    assert line.startswith("odc-mpi: error: ") and "UserError" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        ("", "JSON"),
+        ("[1, 2]", "JSON of something else"),
+        ('{"loss": 1}', "JSON of something else"),
+        ('{"benchmark": ["schedule"]}', "JSON of something else"),
+        ('{"benchmark": "baking"}', "progress or schedule or simulate or train or transport, got that of baking"),
+        ('{"benchmark": "checkpoint", "goals": []}', "variants"),
+        ('{"benchmark": "progress", "goals": []}', "undamaged"),
+        ('{"benchmark": "gpu"}', "sizes"),
+        ('{"benchmark": "schedule"}', "scenario"),
+        ('{"benchmark": "train", "tokens_per_s": 3}', "train"),
+        ('{"benchmark": "transport", "sizes": []}', "transport"),
+        ("\x00\x01\xff", "JSON"),
+    ],
+)
+def test_other_files_are_a_mistake(tmp_path, capsys, content, words):
+    source = tmp_path / "train_schedule_transport.json"
+    if content is not None:
+        source.write_text(content, encoding="latin-1")
+    before = set(tmp_path.iterdir())
+    line = mistake(capsys, source)
+    assert words in line and str(source) in line
+    assert set(tmp_path.iterdir()) == before, "nothing half-written"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("trace.json", "{"),
+        ("trace.json", '{"steps": []}'),
+        ("trace.json", '{"steps": [{"step": 1, "ranks": [{"end_s": 1}]}]}'),
+        ("summary.json", "[]"),
+        ("config.yaml", "a: b: c"),
+        ("config.yaml", "[1]"),
+        ("metrics.jsonl", '{"step": 1}\n'),
+        ("metrics.jsonl", "17\n"),
+    ],
+)
+def test_damaged_runs_are_a_mistake(run, capsys, name, content):
+    (run / name).write_text(content)
+    before = set(run.iterdir())
+    assert str(run) in mistake(capsys, run)
+    assert set(run.iterdir()) == before
+
+
+def test_other_mistakes(run, tmp_path, capsys):
+    assert "run directory" in mistake(capsys, tmp_path)
+    assert "x" * 300 in mistake(capsys, "x" * 300)
+    assert "gantt, time, lengths, loss" in mistake(capsys, run, "--picture", "gant")
+    (run / "trace.json").unlink()
+    (run / "metrics.jsonl").unlink()
+    assert "--out" in mistake(capsys, run, "--out", tmp_path / "nowhere" / "a.html")
+    (tmp_path / "taken").mkdir()
+    assert "--out" in mistake(capsys, run, "--out", tmp_path / "taken")
+    assert {path.name for path in tmp_path.iterdir()} == {"data.h5", "run", "taken"}, "nothing half-written"
+
+
+def test_the_command_says_what_it_wrote(run, tmp_path, capsys):
+    (run / "metrics.jsonl").unlink()
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "a.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'a.html'}\n"
+    assert not (run / "report.html").exists()
+    assert Path(tmp_path / "a.html").stat().st_mode & 0o044, "others may read it as any file"

@@ -1,0 +1,112 @@
+import threading
+import time
+
+import pytest
+
+from odc_mpi.runtime.deadline import Watchdog
+
+
+class Calls:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.called = threading.Event()
+
+    def __call__(self, what: str) -> None:
+        self.seen.append(what)
+        self.called.set()
+
+
+def test_it_tells_once_what_outlasted_its_deadline() -> None:
+    calls = Calls()
+    watchdog = Watchdog(0.1, calls)
+    began = time.monotonic()
+    with watchdog.watch("waiting for rank 3"):
+        assert calls.called.wait(5.0)
+        assert time.monotonic() - began >= 0.1
+        time.sleep(0.2)
+    assert calls.seen == ["waiting for rank 3"]
+    watchdog._thread.join(5.0)
+    assert not watchdog._thread.is_alive()
+
+
+def test_a_wait_that_ended_is_forgotten() -> None:
+    calls = Calls()
+    watchdog = Watchdog(0.3, calls)
+    for _ in range(6):
+        with watchdog.watch("short"):
+            time.sleep(0.1)
+    with pytest.raises(ZeroDivisionError), watchdog.watch("failed"):
+        raise ZeroDivisionError
+    time.sleep(0.5)
+    assert calls.seen == [] and watchdog._waits == {}
+    watchdog.close()
+
+
+def test_without_a_wait_nothing_expires() -> None:
+    calls = Calls()
+    watchdog = Watchdog(0.05, calls)
+    time.sleep(0.3)
+    assert calls.seen == []
+    watchdog.close()
+
+
+def test_a_wait_within_a_wait() -> None:
+    calls = Calls()
+    watchdog = Watchdog(0.2, calls)
+    with watchdog.watch("outer"):
+        for _ in range(3):
+            with watchdog.watch("inner"):
+                time.sleep(0.05)
+        assert calls.called.wait(5.0)
+    assert calls.seen == ["outer"]
+
+
+def test_of_many_threads_the_late_one_is_named() -> None:
+    calls = Calls()
+    watchdog = Watchdog(0.3, calls)
+    stop = threading.Event()
+
+    def busy(i: int) -> None:
+        while not stop.is_set():
+            with watchdog.watch(f"busy {i}"):
+                stop.wait(0.002)
+
+    threads = [threading.Thread(target=busy, args=(i,), daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    with watchdog.watch("stuck"):
+        assert calls.called.wait(5.0)
+    stop.set()
+    for thread in threads:
+        thread.join(5.0)
+    assert calls.seen == ["stuck"] and watchdog._waits == {}
+
+
+def test_a_closed_one_is_silent() -> None:
+    calls = Calls()
+    watchdog = Watchdog(0.2, calls)
+    watchdog.close()
+    watchdog.close()
+    with watchdog.watch("long"):
+        watchdog._thread.join(5.0)
+        assert not watchdog._thread.is_alive()
+        time.sleep(0.3)
+    assert calls.seen == []
+
+
+def test_it_does_not_keep_the_process() -> None:
+    watchdog = Watchdog(60.0, Calls())
+    assert watchdog._thread.daemon
+    watchdog.close()
+
+
+def test_it_gives_signs_of_life_while_it_waits_and_while_not() -> None:
+    looks: list[float] = []
+    watchdog = Watchdog(0.5, Calls(), lambda: looks.append(time.monotonic()))
+    time.sleep(0.4)
+    with watchdog.watch("short"):
+        time.sleep(0.4)
+    assert len(looks) >= 4
+    watchdog.close()
+    watchdog._thread.join(5.0)
+    assert not watchdog._thread.is_alive()

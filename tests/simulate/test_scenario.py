@@ -1,0 +1,105 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from odc_mpi.data.plan.cost import Cost
+from odc_mpi.errors import UserError
+from odc_mpi.simulate.scenario import REFERENCE_COST, Scenario
+from odc_mpi.simulate.simulate import simulate
+
+SCENARIO = Scenario(ranks=4, per_rank=3, num_minibatches=5, speed_variation=0.2, cost_error=0.1)
+
+
+def test_everything_follows_from_the_seed():
+    def facts(scenario):
+        return [[array.tolist() for array in (t.lengths, t.sequence_s, t.speeds)] for t in scenario.trials()]
+
+    assert facts(SCENARIO) == facts(SCENARIO) == facts(replace(SCENARIO))
+    assert facts(SCENARIO) != facts(replace(SCENARIO, seed=1))
+    assert len(facts(SCENARIO)) == 5
+
+
+def test_noise_changes_neither_lengths_nor_the_other_noise():
+    plain = replace(SCENARIO, speed_variation=0.0, cost_error=0.0)
+    for calm, noisy, slow in zip(
+        plain.trials(), SCENARIO.trials(), replace(SCENARIO, cost_error=0.0).trials(), strict=True
+    ):
+        assert (calm.lengths == noisy.lengths).all()
+        assert (calm.speeds == 1).all() and (noisy.speeds == slow.speeds).all()
+        assert (calm.sequence_s == REFERENCE_COST.sequence(calm.lengths)).all()
+        assert (calm.sequence_s == slow.sequence_s).all() and not (calm.sequence_s == noisy.sequence_s).any()
+
+
+def test_speeds_and_errors_have_the_mean_and_deviation_asked_for():
+    scenario = replace(SCENARIO, ranks=2000, num_minibatches=10)
+    trials = list(scenario.trials())
+    speeds = np.concatenate([trial.speeds for trial in trials])
+    errors = np.concatenate([trial.sequence_s / scenario.cost.sequence(trial.lengths) for trial in trials])
+    assert speeds.mean() == pytest.approx(1, abs=0.005) and speeds.std() == pytest.approx(0.2, rel=0.03)
+    assert errors.mean() == pytest.approx(1, abs=0.005) and errors.std() == pytest.approx(0.1, rel=0.03)
+
+
+def test_durations_by_hand():
+    scenario = Scenario(
+        ranks=2,
+        cost=Cost(1.0, 0.0, 3.0),
+        num_units=10,
+        unit_bytes=500_000_000,
+        fetch_gb_per_s=5.0,
+        push_gb_per_s=2.5,
+    )
+    assert scenario.communication_s == pytest.approx(2 * 1.0 + 2.0)
+    assert scenario.planned_cost == Cost(1.0, 0.0, 7.0)
+    trial = next(scenario.trials())
+    trial = replace(trial, sequence_s=np.array([4.0, 9.0]), speeds=np.array([1.0, 0.5]))
+    assert trial.work_s((0, 1)) == 16.0 and trial.work_s(()) == 3.0
+    assert trial.duration_s(0, (0, 1)) == pytest.approx(20.0)
+    assert trial.duration_s(1, (0,)) == pytest.approx(18.0)  # communication does not depend on the rank's speed
+
+
+def test_a_speed_alone_moves_the_bytes_of_the_model_that_costs_are_of():
+    scenario = Scenario(fetch_gb_per_s=6.0)
+    assert scenario.communication_s == pytest.approx(1.0)  # 3 GB, twice
+    assert replace(scenario, num_units=4).communication_s == scenario.communication_s
+    assert replace(scenario, fetch_gb_per_s=0.0, push_gb_per_s=6.0).communication_s == pytest.approx(0.5)
+
+
+def test_the_largest_values_still_give_figures():
+    outcome = simulate(
+        Scenario(ranks=3, per_rank=2, num_minibatches=2, packing_ratio=1e6, speed_variation=10, cost_error=10)
+    )
+    assert all(0 < value < math.inf for value in outcome.speedup.values())
+
+
+def test_the_packing_ratio_sets_the_most_tokens():
+    assert Scenario(packing_ratio=1.5).max_tokens == 98_304
+
+
+@pytest.mark.parametrize(
+    ("values", "option"),
+    [
+        ({"ranks": 0}, "--ranks from 1 to 100000, got 0"),
+        ({"ranks": 10**400}, "--ranks"),
+        ({"ranks": 10**5, "per_rank": 10**5}, "at most 10000000 sequences in a minibatch, got 100000 --ranks"),
+        ({"per_rank": -1}, "--per-rank"),
+        ({"num_minibatches": 0}, "--minibatches"),
+        ({"seed": -1}, "--seed"),
+        ({"packing_ratio": 0.9}, "--packing-ratio"),
+        ({"packing_ratio": 1e15}, "--packing-ratio from 1 to 1000000, got 1000000000000000.0"),
+        ({"packing_ratio": 1e300}, "--packing-ratio"),
+        ({"speed_variation": 1e200}, "--speed-variation"),
+        ({"cost_error": 1e200}, "--cost-error"),
+        ({"cost": Cost(1.0, 0.0, 1e308)}, "--overhead-s"),
+        ({"unit_bytes": 10**8}, "--fetch-gb-per-s or --push-gb-per-s, too, got neither"),
+        ({"fetch_gb_per_s": 1e-300}, "raise --fetch-gb-per-s"),
+        ({"speed_variation": float("nan")}, "--speed-variation"),
+        ({"cost_error": float("inf")}, "--cost-error"),
+        ({"cost": Cost(1.0, 0.0, -1.0)}, "--overhead-s"),
+        ({"fetch_gb_per_s": -1.0}, "--fetch-gb-per-s"),
+    ],
+)
+def test_mistakes_name_the_option(values, option):
+    with pytest.raises(UserError, match=option):
+        Scenario(**values)

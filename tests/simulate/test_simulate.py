@@ -1,0 +1,286 @@
+"""The simulator against figures found by hand, a second implementation that steps through time, and known bounds."""
+
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from odc_mpi.cli import main as cli
+from odc_mpi.cli.main import parser
+from odc_mpi.data.plan.balance import Plan
+from odc_mpi.simulate.events import Timing, apart, drawn, lockstep, merged
+from odc_mpi.simulate.scenario import REFERENCE_OVERHEAD_S, Scenario, Trial
+from odc_mpi.simulate.simulate import SCHEDULES, floor_s, plan, simulate, timing
+from odc_mpi.simulate.text import advice, report
+
+NOISY = Scenario(ranks=4, per_rank=5, num_minibatches=4, speed_variation=0.2, cost_error=0.1)
+
+
+def test_lockstep_by_hand():
+    # Turns: max(3, 1) + max(2, 4) + max(1, padding 0.5).
+    assert lockstep([[3.0, 2.0, 1.0], [1.0, 4.0]], [0.2, 0.5]) == Timing(8.0, 11.0)
+    assert lockstep([[1.0], [0.0]], [2.0, 2.0]) == Timing(2.0, 1.0)  # an empty one is run, and can be the slowest
+
+
+def test_apart_by_hand():
+    assert apart([[3.0, 2.0, 1.0], [1.0, 4.0], []]) == Timing(6.0, 11.0)
+
+
+def test_drawn_by_hand():
+    # Rank 0: 5, then 2 more; rank 1: 3, 3, 1: both end at 7.
+    work = [5.0, 3.0, 3.0, 2.0, 1.0]
+    assert drawn(5, 2, lambda rank, k: work[k]) == Timing(7.0, 14.0)
+    # Rank 1 is half as fast: 6, and rank 0: 5, 3 (8), 1 (9); rank 1: 6, 2 * 2 (10).
+    assert drawn(5, 2, lambda rank, k: work[k] * (1 + rank)) == Timing(10.0, 5.0 + 6.0 + 3.0 + 4.0 + 1.0)
+    # Two tickets and the one that says there are none left.
+    assert drawn(2, 1, lambda rank, k: 1.0, ticket_s=0.25).end_s == 2.75
+
+
+def test_timelines_by_hand():
+    found = lockstep([[3.0, 2.0, 1.0], [1.0, 4.0]], [0.2, 0.5])
+    assert found.timeline == [[(0.0, 3.0), (3.0, 5.0), (7.0, 8.0)], [(0.0, 1.0), (3.0, 7.0)]]
+    assert apart([[3.0, 0.0, 1.0], []]).timeline == [[(0.0, 3.0), (3.0, 4.0)], []]
+    found = drawn(3, 2, lambda rank, k: [5.0, 3.0, 1.0][k], ticket_s=0.5)
+    assert found.timeline == [[(0.5, 5.5)], [(0.5, 3.5), (4.0, 5.0)]]
+    assert merged([(0.0, 1.0), (1.4, 2.0), (2.5, 3.0)], gap_s=0.5) == [(0.0, 2.0), (2.5, 3.0)]
+    assert merged([], gap_s=0.5) == []
+
+
+@pytest.mark.parametrize("scenario", [NOISY, replace(NOISY, num_units=4, cost=replace(NOISY.cost, constant=0.5))])
+def test_timelines_hold_all_work_of_the_first_minibatch(scenario):
+    outcome = simulate(replace(scenario, num_minibatches=1))
+    assert set(outcome.timeline) == set(SCHEDULES)
+    for name, ranks in outcome.timeline.items():
+        busy = sum(ended - began for own in ranks for began, ended in own)
+        assert busy == pytest.approx(
+            (1 - outcome.idle_fraction[name]) * scenario.ranks * outcome.step_s[name], rel=1e-3
+        )
+        assert max(own[-1][1] for own in ranks if own) <= outcome.step_s[name] * (1 + 1e-9)
+    assert simulate(replace(scenario, num_minibatches=2)).timeline == outcome.timeline
+
+
+def walk(durations, meets):
+    """Step through time, unit by unit, four units a microbatch: ranks may go on when `meets` lets them."""
+    units = [[seconds / 4 for seconds in own for _ in range(4)] for own in durations]
+    at = [0.0] * len(units)
+    for unit in range(max(map(len, units), default=0)):
+        for rank, own in enumerate(units):
+            at[rank] += own[unit] if unit < len(own) else 0.0
+        if meets:
+            at = [max(at)] * len(at)
+    return max(at)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_second_implementation_agrees(seed):
+    rng = np.random.default_rng(seed)
+    durations = [rng.integers(1, 64, 6).astype(float).tolist() for _ in range(3)]
+    assert lockstep(durations, [1.0] * 3).end_s == pytest.approx(walk(durations, meets=True))
+    assert apart(durations).end_s == pytest.approx(walk(durations, meets=False))
+    work = rng.integers(1, 64, 20).astype(float)
+    speeds = rng.uniform(0.5, 1.5, 3)
+    # Draw in small steps of time instead of by events.
+    step, left, next_one, ended = 0.01, [0.0] * 3, 0, 0.0
+    while next_one < 20 or any(seconds > 0 for seconds in left):
+        for rank in range(3):
+            if left[rank] <= 0 and next_one < 20:
+                left[rank] += work[next_one] / speeds[rank]
+                next_one += 1
+            left[rank] -= step
+        ended += step
+    assert drawn(20, 3, lambda rank, k: work[k] / speeds[rank]).end_s == pytest.approx(ended, abs=0.5)
+
+
+def trial_of(sequence_s, speeds, overhead_s=0.0, communication_s=0.0):
+    times = np.array(sequence_s, dtype=float)
+    return Trial((times * 10).astype(np.int64), times, overhead_s, communication_s, np.array(speeds, dtype=float))
+
+
+def test_plans_are_timed_by_hand():
+    trial = trial_of([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0, communication_s=0.5)
+    fixed = Plan((((0,), ()), ((1, 2), (3,))))
+    # Rank 0: 7 + 0.5; rank 1: 6 / 0.5 + 0.5 and 2 / 0.5 + 0.5.
+    assert timing(trial, fixed, "window").end_s == pytest.approx(12.5 + 4.5)
+    assert timing(trial, fixed, "collective").end_s == pytest.approx(12.5 + 4.5)
+    assert timing(trial, fixed, "window").busy_s == pytest.approx(7.5 + 17.0)
+    # 7.5 and 3.5 beside 4.5 and 8.5: in turns each waits for the other once.
+    crossed = Plan((((0,), (1,)), ((3,), (2,))))
+    assert timing(trial, crossed, "window").end_s == pytest.approx(4.5 + 8.5)
+    assert timing(trial, crossed, "collective").end_s == pytest.approx(7.5 + 8.5)
+    pool = Plan(((), ()), pool=((0,), (2,), (1,), (3,)))
+    # Rank 0: 7.5, then 3.5 (11), then 2.5 (13.5); rank 1: 4 / 0.5 + 0.5 = 8.5, then 4.5 (13).
+    trial = replace(trial, speeds=np.array([1.0, 0.5]))
+    assert timing(trial, pool, "window").end_s == pytest.approx(13.0)
+
+
+def test_the_floor_by_hand():
+    trial = trial_of([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0)
+    longest, shared = floor_s(trial, max_tokens=60)
+    assert longest == 7.0
+    assert shared == pytest.approx((12 + 2) / 1.5)  # 120 tokens: two microbatches
+
+
+@pytest.mark.parametrize("scenario", [NOISY, replace(NOISY, ranks=7, cost=replace(NOISY.cost, constant=0.5))])
+def test_windows_never_lose_to_collectives_and_nothing_beats_the_floor(scenario):
+    for trial in scenario.trials():
+        floor = max(floor_s(trial, scenario.max_tokens))
+        for name in SCHEDULES:
+            transport, balance = name.split("/")
+            planned = plan(scenario, trial, balance)
+            end = timing(trial, planned, transport).end_s
+            assert end >= floor * (1 - 1e-9), name
+            if transport == "collective":
+                assert timing(trial, planned, "window").end_s <= end * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("constant", [0.0, REFERENCE_OVERHEAD_S])
+def test_dynamic_is_within_the_bound_of_list_scheduling(constant):
+    scenario = replace(NOISY, speed_variation=0.0, cost=replace(NOISY.cost, constant=constant))
+    for trial in scenario.trials():
+        pool = plan(scenario, trial, "dynamic").pool
+        work = list(map(trial.work_s, pool))
+        bound = (2 - 1 / scenario.ranks) * max(max(work), sum(work) / scenario.ranks)
+        assert timing(trial, plan(scenario, trial, "dynamic"), "window").end_s <= bound * (1 + 1e-9)
+
+
+def test_outcomes_repeat_and_depend_on_the_seed():
+    one, same, other = simulate(NOISY), simulate(NOISY), simulate(replace(NOISY, seed=1))
+    assert one == same
+    assert one.speedup != other.speedup
+    assert one.speedup["collective/lb_micro"] == 1.0
+    assert set(one.speedup) == set(one.idle_fraction) == {*SCHEDULES, "floor"}
+    assert all(0 <= idle < 1 for idle in one.idle_fraction.values())
+    assert one.floor == max(one.speedup.values())
+
+
+def test_thousands_of_ranks():
+    began = time.process_time()
+    outcome = simulate(Scenario(ranks=2048, per_rank=4, num_minibatches=2))
+    assert time.process_time() - began < 20.0
+    assert outcome.speedup["window/dynamic"] > 1.0
+
+
+def test_one_rank_has_nobody_to_wait_for():
+    outcome = simulate(Scenario(ranks=1, num_minibatches=3))
+    assert all(ratio == pytest.approx(1.0) for ratio in outcome.speedup.values())
+    assert all(idle == pytest.approx(0.0, abs=1e-9) for idle in outcome.idle_fraction.values())
+
+
+def test_one_sequence_per_rank_gains_nothing():
+    outcome = simulate(Scenario(per_rank=1, num_minibatches=5))
+    assert outcome.speedup["window/lb_mini"] == pytest.approx(1.0)
+    assert outcome.longest_rules == 1.0
+
+
+def test_tickets_win_where_speeds_vary_and_costs_err():
+    outcome = simulate(Scenario(num_minibatches=10, speed_variation=0.2))
+    assert outcome.speedup["window/dynamic"] > 1.2 * outcome.speedup["window/lb_mini"]
+    outcome = simulate(Scenario(num_minibatches=10, cost_error=0.3))
+    assert outcome.speedup["window/dynamic"] > 1.05 * outcome.speedup["window/lb_mini"]
+
+
+def test_a_ticket_and_a_microbatch_cost_time():
+    def dynamic(**values):
+        return simulate(Scenario(num_minibatches=3, **values)).step_s["window/dynamic"]
+
+    assert dynamic(ticket_s=0.1) > dynamic() + 0.2
+    assert dynamic(unit_bytes=10**8, fetch_gb_per_s=10.0) > dynamic()
+    assert dynamic(fetch_gb_per_s=10.0) > dynamic(fetch_gb_per_s=100.0) > dynamic()
+
+
+def test_the_command_prints_one_object(capsys):
+    assert cli.main(["simulate", "--ranks", "4", "--minibatches", "3", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["speedup"]["collective/lb_micro"] == 1.0
+    assert said["floor"] == said["speedup"]["floor"]
+    assert said["scenario"]["ranks"] == 4 and said["scenario"]["num_minibatches"] == 3
+    assert set(said["idle_fraction"]) == set(said["speedup"])
+
+
+def test_the_command_takes_the_options_of_bench_schedule(capsys):
+    options = {action.option_strings[0] for action in _options("bench", "schedule")}
+    assert {"--step-s", "--timeout-s", "--ranks", "--units", "--json"} <= options
+    assert options <= {action.option_strings[0] for action in _options("simulate")}
+    assert cli.main(["simulate", "--minibatches", "1", "--step-s", "0.5", "--timeout-s", "60", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scenario"]["ranks"] == 8
+
+
+def _options(*words):
+    found = parser()
+    for word in words:
+        (commands,) = (action.choices for action in found._actions if isinstance(action.choices, dict))
+        found = commands[word]
+    return found._actions
+
+
+def test_the_command_prints_tables(capsys):
+    assert cli.main(["simulate", "--per-rank", "4", "--minibatches", "2"]) == 0
+    said = capsys.readouterr().out
+    for words in ("window/dynamic", "paper", "1.34", "The floor is the longest sequence", "per rank are enough"):
+        assert words in said
+    assert max(map(len, said.splitlines())) < 120
+
+
+def test_the_paper_is_quoted_where_it_applies_only():
+    told = report(simulate(Scenario(num_minibatches=1)))
+    assert "The paper has, for 8 ranks with 4 sequences each: window/lb_micro 1.16, window/lb_mini 1.34." in told
+    assert "paper" not in told.replace("The paper has", "")
+    assert "paper" not in report(simulate(Scenario(num_minibatches=1, lengths="aime"))).lower()
+
+
+def test_the_papers_figures_are_in_the_json_with_what_they_are_of():
+    same = simulate(Scenario(num_minibatches=1, per_rank=4)).as_json()["paper"]
+    assert same["same"] is True and same["speedup"] == {"window/lb_micro": 1.16, "window/lb_mini": 1.34}
+    other = simulate(Scenario(num_minibatches=1)).as_json()["paper"]
+    assert other == {**same, "same": False}
+    assert (other["lengths"], other["ranks"], other["per_rank"]) == ("longalign", 8, 4)
+    assert simulate(Scenario(num_minibatches=1, lengths="swesmith")).as_json()["paper"] is None
+
+
+def test_idle_time_by_rank_and_quartiles_over_minibatches():
+    outcome = simulate(NOISY)
+    assert set(outcome.idle_per_rank) == set(SCHEDULES)
+    for name, ranks in outcome.idle_per_rank.items():
+        assert len(ranks) == NOISY.ranks and min(ranks) >= 0
+        assert np.mean(ranks) == pytest.approx(outcome.idle_fraction[name], abs=1e-9)
+    assert set(outcome.speedup_per_minibatch) == set(outcome.speedup)
+    alone = [simulate(replace(NOISY, num_minibatches=n)) for n in (1, 2)]
+    first = alone[0].speedup["window/dynamic"]
+    assert alone[0].speedup_per_minibatch["window/dynamic"].median == first
+    spread = alone[1].speedup_per_minibatch["window/dynamic"]
+    assert spread.low <= spread.median <= spread.high and first in (
+        pytest.approx(2 * spread.low - spread.median),
+        pytest.approx(2 * spread.high - spread.median),
+    )
+    assert set(json.loads(json.dumps(outcome.as_json()))["speedup_per_minibatch"]["floor"]) == {"low", "median", "high"}
+
+
+def test_advice_names_what_is_enough():
+    told = advice(Scenario(ranks=2, num_minibatches=2))
+    assert [line.split()[0] for line in told.splitlines()[2:7]] == ["1", "2", "4", "8", "16"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ranks", "0"], ["--ranks", "0"]),
+        (["--ranks", "many"], ["--ranks", "many"]),
+        (["--lengths", "longaling"], ["longaling", "longalign"]),
+        (["--speed-variation", "nan"], ["--speed-variation", "nan"]),
+        (["--packing-ratio", "0.5"], ["--packing-ratio", "0.5"]),
+        (["--rank", "4"], ["--rank"]),
+        (["--packing-ratio", "1e300"], ["--packing-ratio", "1e+300"]),
+        (["--overhead-s", "1e308"], ["--overhead-s", "1e+308"]),
+        (["--ranks", "1" + "0" * 60], ["--ranks"]),
+        (["--unit-bytes", "1000"], ["--unit-bytes", "--fetch-gb-per-s"]),
+        (["--timeout-s", "1" + "0" * 30], ["--timeout-s", "at most"]),
+        (["--step-s", "inf"], ["--step-s", "inf"]),
+    ],
+)
+def test_mistakes_are_one_line(capsys, arguments, words):
+    assert cli.main(["simulate", *arguments]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert all(word in told[0] for word in words)

@@ -1,0 +1,95 @@
+"""Files that appear whole or not at all."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from odc_mpi import files
+from odc_mpi.files import keep, make_directory, replace_text, swap_text, sync_directory, sync_file
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """The files and directories that were seen on the disk, in order."""
+    seen = []
+    fsync = os.fsync
+    monkeypatch.setattr(files.os, "fsync", lambda fd: (seen.append(Path(f"/proc/self/fd/{fd}").readlink()), fsync(fd)))
+    return seen
+
+
+@pytest.mark.parametrize("write", [replace_text, lambda path, text: swap_text(path, text, private=True)])
+def test_a_file_is_replaced_and_nothing_stays_beside_it(tmp_path, write):
+    path = tmp_path / "notes.txt"
+    for text in ("first", "second, ü"):
+        write(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("write", [replace_text, lambda path, text: swap_text(path, text, private=True)])
+def test_what_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch, write):
+    path = tmp_path / "notes.txt"
+    path.write_text("old")
+
+    def full(self, goal):
+        raise OSError(errno.ENOSPC, "no space", str(goal))
+
+    monkeypatch.setattr(files.Path, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        write(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_content_is_on_the_disk_before_the_name(tmp_path, synced):
+    replace_text(tmp_path / "notes.txt", "text")
+    assert synced == [tmp_path / "notes.txt.tmp", tmp_path]
+
+
+@pytest.mark.parametrize(("private", "mode"), [(True, 0o600), (False, 0o640)])
+def test_who_may_read_what_was_swapped_in(tmp_path, private, mode):
+    umask = os.umask(0o027)
+    try:
+        swap_text(tmp_path / "page.html", "text", private=private)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "page.html").stat().st_mode) == mode
+
+
+def test_a_file_that_is_lost_is_told_and_no_error(tmp_path, capsys):
+    keep(tmp_path / "nowhere" / "summary.json", "{}")
+    told = capsys.readouterr().err
+    assert told.startswith(f"odc_mpi: WARNING: cannot write {tmp_path / 'nowhere' / 'summary.json'}: ")
+    assert told.count("\n") == 1
+
+
+def test_a_file_and_a_directory_are_seen_on_the_disk(tmp_path, synced):
+    (tmp_path / "data").write_text("x")
+    sync_file(tmp_path / "data")
+    sync_directory(tmp_path)
+    assert synced == [tmp_path / "data", tmp_path]
+
+
+@pytest.mark.parametrize(("code", "passes"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
+def test_file_systems_that_cannot_tell_of_names(tmp_path, monkeypatch, code, passes):
+    def refuse(descriptor):
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(files.os, "fsync", refuse)
+    if passes:
+        sync_directory(tmp_path)
+    else:
+        with pytest.raises(OSError, match="refused"):
+            sync_directory(tmp_path)
+
+
+def test_a_new_directory_and_those_above_it_are_on_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(files, "sync_directory", synced.append)
+    for _ in range(2):
+        make_directory(tmp_path / "a" / "b")
+        assert (tmp_path / "a" / "b").is_dir()
+    assert sorted(synced) == [tmp_path, tmp_path / "a"], "where a name was added, once"
