@@ -67,7 +67,7 @@ KEPT_IN = {
     "transformers": {"models", "data.prepare"},
     "safetensors": {"models.weights", "checkpoint.export"},
     "rich": {
-        *("cli", "stack.doctor", "observe.metrics", "data.prepare"),
+        *("cli", "stack.doctor", "observe.terminal", "data.prepare"),
         *("bench.transport_tables", "report.gpu_tables"),
     },
     "yaml": {"train.yaml_dialect"},

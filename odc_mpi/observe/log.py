@@ -4,7 +4,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.observe.metrics import MetricsWriter, ProgressReporter, StepMetrics, Summary, read_metrics, write_summary
+from odc_mpi.observe.metrics import MetricsWriter, StepMetrics, Summary, read_metrics, write_summary
+from odc_mpi.observe.terminal import ProgressReporter
 
 
 class Log:

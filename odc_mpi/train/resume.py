@@ -13,7 +13,7 @@ from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
 from odc_mpi.checkpoint.reader import Checkpoint, directories
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_optimizer, restore_buffers
 from odc_mpi.errors import AgreedError, UserError, warn
-from odc_mpi.observe.metrics import terminal_width
+from odc_mpi.observe.terminal import terminal_width
 from odc_mpi.runtime.allocation import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.train.inputs import Inputs

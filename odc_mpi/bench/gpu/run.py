@@ -115,7 +115,7 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(result, allow_nan=False), flush=True)
         return
     # Not at the top: both take a while, and there may be nothing to show.
-    from odc_mpi.observe.metrics import make_console
+    from odc_mpi.observe.terminal import make_console
     from odc_mpi.report.gpu_tables import gpu_tables
 
     make_console().print(gpu_tables(result))

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         return start_ranks(arguments, arguments.ranks or 2)
     # Not before here, and MPI last: see `odc_mpi.cli.train`.
     from odc_mpi.bench.transport_tables import transport_tables
-    from odc_mpi.observe.metrics import make_console
+    from odc_mpi.observe.terminal import make_console
 
     with no_collections(), start_of_mpi():
         from odc_mpi.bench.transport import measure

@@ -1,0 +1,201 @@
+"""What the user sees of a run, with and without a terminal."""
+
+import fcntl
+import io
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_metrics import FACTS, SKIPPED, STEP
+
+from odc_mpi.errors import UserError
+from odc_mpi.observe.metrics import Summary
+from odc_mpi.observe.terminal import ProgressReporter, closing_table, make_console, terminal_width
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("ODC_MPI_PROGRESS", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+class FlushCountingFile(io.StringIO):
+    """Keeps what had been written at each flush."""
+
+    def __init__(self):
+        super().__init__()
+        self.flushed = ""
+
+    def flush(self):
+        self.flushed = self.getvalue()
+
+
+class TestProgressWithoutATerminal:
+    def reporter(self, total_steps: int):
+        file = FlushCountingFile()
+        return ProgressReporter(total_steps, Console(file=file, force_terminal=False, width=70)), file
+
+    def test_a_header_and_aligned_lines_flushed_at_once(self):
+        reporter, file = self.reporter(100)
+        for step in (replace(STEP, step=9), replace(STEP, step=100, grad_norm=None, tokens_per_s=1234567.0)):
+            reporter.report(step)
+            assert file.flushed == file.getvalue()
+            assert file.flushed.count("\n") == (2 if step.step == 9 else 3)
+        header, first, second = file.getvalue().splitlines()
+        assert header.split() == ["step", "loss", "grad", "norm", "lr", "tokens/s", "idle", "micro", "slowest"]
+        assert first.split() == ["9/100", "8.2500", "1.5", "3.00e-04", "2,000", "25.0%", "2-5", "rank", "3"]
+        assert second.split()[2:5] == ["-", "3.00e-04", "1,234,567"]
+        assert len(header) == len(first) == len(second) <= 80
+        assert first.index("8.2500") == second.index("8.2500") and first.index("25.0%") == second.index("25.0%")
+
+    def test_skipped_steps_are_marked(self):
+        reporter, file = self.reporter(10)
+        reporter.report(SKIPPED)
+        assert file.getvalue().splitlines()[1].split("  ")[-1] == "skipped: non-finite gradient"
+        assert "nan" in file.getvalue()
+
+    def test_nothing_but_printable_ascii_and_no_more_than_100_columns(self):
+        reporter, file = self.reporter(1_000_000)
+        with reporter:
+            reporter.report(replace(STEP, step=1_000_000, slowest_rank=1023, microbatches_max=100))
+            reporter.report(SKIPPED)
+            reporter.finish({**Summary().finish(FACTS), "run_dir": "runs/x"})
+        lines = file.getvalue().splitlines()
+        assert all(line.isascii() and line.isprintable() and len(line) <= 100 for line in lines)
+
+
+class TestProgressOnATerminal:
+    def test_lines_scroll_above_a_bar_that_close_takes_away(self):
+        file = FlushCountingFile()
+        stdout = sys.stdout
+        with ProgressReporter(4, Console(file=file, force_terminal=True, width=90)) as reporter:
+            reporter.report(STEP)
+            reporter.report(replace(SKIPPED, step=2))
+            assert file.flushed == file.getvalue()
+            assert "2/4" in file.getvalue().splitlines()[-1] and "left" in file.getvalue().splitlines()[-1]
+            assert file.getvalue().rfind("\x1b[?25h") > file.getvalue().rfind("\x1b[?25l")  # the cursor stays visible
+        assert file.getvalue().endswith("\n\x1b[?25h") and sys.stdout is stdout
+        reporter.close()
+        written = file.getvalue()
+        reporter.report(replace(STEP, step=3))
+        assert (
+            file.getvalue().removeprefix(written).split()[0] == "3/4" and "left" not in file.getvalue()[len(written) :]
+        )
+
+    def test_an_error_finds_the_bar_gone(self):
+        stdout = sys.stdout
+        console = Console(file=io.StringIO(), force_terminal=True, width=90)
+        with pytest.raises(RuntimeError), ProgressReporter(4, console):
+            assert sys.stdout is not stdout
+            raise RuntimeError
+        assert sys.stdout is stdout
+
+
+class TestClosingTable:
+    def render(self, summary) -> str:
+        console = Console(file=io.StringIO(), width=100)
+        console.print(closing_table(summary))
+        return " ".join(console.file.getvalue().split())
+
+    def test_it_tells_the_run(self):
+        summary = Summary()
+        summary.add(STEP)
+        summary.add(replace(STEP, loss=7.0))
+        text = self.render({**summary.finish(FACTS), "run_dir": "runs/[bold]x"})
+        for part in (
+            *("steps 2 (0 skipped)", "loss first -> last 8.2500 -> 7.0000", "tokens 2,000, 2,000 per second"),
+            *("idle at boundaries 25.0%", "boundary wait 0.02 s, 0.04 s, 0.06 s", "parameter memory 3.0 MiB"),
+            *("collectives per minibatch 3", "MPI library MPICH Version: 5.0 run", "run directory runs/[bold]x"),
+        ):
+            assert part in text
+
+    def test_what_is_missing_shows_as_a_dash(self):
+        text = self.render({})
+        assert "loss first -> last - -> -" in text and "run directory -" in text
+
+
+SHOW_WIDTH = "from odc_mpi.observe.terminal import terminal_width; open('width', 'w').write(str(terminal_width()))"
+
+
+class TestWhereTheTerminalIs:
+    """A stand-in named mpiexec forwards as MPICH does (a pipe) or claims what Open MPI does (a pseudo-terminal)."""
+
+    @pytest.fixture
+    def terminal(self):
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 123, 0, 0))
+        yield theirs
+        os.close(ours)
+        os.close(theirs)
+
+    def width(self, tmp_path: Path, script: str, stdout, name: str = "mpiexec") -> str:
+        launcher = tmp_path / name
+        launcher.write_text(f"#!/bin/sh\n{script}\n")
+        launcher.chmod(0o755)
+        command = [launcher, sys.executable, "-c", SHOW_WIDTH]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run(command, stdout=stdout, cwd=tmp_path, env=env, check=True, timeout=60)
+        return (tmp_path / "width").read_text()
+
+    def test_behind_the_pipe_of_mpiexec(self, tmp_path, terminal):
+        assert self.width(tmp_path, '"$@" | cat', terminal) == "123"
+
+    def test_not_where_the_output_of_mpiexec_is_piped(self, tmp_path):
+        assert self.width(tmp_path, '"$@" | cat', subprocess.PIPE) == "None"
+
+    def test_not_the_pseudo_terminal_that_mpiexec_made(self, tmp_path, terminal):
+        script = f'"$@" > {os.ttyname(terminal)} &\nwait $!'
+        assert self.width(tmp_path, script, subprocess.PIPE) == "None"
+        assert self.width(tmp_path, script, subprocess.PIPE, name="other") == "123"
+
+    def test_not_behind_any_other_pipe(self, tmp_path, terminal):
+        assert self.width(tmp_path, '"$@" | cat', terminal, name="other") == "None"
+
+
+class TestConsole:
+    @pytest.fixture(autouse=True)
+    def no_terminal(self, monkeypatch):
+        monkeypatch.setattr("odc_mpi.observe.terminal._columns", lambda launcher: None)
+
+    @pytest.fixture
+    def has_terminal(self, monkeypatch, no_terminal):
+        monkeypatch.setattr("odc_mpi.observe.terminal._columns", lambda launcher: 77)
+
+    def test_plain_without_a_terminal(self):
+        console = make_console()
+        assert (console.is_terminal, console.color_system, console.width) == (False, None, 100)
+
+    def test_bar_on_a_terminal(self, has_terminal):
+        console = make_console()
+        assert (console.is_terminal, console.color_system, console.width) == (True, "256", 77)
+
+    def test_colours_without_a_bar(self, monkeypatch):
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        assert (make_console().is_terminal, make_console().color_system) == (False, "standard")
+
+    def test_the_wish_wins(self, monkeypatch):
+        monkeypatch.setenv("ODC_MPI_PROGRESS", "bar")
+        monkeypatch.setenv("COLUMNS", "66")
+        assert terminal_width() == 66
+
+    def test_the_wish_for_plain_lines_wins_too(self, monkeypatch, has_terminal):
+        monkeypatch.setenv("ODC_MPI_PROGRESS", "plain")
+        assert terminal_width() is None
+
+    @pytest.mark.parametrize("term", ["dumb", None])
+    def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(self, monkeypatch, has_terminal, term):
+        monkeypatch.setenv("TERM", term) if term else monkeypatch.delenv("TERM")
+        assert terminal_width() is None
+
+    def test_any_other_wish_is_a_mistake(self, monkeypatch):
+        monkeypatch.setenv("ODC_MPI_PROGRESS", "fancy")
+        with pytest.raises(UserError, match="ODC_MPI_PROGRESS: expected bar or plain, got 'fancy'"):
+            terminal_width()
