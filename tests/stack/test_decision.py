@@ -39,7 +39,7 @@ def choices(decision):
     ("found", "wanted"),
     [
         (report(), ("allocate_shared", "on", "accumulate", "off")),
-        (report(None), ("allocate_shared", "on", "accumulate", "off")),
+        (report(None), ("allocate_shared", "on", "mailbox", "off")),
         (report(other_node=NODE), ("allocate_shared", "on", "accumulate", "off")),
         (report(other_node=TCP), ("allocate_shared", "on", "accumulate", "thread")),
         (report(None, TCP), ("allocate_shared", "on", "accumulate", "thread")),
@@ -98,7 +98,7 @@ def test_no_answer_counts_against_an_operation():
     assert "no answer" in neither.reduction.reason
     unsure = decide(report(replace(NODE, accumulate=replace(FAST, one_sided=None))))
     assert choices(unsure)[2:] == ("accumulate", "thread")
-    assert choices(decide(Report())) == ("allocate", "off", "accumulate", "off")
+    assert choices(decide(Report())) == ("allocate", "off", "mailbox", "off")
 
 
 def test_a_peer_that_gave_no_answer_at_all_is_still_there():

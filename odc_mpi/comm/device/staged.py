@@ -7,7 +7,8 @@ gradients go the other way:
     push    copy from the device; done; the other transport's push, from pinned memory
 
 The windows themselves are registered with the device's driver, which then copies straight from them, for fetches and
-for an optimizer on the device. Where the driver refuses, the processor copies into pinned memory first.
+for an optimizer on the device. Where the driver refuses, as it does for small arrays that share a page with another,
+the processor copies into pinned memory first.
 
 Both happen where they are waited for: in the threads that fetch and push, beside the computation. A copy begins behind
 the mark that the computing thread set when it handed the memory over: a buffer is not overwritten while kernels that
@@ -46,8 +47,7 @@ class StagedTransport(Transport):
         self._host = host
         self._device = device
         self._marks = Marks()
-        self._registered: list[torch.Tensor] = []
-        self._copies_in_place = False
+        self._registered: dict[int, torch.Tensor] = {}
 
     @property
     def num_collectives(self) -> int:  # noqa: D102
@@ -58,8 +58,7 @@ class StagedTransport(Transport):
         self._host.allocate(layouts)
         for memory in self._host.host_memory():
             if self._device.register(memory):
-                self._registered.append(memory)
-        self._copies_in_place = len(self._registered) == len(self._host.host_memory()) > 0
+                self._registered[memory.data_ptr()] = memory
 
     def parameter_shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._host.parameter_shard(index)
@@ -98,7 +97,7 @@ class StagedTransport(Transport):
 
     def close(self) -> None:  # noqa: D102
         while self._registered:
-            self._device.unregister(self._registered.pop())
+            self._device.unregister(self._registered.popitem()[1])
         self._host.close()
         self.buffers.clear()
         self._pinned.clear()
@@ -106,7 +105,7 @@ class StagedTransport(Transport):
     def _bring(self, fetch: Fetch, buffer: torch.Tensor, after: Mark) -> None:
         """Bring what the host fetches to the device."""
         whole = fetch.wait()
-        if self._host.copies or self._copies_in_place:
+        if self._host.copies or whole.data_ptr() in self._registered:
             self._device.copy(buffer, whole, after).synchronize()
         else:
             # It is the windows' own memory, which the driver did not take: only the processor can copy from it.

@@ -52,7 +52,7 @@ _TARGETS = {torch.float32: "float32", torch.float64: "float64"}
 THREADS = 256
 #: What a block works through at a time. More blocks than a GPU runs at once would not make it faster.
 BLOCK_NUMEL = 8 * THREADS
-BLOCKS_PER_MULTIPROCESSOR = 8
+BLOCKS_PER_MULTIPROCESSOR = 32
 
 
 def flatten(pieces: Sequence[Piece], flat: torch.Tensor) -> torch.Tensor:
@@ -183,6 +183,10 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _as_in_memory(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Make a tensor one that a kernel can read: itself, as a rule."""
+    # Asked first: of many small gradients the operators below take longer to call than the kernel to run.
+    is_plain = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
+    if is_plain and tensor.dtype in TYPES and tensor.device == target.device:
+        return tensor
     dense = _dense(tensor.detach())
     dtype = dense.dtype if dense.dtype in TYPES else target.dtype
     # Imaginary parts of conjugates are negative by a flag only, which a pointer does not tell.
@@ -218,10 +222,15 @@ def _run(file: str, kernel: str, device: torch.device, num_blocks: int, argument
     cupy = _cupy()
     assert cupy is not None
     stream = cupy.cuda.Stream.from_external(_Stream(torch.cuda.current_stream(device).cuda_stream))
-    most = BLOCKS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    most = BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device)
     # Both devices: torch has to find the one again that it left, whatever CuPy takes for the one before.
     with torch.cuda.device(device), cupy.cuda.Device(device.index), stream:
         _kernel(file, kernel)((min(num_blocks, most),), (THREADS,), arguments)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _Stream:

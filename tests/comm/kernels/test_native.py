@@ -128,7 +128,7 @@ def test_a_kernel_that_cannot_be_built_is_told_of(monkeypatch):
         native._kernel("flatten", "flatten_float32")
 
 
-@pytest.mark.parametrize(("num_blocks", "launched"), [(1, 1), (1000, 80)])
+@pytest.mark.parametrize(("num_blocks", "launched"), [(1, 1), (1000, 320)])
 def test_a_launch_goes_to_torch_s_stream_and_device(monkeypatch, num_blocks, launched):
     """What is handed to CuPy; whether it is right tells a GPU only."""
     cupy, cuda = MagicMock(), MagicMock()
