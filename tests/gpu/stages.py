@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -58,30 +59,26 @@ class Job:
         command = [str(word) for word in words]
         variables = self.environment | environment
         left_s = max(1.0, self.until - time.monotonic())
-        lines = [f"$ {' '.join([*(f'{name}={value}' for name, value in variables.items()), *command])}\n"]
-        with self.log.open("a") as log:
-            process = subprocess.Popen(
-                ["timeout", "--kill-after=5", f"{left_s:.0f}", *command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                cwd=ROOT,
-                env=os.environ
-                | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "ODC_MPI_REQUIRE_GPU": "1"}
-                | variables,
-            )
+        output: list[str] = []
+        head = [f"$ {' '.join([*(f'{name}={value}' for name, value in variables.items()), *command])}\n"]
+        process = subprocess.Popen(
+            ["timeout", "--kill-after=5", f"{left_s:.0f}", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=ROOT,
+            env=os.environ | SETTINGS | variables,
+        )
+        with process, self.log.open("a") as log:
             assert process.stdout is not None
-            while lines:
-                print(lines[-1], end="", flush=True)
-                log.write(lines[-1])
+            for line in chain(head, process.stdout):
+                print(line, end="", flush=True)
+                log.write(line)
                 log.flush()
-                line = process.stdout.readline()
-                if not line:
-                    break
-                lines.append(line)
-            return process.wait(), "".join(lines[1:])
+                output.append(line)
+        return process.returncode, "".join(output[1:])
 
     def launch(self, ranks: int, *words: object, **environment: str) -> tuple[int, str]:
         """Run a command under mpiexec, as `call` does."""
