@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from odc_mpi.errors import UserError
-from odc_mpi.report.wording import SUFFIXES
+from odc_mpi.wording import SUFFIXES
 
 T = TypeVar("T")
 

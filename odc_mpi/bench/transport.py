@@ -53,9 +53,9 @@ from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.fetch_and_push import Units, Variant, check
 from odc_mpi.bench.measure import each_for, interleaved, ratio, seconds
 from odc_mpi.comm.collective import Collectives
-from odc_mpi.report.wording import format_size
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.spread import Spread
+from odc_mpi.wording import format_size
 
 #: A sample moves at least this much, so that beginning together and meeting at A (up to 0.4 ms) do not show in it ...
 SAMPLE_BYTES = 64 << 20

@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from odc_mpi.bench.transport import GOALS
-from odc_mpi.report.wording import format_size, told_load, told_ranks
+from odc_mpi.report.wording import told_load, told_ranks
+from odc_mpi.wording import format_size
 
 _FETCHES = {
     "memcpy": "memcpy",

@@ -4,7 +4,6 @@ Every rank runs the same loader with its own `rank`, draws the same minibatches 
 plan: no communication. A rank reads only its own sequences from the file, each when it is due.
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.plan.balance import BALANCES, Balance, Plan, check_fit
 from odc_mpi.data.plan.cost import Cost
 from odc_mpi.errors import UserError
+from odc_mpi.wording import did_you_mean
 
 IGNORED_LABEL = -100  # the default `ignore_index` of torch's cross entropy
 
@@ -273,7 +273,6 @@ class Loader:
 def _find_balance(name: str) -> Balance:
     """Look a balance up by its name."""
     if name not in BALANCES:
-        near = difflib.get_close_matches(name, BALANCES, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        hint = did_you_mean(name, BALANCES)
         raise UserError(f"expected data.balance among {', '.join(BALANCES)}, got {name!r}{hint}")
     return BALANCES[name]

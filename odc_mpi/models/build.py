@@ -5,8 +5,7 @@ safetensors (`model.path`). In both cases the module is built on the meta device
 through a `shard.slices.Weights`: no rank ever holds the whole model.
 """
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +17,7 @@ from odc_mpi.errors import UserError, in_one_line
 from odc_mpi.models import attention
 from odc_mpi.models.weights import DrawnWeights, StoredWeights
 from odc_mpi.shard.slices import Weights
+from odc_mpi.wording import did_you_mean
 
 #: transformers' own file name.
 _CONFIG = "config.json"
@@ -101,7 +101,8 @@ def _config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
         raise UserError("model.config: expected the key model_type, such as qwen2")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise UserError(
-            f"model.config.model_type: transformers knows no {kind!r}{_hint(kind, transformers.CONFIG_MAPPING)}"
+            f"model.config.model_type: transformers knows no {kind!r}"
+            + did_you_mean(str(kind), transformers.CONFIG_MAPPING, ": {}")
         )
     try:
         default = transformers.AutoConfig.for_model(kind)
@@ -110,16 +111,12 @@ def _config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     known = [*default.to_dict(), *default.attribute_map]
     unknown = next((key for key in settings if key not in known), None)
     if unknown is not None:
-        raise UserError(f"unknown setting model.config.{unknown} for model_type {kind}{_hint(unknown, known)}")
+        hint = did_you_mean(str(unknown), known, ": {}")
+        raise UserError(f"unknown setting model.config.{unknown} for model_type {kind}{hint}")
     try:
         return transformers.AutoConfig.for_model(kind, **settings)
     except Exception as error:  # transformers validates with exceptions of many kinds
         raise UserError(f"model.config: transformers does not take it: {in_one_line(error)}") from error
-
-
-def _hint(word: object, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(word), list(known), 1)
-    return f": did you mean {near[0]}?" if near else ""
 
 
 def _on_meta(config: transformers.PreTrainedConfig, setting: str) -> transformers.PreTrainedModel:

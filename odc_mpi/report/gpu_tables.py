@@ -8,7 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from odc_mpi.report.wording import format_size, told_load, told_ranks
+from odc_mpi.report.wording import told_load, told_ranks
+from odc_mpi.wording import format_size
 
 #: What is measured, by the name in the object, as the head of a column.
 FETCHES = {

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from odc_mpi import yaml_dialect as dialect
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.errors import UserError
 from odc_mpi.report import pictures
 from odc_mpi.report.page import Figure, Report
 from odc_mpi.report.picture_parts import BLUE, GREEN, ORANGE, PURPLE, SKY, Chart, Curve, Histogram, Lane, Look, Panel
 from odc_mpi.report.selection import choose
-from odc_mpi.train import yaml_dialect as dialect
 
 COMPUTES, PADS, FETCHES, PUSHES, WAITS = "computes", "runs padding", "fetches", "pushes", "waits at the boundary"
 #: In the order in which they are drawn: fetches and pushes lie within microbatches.

@@ -7,8 +7,8 @@ from typing import Any
 from odc_mpi.report import gpu_tables, pictures
 from odc_mpi.report.page import Figure, Report
 from odc_mpi.report.picture_parts import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Bar, Curve, Look, Panel, Picture
-from odc_mpi.report.wording import format_size, told_load, told_ranks
-from odc_mpi.stack.decision import seconds
+from odc_mpi.report.wording import told_load, told_ranks
+from odc_mpi.wording import format_seconds, format_size
 
 #: How a line over sizes is drawn: its name, look and marker.
 Line = tuple[str, Look, str]
@@ -105,7 +105,8 @@ def _speed_bar(label: str, entry: Mapping[str, Any], num_bytes: int, way: str) -
 def progress(result: Mapping[str, Any]) -> Report:
     """Return what is to be told of `odc-mpi bench progress`. Local."""
     worst_s = max(goal["figure"] for goal in result["goals"] if goal["goal"] == "get_delay_s")
-    title = f"A Get from a rank that computes takes up to {seconds(max(0.0, worst_s))} longer than from one that idles"
+    longer = format_seconds(max(0.0, worst_s))
+    title = f"A Get from a rank that computes takes up to {longer} longer than from one that idles"
     kinds = _named(result["get"], "kinds")
     gets = _panel(
         "ms until a Get is complete, medians", result["get"], "kinds", kinds, lambda kind: 1e3 * kind["median_s"]

@@ -5,7 +5,6 @@ sequences look log-normal in general, cut at the longest; how wide they spread, 
 for each. Local, all of it.
 """
 
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.errors import UserError
+from odc_mpi.wording import did_you_mean
 
 Tokens = npt.NDArray[np.int64]
 
@@ -112,8 +112,7 @@ def find(name: str) -> Source:
     if name in KNOWN:
         return Source(KNOWN[name].max_tokens, KNOWN[name].draw)
     if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):
-        near = difflib.get_close_matches(name, KNOWN, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        hint = did_you_mean(name, KNOWN)
         raise UserError(f"expected --lengths among {', '.join(KNOWN)} or the path of a data set, got {name!r}{hint}")
     try:
         with Dataset(name) as dataset:

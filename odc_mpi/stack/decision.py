@@ -21,6 +21,7 @@ from typing import Any
 from odc_mpi.errors import UserError
 from odc_mpi.stack.device_decision import Proof, prove
 from odc_mpi.stack.report import Operation, Peer, Report
+from odc_mpi.wording import format_seconds
 
 #: Accumulate may be slower than Put by this much: a mailbox puts, and its owner then adds on its own time.
 LEAST_SHARE_OF_PUT = 0.25
@@ -175,13 +176,6 @@ def decide_collective(wishes: Wishes = Wishes()) -> Decision:
     )
 
 
-def seconds(value: float) -> str:
-    """Write a time with two digits and a unit, such as "3.1 s", "0.21 ms" or "1.5 us". Local."""
-    unit, scale = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-4 else ("us", 1e6)
-    scaled = value * scale
-    return f"{scaled:.0f} {unit}" if scaled >= 10 else f"{scaled:.2g} {unit}"
-
-
 def _window(report: Report, zero_copy: Choice) -> Choice:
     if zero_copy.choice == "on":
         return Choice("allocate_shared", "parameters in memory that a node's ranks share, gradients from Win.Allocate")
@@ -235,7 +229,7 @@ def _zero_copy(report: Report, wish: str) -> Choice:
         return Choice("off", "the ranks' pieces of shared memory do not lie side by side")
     if shared.load_s is None:
         return Choice("on", "the only rank of its node reads its own memory")
-    return Choice("on", f"a node's ranks read each other in place, 64 bytes in {seconds(shared.load_s)}")
+    return Choice("on", f"a node's ranks read each other in place, 64 bytes in {format_seconds(shared.load_s)}")
 
 
 def _reduction(peers: Mapping[str, Peer], wish: str) -> Choice:
@@ -303,4 +297,5 @@ def _waits(kind: str, name: str, operation: Operation) -> str:
     what = f"{_NAMES[name]} {direction} a peer {_WHERE[kind]}"
     if operation.one_sided is None or operation.busy_s is None or operation.idle_s is None:
         return f"{what} gave no answer"
-    return f"{what} waits for the target: {seconds(operation.busy_s)} against {seconds(operation.idle_s)} idle"
+    busy, idle = format_seconds(operation.busy_s), format_seconds(operation.idle_s)
+    return f"{what} waits for the target: {busy} against {idle} idle"

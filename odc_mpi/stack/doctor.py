@@ -20,9 +20,10 @@ from rich.table import Table
 from odc_mpi.runtime.launch import ENDED_BY_LAUNCHER, Ending, launched_rank, take_part
 from odc_mpi.runtime.pmi import hint
 from odc_mpi.stack import cache
-from odc_mpi.stack.decision import Decision, decide, seconds
+from odc_mpi.stack.decision import Decision, decide
 from odc_mpi.stack.gpu import has_gpu
 from odc_mpi.stack.report import DEVICE_OPERATIONS, OPERATIONS, DeviceWindows, Operation, Report
+from odc_mpi.wording import format_seconds
 
 #: The process that takes part in MPI.
 PROBE = (sys.executable, "-m", "odc_mpi.stack.probe")
@@ -180,4 +181,4 @@ def _cells(operation: Operation, without: str) -> tuple[str, ...]:
     if operation.idle_s is None or operation.busy_s is None or operation.gb_per_s is None:
         return "", "", "", without
     verdict = {True: "yes", False: "no: waits", None: "unsure"}[operation.one_sided]
-    return seconds(operation.idle_s), seconds(operation.busy_s), f"{operation.gb_per_s:.2g}", verdict
+    return format_seconds(operation.idle_s), format_seconds(operation.busy_s), f"{operation.gb_per_s:.2g}", verdict

@@ -4,11 +4,10 @@ Here live the dataclasses, one line of meaning per field, and the way from a YAM
 arguments to a checked `Config` and back. What a setting does lives in the module that uses it. Nothing here
 communicates: every rank reads the same file and comes to the same `Config` or to the same error.
 
-The reader is our own, over PyYAML's safe loader (`train.yaml_dialect`), because every mistake has to become one line
+The reader is our own, over PyYAML's safe loader (`odc_mpi.yaml_dialect`), because every mistake has to become one line
 that names the source, the setting and the cure.
 """
 
-import difflib
 import functools
 import json
 import sys
@@ -18,8 +17,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
-from odc_mpi.train import yaml_dialect as dialect
+from odc_mpi.wording import did_you_mean
 
 
 class Check(NamedTuple):
@@ -273,9 +273,8 @@ def _known(source: str, key: str) -> _Setting:
         return _settings()[key]
     if key in _sections():
         raise UserError(f"{source}: {key} is a section: expected its settings, as in {key}: {{key: value}}")
-    nearest = difflib.get_close_matches(key, _settings(), n=1)
-    cure = f"did you mean {nearest[0]}?" if nearest else "odc-mpi train --help lists all"
-    raise UserError(f"{source}: unknown setting {key}: {cure}")
+    cure = did_you_mean(key, _settings(), ": {}") or ": odc-mpi train --help lists all"
+    raise UserError(f"{source}: unknown setting {key}{cure}")
 
 
 def _checked(source: str, key: str, value: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from odc_mpi.errors import UserError
-from odc_mpi.stack.decision import Wishes, decide, decide_collective, refuse_wrong_data, seconds
+from odc_mpi.stack.decision import Wishes, decide, decide_collective, refuse_wrong_data
 from odc_mpi.stack.report import WRONG, Operation, Peer, Peers, Report, SharedMemory
 
 FAST = Operation(one_sided=True, idle_s=2e-6, busy_s=2e-6, gb_per_s=10.0)
@@ -172,14 +172,6 @@ def test_reasons_have_the_figures():
     assert "\n" not in line
     for part in ("zero-copy on (", "reduction accumulate (", "progress thread (", "3.1 s against 0.2 ms"):
         assert part in line
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(31.2, "31 s"), (3.14, "3.1 s"), (0.25, "250 ms"), (2e-4, "0.2 ms"), (9.94e-5, "99 us"), (1.5e-6, "1.5 us")],
-)
-def test_times_are_short(value, text):
-    assert seconds(value) == text
 
 
 def test_a_report_travels_as_json():

@@ -53,12 +53,12 @@ from odc_mpi.bench.gpu import windows as gpu_windows
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.kernels.native import why_no_kernels
 from odc_mpi.errors import AgreedError, UserError
-from odc_mpi.report.wording import format_size
 from odc_mpi.runtime.world import World
 from odc_mpi.stack.device_decision import prove
 from odc_mpi.stack.device_probe import kept_verdict
 from odc_mpi.stack.report import Report
 from odc_mpi.train.settings import Config
+from odc_mpi.wording import format_size
 
 #: What can be measured alone.
 PARTS = ("bandwidths", "kernels", "step")

@@ -53,8 +53,8 @@ from odc_mpi.bench.progress.computing import find_target, take_one_core_each
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES
 from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.errors import AgreedError
-from odc_mpi.report.wording import format_size
 from odc_mpi.runtime.world import World
+from odc_mpi.wording import format_size
 
 #: What each goal expects, and whether that is the least; else it is the most.
 GOALS = {"get_delay_s": (5e-3, False), "slow_down": (0.05, False), "mailbox_of_put": (0.25, True)}

@@ -22,10 +22,10 @@ from odc_mpi.bench.measure import around, ratio
 from odc_mpi.bench.progress.computing import Spells, Work, kinds_of_work
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.windows.rma import Window
-from odc_mpi.report.wording import format_size
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import ALIGNMENT_NUMEL, FlatLayout, ParameterSpec
 from odc_mpi.simulate.spread import Spread
+from odc_mpi.wording import format_size
 
 #: What the target is busy with.
 WORK = "small_operations"

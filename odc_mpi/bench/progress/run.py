@@ -6,8 +6,9 @@ from typing import Any
 
 from odc_mpi.bench.measure import speaker
 from odc_mpi.bench.progress.benchmark import GOALS, measure
-from odc_mpi.report.wording import format_size, told_load, told_ranks
+from odc_mpi.report.wording import told_load, told_ranks
 from odc_mpi.runtime.world import World
+from odc_mpi.wording import format_size
 
 
 def run(world: World, sizes: list[int], push_sizes: list[int], repeats: int, budget_s: float, as_json: bool) -> None:

@@ -3,13 +3,13 @@
 Only ratios matter to a plan, so the unit is free: tokens, FLOPs or seconds.
 """
 
-import difflib
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.errors import UserError
+from odc_mpi.wording import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,7 @@ def named_cost(name: str, *, flops: Cost, linear: float = 1.0, quadratic: float 
         UserError: There is no such cost, or a coefficient is negative, or both are 0.
     """
     if name not in COSTS:
-        near = difflib.get_close_matches(name, COSTS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise UserError(f"expected data.cost among {', '.join(COSTS)}, got {name!r}{hint}")
+        raise UserError(f"expected data.cost among {', '.join(COSTS)}, got {name!r}{did_you_mean(name, COSTS)}")
     if name != "quadratic":
         return Cost() if name == "linear" else flops
     if min(linear, quadratic) < 0 or max(linear, quadratic) == 0:
