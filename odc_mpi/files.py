@@ -3,7 +3,8 @@
 import errno
 import os
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from odc_mpi.errors import warn
@@ -56,6 +57,32 @@ def swap_text(path: Path, text: str, *, private: bool) -> None:
     except OSError:
         with suppress(OSError):
             Path(temporary).unlink()
+        raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Offer a path to write a new file to; rename that file to `path` when the body ends well. Local.
+
+    The new path is in a hidden directory beside `path`, which goes on any exception, with the parent directories that
+    were made for it; then the old file stays as it was.
+
+    Raises:
+        OSError: The directories cannot be made, or the file cannot be renamed.
+    """
+    missing = [folder for folder in path.parents if not folder.exists()]
+    try:
+        make_directory(path.parent)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp") as hidden:
+            new = Path(hidden, path.name)
+            yield new
+            sync_file(new)
+            new.replace(path)
+        sync_directory(path.parent)
+    except BaseException:
+        for folder in missing:
+            with suppress(OSError):  # not made, or somebody else has put something into it
+                folder.rmdir()
         raise
 
 

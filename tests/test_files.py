@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from odc_mpi import files
-from odc_mpi.files import keep, make_directory, replace_text, swap_text, sync_directory, sync_file
+from odc_mpi.files import keep, make_directory, replace_text, replacing, swap_text, sync_directory, sync_file
 
 
 @pytest.fixture
@@ -57,6 +57,40 @@ def test_who_may_read_what_was_swapped_in(tmp_path, private, mode):
     finally:
         os.umask(umask)
     assert stat.S_IMODE((tmp_path / "page.html").stat().st_mode) == mode
+
+
+def replace(path, text):
+    with replacing(path) as new:
+        new.write_text(text)
+    return path.read_text()
+
+
+def test_a_new_file_gets_its_name_at_the_end(tmp_path):
+    path = tmp_path / "made" / "on the way" / "data"
+    assert [replace(path, text) for text in ("1", "2")] == ["1", "2"]
+    assert list(path.parent.iterdir()) == [path]
+    (tmp_path / "usual").touch()
+    assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_the_content_of_a_new_file_is_on_the_disk_before_its_name(tmp_path, synced):
+    replace(tmp_path / "data", "1")
+    assert [path.name for path in synced] == ["data", tmp_path.name]
+    assert synced[0].parent.name.startswith(".data.") and synced[1] == tmp_path
+
+
+@pytest.mark.parametrize("fails", ["sync_file", "replace"])
+def test_a_failure_leaves_the_old_file_and_no_folder(tmp_path, monkeypatch, fails):
+    def fail(*_):
+        raise OSError("disk on fire")
+
+    replace(tmp_path / "data", "old")
+    monkeypatch.setattr(files.Path if fails == "replace" else files, fails, fail)
+    for path in (tmp_path / "data", tmp_path / "made" / "too" / "data"):
+        with pytest.raises(OSError, match="on fire"):
+            replace(path, "new")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "data"]
+    assert (tmp_path / "data").read_text() == "old"
 
 
 def test_a_file_that_is_lost_is_told_and_no_error(tmp_path, capsys):

@@ -18,7 +18,7 @@ MAY_SEE = {
     "runtime": set(),
     "comm": {"runtime"},
     "shard": {"comm.transport", "comm.buffers", "comm.kernels"},
-    "checkpoint": {"shard"},
+    "checkpoint": {"shard", "data.tokenizer"},
     "stack": {"runtime", "comm"},
     "api": {"stack", "shard", "comm", "runtime"},
     "data": set(),
@@ -58,7 +58,7 @@ KEPT_IN = {
     "torch.distributed": {"bench.baselines"},
     "h5py": {"data.dataset", "checkpoint"},
     "cupy": {"comm"},
-    "transformers": {"models", "data.prepare"},
+    "transformers": {"models", "data.tokenizer"},
     "safetensors": {"models.weights", "checkpoint.export"},
     "rich": {
         *("cli", "stack.doctor", "observe.terminal", "data.prepare"),

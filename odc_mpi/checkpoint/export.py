@@ -4,7 +4,6 @@ A file of weights at a time is in memory, never the model. Optimizer state stays
 """
 
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +15,12 @@ from safetensors.torch import save_file
 
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL, read_tensor
+from odc_mpi.data.tokenizer import directory_beside, tokenizer_files, write_files
 from odc_mpi.errors import UserError, in_one_line
 
 #: Of weights in one file; a larger tensor has a file of its own.
 FILE_BYTES = 1 << 30
 _WEIGHTS, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-#: Beside DATA.h5 or DATA.hdf5 lies DATA.tokenizer, beside any other DATA too, if `odc-mpi prepare` trained it.
-_TOKENIZER_SUFFIX = ".tokenizer"
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
 
 
 def export(checkpoint: Checkpoint, out: Path, dtype: str | None = None, file_bytes: int = FILE_BYTES) -> list[str]:
@@ -54,7 +51,7 @@ def export(checkpoint: Checkpoint, out: Path, dtype: str | None = None, file_byt
             made.mkdir()
             _write_weights(checkpoint, made, getattr(torch, dtype), file_bytes)
             _write_json(made / _CONFIG, _config(about, dtype))
-            _copy_tokenizer(about["config"], made)
+            write_files(_tokenizer_of(about["config"]), made)
             names = sorted(path.name for path in made.iterdir())
             made.replace(out)
     except (OSError, SafetensorError) as error:  # safetensors tells of a full disk in its own way
@@ -113,18 +110,13 @@ def _config(about: Any, dtype: str) -> dict[str, Any]:
     return config
 
 
-def _copy_tokenizer(config: Any, out: Path) -> None:
-    """Copy the tokenizer that the data was prepared with, where it is to be found."""
+def _tokenizer_of(config: Any) -> dict[str, bytes]:
+    """Read the files of the tokenizer that the data was prepared with, wherever a run may have it."""
     data = Path(config["data"]["path"])
-    places = [data.with_name((data.stem if data.suffix in (".h5", ".hdf5") else data.name) + _TOKENIZER_SUFFIX)]
+    places = [data, directory_beside(data)]
     if config["model"]["path"] is not None:
         places.append(Path(config["model"]["path"]))
-    place = next((place for place in places if place.is_dir()), None)
-    if place is not None:
-        for pattern in _TOKENIZER_FILES:
-            for path in place.glob(pattern):
-                if path.is_file():
-                    shutil.copyfile(path, out / path.name)
+    return next((files for files in map(tokenizer_files, places) if files), {})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write a data set of token sequences, with a mask of what is trained."
     parser.add_argument("source", metavar="SOURCE", help="a JSONL file (.gz too), or stdlib: Python's own functions")
     parser.add_argument("out", metavar="OUT.h5", type=Path, help="the data set to write")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="Hugging Face tokenizer directory")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="Hugging Face tokenizer directory, or a data set")
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="longest sequence; default: no limit")
     parser.add_argument(
         "--overlong", choices=("truncate", "drop"), default="truncate", help="what to do with longer ones"

@@ -8,8 +8,11 @@
 | `num_trained_tokens` | int32  | [n]          | trained tokens of each, without its first: nothing predicts that |
 
 Attributes: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (a digest of which token has which number),
-`content` (a digest of tokens and mask), `tokenizer` (a directory's name), `source`. They are written last: a file
+`content` (a digest of tokens and mask), `tokenizer` (its name, for people), `source`. They are written last: a file
 without them was never finished.
+
+The group `tokenizer` holds the files of the tokenizer, each as a dataset of its bytes, uint8 [num_bytes], under the
+file's name. Data sets of older versions do not have it.
 
 No communication. Any number of ranks may have the file open, for reading only.
 """
@@ -34,6 +37,7 @@ _CHUNK = 16_384  # elements; a random read fetches whole chunks, so about 80 KB 
 _BUFFERED_TOKENS = 1 << 20  # written at once; bounds the writer's memory
 #: What `content` covers; the rest is read, and digested, when the file is opened.
 _DIGESTED = ("tokens", "loss_mask")
+_TOKENIZER = "tokenizer"
 _TYPES = {"tokens": np.uint32, "loss_mask": np.uint8, "offsets": np.int64, "num_trained_tokens": np.int32}
 
 
@@ -55,7 +59,16 @@ class DatasetWriter:
         max_token_id: The largest token.
     """
 
-    def __init__(self, path: Path, *, vocab_size: int, tokenizer: str, source: str, vocabulary: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        vocab_size: int,
+        tokenizer: str,
+        source: str,
+        vocabulary: str = "",
+        tokenizer_files: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Create the file.
 
         Local.
@@ -63,9 +76,10 @@ class DatasetWriter:
         Args:
             path: A path where no file is yet.
             vocab_size: Tokens of the tokenizer.
-            tokenizer: Name of the tokenizer's directory, for people.
-            source: What the text came from, for people.
-            vocabulary: What `vocabulary_digest` says of the tokenizer; empty if that is not known.
+            tokenizer: Name of the tokenizer, for people.
+            source: Name of the source of the text, for people.
+            vocabulary: The tokenizer's `vocabulary_digest`; empty if that is not known.
+            tokenizer_files: Content of each file of the tokenizer, by name; None to keep none in the data set.
 
         Raises:
             OSError: The file exists or cannot be created.
@@ -80,6 +94,8 @@ class DatasetWriter:
         self._file = h5py.File(path, "x", locking=False)
         for name, dtype in _TYPES.items():
             self._file.create_dataset(name, shape=(0,), maxshape=(None,), chunks=(_CHUNK,), dtype=dtype)
+        for name, content in (tokenizer_files or {}).items():
+            self._file[f"{_TOKENIZER}/{name}"] = np.frombuffer(content, dtype=np.uint8)
         self._buffers: dict[str, list[npt.NDArray]] = {name: [] for name in _TYPES}
         self._buffers["offsets"].append(np.zeros(1, dtype=np.int64))
         self._num_buffered = 0
@@ -155,9 +171,7 @@ class Dataset:
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Open a file that `prepare` wrote.
-
-        Local: every rank opens it for itself.
+        """Open a file that `prepare` wrote, each rank for itself. Local.
 
         Args:
             path: The file.
@@ -236,6 +250,22 @@ class Dataset:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def read_tokenizer_files(path: Path) -> dict[str, bytes]:
+    """Read the files of the tokenizer out of a data set. Local.
+
+    Returns:
+        The content of each file by name; empty if `path` is no data set, or one that holds no tokenizer.
+    """
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            group = file.get(_TOKENIZER)
+            if file.attrs.get("format") != FORMAT or not isinstance(group, h5py.Group):
+                return {}
+            return {name: item[:].tobytes() for name, item in group.items() if isinstance(item, h5py.Dataset)}
+    except OSError:  # not there, or not HDF5
+        return {}
 
 
 def _open(path: Path) -> h5py.File:

@@ -1,15 +1,12 @@
 """From text to a file of tokens: what `odc-mpi prepare` does.
 
-Reads the source (`stdlib`, `jsonl`), loads the tokenizer or trains one, tokenises in batches (`encode`), cuts what is
-too long, and writes (`dataset`) so that the file appears complete or not at all (`staging`). One process, no
-communication.
-
-transformers and tokenizers are imported where they are used: they take seconds to load, and a mistake in the arguments
-should not.
+Reads the source (`stdlib`, `jsonl`), loads the tokenizer or trains one (`tokenizer`), tokenises in batches (`encode`),
+cuts what is too long, and writes a data set (`dataset`) with the tokenizer's files in it, which appears complete or not
+at all. One process, no communication.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,23 +19,20 @@ from odc_mpi.data import jsonl, stdlib
 from odc_mpi.data.dataset import DatasetWriter, vocabulary_digest
 from odc_mpi.data.encode import Encoded, encode
 from odc_mpi.data.jsonl import Example, Fields, Pair
-from odc_mpi.data.staging import staging
+from odc_mpi.data.tokenizer import (
+    DIRECTORY_SUFFIX,
+    MIN_VOCAB_SIZE,
+    directory_beside,
+    files_of,
+    find_tokenizer,
+    load_tokenizer,
+    tokenizer_files,
+    train_tokenizer,
+)
 from odc_mpi.errors import UserError
+from odc_mpi.files import replacing
 
 STDLIB = "stdlib"
-TOKENIZER_SUFFIX = ".tokenizer"
-END_OF_TEXT, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
-_SPECIAL_TOKENS = [END_OF_TEXT, PAD, TURN_START, TURN_END]
-_MIN_VOCAB_SIZE = 256 + len(_SPECIAL_TOKENS)  # every byte is a token, so that nothing is unknown
-
-# ChatML: https://github.com/openai/openai-python/blob/v0.27.8/chatml.md
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
 _BATCH_EXAMPLES = 256  # tokenised in one call: enough for its threads, little enough for its offsets
 
 
@@ -48,7 +42,7 @@ class PrepareReport:
 
     Attributes:
         path: The data set.
-        tokenizer: Directory of the tokenizer, given or trained.
+        tokenizer: Where the tokenizer came from: a directory or a data set; `path` itself if it was trained.
         num_sequences: Sequences written.
         num_tokens: Tokens in them.
         num_trained_tokens: Tokens in them with loss, without first ones.
@@ -75,11 +69,15 @@ class PrepareReport:
 
         Local.
         """
+        origin = "trained here" if self.tokenizer == self.path else self.tokenizer
         lines = [
             f"{self.path}: {self.num_sequences:,} sequences, {self.num_tokens:,} tokens ({self.num_trained_tokens:,} "
             f"trained), the longest {self.longest:,}",
-            f"tokenizer: {self.tokenizer} ({self.vocab_size:,} tokens)",
+            f"tokenizer: {origin}, {self.vocab_size:,} tokens, stored in {self.path}",
         ]
+        unused = directory_beside(self.path)
+        if self.tokenizer == self.path and unused.is_dir():
+            lines.append(f"{unused}, where older versions wrote the tokenizer, is not of this data set: remove it")
         for count, what in (
             (self.num_truncated, "truncated to --max-length"),
             (self.num_dropped, "dropped: longer than --max-length"),
@@ -102,15 +100,12 @@ def prepare(
     vocab_size: int = 4096,
     console: Console | None = None,
 ) -> PrepareReport:
-    """Tokenise a source into a data set file.
-
-    Local: one process does it, before the training.
+    """Tokenise a source into a data set, in one process, before the training. Local.
 
     Args:
         source: The word "stdlib", or the path of a JSONL file; gzipped if it ends in .gz.
         out: File to write. If anything goes wrong, it stays as it was.
-        tokenizer: Directory of a tokenizer. None trains one on the standard library and writes it beside `out`, as
-            its name, without .h5 or .hdf5, with the suffix .tokenizer.
+        tokenizer: Directory of a tokenizer, or a data set that holds one. None trains one on the standard library.
         max_length: The most tokens in a sequence; None for no limit.
         overlong: What to do with longer ones.
         prompt_field: Field of a line that holds the prompt; required if it is not "prompt".
@@ -126,31 +121,35 @@ def prepare(
     """
     limit = _Limit(max_length, overlong)
     _check_request(source, out, tokenizer, limit, vocab_size)
-    directory = _beside(out) if tokenizer is None else tokenizer
     with (
-        staging(out, directory if tokenizer is None else None) as parts,
+        _new_file(out) as path,
         Progress(console=console, disable=console is None) as progress,
         _open_source(source, Fields(prompt_field, completion_field), progress) as examples,
     ):
+        place = out if tokenizer is None else find_tokenizer(tokenizer)
         if tokenizer is None:
-            loaded = _train_tokenizer(examples, vocab_size, parts.tokenizer, progress)
+            loaded = _train(examples, vocab_size, progress)
+            files = files_of(loaded)
         else:
-            loaded = load_tokenizer(tokenizer)
+            loaded, files = load_tokenizer(place), tokenizer_files(place)
         if source == STDLIB:  # a file shows its own progress
             examples = progress.track(examples, description="tokenising")
-        names = {
-            "tokenizer": directory.resolve().name,
-            "source": Path(source).name,
-            "vocabulary": vocabulary_digest(loaded.get_vocab()),
-        }
-        with DatasetWriter(parts.dataset, vocab_size=len(loaded), **names) as writer:
+        writer = DatasetWriter(
+            path,
+            vocab_size=len(loaded),
+            tokenizer=place.resolve().name,
+            source=Path(source).name,
+            vocabulary=vocabulary_digest(loaded.get_vocab()),
+            tokenizer_files=files,
+        )
+        with writer:
             for sequence in limit.apply(_encode_all(loaded, examples)):
                 writer.append(sequence.tokens, sequence.loss_mask)
         if not writer.num_sequences:
             raise UserError(f"expected sequences to write from {source!r}, got none{limit.explain()}")
     return PrepareReport(
         path=out,
-        tokenizer=directory,
+        tokenizer=place,
         num_sequences=writer.num_sequences,
         num_tokens=writer.num_tokens,
         num_trained_tokens=writer.num_trained_tokens,
@@ -162,10 +161,26 @@ def prepare(
     )
 
 
-def _beside(out: Path) -> Path:
-    """Return where the tokenizer of a data set goes."""
-    name = out.stem if out.suffix in (".h5", ".hdf5") else out.name  # data.v1 and data.v2 are two data sets
-    return out.with_name(name + TOKENIZER_SUFFIX)
+@contextmanager
+def _new_file(out: Path) -> Iterator[Path]:
+    """Offer a path to write to, which becomes `out` at the end."""
+    with ExitStack() as stack:
+        try:
+            path = stack.enter_context(replacing(out))
+        except OSError as error:
+            raise UserError(
+                f"expected OUT in a folder that can be written, got {str(out)!r} ({error}): change OUT"
+            ) from error
+        yield path
+
+
+def _train(examples: Iterable[Example], vocab_size: int, progress: Progress) -> Any:
+    """Train a tokenizer on the pairs among the examples."""
+    task = progress.add_task("training the tokenizer", total=None)
+    pairs = (example for example in examples if isinstance(example, Pair))
+    tokenizer = train_tokenizer((text for pair in pairs for text in (pair.prompt, pair.completion)), vocab_size)
+    progress.update(task, total=1, completed=1)
+    return tokenizer
 
 
 class _Limit:
@@ -205,15 +220,15 @@ def _check_request(source: str, out: Path, tokenizer: Path | None, limit: _Limit
     """Find the mistakes that need no reading."""
     if out.is_dir():
         raise UserError(f"expected a file to write as OUT, got the directory {str(out)!r}: change OUT")
-    if out.suffix == TOKENIZER_SUFFIX:
-        raise UserError(f"expected OUT without the suffix {TOKENIZER_SUFFIX}, got {str(out)!r}: change OUT")
+    if out.suffix == DIRECTORY_SUFFIX:
+        raise UserError(f"expected OUT without the suffix {DIRECTORY_SUFFIX}, got {str(out)!r}: change OUT")
     if limit.max_length is not None and limit.max_length < 2:
         raise UserError(f"expected --max-length of at least 2, got {limit.max_length}")
     if limit.overlong not in ("truncate", "drop"):
         raise UserError(f"expected --overlong truncate or drop, got {limit.overlong!r}")
     if source == STDLIB:
-        if tokenizer is None and vocab_size < _MIN_VOCAB_SIZE:
-            raise UserError(f"expected --vocab-size of at least {_MIN_VOCAB_SIZE}, got {vocab_size}")
+        if tokenizer is None and vocab_size < MIN_VOCAB_SIZE:
+            raise UserError(f"expected --vocab-size of at least {MIN_VOCAB_SIZE}, got {vocab_size}")
         return
     if tokenizer is None:
         raise UserError(f"expected a tokenizer's directory for {source!r}, got none: set --tokenizer")
@@ -245,60 +260,3 @@ def _encode_all(tokenizer: Any, examples: Iterable[Example]) -> Iterator[Encoded
     remaining = iter(examples)
     while batch := list(islice(remaining, _BATCH_EXAMPLES)):
         yield from encode(tokenizer, batch)
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """Load a tokenizer from a local directory; never from the network, never running its code.
-
-    Local.
-
-    Args:
-        directory: Where `save_pretrained` put it.
-
-    Returns:
-        A fast tokenizer of transformers.
-
-    Raises:
-        UserError: There is none, or it has no fast implementation.
-    """
-    if not directory.is_dir():
-        raise UserError(f"expected a tokenizer's directory, got {str(directory)!r}, which is none: change --tokenizer")
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises anything, down to bare Exception, for files it cannot use
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"expected a tokenizer in {str(directory)!r}, got files that do not load ({reason}): change --tokenizer"
-        ) from error
-    if not tokenizer.is_fast:
-        raise UserError(f"expected a fast tokenizer in {str(directory)!r}, got a slow one: change --tokenizer")
-    return tokenizer
-
-
-def _train_tokenizer(examples: Iterable[Example], vocab_size: int, directory: Path, progress: Progress) -> Any:
-    """Train a byte-level BPE tokenizer, save it and return it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    task = progress.add_task("training the tokenizer", total=None)
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=_SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = (text for example in examples if isinstance(example, Pair) for text in (example.prompt, example.completion))
-    bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=PAD, clean_up_tokenization_spaces=False
-    )
-    tokenizer.chat_template = _CHAT_TEMPLATE
-    tokenizer.save_pretrained(directory)
-    progress.update(task, total=1, completed=1)
-    return tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 from odc_mpi.data.dataset import Dataset, vocabulary_digest
 from odc_mpi.data.loader import Loader
 from odc_mpi.data.plan.cost import Cost, flops_cost, named_cost
-from odc_mpi.data.prepare import load_tokenizer
+from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.train.settings import Config, DataConfig, ModelConfig

@@ -15,6 +15,7 @@ from odc_mpi.checkpoint.export import export
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import TrainingState
+from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.shard.model import ShardedModel
@@ -76,6 +77,27 @@ def test_it_says_the_same(saved, tmp_path):
     with torch.no_grad():  # not to the last bit: on some processors sums depend on where in memory a matrix begins
         torch.testing.assert_close(model.eval()(input_ids=TOKENS).logits, logits)
     assert model.config.use_cache
+
+
+def test_the_tokenizer_is_that_of_the_data_set(saved, tmp_path):
+    """Of a directory that an older version left beside it, only where the data set holds none."""
+    found = {}
+    (tmp_path / "data.tokenizer").mkdir()
+    (tmp_path / "data.tokenizer" / "tokenizer.json").write_text("beside")
+    for name in ("beside", "inside"):
+        if name == "inside":
+            files = {"tokenizer.json": b"inside", "vocab.json": b"{}"}
+            data = DatasetWriter(tmp_path / "data.h5", vocab_size=9, tokenizer="", source="", tokenizer_files=files)
+            with data as writer:
+                writer.append(np.arange(5, dtype=np.uint32), np.ones(5, dtype=bool))
+        with Checkpoint(saved[0]) as checkpoint:
+            export(checkpoint, tmp_path / name)
+        found[name] = {path.name: path.read_text() for path in (tmp_path / name).glob("*o*.json")}
+        del found[name]["config.json"]
+    assert found == {
+        "beside": {"tokenizer.json": "beside"},
+        "inside": {"tokenizer.json": "inside", "vocab.json": "{}"},
+    }
 
 
 def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):

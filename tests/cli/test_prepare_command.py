@@ -5,6 +5,7 @@ from test_main import QWEN2
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.tokenizer import tokenizer_files, write_files
 
 
 def test_prepare_says_what_it_did(tmp_path, capsys):
@@ -14,14 +15,14 @@ def test_prepare_says_what_it_did(tmp_path, capsys):
     said = capsys.readouterr()
     assert "truncated to --max-length" in said.out
     out = tmp_path / "lines.h5"
-    assert cli.main(["prepare", str(source), str(out), "--tokenizer", str(tmp_path / "std.tokenizer")]) == 0
+    assert cli.main(["prepare", str(source), str(out), "--tokenizer", str(tmp_path / "std.h5")]) == 0
     with Dataset(out) as dataset:
         assert len(dataset) == 3
     for lines, words in (('{"text": "a"}\n{"text": \n', "line 2"), ('{"txt": "a"}\n', "line 1"), ("", "holds none")):
         source.write_text(lines)
         capsys.readouterr()
         new = tmp_path / "new" / "lines.h5"
-        assert cli.main(["prepare", str(source), str(new), "--tokenizer", str(tmp_path / "std.tokenizer")]) == 2
+        assert cli.main(["prepare", str(source), str(new), "--tokenizer", str(tmp_path / "std.h5")]) == 2
         told = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
         assert words in told[-1] and told[-1].startswith("odc-mpi: error: ")
         assert len([line for line in told if "error" in line]) == 1
@@ -32,7 +33,9 @@ def test_a_model_and_data_with_different_tokenizers(tmp_path, capsys):
     for name, size in (("one", "300"), ("two", "310")):
         arguments = ["prepare", "stdlib", str(tmp_path / f"{name}.h5"), "--vocab-size", size, "--max-length", "60"]
         assert cli.main(arguments) == 0
-    model = tmp_path / "one.tokenizer"
+    model = tmp_path / "model"
+    model.mkdir()
+    write_files(tokenizer_files(tmp_path / "one.h5"), model)
     config = transformers.AutoConfig.for_model(**QWEN2 | {"vocab_size": 320})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
     arguments = ["train", "--model.path", str(model), "--run.dir", str(tmp_path / "run"), "--run.steps", "1"]

@@ -9,8 +9,9 @@ import pytest
 
 from odc_mpi.data import stdlib
 from odc_mpi.data.dataset import DatasetWriter
-from odc_mpi.data.prepare import PrepareReport, load_tokenizer, prepare
+from odc_mpi.data.prepare import PrepareReport, prepare
 from odc_mpi.data.stdlib import Sample
+from odc_mpi.data.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from odc_mpi.data import dataset as module
-from odc_mpi.data.dataset import Dataset, DatasetWriter
+from odc_mpi.data.dataset import Dataset, DatasetWriter, read_tokenizer_files
 from odc_mpi.errors import UserError
 
 Write = Callable[[Sequence[int]], Path]
@@ -64,6 +64,22 @@ def test_layout_is_plain_hdf5(write_dataset: Write) -> None:
             "source": "test",
             "vocabulary": "",
         }
+
+
+def test_files_of_the_tokenizer(tmp_path: Path, write_dataset: Write) -> None:
+    files = {"tokenizer.json": b"{}", "merges.txt": bytes(range(256)) * 300, "vocab.json": b""}
+    with DatasetWriter(tmp_path / "a.h5", vocab_size=9, tokenizer="t", source="s", tokenizer_files=files) as writer:
+        writer.append(np.arange(5, dtype=np.uint32), np.ones(5, dtype=bool))
+    assert read_tokenizer_files(tmp_path / "a.h5") == files
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert file["tokenizer/merges.txt"].dtype == np.uint8
+        assert file["tokenizer/merges.txt"][:].tobytes() == files["merges.txt"]
+    with Dataset(tmp_path / "a.h5") as dataset:
+        assert len(dataset) == 1
+    with h5py.File(tmp_path / "foreign.h5", "w") as file:
+        file["tokenizer/tokenizer.json"] = np.zeros(3, dtype=np.uint8)
+    for path in (write_dataset([4]), tmp_path / "foreign.h5", tmp_path / "none", Path(__file__)):
+        assert read_tokenizer_files(path) == {}
 
 
 def _digest(path: Path, tokens: Sequence[int], mask: Sequence[int]) -> str:

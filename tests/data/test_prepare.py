@@ -14,8 +14,9 @@ from odc_mpi.data import prepare as module
 from odc_mpi.data import stdlib
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.encode import Encoded
-from odc_mpi.data.prepare import PrepareReport, load_tokenizer, prepare
+from odc_mpi.data.prepare import PrepareReport, prepare
 from odc_mpi.data.stdlib import Sample
+from odc_mpi.data.tokenizer import directory_beside, load_tokenizer, tokenizer_files, write_files
 from odc_mpi.errors import UserError
 
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k_train.jsonl.gz"
@@ -51,7 +52,8 @@ def test_the_standard_library(stdlib_report: PrepareReport, tokenizer: Any, stdl
     assert stdlib_report.num_sequences == len(samples)
     assert (stdlib_report.num_truncated, stdlib_report.num_dropped, stdlib_report.num_untrained_dropped) == (0, 0, 0)
     assert stdlib_report.vocab_size == len(tokenizer) == 2048
-    assert stdlib_report.tokenizer == stdlib_report.path.with_suffix(".tokenizer")
+    assert stdlib_report.tokenizer == stdlib_report.path
+    assert f"tokenizer: trained here, 2,048 tokens, stored in {stdlib_report.path}\n" in stdlib_report.describe() + "\n"
     with Dataset(stdlib_report.path) as dataset:
         assert len(dataset) == len(samples)
         assert (dataset.vocab_size, stdlib_report.num_tokens) == (2048, dataset.lengths.sum())
@@ -84,7 +86,7 @@ def test_the_same_bytes_again(tmp_path: Path) -> None:
         for name in ("a", "b")
     )
     assert first == second
-    assert Path("x.tokenizer/tokenizer.json") in first
+    assert first.keys() == {Path("x.h5")}
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="gsm8k is not here")
@@ -99,7 +101,6 @@ def test_gsm8k(stdlib_report: PrepareReport, tokenizer: Any, tmp_path: Path) -> 
     with gzip.open(GSM8K, "rt", encoding="utf-8") as file:
         records = [json.loads(line) for line in file]
     assert report.num_sequences == len(records) == 7473
-    assert not (tmp_path / "gsm8k.tokenizer").exists()
     with Dataset(report.path) as dataset:
         for i in (0, 5000, 7472):
             tokens, mask = dataset[i]
@@ -179,8 +180,9 @@ def test_mistakes_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+@pytest.mark.usefixtures("few_functions")
 @pytest.mark.parametrize(
-    ("name", "tokenizer"),
+    ("name", "directory"),
     [
         ("a.h5", "a.tokenizer"),
         ("a.b.hdf5", "a.b.tokenizer"),
@@ -188,11 +190,16 @@ def test_mistakes_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path)
         ("data.v2", "data.v2.tokenizer"),
     ],
 )
-def test_where_the_tokenizer_goes(name: str, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = [Sample(f"def f{i}():", f"    return {i}") for i in range(20)]
-    monkeypatch.setattr(stdlib, "functions", lambda: iter(samples))
-    prepare("stdlib", tmp_path / name, vocab_size=260)
-    assert {path.name for path in tmp_path.iterdir()} == {name, tokenizer}
+def test_the_tokenizer_is_in_the_data_set(name: str, directory: str, tmp_path: Path) -> None:
+    report = prepare("stdlib", tmp_path / name, vocab_size=260)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert tokenizer_files(tmp_path / name).keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert directory_beside(tmp_path / name).name == directory, "where older versions wrote it"
+    source = write_lines(tmp_path / "a.jsonl", {"text": "x y"})
+    again = prepare(source, tmp_path / "other.h5", tokenizer=tmp_path / directory)
+    assert (again.tokenizer, again.vocab_size) == (tmp_path / name, report.vocab_size)
+    assert f"tokenizer: {tmp_path / name}, 260 tokens, stored in {tmp_path / 'other.h5'}" in again.describe()
+    assert tokenizer_files(tmp_path / "other.h5") == tokenizer_files(tmp_path / name)
 
 
 def test_slow_libraries_are_loaded_when_they_are_used() -> None:
@@ -240,15 +247,14 @@ def test_an_interrupt_leaves_no_tokenizer(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("few_functions")
-def test_replaces_its_own_tokenizer_and_no_other(tmp_path: Path) -> None:
-    out = tmp_path / "a.h5"
+def test_a_directory_of_an_older_version_is_not_taken_for_the_new_tokenizer(tmp_path: Path) -> None:
+    out, directory = tmp_path / "a.h5", tmp_path / "a.tokenizer"
     prepare("stdlib", out, vocab_size=300)
+    directory.mkdir()
+    write_files(tokenizer_files(out), directory)
     report = prepare("stdlib", out, vocab_size=310)
-    assert len(load_tokenizer(report.tokenizer)) == 310
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "a.tokenizer"]
-    (tmp_path / "b.tokenizer").mkdir()
-    assert "not odc-mpi's" in refused("stdlib", tmp_path / "b.h5", vocab_size=300)
-    assert list((tmp_path / "b.tokenizer").iterdir()) == []
+    assert (len(load_tokenizer(report.tokenizer)), len(load_tokenizer(directory))) == (310, 300)
+    assert f"{directory}, where older versions wrote the tokenizer, is not of this data set" in report.describe()
 
 
 @pytest.mark.usefixtures("few_functions")

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as vocabularies
 
 from odc_mpi.data.dataset import DatasetWriter, vocabulary_digest
-from odc_mpi.data.prepare import load_tokenizer
+from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.train import settings as configuration
 from odc_mpi.train.inputs import open_inputs
