@@ -24,7 +24,10 @@ MAY_SEE = {
     "data": set(),
     "models": {"shard", "data"},
     "observe": {"runtime", "data", "shard"},
-    "train": {"api", "checkpoint", "data", "models", "observe", "shard", "comm.tickets", "runtime"},
+    "train": {
+        *("api", "checkpoint", "data", "models", "observe", "shard", "comm.tickets", "runtime"),
+        "stack.decision",
+    },
     "slurm": set(),
     "simulate": {"data"},
     "report": {"simulate", "data"},

@@ -27,6 +27,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.simulate.spread import Spread
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.loop import Trainer
+from odc_mpi.train.run import build_trainer, decide
 from odc_mpi.train.settings import Config
 
 BASELINE = "fsdp2"
@@ -132,6 +133,7 @@ class _Contenders:
     def __init__(self, world: World, config: Config) -> None:
         self._world, self._config = world, config
         self._fsdp = self._make_fsdp()
+        self._decisions = {name: decide(self._with(*name.split("/")), world) for name in OURS}
         self._trainers = {name: self._make_trainer(name) for name in OURS}
         self.by_name: Mapping[str, Contender] = {
             BASELINE: self._fsdp,
@@ -141,13 +143,13 @@ class _Contenders:
 
     def facts(self) -> dict[str, Any]:
         """Return what our contenders run on. Local."""
-        trainer = self._trainers[OURS[-1]]
-        shapes = trainer.model.parameter_shapes().values()
+        shapes = self._trainers[OURS[-1]].model.parameter_shapes().values()
+        decision = self._decisions[OURS[-1]]
         return {
             "model_numel": sum(int(torch.Size(shape).numel()) for shape in shapes),
-            "reduction": trainer.decision.reduction.choice,
-            "zero_copy": trainer.decision.zero_copy.choice,
-            "progress": trainer.decision.progress.choice,
+            "reduction": decision.reduction.choice,
+            "zero_copy": decision.zero_copy.choice,
+            "progress": decision.progress.choice,
         }
 
     def close(self) -> None:
@@ -164,9 +166,8 @@ class _Contenders:
 
     def _make_trainer(self, name: str) -> Trainer:
         config = self._with(*name.split("/"))
-        return Trainer(
-            config, self._world, self._world.agree(lambda: open_inputs(config, self._world.rank, self._world.size))
-        )
+        inputs = self._world.agree(lambda: open_inputs(config, self._world.rank, self._world.size))
+        return build_trainer(config, self._world, inputs, self._decisions[name])
 
     def _make_ceiling(self) -> Contender:
         if self._world.rank:
@@ -198,7 +199,7 @@ class Ours:
     def step(self) -> tuple[float, int]:
         """Train on the next minibatch. Collective."""
         metrics = self._trainer.step()
-        return 0.0 if self._rank else metrics.loss, metrics.num_input_tokens
+        return 0.0 if self._rank else metrics["loss"], metrics["num_input_tokens"]
 
 
 class Nothing:

@@ -3,10 +3,12 @@
 0   done
 2   the user's mistake: one line on standard error, from one rank
 75  stopped on request after saving: start again to go on (0 if the file ODC_MPI_STOPPED_FILE is to tell it)
+141 nobody reads the output any more, as of `odc-mpi checkpoint show run | head`: a shell's code for SIGPIPE
 1   anything else
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -77,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
-        return COMMANDS[arguments.command].run(arguments)
+        code = COMMANDS[arguments.command].run(arguments)
+        sys.stdout.flush()  # here, where a closed pipe is heard; Python's own flush at the exit would complain
+        return code
     except UserError as error:
         # Before MPI is up every rank makes the same mistake; one voice is enough.
         if launched_rank() == 0:
@@ -86,6 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if is_launched() and "mpi4py.MPI" in sys.modules:
             raise  # others may be waiting for this rank: the hook that a `World` has set ends them, too
+        if isinstance(error, BrokenPipeError):
+            # What is still in the buffer has to go somewhere when Python exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
         say(unusable(error))  # each rank: it may be this node's files alone
         return 2
     except KeyboardInterrupt:

@@ -77,7 +77,7 @@ def _unless_mistaken(loaded: "Config | UserError") -> "Config":
 
 
 def _train_as(config: "Config", world: "World", stop: "StopWish", log: "RankLog") -> None:
-    from odc_mpi.train.loop import train
+    from odc_mpi.train.run import train
 
     world.agree(lambda: log.open(config.run.log_dir, world))
     train(config, world, stop)

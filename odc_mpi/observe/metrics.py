@@ -1,18 +1,16 @@
-"""What a run tells about itself: a line per step, progress on the terminal, a summary.
+"""The figures of a run: ``metrics.jsonl``, an object per step, and ``summary.json``, both in the run directory.
 
-Nothing here communicates: the trainer reduces over ranks what has to be, and rank 0 hands it in. What is written:
-``metrics.jsonl`` (one JSON object per step) and ``summary.json`` in the run directory, and standard output.
+What a step reports, and what becomes of it on the terminal and in the summary, is declared by whoever reports it
+(`observe.participant`). Nothing here communicates: metrics are reduced over ranks where they are made.
 """
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from odc_mpi.errors import UserError
 from odc_mpi.files import keep, warn_lost
@@ -20,35 +18,32 @@ from odc_mpi.files import keep, warn_lost
 #: The file of a run that has a line per step.
 METRICS = "metrics.jsonl"
 
-WAITS = ("fetch_wait_s", "accumulate_wait_s", "boundary_wait_s")
 
-# What a summary needs besides the steps; the trainer knows it.
-_FACTS = (
-    *("world_size", "transport", "reduction", "balance", "zero_copy", "progress"),
-    *("peak_parameter_bytes", "collectives_per_minibatch", "mpi_library"),
-)
+class Column(NamedTuple):
+    """A column of the terminal's line per step.
+
+    Attributes:
+        title: Of the column.
+        width: In characters.
+        show: Makes the cell from the step's metrics.
+    """
+
+    title: str
+    width: int
+    show: Callable[[Mapping[str, Any]], str]
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """One step, reduced over all ranks; a line of ``metrics.jsonl``. Tokens are those of all ranks, waits the mean."""
+class Entry(NamedTuple):
+    """An entry of ``summary.json`` that is made from a metric of all steps.
 
-    step: int  # counted from 1
-    loss: float  # mean over the minibatch's trained tokens
-    grad_norm: float | None  # global and before clipping; None when clipping is off
-    learning_rate: float  # the one this step used
-    num_tokens: int  # trained tokens
-    num_input_tokens: int  # tokens that went through the model
-    step_s: float  # from one boundary to the next
-    tokens_per_s: float  # input tokens
-    idle_fraction: float  # that ranks stood at the boundary: 1 - mean / maximum over ranks of their busy seconds
-    microbatches_min: int  # of the rank that ran fewest
-    microbatches_max: int  # of the rank that ran most
-    slowest_rank: int  # the last to come to the boundary
-    skipped: bool  # the gradient was not finite: the parameters stayed as they were
-    fetch_wait_s: float  # for parameters
-    accumulate_wait_s: float  # for gradients to leave
-    boundary_wait_s: float  # for other ranks, between minibatches
+    Attributes:
+        metric: Its name.
+        rule: The sum; the mean, in which each second weighs the same; the first or the last of the steps that were not
+            skipped.
+    """
+
+    metric: str
+    rule: Literal["sum", "mean", "first", "last"]
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
@@ -70,9 +65,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         except OSError as error:
             raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from None
 
-    def write(self, metrics: StepMetrics) -> None:
+    def write(self, metrics: Mapping[str, Any]) -> None:
         """Append a line at once, so that a run which dies leaves all its finished steps. nan and inf are null."""
-        line = (json.dumps(_finite(asdict(metrics)), allow_nan=False) + "\n").encode()
+        line = (json.dumps(_finite(dict(metrics)), allow_nan=False) + "\n").encode()
         begin = self._file.tell()
         try:
             while line:
@@ -111,64 +106,55 @@ class Summary:
     """A run in few numbers, gathered step by step. Local; for rank 0.
 
     Args:
+        entries: By their key in ``summary.json``.
         earlier: Lines of ``metrics.jsonl`` of the steps before this start, where a run goes on.
     """
 
-    def __init__(self, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, entries: Mapping[str, Entry], earlier: Sequence[Mapping[str, Any]] = ()) -> None:
         self._start = perf_counter()
-        self._num_steps = self._num_skipped = self._num_tokens = 0
-        self._losses: list[float] = []  # first and last of the steps that were not skipped
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._entries = entries
+        self._num_steps, self._step_s = 0, 0.0
+        self._values: dict[str, Any] = {
+            key: None if rule in ("first", "last") else 0 for key, (_, rule) in entries.items()
+        }
         for line in earlier:
-            values: dict[str, Any] = {name: math.nan if value is None else value for name, value in line.items()}
-            self.add(StepMetrics(**values))
-        self._earlier = dict(self._seconds)
+            self.add(line)
+        self._earlier, self._earlier_s = dict(self._values), self._step_s
 
-    def add(self, metrics: StepMetrics) -> None:
+    def add(self, metrics: Mapping[str, Any]) -> None:
         """Take in one step."""
         self._num_steps += 1
-        self._num_tokens += metrics.num_input_tokens
-        if metrics.skipped:
-            self._num_skipped += 1
-        else:
-            self._losses = [*self._losses[:1], metrics.loss]
-        self._seconds["idle_s"] += metrics.idle_fraction * metrics.step_s
-        for name in ("step_s", *WAITS):
-            self._seconds[name] += getattr(metrics, name)
-
-    def with_earlier(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the facts, with the waits of the steps before this start added to those since. Local."""
-        return {**facts, **{name: facts[name] + self._earlier.get(name, 0.0) for name in WAITS if name in facts}}
+        self._step_s += metrics["step_s"]
+        for key, (metric, rule) in self._entries.items():
+            value, before = metrics.get(metric), self._values[key]
+            if value is None:
+                continue  # of a run that reported something else, or no number
+            if rule == "sum":
+                self._values[key] = before + value
+            elif rule == "mean":
+                self._values[key] = before + value * metrics["step_s"]
+            elif not metrics["skipped"] and (rule == "last" or before is None):
+                self._values[key] = value
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of ``summary.json``.
 
         Args:
-            facts: what the steps do not tell: world_size, transport, reduction, balance, zero_copy, progress,
-                peak_parameter_bytes, collectives_per_minibatch, mpi_library, and whatever else is worth keeping.
+            facts: What the steps do not tell, or tell less well: the sum of an entry since this start, which is then
+                added to that of the steps before.
 
         Returns:
-            The facts and, over all steps: steps, skipped_steps, loss_first and loss_last (of steps not skipped; None
-            without any), tokens (input tokens of all ranks), tokens_per_s, idle_fraction (weighted by step_s), the
-            waits in seconds (mean over ranks), and elapsed_s since this object was made.
-
-        Raises:
-            KeyError: a fact is missing.
+            The facts, an entry for each of `entries`, `steps`, and `elapsed_s`, in which only those steps count of what
+            was before this start.
         """
-        step_s = self._seconds["step_s"] or math.inf  # without a step, the rates below are 0
-        return {
-            **{name: facts[name] for name in _FACTS},
-            **facts,
-            "steps": self._num_steps,
-            "skipped_steps": self._num_skipped,
-            "loss_first": self._losses[0] if self._losses else None,
-            "loss_last": self._losses[-1] if self._losses else None,
-            "tokens": self._num_tokens,
-            "tokens_per_s": self._num_tokens / step_s,
-            "idle_fraction": self._seconds["idle_s"] / step_s,
-            **{name: self._seconds[name] for name in WAITS},
-            "elapsed_s": perf_counter() - self._start + self._earlier.get("step_s", 0.0),
+        step_s = self._step_s or math.inf  # without a step, means are 0
+        rules = {key: entry.rule for key, entry in self._entries.items()}
+        means = {key: self._values[key] / step_s for key, rule in rules.items() if rule == "mean"}
+        measured = {
+            key: facts[key] + self._earlier[key] for key, rule in rules.items() if rule == "sum" and key in facts
         }
+        elapsed_s = perf_counter() - self._start + self._earlier_s
+        return {**facts, "steps": self._num_steps, **self._values, **means, **measured, "elapsed_s": elapsed_s}
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:

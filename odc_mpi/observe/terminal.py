@@ -10,7 +10,7 @@ other ranks or mpiexec print lands behind the bar; nothing is lost, and the bar 
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -22,12 +22,12 @@ from rich.table import Table
 from rich.text import Text
 
 from odc_mpi.errors import UserError
-from odc_mpi.observe.metrics import WAITS, StepMetrics
+from odc_mpi.observe.metrics import Column
 
 # As /proc shows them, cut to 15 characters: MPICH and its kin, Open MPI up to 4, Open MPI from 5 on.
 _LAUNCHERS = {"mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "mpirun", "orterun", "orted", "prterun", "prted"}
 
-_COLUMNS = {"loss": 8, "grad norm": 9, "lr": 8, "tokens/s": 9, "idle": 6, "micro": 7, "slowest": 7}
+_WAITS = ("fetch_wait_s", "accumulate_wait_s", "boundary_wait_s")
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
@@ -38,24 +38,27 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
 
     Args:
         total_steps: steps of the whole run.
+        columns: of a line, behind the step; of a step that was skipped the first alone is shown.
         console: where to write; None takes `make_console`'s.
     """
 
-    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+    def __init__(self, total_steps: int, columns: Sequence[Column], console: Console | None = None) -> None:
         self.console = console or make_console()
         self._total_steps = total_steps
+        self._columns = columns
         self._bar = _start_bar(self.console, total_steps) if self.console.is_terminal else None
-        self._print(self._line("step", list(_COLUMNS)), "bold")
+        self._print(self._line("step", [column.title for column in columns]), "bold")
 
-    def report(self, metrics: StepMetrics) -> None:
+    def report(self, metrics: Mapping[str, Any]) -> None:
         """Show one finished step."""
-        step = f"{metrics.step}/{self._total_steps}"
-        if metrics.skipped:
-            self._print(self._line(step, [f"{metrics.loss:.4f}"]) + "  skipped: non-finite gradient", "yellow")
+        step = f"{metrics['step']}/{self._total_steps}"
+        cells = [column.show(metrics) for column in self._columns]
+        if metrics["skipped"]:
+            self._print(self._line(step, cells[:1]) + "  skipped: non-finite gradient", "yellow")
         else:
-            self._print(self._line(step, _cells(metrics)))
+            self._print(self._line(step, cells))
         if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=metrics.step, refresh=True)
+            self._bar.update(self._bar.task_ids[0], completed=metrics["step"], refresh=True)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Take the bar away and show the closing table."""
@@ -72,23 +75,11 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self.close()
 
     def _line(self, step: str, cells: list[str]) -> str:
-        widths = [2 * len(str(self._total_steps)) + 1, *_COLUMNS.values()]
+        widths = [2 * len(str(self._total_steps)) + 1, *(column.width for column in self._columns)]
         return "  ".join(cell.rjust(width) for cell, width in zip([step, *cells], widths, strict=False))
 
     def _print(self, line: str, style: str | None = None) -> None:
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def _cells(metrics: StepMetrics) -> list[str]:
-    return [
-        f"{metrics.loss:.4f}",
-        "-" if metrics.grad_norm is None else f"{metrics.grad_norm:.4g}",
-        f"{metrics.learning_rate:.2e}",
-        f"{metrics.tokens_per_s:,.0f}",
-        f"{metrics.idle_fraction:.1%}",
-        f"{metrics.microbatches_min}-{metrics.microbatches_max}",
-        f"rank {metrics.slowest_rank}",
-    ]
 
 
 def _start_bar(console: Console, total_steps: int) -> Progress:
@@ -114,7 +105,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
         "loss first -> last": f"{show('loss_first', '.4f')} -> {show('loss_last', '.4f')}",
         "tokens": f"{show('tokens', ',.0f')}, {show('tokens_per_s', ',.0f')} per second",
         "idle at boundaries": show("idle_fraction", ".1%"),
-        "fetch, accumulate, boundary wait": ", ".join(f"{show(name, '.2f')} s" for name in WAITS),
+        "fetch, accumulate, boundary wait": ", ".join(f"{show(name, '.2f')} s" for name in _WAITS),
         "peak parameter memory": f"{show('peak_parameter_bytes', ',.1f', 2**-20)} MiB",
         "collectives per minibatch": show("collectives_per_minibatch"),
         "MPI library": " ".join(show("mpi_library").partition("\n")[0].split()),

@@ -15,8 +15,6 @@ about together. While a run goes nothing is communicated; at its end everything 
 
 import json
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +24,7 @@ import numpy as np
 
 from odc_mpi.data.loader import Minibatch
 from odc_mpi.files import keep
+from odc_mpi.observe.participant import Participant, Ran, Step
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.spans import KINDS, Span, Spans
 
@@ -38,16 +37,19 @@ MIN_SPANS = 50
 NUM_BINS = 40
 
 
-class Trace:
-    """Keeps what this rank did in the last minibatches. Local, but for `write`.
+class Trace(Participant):
+    """Keeps what this rank did in the last minibatches, and writes it at the end.
 
     Args:
+        world: The ranks.
+        run_dir: Where the file is to be.
         spans: Those of the model, which has just left B.
         num_steps: How many minibatches to keep; 0: nothing is kept or written.
         max_tokens: The most in a microbatch.
     """
 
-    def __init__(self, spans: Spans, num_steps: int, max_tokens: int) -> None:
+    def __init__(self, world: World, run_dir: Path, spans: Spans, num_steps: int, max_tokens: int) -> None:
+        self._world, self._run_dir = world, run_dir
         self._spans = spans
         self._steps: deque[dict[str, Any]] = deque(maxlen=num_steps)
         self._edges = np.linspace(0, max_tokens, NUM_BINS + 1)
@@ -58,31 +60,31 @@ class Trace:
             spans.keep()
         self._began = perf_counter()
 
-    @contextmanager
-    def microbatch(self, num_tokens: int) -> Iterator[None]:
-        """Enclose a microbatch, of 0 tokens if it is padding. Local."""
-        began = perf_counter()
-        yield
-        self._microbatches.append((began, perf_counter(), num_tokens))
+    def after_microbatch(self, ran: Ran) -> None:
+        """Take a microbatch, of 0 tokens if it was padding. Local."""
+        self._microbatches.append((ran.began, ran.ended, ran.batch.num_input_tokens if ran.batch else 0))
 
-    def end_step(self, step: int, minibatch: Minibatch) -> None:
+    def after_step(self, step: Step) -> None:
         """Take what happened since the last call; this rank has just left B. Local."""
         origin, self._began = self._began, perf_counter()
         microbatches, self._microbatches = self._microbatches, []
         if not self._steps.maxlen:
             return
-        self._first_step = self._first_step or step
-        self._counts += np.histogram(_tokens(minibatch), self._edges)[0]
+        self._first_step = self._first_step or step.number
+        self._counts += np.histogram(_tokens(step.minibatch), self._edges)[0]
         own = {"end_s": self._began - origin, "origin": origin, "spans": self._spans.take()}
-        self._steps.append({"step": step, "microbatches": microbatches, **own})
+        self._steps.append({"step": step.number, "microbatches": microbatches, **own})
 
-    def write(self, world: World, run_dir: Path) -> None:
+    def finish(self) -> dict[str, Any]:
         """Write the file of all ranks, or warn that it cannot be written. Collective."""
-        if not self._steps:
-            return
-        most = max(MIN_SPANS, MAX_SPANS // (world.size * len(self._steps)))
-        everyone = world.gather_objects([_on_paper(step, most) for step in self._steps])
-        if world.rank == 0:
+        if self._steps:
+            self._write()
+        return {}
+
+    def _write(self) -> None:
+        most = max(MIN_SPANS, MAX_SPANS // (self._world.size * len(self._steps)))
+        everyone = self._world.gather_objects([_on_paper(step, most) for step in self._steps])
+        if self._world.rank == 0:
             numbers = [step["step"] for step in self._steps]
             steps = [
                 {"step": n, "ranks": list(ranks)} for n, ranks in zip(numbers, zip(*everyone, strict=True), strict=True)
@@ -91,7 +93,7 @@ class Trace:
             tokens |= {"first_step": self._first_step, "last_step": numbers[-1]}
             most_tokens = int(self._edges[-1])
             content = {"steps": steps, "max_tokens_per_microbatch": most_tokens, "tokens_per_microbatch": tokens}
-            keep(run_dir / NAME, json.dumps(content) + "\n")
+            keep(self._run_dir / NAME, json.dumps(content) + "\n")
 
 
 def _tokens(minibatch: Minibatch) -> list[int]:

@@ -156,7 +156,7 @@ def anew_line(config: Config) -> str:
     expected = config.run.checkpoint_every or has_records(run_dir)
     if config.run.resume != "auto" or not expected:
         return ""
-    return f"\nbeginning anew: no checkpoint in {run_dir / CHECKPOINTS}"
+    return f"beginning anew: no checkpoint in {run_dir / CHECKPOINTS}"
 
 
 def say_complete(origin: Origin, config: Config, world: World) -> dict[str, Any]:

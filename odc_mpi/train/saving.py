@@ -1,7 +1,7 @@
 """When a run saves, and how the ranks agree on it: with the numbers that they tell at point A anyway.
 
-before A   each rank tells whether it was asked to stop, and which checkpoint its thread has written
-after A    all know whether somebody was; rank 0 publishes a checkpoint that all have written
+before A   each rank tells which checkpoint its thread has written
+after A    rank 0 publishes a checkpoint that all have written
 after B    where a save is due, each rank copies its slices and hands them to its thread; if the one before is not
            known to be written yet, all wait for it and tell each other there, collectively
 at the end collective: all wait for the last checkpoint, within comm.timeout_s
@@ -23,6 +23,7 @@ from odc_mpi.checkpoint.manifest import CHECKPOINTS
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.errors import StoppedError, TrainingError, warn
+from odc_mpi.observe.participant import Participant, Step
 from odc_mpi.runtime.allocation import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
@@ -30,23 +31,22 @@ from odc_mpi.train.owner import Owner
 from odc_mpi.train.settings import Config
 from odc_mpi.train.stop import StopWish
 
-#: What every rank tells the others at point A: whether it was told to stop, and `Saver.report`.
-_SAVED = ("saved_step", "saved_bytes", "saved_checksum")
-NAMES = ("stop", *_SAVED)
 _LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
 
 
-class Saving:
-    """The checkpoints of a run, and its end before the last step. Making one is collective.
+class Saving(Participant):
+    """The checkpoints of a run, and its end before the last step. Making one is collective. It comes after `stop`.
 
     Args:
         config: Of the run.
         world: The ranks.
         state: Of the model and the optimizer.
         about: Returns what else belongs into a checkpoint; called on rank 0.
-        stop: Whether this rank was asked to stop.
+        stop: Whether a rank was asked to stop.
         owner: On rank 0: without it nothing is saved any more.
     """
+
+    names = ("saved_step", "saved_bytes", "saved_checksum")
 
     def __init__(
         self,
@@ -75,22 +75,20 @@ class Saving:
         self._last: int | None = None
         self._pause_s = self._wait_s = 0.0
         self._num_waits = 0
-        self.stopping = False
 
-    def tell(self, minibatch: sharded.Minibatch) -> None:
-        """Add this rank's numbers to what is told at point A. Local."""
-        minibatch.values.update(zip(NAMES, (float(self._stop.told), *self._saver.report()), strict=True))
+    def tell(self) -> tuple[float, float, float]:
+        """Return which checkpoint this rank has written. Local."""
+        return self._saver.report()
 
-    def hear(self, minibatch: sharded.Minibatch) -> None:
-        """Take what all ranks told. Local, after point A; the same outcome on every rank."""
-        self.stopping = minibatch.total("stop") > 0
-        self._saver.hear(np.stack([minibatch.per_rank(name) for name in _SAVED], axis=1))
+    def hear(self, step: Step, told: sharded.Minibatch) -> None:
+        """Take what all ranks have written. Local."""
+        self._saver.hear(np.stack([told.per_rank(name) for name in self.names], axis=1))
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: Step) -> None:
         """Save, if that is due. Local, after point B, unless the last save is not complete: `_settle`."""
-        every = self._run.checkpoint_every
-        if self.stopping or (every and (step % every == 0 or step == self._run.steps)):
-            self._save(step)
+        every, number = self._run.checkpoint_every, step.number
+        if self._stop.agreed or (every and (number % every == 0 or number == self._run.steps)):
+            self._save(number)
 
     def finish(self) -> dict[str, Any]:
         """Wait for the last checkpoint. Collective.
@@ -122,7 +120,7 @@ class Saving:
         """
         if self._last_failed:
             raise TrainingError(f"the last checkpoint, of step {self._last}, could not be written: see above")
-        if self.stopping and step < self._run.steps:
+        if self._stop.agreed and step < self._run.steps:
             raise StoppedError(f"stopped as asked after step {step}, which is saved: start again to go on")
 
     def _settle(self) -> None:

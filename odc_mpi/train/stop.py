@@ -6,23 +6,34 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
+
+from odc_mpi.observe.participant import Participant, Step
+
+if TYPE_CHECKING:
+    from odc_mpi.shard import model as sharded
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 #: What comes so soon after the first is the same once more: a launcher passes on what ranks were told directly, too.
 REPEAT_S = 1.0
 
 
-class StopWish:
+class StopWish(Participant):
     """Hears the first of these signals as a wish, while it is a context; a later one ends this process. Local.
+
+    As a participant it makes one rank's wish that of all.
 
     Only the main thread can hear signals: in another, nothing is changed.
 
     Attributes:
         told: Whether this rank was told to stop.
+        agreed: Whether any rank was when all met at point A; the same on every rank.
     """
 
+    names = ("stop",)
+
     def __init__(self) -> None:
-        self.told = False
+        self.told = self.agreed = False
         self._heard, self._over = threading.Event(), threading.Event()
         self._waiting = threading.Thread(target=self._await_the_next, name="odc_mpi-stop", daemon=True)
         self._before: dict[signal.Signals, object] = {}
@@ -47,6 +58,14 @@ class StopWish:
         """Hear the wish also from the file that a batch script leaves where its signal may find no ranks yet. Local."""
         path = os.environ.get("ODC_MPI_STOP_FILE")
         self.told = self.told or bool(path and Path(path).exists())
+
+    def tell(self) -> tuple[float]:
+        """Return whether this rank was told to stop. Local."""
+        return (float(self.told),)
+
+    def hear(self, step: Step, told: "sharded.Minibatch") -> None:
+        """Learn whether any rank was. Local."""
+        self.agreed = told.total("stop") > 0
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.told = True

@@ -142,6 +142,22 @@ def test_a_staged_data_set_is_gone_once_it_is_open(config, tmp_path, monkeypatch
     assert [path.exists() for path in (copy, other)] == [False, True]
 
 
+@pytest.mark.parametrize("size", [10, 1_000_000], ids=["in the buffer", "beyond the buffer"])
+def test_output_that_nobody_reads(size):
+    """As of `odc-mpi checkpoint show run | head`; what fits into the buffer is written at the end only."""
+    script = (
+        "import sys\n"
+        "from odc_mpi.cli import main as cli\n"
+        f"cli.COMMANDS['checkpoint'].run = lambda arguments: print('x' * {size}) or 0\n"
+        "sys.exit(cli.main(['checkpoint', 'show', 'run']))\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize(
     ("note", "rank", "code"),
     [(None, 0, 75), (None, 1, 75), ("note", 0, 0), ("note", 1, 0), ("no/note", 0, 75), ("no/note", 1, 0)],

@@ -62,7 +62,7 @@ def test_a_second_signal_does_not_wait(config, tmp_path):
         "import sys, time\n"
         "from odc_mpi.train.saving import Saving\n"
         "def after_step(self, step):\n"
-        "    if self.stopping:\n"
+        "    if self._stop.agreed:\n"
         "        print('saving', flush=True)\n"
         "        time.sleep(80)\n"
         "Saving.after_step = after_step\n"

@@ -29,6 +29,22 @@ SUMMARY = {
     "peak_parameter_bytes",
     "collectives_per_minibatch",
     "mpi_library",
+    "skipped_steps",
+    "elapsed_s",
+    "num_nodes",
+    "hosts",
+    "ranks_per_node",
+    "window_device",
+    "param_dtype",
+    "device",
+    "run_dir",
+    "checkpoints_saved",
+    "checkpoints_failed",
+}
+LINE = {
+    *("step", "loss", "grad_norm", "learning_rate", "num_tokens", "num_input_tokens", "step_s", "tokens_per_s"),
+    *("idle_fraction", "microbatches_min", "microbatches_max", "slowest_rank", "skipped"),
+    *("fetch_wait_s", "accumulate_wait_s", "boundary_wait_s"),
 }
 
 
@@ -47,6 +63,7 @@ def test_a_run_and_what_it_leaves(config, tmp_path, ranks):
     assert summary["steps"] == 8
     assert summary["collectives_per_minibatch"] == 3
     assert summary["loss_last"] < summary["loss_first"]
+    assert {name for text in (run / "metrics.jsonl").read_text().splitlines() for name in json.loads(text)} == LINE
     losses = read_losses(run)
     assert len(losses) == 8
     assert [losses[0], losses[-1]] == [summary["loss_first"], summary["loss_last"]]

@@ -17,7 +17,9 @@ from odc_mpi.data.dataset import Dataset, DatasetWriter
 from odc_mpi.data.plan.fitted import FittedCost
 from odc_mpi.errors import AgreedError, StoppedError, TrainingError
 from odc_mpi.train import saving
-from odc_mpi.train.loop import Trainer, train
+from odc_mpi.train.run import train
+from odc_mpi.train.source import LearnedCost
+from odc_mpi.train.stop import StopWish
 
 pytestmark = pytest.mark.mpi
 
@@ -296,14 +298,14 @@ def test_what_was_learned_of_the_cost_and_what_the_run_was(run, world, monkeypat
     about = read_manifest(run.base / "run" / "checkpoints" / step_name(STEPS)).about
     assert about["config"]["optim"]["learning_rate"] == 1e-2 and about["config"]["data"]["cost"] == "fitted"
     assert {"odc_mpi", "python", "torch", "transformers", "numpy", "h5py", "mpi4py"} == about["versions"].keys()
-    restored, resume = [], Trainer._resume
+    restored, load = [], LearnedCost.load_state
 
-    def look(self, origin):
+    def look(self, about):
         prior = self._loader.cost
-        resume(self, origin)
+        load(self, about)
         restored.append((json.loads(json.dumps(self._fitted.state_dict())), self._loader.cost != prior))
 
-    monkeypatch.setattr(Trainer, "_resume", look)
+    monkeypatch.setattr(LearnedCost, "load_state", look)
     run("run", run__steps=STEPS + 1, **settings)
     assert restored == [(about["cost"], True)]
 
@@ -313,14 +315,14 @@ def test_a_schedule_goes_on(run, world, monkeypatch):
     whole = run("whole", **settings)
     rates = [line["learning_rate"] for line in lines(run.base / "whole")]
     assert len(set(rates)) > 4, "it rises and falls"
-    tell = saving.Saving.tell
+    tell = StopWish.tell
 
-    def told(self, minibatch):
-        if world.rank == 0 and not self._stop.told and len(lines(run.base / "cut")) == 1:
+    def told(self):
+        if world.rank == 0 and not self.told and len(lines(run.base / "cut")) == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return tell(self, minibatch)
+        return tell(self)
 
-    monkeypatch.setattr(saving.Saving, "tell", told)
+    monkeypatch.setattr(StopWish, "tell", told)
     with pytest.raises(StoppedError, match="after step 2"):
         run("cut", **settings)
     world.gather_objects(None)
@@ -339,13 +341,13 @@ def test_all_are_damaged(run, world):
 
 
 def test_stop_is_told_to_one_rank(run, world, monkeypatch):
-    def told(self, minibatch):
-        if world.rank == world.size - 1 and minibatch.values["microbatches"] and not self._stop.told:
+    def told(self):
+        if world.rank == world.size - 1 and not self.told:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return tell(self, minibatch)
+        return tell(self)
 
-    tell = saving.Saving.tell
-    monkeypatch.setattr(saving.Saving, "tell", told)
+    tell = StopWish.tell
+    monkeypatch.setattr(StopWish, "tell", told)
     with pytest.raises(StoppedError, match="after step 1, which is saved"):
         run("run")
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

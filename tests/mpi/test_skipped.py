@@ -7,17 +7,19 @@ import torch
 from test_parity import configure
 
 from odc_mpi.errors import TrainingError
+from odc_mpi.train import run
 from odc_mpi.train.inputs import open_inputs
-from odc_mpi.train.loop import Trainer, train
+from odc_mpi.train.run import build_trainer, decide, train
+from odc_mpi.train.update import SkipLimit
 
 pytestmark = pytest.mark.mpi
 
 
-def spoil(trainer, steps):
+def spoil(trainer, world, steps):
     """Let the loss of these steps, counted from 1, be NaN on the last rank."""
 
     def hook(module, args, output):
-        if trainer.done + 1 in steps and trainer._world.rank == trainer._world.size - 1:
+        if trainer.done + 1 in steps and world.rank == world.size - 1:
             output.loss = output.loss * torch.nan
 
     trainer.model.module.register_forward_hook(hook)
@@ -25,7 +27,7 @@ def spoil(trainer, steps):
 
 def values(trainer):
     """All that a step changes, on this rank."""
-    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    states = [value for state in trainer.update.optimizer.state.values() for value in state.values()]
     return [tensor.clone() for tensor in (*(tensor for _, tensor in trainer.model.slices()), *states)]
 
 
@@ -37,29 +39,27 @@ def same(one, other):
 def test_a_skipped_step_changes_nothing_and_the_run_recovers(world, dataset_path, max_norm):
     changes = {"optim.max_grad_norm": max_norm, "run.max_skipped_steps": 2, "run.steps": 8}
     config = configure(dataset_path, **changes)
-    trainer = Trainer(config, world, open_inputs(config, world.rank, world.size))
-    spoil(trainer, {2, 4, 5})
+    trainer = build_trainer(config, world, open_inputs(config, world.rank, world.size), decide(config, world))
+    trainer.participants.append(SkipLimit(config.run.max_skipped_steps))
+    spoil(trainer, world, {2, 4, 5})
     for step, skipped in enumerate((False, True, False, True), 1):
         before = values(trainer)
-        assert trainer.step().skipped is skipped, step
-        trainer.check_skipped()  # never two in a row so far
+        assert trainer.step()["skipped"] is skipped, step  # never two in a row so far
         after = values(trainer)
         assert same(before, after) is skipped or not any(t.numel() for t in after)
         assert all(tensor.isfinite().all() for tensor in after)
-    trainer.step()
     with pytest.raises(TrainingError, match=r"in 2 steps in a row, which is run\.max_skipped_steps"):
-        trainer.check_skipped()
+        trainer.step()
     trainer.model.close()
 
 
 def test_the_summary_counts_skipped_steps(world, shared_dir, dataset_path, monkeypatch):
-    set_up = Trainer.__init__
+    def spoilt(*arguments):
+        trainer = build_trainer(*arguments)
+        spoil(trainer, world, {2})
+        return trainer
 
-    def spoilt(self, *args):
-        set_up(self, *args)
-        spoil(self, {2})
-
-    monkeypatch.setattr(Trainer, "__init__", spoilt)
+    monkeypatch.setattr(run, "build_trainer", spoilt)
     run_dir = shared_dir / "skipped"
     train(configure(dataset_path, **{"run.dir": run_dir}), world)
     world.gather_objects(None)

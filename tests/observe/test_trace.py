@@ -1,6 +1,7 @@
 """What a trace keeps, and what it leaves out, without a run."""
 
 import json
+from time import perf_counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.observe import trace
+from odc_mpi.observe.participant import Ran, Step
 from odc_mpi.observe.trace import Trace
 from odc_mpi.shard.spans import Spans
 
@@ -20,15 +22,19 @@ def minibatch(*microbatches, pool=()):
     return SimpleNamespace(dataset=dataset, indices=np.array([3, 2, 1, 0]), plan=Plan(tuple(microbatches), pool))
 
 
+def microbatch(kept, num_tokens):
+    kept.after_microbatch(Ran(SimpleNamespace(num_input_tokens=num_tokens), 0.0, kept._began, perf_counter(), 0.0))
+
+
 def recorded(tmp_path, num_steps, steps):
     spans = Spans()
-    kept = Trace(spans, num_steps, max_tokens=80)
+    kept = Trace(ALONE, tmp_path, spans, num_steps, max_tokens=80)
     for step in range(1, steps + 1):
-        with kept.microbatch(100 * step):
-            spans.add("fetch", kept._began)
+        spans.add("fetch", kept._began)
+        microbatch(kept, 100 * step)
         spans.add("B", kept._began)
-        kept.end_step(step, minibatch(((0,), (1, 2)), (), pool=((3,),)))
-    kept.write(ALONE, tmp_path)
+        kept.after_step(Step(step, minibatch(((0,), (1, 2)), (), pool=((3,),)), {}))
+    assert kept.finish() == {}
     return json.loads((tmp_path / trace.NAME).read_text())
 
 
@@ -52,12 +58,12 @@ def test_every_microbatch_of_the_run_is_counted(tmp_path):
 
 def test_nothing_is_kept_or_written_if_nothing_is_asked_for(tmp_path):
     spans = Spans()
-    none = Trace(spans, 0, max_tokens=80)
-    with none.microbatch(1):
-        spans.add("fetch", 0.0)
-    none.end_step(1, minibatch(((0,),)))
+    none = Trace(ALONE, tmp_path, spans, 0, max_tokens=80)
+    spans.add("fetch", 0.0)
+    microbatch(none, 1)
+    none.after_step(Step(1, minibatch(((0,),)), {}))
     assert spans.take() == []
-    none.write(ALONE, tmp_path)
+    none.finish()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -65,11 +71,11 @@ def test_of_too_many_spans_the_longest_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "MAX_SPANS", 4)
     monkeypatch.setattr(trace, "MIN_SPANS", 3)
     spans = Spans()
-    kept = Trace(spans, 1, max_tokens=80)
+    kept = Trace(ALONE, tmp_path, spans, 1, max_tokens=80)
     for seconds in (5.0, 1.0, 7.0, 3.0, 6.0, 2.0):
         spans.add("fetch", kept._began - seconds)
-    kept.end_step(1, minibatch(((0,),)))
-    kept.write(ALONE, tmp_path)
+    kept.after_step(Step(1, minibatch(((0,),)), {}))
+    kept.finish()
     (own,) = json.loads((tmp_path / trace.NAME).read_text())["steps"][0]["ranks"]
     assert [round(ended - began) for began, ended in own["fetch"]] == [5, 7, 3, 6]
     assert own["left_out_s"]["fetch"] == pytest.approx(3.0, abs=0.1)
@@ -77,7 +83,7 @@ def test_of_too_many_spans_the_longest_are_kept(tmp_path, monkeypatch):
 
 def test_a_run_does_not_end_for_a_trace_that_cannot_be_written(tmp_path, capsys):
     spans = Spans()
-    kept = Trace(spans, 1, max_tokens=80)
-    kept.end_step(1, minibatch(((0,),)))
-    kept.write(ALONE, tmp_path / "nowhere")
+    kept = Trace(ALONE, tmp_path / "nowhere", spans, 1, max_tokens=80)
+    kept.after_step(Step(1, minibatch(((0,),)), {}))
+    kept.finish()
     assert "WARNING: cannot write" in capsys.readouterr().err

@@ -33,6 +33,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.simulate.spread import Spread
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.loop import Trainer
+from odc_mpi.train.run import build_trainer, decide
 from odc_mpi.train.settings import CommConfig, Config, DataConfig, ModelConfig, load
 
 PLAIN, HOST, DEVICE = "plain", "host_windows", "device_windows"
@@ -186,21 +187,20 @@ class _Contenders:
         self._datasets.append(inputs.dataset)
         self.by_name: dict[str, Contender] = {PLAIN: Whole(config, inputs.loader, device.torch_device)}
         self._trainers: dict[str, Trainer] = {}
+        self._reductions: dict[str, str] = {}
         for name in names:
             report(f"steps, building {name}")
             own: Any = WINDOW_DEVICE[name]
             placed = replace(config, comm=replace(config.comm, window_device=own))
-            self._trainers[name] = Trainer(placed, alone, open_inputs(placed, rank=0, size=1))
+            inputs, decision = open_inputs(placed, rank=0, size=1), decide(placed, alone)
+            self._reductions[name] = decision.reduction.choice
+            self._trainers[name] = build_trainer(placed, alone, inputs, decision)
             self.by_name[name] = Ours(self._trainers[name], rank=0)
 
     def facts(self) -> dict[str, Any]:
         """Return what they run on. Local."""
-        trainers = list(self._trainers.items())
-        shapes = trainers[0][1].model.parameter_shapes().values()
-        return {
-            "model_numel": sum(math.prod(shape) for shape in shapes),
-            "reduction": {name: trainer.decision.reduction.choice for name, trainer in trainers},
-        }
+        shapes = next(iter(self._trainers.values())).model.parameter_shapes().values()
+        return {"model_numel": sum(math.prod(shape) for shape in shapes), "reduction": self._reductions}
 
     def close(self) -> None:
         """End them. Local."""

@@ -1,0 +1,100 @@
+"""What takes part in a step of a run: told of each stage of it, and heard at point A. Nothing here imports torch.
+
+    begin              before the first microbatch
+    after_microbatch   after each of this rank's
+    tell               before A: this rank's numbers
+    hear               after A, before the optimizer: the numbers of all ranks
+    after_step         after B: also what takes communication of its own, as a save or an evaluation may
+    finish             after the last step
+
+All of it is local but for `after_step` and `finish`, which may be collective.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from odc_mpi.observe.metrics import Column, Entry
+
+if TYPE_CHECKING:
+    from odc_mpi.data.loader import Batch, Minibatch
+    from odc_mpi.shard import model as sharded
+
+
+@dataclass
+class Step:
+    """One step of a run.
+
+    Attributes:
+        number: Counted from 1.
+        minibatch: Over all ranks.
+        metrics: A line of ``metrics.jsonl``, to which every participant adds what it reports: the same on every rank,
+            but for what depends on this rank's clock.
+    """
+
+    number: int
+    minibatch: "Minibatch"
+    metrics: dict[str, Any]
+
+
+class Ran(NamedTuple):
+    """A microbatch that this rank has run.
+
+    Attributes:
+        batch: None if it was padding.
+        loss: Its part of the objective.
+        began: In seconds of `time.perf_counter`.
+        ended: As `began`.
+        own_s: Seconds that count as this rank's own work (`observe.timing.OwnClock`).
+    """
+
+    batch: "Batch | None"
+    loss: float
+    began: float
+    ended: float
+    own_s: float
+
+
+class Participant:
+    """Takes part in every step; each method does nothing unless a subclass has something to do.
+
+    Attributes:
+        names: Of the numbers that this participant tells at point A, the same on every rank, unlike any other's.
+        columns: Of the terminal's line per step.
+        summary: Entries of ``summary.json`` that are made from this participant's metrics.
+    """
+
+    names: Sequence[str] = ()
+    columns: ClassVar[Sequence[Column]] = ()
+    summary: ClassVar[Mapping[str, Entry]] = {}
+
+    def begin(self, step: Step) -> None:
+        """Prepare for a step. Local."""
+
+    def after_microbatch(self, ran: Ran) -> None:
+        """Take note of a microbatch of this rank. Local."""
+
+    def tell(self) -> Sequence[float]:
+        """Return this rank's numbers, one for each of `names`. Local."""
+        return ()
+
+    def hear(self, step: Step, told: "sharded.Minibatch") -> None:
+        """Take what all ranks told. Local, after A and before the optimizer's step; the same outcome on every rank."""
+
+    def after_step(self, step: Step) -> None:
+        """Do what is due between two steps: parameters are published, the metrics complete. Collective, if need be."""
+
+    def finish(self) -> Mapping[str, Any]:
+        """End, and return entries of ``summary.json``. Collective, if need be."""
+        return {}
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what the next step depends on, to be kept in checkpoints, as JSON takes it. Local."""
+        return {}
+
+    def load_state(self, about: Mapping[str, Any]) -> None:
+        """Continue where the `state` of all participants was taken. Local.
+
+        Raises:
+            UserError: The state does not fit the run.
+        """

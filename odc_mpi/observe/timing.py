@@ -1,0 +1,106 @@
+"""Where the time of a step goes, over all ranks: who waits for whom, for how long."""
+
+from time import perf_counter
+from typing import Any, ClassVar
+
+from odc_mpi.observe.metrics import Column, Entry
+from odc_mpi.observe.participant import Participant, Ran, Step
+from odc_mpi.runtime.world import World
+from odc_mpi.shard import model as sharded
+
+
+class OwnClock:
+    """A clock of this rank's own work: fetches and pushes included, waits for slower ranks not. Local.
+
+    Args:
+        model: Counts the seconds of fetches and pushes.
+        waits_apart: Whether ranks wait for each other at the ordering points alone, as over windows. With collectives
+            they wait for the slowest in each fetch and push.
+    """
+
+    def __init__(self, model: sharded.ShardedModel, *, waits_apart: bool) -> None:
+        self._model, self._waits_apart = model, waits_apart
+
+    def __call__(self) -> float:
+        """Return seconds since some time. Local."""
+        waited_s = 0.0 if self._waits_apart else self._model.fetch_wait_s + self._model.accumulate_wait_s
+        return perf_counter() - waited_s
+
+
+class Timing(Participant):
+    """Reports what ranks worked and waited.
+
+    Args:
+        world: The ranks.
+        model: Counts the seconds of fetches and pushes, and collectives from now on.
+        clock: Of this rank's own work.
+    """
+
+    names = ("busy_s", "fetch_s", "accumulate_s", "microbatches")
+    columns: ClassVar = (
+        Column("idle", 6, lambda line: f"{line['idle_fraction']:.1%}"),
+        Column("micro", 7, lambda line: f"{line['microbatches_min']}-{line['microbatches_max']}"),
+        Column("slowest", 7, lambda line: f"rank {line['slowest_rank']}"),
+    )
+    summary: ClassVar = {
+        "idle_fraction": Entry("idle_fraction", "mean"),
+        "fetch_wait_s": Entry("fetch_wait_s", "sum"),
+        "accumulate_wait_s": Entry("accumulate_wait_s", "sum"),
+        "boundary_wait_s": Entry("boundary_wait_s", "sum"),
+    }
+
+    def __init__(self, world: World, model: sharded.ShardedModel, clock: OwnClock) -> None:
+        self._world, self._model, self._clock = world, model, clock
+        self._num_collectives = model.num_collectives
+        self._num_steps = self._num_microbatches = 0
+        self._began = self._fetch_s = self._accumulate_s = 0.0
+
+    def begin(self, step: Step) -> None:
+        """Start to count. Local."""
+        self._num_microbatches = 0
+        self._fetch_s, self._accumulate_s = self._model.fetch_wait_s, self._model.accumulate_wait_s
+        self._began = self._clock()
+
+    def after_microbatch(self, ran: Ran) -> None:
+        """Count a microbatch, unless it was padding. Local."""
+        self._num_microbatches += ran.batch is not None
+
+    def tell(self) -> tuple[float, ...]:
+        """Return this rank's seconds since `begin`, and its microbatches. Local."""
+        fetch_s = self._model.fetch_wait_s - self._fetch_s
+        accumulate_s = self._model.accumulate_wait_s - self._accumulate_s
+        return self._clock() - self._began, fetch_s, accumulate_s, float(self._num_microbatches)
+
+    def hear(self, step: Step, told: sharded.Minibatch) -> None:
+        """Compare the ranks. Local."""
+        busy_s, microbatches = told.per_rank("busy_s"), told.per_rank("microbatches")
+        mean_s, slowest_s = float(busy_s.mean()), float(busy_s.max())
+        step.metrics |= {
+            # That ranks stood at the boundary.
+            "idle_fraction": 1.0 - mean_s / slowest_s if slowest_s > 0 else 0.0,
+            "microbatches_min": int(microbatches.min()),
+            "microbatches_max": int(microbatches.max()),
+            "slowest_rank": int(busy_s.argmax()),
+            # Means over the ranks: for parameters, for gradients to leave, for other ranks between minibatches.
+            "fetch_wait_s": float(told.per_rank("fetch_s").mean()),
+            "accumulate_wait_s": float(told.per_rank("accumulate_s").mean()),
+            "boundary_wait_s": slowest_s - mean_s,
+        }
+
+    def after_step(self, step: Step) -> None:
+        """Count the step. Local."""
+        self._num_steps += 1
+
+    def finish(self) -> dict[str, Any]:
+        """Return waits as measured in whole, at the boundary also those of N and B, and the memory. Collective."""
+        model = self._model
+        own = (model.peak_parameter_bytes, model.fetch_wait_s, model.accumulate_wait_s, model.boundary_wait_s)
+        peaks, *waits = zip(*self._world.gather_objects(own), strict=True)
+        fetch_s, accumulate_s, boundary_s = (sum(seconds) / len(seconds) for seconds in waits)
+        return {
+            "peak_parameter_bytes": max(peaks),
+            "collectives_per_minibatch": (model.num_collectives - self._num_collectives) / max(1, self._num_steps),
+            "fetch_wait_s": fetch_s,
+            "accumulate_wait_s": accumulate_s,
+            "boundary_wait_s": boundary_s,
+        }

@@ -1,0 +1,44 @@
+"""Supervised fine-tuning: cross entropy of the next token, the mean over the trained tokens of the minibatch."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from odc_mpi.data.loader import Batch, Minibatch
+from odc_mpi.observe.metrics import Column, Entry
+from odc_mpi.observe.participant import Ran, Step
+from odc_mpi.shard import model as sharded
+from odc_mpi.train.loop import Objective
+
+
+class SupervisedFineTuning(Objective):
+    """All trained tokens of a minibatch weigh the same, in whatever microbatch they are.
+
+    How many they are is known before the first microbatch, so that every loss is divided at once.
+    """
+
+    names = ("loss",)
+    columns: ClassVar = (Column("loss", 8, lambda line: f"{line['loss']:.4f}"),)
+    summary: ClassVar = {"loss_first": Entry("loss", "first"), "loss_last": Entry("loss", "last")}
+
+    def begin(self, step: Step) -> None:
+        """Start a sum. Local."""
+        self._loss = 0.0
+
+    def loss(self, model: Any, minibatch: Minibatch, batch: Batch) -> torch.Tensor:
+        """Return a microbatch's part of the loss. One-sided."""
+        loss: torch.Tensor = model(**batch.inputs).loss * (batch.num_tokens / minibatch.num_tokens)
+        return loss
+
+    def after_microbatch(self, ran: Ran) -> None:
+        """Add its loss; that of padding counts nothing. Local."""
+        if ran.batch:
+            self._loss += ran.loss
+
+    def tell(self) -> tuple[float]:
+        """Return this rank's part of the loss. Local."""
+        return (self._loss,)
+
+    def hear(self, step: Step, told: sharded.Minibatch) -> None:
+        """Report the loss. Local."""
+        step.metrics |= {"loss": told.total("loss"), "num_tokens": step.minibatch.num_tokens}

@@ -1,0 +1,223 @@
+"""A training run: the parts put together as the configuration says, and seen through to the end.
+
+set up    collective: all ranks agree on configuration, data, model and checkpoint, and allocate windows
+steps     `train.loop`
+finish    collective: the last checkpoint is waited for, every rank's totals are gathered
+"""
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from odc_mpi.api import decide_for, shard_model
+from odc_mpi.checkpoint.state import TrainingState
+from odc_mpi.comm.tickets import Tickets
+from odc_mpi.errors import StoppedError, TrainingError
+from odc_mpi.observe.log import Log
+from odc_mpi.observe.participant import Participant
+from odc_mpi.observe.timing import OwnClock, Timing
+from odc_mpi.observe.trace import Trace
+from odc_mpi.runtime.allocation import describe, slurm_job
+from odc_mpi.runtime.world import World
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.stack.decision import Decision
+from odc_mpi.train.inputs import Inputs, open_inputs, remove_staged
+from odc_mpi.train.loop import Trainer
+from odc_mpi.train.objectives.sft import SupervisedFineTuning
+from odc_mpi.train.optimizer import make_optimizer
+from odc_mpi.train.resume import Origin, anew_line, find_origin, open_run, say_complete
+from odc_mpi.train.saving import Saving, about_run
+from odc_mpi.train.settings import Config, dump
+from odc_mpi.train.source import DatasetSource, LearnedCost
+from odc_mpi.train.stop import StopWish
+from odc_mpi.train.update import SkipLimit, Update
+
+
+def train(config: Config, world: World, stop: StopWish | None = None) -> dict[str, Any]:
+    """Run a configuration from the first step to the last. Collective.
+
+    Args:
+        config: As `config.load` returns it.
+        world: The ranks.
+        stop: Whether this rank was asked to stop, heard from the start of the program on; None: from here on.
+
+    Returns:
+        The summary, the same on every rank but for times.
+
+    Raises:
+        AgreedError: Settings, data and model do not fit together, or not all ranks see the same; raised on every rank
+            before anything is written.
+        TrainingError: Too many steps in a row had gradients that are not finite, or the last checkpoint could not be
+            written; raised on every rank.
+        StoppedError: The run was asked to stop, and has saved what it did; raised on every rank.
+    """
+    if stop is None:
+        with StopWish() as stop:
+            return train(config, world, stop)
+    world.timeout_s = config.comm.timeout_s
+    cores = world.cores_per_rank()
+    if config.run.threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(config.run.threads or cores)
+    inputs = _open_inputs(config, world)
+    _check_stop(stop, world)
+    origin = find_origin(config, world, inputs)
+    if origin and origin.step >= config.run.steps:
+        return say_complete(origin, config, world)
+    digest = inputs.dataset.digest()
+    decision = decide(config, world)
+    trainer = build_trainer(config, world, inputs, decision, origin)
+    del inputs  # the weights that it can read have been read
+    run_dir = Path(config.run.dir)
+    beginning = f"resuming {origin.one_line(config)}" if origin else anew_line(config)
+    _check_stop(stop, world)
+    # Not earlier: whatever is wrong has to be found before anything is written.
+    owner = world.agree(lambda: open_run(run_dir, config, origin) if world.rank == 0 else None)
+    opening = "\n".join(
+        filter(None, (_ranks_line(config, world, decision), describe(world.layout, slurm_job()), beginning))
+    )
+    log = Log(run_dir, config.run.steps, opening, trainer.participants, speaks=world.rank == 0)
+    with trainer, owner or nullcontext(), log:
+        about = about_run(config, trainer.model.module, digest, origin.path if origin else None)
+
+        def about_now() -> dict[str, Any]:
+            return {**about, "cost": None, **trainer.state()}  # a cost is told of by those who learn it
+
+        state = TrainingState(trainer.model, trainer.update.optimizer, world.rank)
+        saving = Saving(config, world, state, about_now, stop, owner)
+        trace = Trace(
+            world, run_dir, trainer.model.spans, config.run.trace_steps, config.data.max_tokens_per_microbatch
+        )
+        limit = SkipLimit(config.run.max_skipped_steps, origin.about if origin else None)
+        # The trace first, which ends at B. The limit may end the run, whose last line is to be told and whose last
+        # checkpoint is not to have it.
+        trainer.participants += [trace, log, limit, stop, saving]
+        try:
+            while trainer.done < config.run.steps and not stop.agreed:
+                trainer.step()
+        except TrainingError:
+            saving.finish()  # what is written and not yet published would be lost
+            raise
+        # Saving comes first here: whatever becomes of the rest, the last checkpoint is not to be lost.
+        summary = log.summarize(_facts(config, world, decision, trainer.model) | trainer.finish())
+        saving.check_end(trainer.done)
+        return summary
+
+
+def decide(config: Config, world: World) -> Decision:
+    """Decide how the ranks of a run reach each other, as `api.decide_for` does. Collective."""
+    comm = config.comm
+    return decide_for(
+        world,
+        transport=comm.transport,
+        zero_copy=comm.zero_copy,
+        reduction=comm.reduction,
+        progress=comm.progress,
+        window_device=comm.window_device,
+        device=config.run.device,
+        tickets=config.data.balance == "dynamic",
+    )
+
+
+def build_trainer(
+    config: Config, world: World, inputs: Inputs, decision: Decision, origin: Origin | None = None
+) -> Trainer:
+    """Put a trainer together that trains and measures; what else a run does may join its participants. Collective.
+
+    Args:
+        config: Of the run.
+        world: The ranks.
+        inputs: What `open_inputs` returned.
+        decision: What `decide` returned.
+        origin: The checkpoint to begin at; it is closed.
+
+    Raises:
+        AgreedError: The checkpoint is damaged.
+    """
+    model = _shard(config, world, inputs, decision, origin)
+    optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes())
+    # With collectives ranks wait for the slowest in each fetch and push, and have to take part in all of them.
+    one_sided = decision.transport == "window"
+    clock = OwnClock(model, waits_apart=one_sided)
+    tickets = Tickets(world) if config.data.balance == "dynamic" else None
+    source = DatasetSource(inputs.dataset, inputs.loader, config.run.seed, tickets, pads=not one_sided)
+    participants: list[Participant] = [Timing(world, model, clock)]
+    if config.data.cost == "fitted":
+        participants.append(LearnedCost(inputs.dataset, inputs.loader))
+    update = Update(model, optimizer, config)
+    done = origin.step if origin else 0
+    trainer = Trainer(model, source, SupervisedFineTuning(), update, participants, clock, done)
+    if origin:
+        world.agree(lambda: _restore(trainer, origin, world.rank))
+    return trainer
+
+
+def _open_inputs(config: Config, world: World) -> Inputs:
+    world.require_same(dump(config), "the configuration")
+    inputs = world.agree(lambda: open_inputs(config, world.rank, world.size))
+    world.require_same(inputs.dataset.digest(), f"data.path: {config.data.path}")
+    if world.local_rank == 0:
+        remove_staged(config.data.path)
+    return inputs
+
+
+def _check_stop(stop: StopWish, world: World) -> None:
+    """End a run that was asked to stop while it started, as long as nothing is written. Collective."""
+    stop.look()
+    if any(world.gather_objects(stop.told)):
+        raise StoppedError("stopped as asked before the first step: start again to go on")
+
+
+def _shard(config: Config, world: World, inputs: Inputs, decision: Decision, origin: Origin | None) -> ShardedModel:
+    model = shard_model(
+        inputs.model.module,
+        world,
+        param_dtype=getattr(torch, config.model.param_dtype),
+        reduce_dtype=getattr(torch, config.model.reduce_dtype),
+        activation_checkpointing=config.model.gradient_checkpointing,
+        prefetch=config.comm.prefetch,
+        weights=origin.weights if origin else inputs.model.weights,
+        decision=decision,
+        mailbox_bytes=config.comm.mailbox_bytes,
+        device=config.run.device,
+        optimizer_device=config.optim.device,
+    ).train()
+    if origin:
+        world.agree(origin.weights.require_intact)
+    return model
+
+
+def _restore(trainer: Trainer, origin: Origin, rank: int) -> None:
+    TrainingState(trainer.model, trainer.update.optimizer, rank).restore(origin.checkpoint)
+    trainer.load_state(origin.about)
+    origin.checkpoint.close()
+
+
+def _ranks_line(config: Config, world: World, decision: Decision) -> str:
+    line = f"{world.mpi_library}, ranks {world.size}, nodes {world.num_nodes}: {decision.one_line()}"
+    if decision.reduction.choice == "mailbox":
+        line += f"; mailbox of {config.comm.mailbox_bytes >> 10:,} KiB per rank at most"
+    return line
+
+
+def _facts(config: Config, world: World, decision: Decision, model: ShardedModel) -> dict[str, Any]:
+    """Return what the run ran on, for the summary."""
+    return {
+        "world_size": world.size,
+        "num_nodes": world.num_nodes,
+        "hosts": [host for host, _ in world.layout],
+        "ranks_per_node": [count for _, count in world.layout],
+        **slurm_job(),
+        "transport": config.comm.transport,
+        "reduction": decision.reduction.choice,
+        "balance": config.data.balance,
+        "zero_copy": decision.zero_copy.choice,
+        "progress": decision.progress.choice,
+        "window_device": made.choice if (made := decision.window_device) else "cpu",
+        "param_dtype": config.model.param_dtype,
+        "device": str(model.device),
+        "mpi_library": world.mpi_library,
+        "run_dir": config.run.dir,
+    }

@@ -1,0 +1,88 @@
+"""From the gradients of a minibatch to published parameters: points N and B, and the optimizer between them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from odc_mpi.errors import TrainingError
+from odc_mpi.observe.metrics import Column, Entry
+from odc_mpi.observe.participant import Participant, Step
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.train.optimizer import set_learning_rate
+from odc_mpi.train.settings import Config
+
+
+class Update(Participant):
+    """Changes this rank's slices, or skips a step whose gradient is not finite.
+
+    Args:
+        model: Whose slices the optimizer has.
+        optimizer: Of this rank.
+        config: Of the run.
+
+    Attributes:
+        optimizer: As given.
+    """
+
+    columns: ClassVar = (
+        Column("grad norm", 9, lambda line: "-" if line["grad_norm"] is None else f"{line['grad_norm']:.4g}"),
+        Column("lr", 8, lambda line: f"{line['learning_rate']:.2e}"),
+    )
+    summary: ClassVar = {"skipped_steps": Entry("skipped", "sum")}
+
+    def __init__(self, model: ShardedModel, optimizer: torch.optim.Optimizer, config: Config) -> None:
+        self._model, self.optimizer, self._config = model, optimizer, config
+
+    def begin(self, step: Step) -> None:
+        """Set the learning rate. Local."""
+        step.metrics["learning_rate"] = set_learning_rate(self.optimizer, self._config, step.number - 1)
+
+    def run(self, step: Step, divisor: float, *, finite: bool) -> None:
+        """Divide, clip, optimize and publish. Collective: point N, if gradients are clipped, and B.
+
+        Args:
+            step: Gets the metrics.
+            divisor: Of all gradients.
+            finite: Whether they are finite.
+        """
+        if divisor != 1.0:
+            torch._foreach_div_([p.grad for p in self._model.shard_parameters() if p.grad is not None], divisor)
+        max_norm = self._config.optim.max_grad_norm
+        norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # of all ranks, before clipping
+        finite = finite and (norm is None or math.isfinite(norm))
+        if finite:
+            self.optimizer.step()
+        self._model.publish()
+        step.metrics |= {"grad_norm": norm, "skipped": not finite}
+
+
+class SkipLimit(Participant):
+    """Ends a run that goes nowhere.
+
+    Args:
+        max_skipped_steps: So many in a row.
+        about: Of the checkpoint that the run goes on from, if it does.
+    """
+
+    def __init__(self, max_skipped_steps: int, about: Mapping[str, Any] | None = None) -> None:
+        self._max_skipped_steps = max_skipped_steps
+        self._in_a_row: int = about["skipped_in_a_row"] if about else 0
+
+    def state(self) -> dict[str, int]:
+        """Return how many steps in a row were skipped until now. Local."""
+        return {"skipped_in_a_row": self._in_a_row}
+
+    def after_step(self, step: Step) -> None:
+        """Count. Local, with the same outcome on every rank.
+
+        Raises:
+            TrainingError: `run.max_skipped_steps` steps in a row were skipped.
+        """
+        self._in_a_row = self._in_a_row + 1 if step.metrics["skipped"] else 0
+        if self._in_a_row >= self._max_skipped_steps:
+            raise TrainingError(
+                f"step {step.number}: the gradient was not finite in {self._in_a_row} steps in a row, which is "
+                "run.max_skipped_steps: lower optim.learning_rate or look at the data"
+            )

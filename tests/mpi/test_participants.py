@@ -1,0 +1,84 @@
+"""What may join the loop: an objective that knows its divisor at A only, and a participant that runs the model."""
+
+import pytest
+import torch
+from test_parity import assert_close, configure, expected
+
+from odc_mpi.data.loader import read_batch
+from odc_mpi.observe.participant import Participant
+from odc_mpi.train import run
+from odc_mpi.train.inputs import open_inputs
+from odc_mpi.train.objectives.sft import SupervisedFineTuning
+from odc_mpi.train.run import build_trainer, decide
+
+pytestmark = pytest.mark.mpi
+
+
+class DividedAtA(SupervisedFineTuning):
+    """The mean over the trained tokens, of which each rank counts its own."""
+
+    names = ("loss", "tokens")
+
+    def begin(self, step):
+        super().begin(step)
+        self._tokens = 0
+
+    def loss(self, model, minibatch, batch):
+        return model(**batch.inputs).loss * batch.num_tokens
+
+    def after_microbatch(self, ran):
+        super().after_microbatch(ran)
+        self._tokens += ran.batch.num_tokens if ran.batch else 0
+
+    def tell(self):
+        return (self._loss, self._tokens)
+
+    def hear(self, step, told):
+        self.divisor = told.total("tokens")
+        step.metrics |= {"loss": told.total("loss") / self.divisor, "num_tokens": int(self.divisor)}
+
+
+class Evaluation(Participant):
+    """A forward on every rank between two steps, each rank as often as it likes."""
+
+    def __init__(self, model, dataset, rank):
+        self._model, self._rank = model, rank
+        self._batch = read_batch(dataset, torch.tensor([0, 1]).numpy())
+        self.losses = []
+
+    @torch.no_grad()
+    def after_step(self, step):
+        self._model.eval()
+        for _ in range(1 + self._rank % 2):
+            loss = self._model(**self._batch.to(self._model.device).inputs).loss.item()
+        self._model.train()
+        self.losses.append(loss)
+
+
+@pytest.mark.parametrize(("balance", "transport"), [("dynamic", "window"), ("lb_micro", "collective")])
+def test_a_divisor_that_is_known_at_a(world, dataset_path, monkeypatch, balance, transport):
+    monkeypatch.setattr(run, "SupervisedFineTuning", DividedAtA)
+    config = configure(dataset_path, **{"data.balance": balance, "comm.transport": transport})
+    inputs = open_inputs(config, world.rank, world.size)
+    trainer = build_trainer(config, world, inputs, decide(config, world))
+    metrics = [trainer.step() for _ in range(config.run.steps)]
+    losses, parameters = expected(config, inputs.dataset)
+    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert_close(trainer.model.state_dict(), parameters)
+    world.gather_objects(None)
+    trainer.model.close()
+
+
+def test_forwards_between_steps_change_nothing(world, dataset_path):
+    config = configure(dataset_path)
+    inputs = open_inputs(config, world.rank, world.size)
+    trainer = build_trainer(config, world, inputs, decide(config, world))
+    evaluation = Evaluation(trainer.model, inputs.dataset, world.rank)
+    trainer.participants.append(evaluation)
+    metrics = [trainer.step() for _ in range(config.run.steps)]
+    losses, _ = expected(config, inputs.dataset)
+    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert len(set(evaluation.losses)) == config.run.steps and evaluation.losses[-1] < evaluation.losses[0]
+    assert len({tuple(told) for told in world.gather_objects(evaluation.losses)}) == 1
+    world.gather_objects(None)
+    trainer.model.close()
