@@ -10,13 +10,12 @@ one of gradients for those that are trained. Between two minibatches the ranks p
 and within a minibatch only one-sided `fetch` and `accumulate`, which need nothing of their owners. (The one exception,
 `one_sided = False`, is the baseline that all this is measured against: `comm.collective`.)
 
-`Transport` holds what every transport does alike; `LocalTransport` poses as N ranks in the threads of one process.
+`Transport` holds what every transport does alike.
 """
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -213,105 +212,3 @@ class Fetch:
         """Return the whole array, `[numel]` of `param_dtype`, once it is there. One-sided."""
         self.pending.wait()
         return self.buffer
-
-
-@dataclass
-class LocalGroup:
-    """What the ranks of a `LocalTransport` share. A lost rank ends the others after `timeout_s`."""
-
-    size: int
-    timeout_s: float = 60.0
-    parameters: list[list[torch.Tensor]] = field(default_factory=list)
-    gradients: list[list[torch.Tensor]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.size, timeout=self.timeout_s)
-        self.board: list[np.ndarray | torch.Tensor | None] = [None] * self.size
-        self.parameters = [[] for _ in range(self.size)]
-        self.gradients = [[] for _ in range(self.size)]
-
-
-class LocalTransport(Transport):
-    """One of N ranks that live in the threads of one process; for tests.
-
-    Args:
-        group: Shared by all ranks.
-        rank: This one.
-        param_dtype: As for any transport.
-        reduce_dtype: As for any transport.
-    """
-
-    name = "local"
-
-    def __init__(
-        self,
-        group: LocalGroup,
-        rank: int,
-        param_dtype: torch.dtype = torch.float32,
-        reduce_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(rank, group.size, param_dtype, reduce_dtype)
-        self._group = group
-
-    def allocate(self, layouts: Sequence[Layout]) -> None:  # noqa: D102
-        self.layouts = tuple(layouts)
-        self._group.parameters[self.rank] = [torch.zeros(x.shard_numel, dtype=self.param_dtype) for x in layouts]
-        self._group.gradients[self.rank] = [torch.zeros(x.shard_numel, dtype=self.reduce_dtype) for x in layouts]
-        self._group.barrier.wait()
-
-    def parameter_shard(self, index: int) -> torch.Tensor:  # noqa: D102
-        return self._group.parameters[self.rank][index]
-
-    def gradient_shard(self, index: int) -> torch.Tensor:  # noqa: D102
-        return self._group.gradients[self.rank][index]
-
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
-        for owner in range(self.size):
-            start, stop = self.layouts[index].owned(owner)
-            buffer[start:stop] = self._group.parameters[owner][index][: stop - start]
-        return Done()
-
-    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
-        layout, stop = self.layouts[index], start + gradient.numel()
-        for owner in layout.owners(start, stop):
-            first, last = layout.owned(owner)
-            begin, end = max(start, first), min(stop, last)
-            with self._group.lock:
-                self._group.gradients[owner][index][begin - first : end - first] += gradient[
-                    begin - start : end - start
-                ]
-        return Done()
-
-    def complete_gradients(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
-        return self._exchange(report)
-
-    def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:  # noqa: D102
-        return self._exchange(values).sum(axis=0)
-
-    def publish_parameters(self) -> None:  # noqa: D102
-        self._num_collectives += 1
-        self._group.barrier.wait()
-
-    def broadcast(self, tensor: torch.Tensor) -> None:  # noqa: D102
-        if self.rank == 0:
-            self._group.board[0] = tensor
-        self._group.barrier.wait()
-        if self.rank:
-            source = self._group.board[0]
-            assert isinstance(source, torch.Tensor)
-            tensor.copy_(source)
-        self._group.barrier.wait()
-
-    def close(self) -> None:  # noqa: D102
-        self._group.parameters[self.rank].clear()
-        self._group.gradients[self.rank].clear()
-
-    def _exchange(self, values: np.ndarray) -> np.ndarray:
-        self._num_collectives += 1
-        self._group.board[self.rank] = values.copy()
-        self._group.barrier.wait()
-        everyone = np.stack([np.asarray(values) for values in self._group.board])
-        # Nobody may write the board again before all have read it.
-        self._group.barrier.wait()
-        return everyone

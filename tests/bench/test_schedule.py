@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from local_transport import LocalGroup, LocalTransport
 
 from odc_mpi.bench import run_schedule as schedule_command
 from odc_mpi.bench.schedule import Runner
-from odc_mpi.comm.transport import LocalGroup, LocalTransport
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AgreedError
 from odc_mpi.simulate.scenario import Scenario, Trial

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from late_device import LateDevice
+from local_transport import LocalGroup, LocalTransport
 from ranks import LateTransport
 
 from odc_mpi.comm.device.device import find_device
 from odc_mpi.comm.device.staged import StagedTransport
-from odc_mpi.comm.transport import Done, Fetch, LocalGroup, LocalTransport
+from odc_mpi.comm.transport import Done, Fetch
 from odc_mpi.errors import UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 

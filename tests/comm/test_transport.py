@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from local_transport import LocalGroup, LocalTransport
 
-from odc_mpi.comm.transport import PARAMETER_DTYPES, REDUCE_DTYPES, LocalGroup, LocalTransport
+from odc_mpi.comm.transport import PARAMETER_DTYPES, REDUCE_DTYPES
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -8,11 +8,11 @@ import shutil
 import pytest
 import torch
 import transformers
+from local_transport import LocalGroup, LocalTransport
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from odc_mpi.comm.transport import LocalGroup, LocalTransport
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.shard.model import ShardedModel

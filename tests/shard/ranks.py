@@ -7,9 +7,10 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from local_transport import LocalGroup, LocalTransport
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.transport import Layout, LocalGroup, LocalTransport, Pending
+from odc_mpi.comm.transport import Layout, Pending
 
 T = TypeVar("T")
 

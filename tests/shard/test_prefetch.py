@@ -502,7 +502,7 @@ import sys, time, torch
 sys.path[:0] = {path}
 from ranks import LateTransport, run_ranks
 from zoo import Layer, Stack
-from odc_mpi.comm.transport import LocalGroup
+from local_transport import LocalGroup
 from odc_mpi.shard.model import ShardedModel
 
 transport = LateTransport(LocalGroup(1), 0)
