@@ -58,9 +58,7 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
         with StopWish() as stop:
             return train(config, world, stop)
     world.timeout_s = config.comm.timeout_s
-    cores = world.cores_per_rank()
-    if config.run.threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(config.run.threads or cores)
+    _set_threads(config, world)
     inputs = _open_inputs(config, world)
     _check_stop(stop, world)
     origin = find_origin(config, world, inputs)
@@ -71,19 +69,16 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
     trainer = build_trainer(config, world, inputs, decision, origin)
     del inputs  # the weights that it can read have been read
     run_dir = Path(config.run.dir)
-    beginning = f"resuming {origin.one_line(config)}" if origin else anew_line(config)
+    opening = _opening(config, world, decision, origin)
     _check_stop(stop, world)
     # Not earlier: whatever is wrong has to be found before anything is written.
     owner = world.agree(lambda: open_run(run_dir, config, origin) if world.rank == 0 else None)
-    opening = "\n".join(
-        filter(None, (_ranks_line(config, world, decision), describe(world.layout, slurm_job()), beginning))
-    )
     log = Log(run_dir, config.run.steps, opening, trainer.participants, speaks=world.rank == 0)
     with trainer, owner or nullcontext(), log:
         about = about_run(config, trainer.model.module, digest, origin.path if origin else None)
 
         def about_now() -> dict[str, Any]:
-            return {**about, "cost": None, **trainer.state()}  # a cost is told of by those who learn it
+            return {**about, "cost": None, **trainer.state()}  # None: unless a participant learns the cost
 
         state = TrainingState(trainer.model, trainer.update.optimizer, world.rank)
         saving = Saving(config, world, state, about_now, stop, owner)
@@ -91,8 +86,8 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
             world, run_dir, trainer.model.spans, config.run.trace_steps, config.data.max_tokens_per_microbatch
         )
         limit = SkipLimit(config.run.max_skipped_steps, origin.about if origin else None)
-        # The trace first, which ends at B. The limit may end the run, whose last line is to be told and whose last
-        # checkpoint is not to have it.
+        # In this order: the trace ends at B, and the log writes the line of a step before the limit ends the run for
+        # it, in which case nothing is saved any more.
         trainer.participants += [trace, log, limit, stop, saving]
         try:
             while trainer.done < config.run.steps and not stop.agreed:
@@ -154,6 +149,12 @@ def build_trainer(
     return trainer
 
 
+def _set_threads(config: Config, world: World) -> None:
+    cores = world.cores_per_rank()
+    if config.run.threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(config.run.threads or cores)
+
+
 def _open_inputs(config: Config, world: World) -> Inputs:
     world.require_same(dump(config), "the configuration")
     inputs = world.agree(lambda: open_inputs(config, world.rank, world.size))
@@ -195,11 +196,13 @@ def _restore(trainer: Trainer, origin: Origin, rank: int) -> None:
     origin.checkpoint.close()
 
 
-def _ranks_line(config: Config, world: World, decision: Decision) -> str:
+def _opening(config: Config, world: World, decision: Decision, origin: Origin | None) -> str:
+    """Return what to print before the first step: the ranks, their nodes, and where the run begins."""
     line = f"{world.mpi_library}, ranks {world.size}, nodes {world.num_nodes}: {decision.one_line()}"
     if decision.reduction.choice == "mailbox":
         line += f"; mailbox of {config.comm.mailbox_bytes >> 10:,} KiB per rank at most"
-    return line
+    beginning = f"resuming {origin.one_line(config)}" if origin else anew_line(config)
+    return "\n".join(filter(None, (line, describe(world.layout, slurm_job()), beginning)))
 
 
 def _facts(config: Config, world: World, decision: Decision, model: ShardedModel) -> dict[str, Any]:

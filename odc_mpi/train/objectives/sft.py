@@ -1,6 +1,6 @@
 """Supervised fine-tuning: cross entropy of the next token, the mean over the trained tokens of the minibatch."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -25,7 +25,7 @@ class SupervisedFineTuning(Objective):
         """Start a sum. Local."""
         self._loss = 0.0
 
-    def loss(self, model: Any, minibatch: Minibatch, batch: Batch) -> torch.Tensor:
+    def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, batch: Batch) -> torch.Tensor:
         """Return a microbatch's part of the loss. One-sided."""
         loss: torch.Tensor = model(**batch.inputs).loss * (batch.num_tokens / minibatch.num_tokens)
         return loss
