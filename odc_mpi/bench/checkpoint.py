@@ -25,7 +25,7 @@ variant in turn, round after round; the slowest rank's time counts.
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -40,12 +40,11 @@ from torch import nn
 from odc_mpi.api import shard_model
 from odc_mpi.bench.baselines import dcp
 from odc_mpi.bench.baselines.gloo import Gloo
-from odc_mpi.bench.measure import interleaved
+from odc_mpi.bench.measure import Goal, interleaved, ratio
 from odc_mpi.checkpoint.manifest import step_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import CheckpointWeights, TrainingState
-from odc_mpi.report.wording import told_load
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.simulate.spread import Spread
@@ -57,14 +56,14 @@ _BLOCK_BYTES = 4 << 20
 _WRITTEN = {"plain": "plain_*", "odc_mpi": "step_*", "dcp": "dcp"}
 #: A parameter in fp32 and two moments of AdamW.
 _BYTES_PER_PARAMETER = 12
-#: The figure, from a round's seconds; the least, or the most, that it is to be; whether it is the least.
-GOALS: dict[str, tuple[str, str, float, bool]] = {
-    "write_of_plain": ("write_plain", "write_odc_mpi", 0.7, True),
-    "read_of_plain": ("read_plain", "read_odc_mpi", 0.7, True),
-    "pause_of_write": ("pause", "write_odc_mpi", 0.15, False),
-    "write_of_dcp": ("write_dcp", "write_odc_mpi", 1.0, True),
-    "read_of_dcp": ("read_dcp", "read_odc_mpi", 1.0, True),
-}
+#: Each with two variants, whose times' ratio in a round is the figure.
+GOALS = (
+    (Goal("write_of_plain", ">=", 0.7), "write_plain", "write_odc_mpi"),
+    (Goal("read_of_plain", ">=", 0.7), "read_plain", "read_odc_mpi"),
+    (Goal("pause_of_write", "<=", 0.15), "pause", "write_odc_mpi"),
+    (Goal("write_of_dcp", ">=", 1.0), "write_dcp", "write_odc_mpi"),
+    (Goal("read_of_dcp", ">=", 1.0), "read_dcp", "read_odc_mpi"),
+)
 
 
 class _Drawn:
@@ -214,26 +213,8 @@ def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str
             name: {"seconds": asdict(Spread.of(times)), "gb_per_s": state.num_bytes / 1e9 / median(times)}
             for name, times in seconds.items()
         },
-        "goals": [_judge(goal, seconds) for goal in GOALS if GOALS[goal][0] in seconds],
+        "goals": [goal.judge(ratio(seconds[a], seconds[b])) for goal, a, b in GOALS if a in seconds],
     }
-
-
-def report(result: Mapping[str, Any]) -> str:
-    """Return the figures as lines for people. Local."""
-    lines = [
-        f"{result['library']}, {result['ranks']} ranks, {result['state_bytes'] / 1e9:.2f} GB of parameters and "
-        f"optimizer state, {result['repeats']} rounds; {told_load(result)}",
-        f"{'':15}{'GB/s':>8}{'seconds':>10}{'quartiles':>18}",
-    ]
-    for name, entry in result["variants"].items():
-        s = entry["seconds"]
-        quartiles = f"{s['low']:.3f} - {s['high']:.3f}"
-        lines.append(f"{name:15}{entry['gb_per_s']:8.2f}{s['median']:10.3f}{quartiles:>18}")
-    for goal in result["goals"]:
-        bound = ">=" if GOALS[goal["goal"]][3] else "<="
-        verdict = "yes" if goal["reached"] else "no"
-        lines.append(f"{goal['goal']:15}{goal['figure']:8.2f}   {bound} {goal['expected']:g}: {verdict}")
-    return "\n".join(lines)
 
 
 def _time(world: World, work: Callable[[], None], prepare: Callable[[], None]) -> float:
@@ -244,13 +225,6 @@ def _time(world: World, work: Callable[[], None], prepare: Callable[[], None]) -
     with world.deadline("reading or writing a checkpoint"):
         work()
     return max(world.gather_objects(perf_counter() - began))
-
-
-def _judge(goal: str, seconds: Mapping[str, list[float]]) -> dict[str, Any]:
-    above, below, expected, at_least = GOALS[goal]
-    figure = median(a / b for a, b in zip(seconds[above], seconds[below], strict=True))
-    reached = figure >= expected if at_least else figure <= expected
-    return {"goal": goal, "figure": figure, "expected": expected, "reached": reached}
 
 
 def _fail(line: str) -> None:

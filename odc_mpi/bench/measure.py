@@ -1,11 +1,14 @@
-"""Times to trust on a machine with moods: interleaved rounds, medians, quartiles; and a word on what comes next."""
+"""What all benchmarks share: interleaved rounds, medians, goals, and the words that a person sees."""
 
+import json
+import operator
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from odc_mpi.errors import UserError
 from odc_mpi.wording import SUFFIXES
@@ -72,6 +75,47 @@ def times_in(one_s: float, sample_s: float, most: int) -> int:
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
     """Return a speed as a multiple of a reference's: the median over rounds of its time by the own time. Local."""
     return statistics.median(a / b for a, b in zip(reference, times, strict=True))
+
+
+_BOUNDS = {">=": operator.ge, "<=": operator.le, "<": operator.lt}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound on a figure of a benchmark.
+
+    Attributes:
+        name: In the JSON object.
+        bound: ">=", "<=" or "<".
+        expected: The figure is to be within this.
+    """
+
+    name: str
+    bound: str
+    expected: float
+
+    def judge(self, figure: float, **of: Any) -> dict[str, Any]:
+        """Return the entry of a figure among `goals` of the JSON object. Local.
+
+        Args:
+            figure: As measured.
+            of: Further keys: the size and the variant.
+        """
+        reached = _BOUNDS[self.bound](figure, self.expected)
+        return {"goal": self.name, **of, "figure": figure, "expected": self.expected, "reached": reached}
+
+
+def show(result: Mapping[str, Any], as_json: bool) -> None:
+    """Print a benchmark's object, as one line of JSON or as tables for people. Local; for rank 0."""
+    if as_json:
+        print(json.dumps(result, allow_nan=False), flush=True)
+        return
+    # Not at the top: both take a while, and the process that starts the ranks shows nothing.
+    from odc_mpi.observe.terminal import make_console
+    from odc_mpi.report.bench_report import describe
+    from odc_mpi.report.terminal import rendered
+
+    make_console().print(rendered(describe(result)))
 
 
 def speaker(rank: int) -> Callable[[str], None]:

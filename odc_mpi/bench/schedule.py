@@ -12,10 +12,12 @@ Units are small for the same reason: what is measured is who waits for whom, not
 `Outcome` is that of the simulator, with times as if nothing had been scaled.
 """
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +28,23 @@ from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.data.plan.balance import Plan
+from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.simulate.events import Intervals, merged
 from odc_mpi.simulate.scenario import Scenario, Trial
-from odc_mpi.simulate.simulate import BASELINE, FLOOR, PAUSE_S, SCHEDULES, Outcome, floor_s, idle, plan, speedups
+from odc_mpi.simulate.simulate import (
+    BASELINE,
+    FLOOR,
+    PAUSE_S,
+    SCHEDULES,
+    Outcome,
+    floor_s,
+    idle,
+    plan,
+    simulate,
+    speedups,
+)
 
 #: Elements of a unit.
 UNIT_NUMEL = 1024
@@ -55,7 +69,40 @@ class Sample:
 
 def measure(
     world: World, scenario: Scenario, step_s: float, report: Callable[[str], None] = lambda line: None
-) -> Outcome:
+) -> dict[str, Any]:
+    """Run every schedule on the same minibatches, and simulate them. Collective.
+
+    Args:
+        world: The ranks.
+        scenario: What is tried.
+        step_s: See `run_schedules`.
+        report: Called with a line on what comes next.
+
+    Returns:
+        The figures of `Outcome`, where they were measured, and on rank 0 the simulator's speed-ups, `simulated`.
+
+    Raises:
+        AgreedError: There are several nodes; on every rank.
+    """
+    if world.num_nodes > 1:
+        raise AgreedError(
+            f"bench schedule measures on one node, got {world.num_nodes}: ranks that sleep serve no other node's, "
+            "odc-mpi simulate reckons for any"
+        )
+    before = os.getloadavg()[0]
+    outcome = run_schedules(world, scenario, step_s, report)
+    return {
+        "benchmark": "schedule",
+        "library": world.mpi_library,
+        "nodes": world.num_nodes,
+        "slept_step_s": step_s,
+        "load_average": [before, os.getloadavg()[0]],
+        **outcome.as_json(),
+        "simulated": simulate(scenario).speedup if world.rank == 0 else None,
+    }
+
+
+def run_schedules(world: World, scenario: Scenario, step_s: float, report: Callable[[str], None]) -> Outcome:
     """Run every schedule on the same minibatches. Collective.
 
     Args:

@@ -11,9 +11,11 @@ that is fast because it trains something else is found out.
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol, cast
 
@@ -22,13 +24,14 @@ import torch
 from odc_mpi.bench.baselines.fsdp import Fsdp
 from odc_mpi.bench.baselines.plain import Whole
 from odc_mpi.bench.measure import around, ratio
+from odc_mpi.data.prepare import prepare
 from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.spread import Spread
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.loop import Trainer
 from odc_mpi.train.run import build_trainer, decide
-from odc_mpi.train.settings import Config
+from odc_mpi.train.settings import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, load
 
 BASELINE = "fsdp2"
 CEILING = "ceiling"
@@ -48,6 +51,23 @@ COMPARABLE = {
     "optim.device": ("cpu",),
     # Every contender is there all the time, and a thread of one would take time from the others, too.
     "comm.progress": ("auto", "off"),
+}
+
+
+#: Where the quick start prepares its data set; the benchmark's own is the same.
+DATA = Path("runs/data/stdlib.h5")
+MAX_LENGTH = 1024
+#: What is trained unless a configuration is given: a Qwen2 of 8 million parameters, a sequence or a few per microbatch.
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
 }
 
 
@@ -73,6 +93,35 @@ class Round:
     losses: list[float]
 
 
+def configuration(world: World, path: Path | None, report: Callable[[str], None]) -> Config:
+    """Load the configuration to train. Collective.
+
+    Args:
+        world: The ranks.
+        path: Of a configuration of `odc-mpi train`; None for `MODEL` on the built-in data set, which is prepared if it
+            is not there.
+        report: Called with a line on what comes next.
+
+    Raises:
+        UserError: As for a run; on every rank.
+    """
+    if path is None and world.rank == 0 and not DATA.exists():
+        report(f"nothing yet: preparing {DATA} first")
+        prepare("stdlib", DATA, max_length=MAX_LENGTH)
+    world.meet(world.comm.Ibarrier(), "preparing the data set")
+    return world.agree(lambda: load(path) if path else own_configuration(world.timeout_s))
+
+
+def own_configuration(timeout_s: float) -> Config:
+    """Return the configuration that is trained unless another one is given. Local."""
+    return Config(
+        model=ModelConfig(config=MODEL),
+        data=DataConfig(path=str(DATA), minibatch_sequences=16, max_tokens_per_microbatch=MAX_LENGTH),
+        comm=CommConfig(timeout_s=timeout_s),
+        optim=OptimConfig(learning_rate=1e-3),
+    )
+
+
 def measure(
     world: World, config: Config, steps: int, repeats: int, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
@@ -96,6 +145,7 @@ def measure(
     if world.num_nodes > 1:
         raise AgreedError(f"bench train compares on one node, got {world.num_nodes}")
     world.agree(lambda: check_comparable(config))
+    before = os.getloadavg()[0]
     torch.set_num_threads(config.run.threads or 1)
     contenders = _Contenders(world, config)
     rounds: dict[str, list[Round]] = {name: [] for name in CONTENDERS}
@@ -105,7 +155,15 @@ def measure(
             rounds[name].append(_round(world, contenders.by_name[name], name, steps))
     contenders.close()
     apart = agreement(rounds, BASELINE, TOLERANCE)
-    return {**_figures(world, rounds), "loss_deviation": apart, **contenders.facts()}
+    return {
+        "benchmark": "train",
+        "repeats": repeats,
+        "steps": steps,
+        **_figures(world, rounds),
+        "loss_deviation": apart,
+        **contenders.facts(),
+        "load_average": [before, os.getloadavg()[0]],
+    }
 
 
 def check_comparable(config: Config) -> None:

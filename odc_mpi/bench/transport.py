@@ -40,9 +40,10 @@ GB/s are 10^9 bytes of the *whole unit* per rank and second: what a rank gets fo
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
+from operator import itemgetter
 from statistics import median
 from time import perf_counter, sleep
 from typing import Any
@@ -51,7 +52,7 @@ import torch
 
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.fetch_and_push import Units, Variant, check
-from odc_mpi.bench.measure import each_for, interleaved, ratio, seconds
+from odc_mpi.bench.measure import Goal, each_for, interleaved, ratio, seconds
 from odc_mpi.comm.collective import Collectives
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.spread import Spread
@@ -67,42 +68,13 @@ ALONE_S = 0.1
 SETTLE_S = 0.01
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What a variant is to achieve on one node, at every size.
-
-    Attributes:
-        name: In the JSON object.
-        title: For people.
-        variant: Whose figure it is.
-        figure: Reads it from the variant's entry in `all_at_once`; None where it was not measured.
-        expected: The least, or the most.
-        at_least: Which of the two.
-    """
-
-    name: str
-    title: str
-    variant: str
-    figure: Callable[[dict[str, Any]], float | None]
-    expected: float
-    at_least: bool = True
-
-
-GOALS = (
-    Goal("fetch_of_memcpy", "fetch /\nmemcpy\n>= 0.6", "fetch_copy", lambda entry: entry["of_memcpy"], 0.6),
-    Goal("fetch_of_gloo", "fetch /\ngloo\n>= 10", "fetch_copy", lambda entry: entry["of_gloo"], 10.0),
-    Goal(
-        "accumulate_of_memcpy", "accumulate\n/ memcpy\n>= 0.4", "push_accumulate", lambda entry: entry["of_memcpy"], 0.4
-    ),
-    Goal("accumulate_of_gloo", "accumulate\n/ gloo\n>= 10", "push_accumulate", lambda entry: entry["of_gloo"], 10.0),
-    Goal(
-        "zero_copy_us",
-        "zero-copy\nus\n< 20",
-        "fetch_zero_copy",
-        lambda entry: 1e6 * entry["seconds"]["median"],
-        20.0,
-        at_least=False,
-    ),
+#: At every size on one node: the goal, whose figure it is, and where that is in the variant's entry of `all_at_once`.
+GOALS: tuple[tuple[Goal, str, Callable[[Mapping[str, Any]], float | None]], ...] = (
+    (Goal("fetch_of_memcpy", ">=", 0.6), "fetch_copy", itemgetter("of_memcpy")),
+    (Goal("fetch_of_gloo", ">=", 10.0), "fetch_copy", itemgetter("of_gloo")),
+    (Goal("accumulate_of_memcpy", ">=", 0.4), "push_accumulate", itemgetter("of_memcpy")),
+    (Goal("accumulate_of_gloo", ">=", 10.0), "push_accumulate", itemgetter("of_gloo")),
+    (Goal("zero_copy_us", "<", 20.0), "fetch_zero_copy", lambda entry: 1e6 * entry["seconds"]["median"]),
 )
 
 
@@ -155,7 +127,7 @@ def measure(
 _GLOO = ("gloo_all_gather", "gloo_reduce_scatter")
 
 
-def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
+def judge(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Compare one size's figures with the goals. Local.
 
     Args:
@@ -164,14 +136,12 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
     Returns:
         Entries of `goals`.
     """
-    judged = []
-    for goal in GOALS:
-        figure = goal.figure(result["all_at_once"][goal.variant])
-        if figure is not None:
-            reached = figure >= goal.expected if goal.at_least else figure < goal.expected
-            entry = {"goal": goal.name, "size_bytes": result["size_bytes"], "variant": goal.variant}
-            judged.append(entry | {"figure": figure, "expected": goal.expected, "reached": reached})
-    return judged
+    figures = [(goal, variant, figure(result["all_at_once"][variant])) for goal, variant, figure in GOALS]
+    return [
+        goal.judge(figure, size_bytes=result["size_bytes"], variant=variant)
+        for goal, variant, figure in figures
+        if figure is not None
+    ]
 
 
 def _measure_size(

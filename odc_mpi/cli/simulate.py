@@ -25,7 +25,12 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: Its lengths are not to be had.
     """
-    from odc_mpi.simulate import text
+    from odc_mpi.bench.measure import show
+    from odc_mpi.simulate.advice import advice
+    from odc_mpi.simulate.simulate import simulate
 
-    text.run(scenario_of(arguments), arguments.json)
+    scenario = scenario_of(arguments)
+    show({"benchmark": "simulate", **simulate(scenario).as_json()}, arguments.json)
+    if not arguments.json:
+        print(f"\n{advice(scenario)}")
     return 0

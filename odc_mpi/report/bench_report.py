@@ -1,12 +1,13 @@
-"""What a report tells of a benchmark, from the one object that it printed with ``--json``. Local."""
+"""Reports on benchmarks, from the one object that each prints with ``--json``. Local."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from odc_mpi.report import pictures, speed_report
+from odc_mpi.report import speed_report
+from odc_mpi.report.figures import side_by_side
 from odc_mpi.report.page import Figure, Report
-from odc_mpi.report.picture_parts import BLUE, ORANGE, SKY, Bar, Chart, Curve, Lane, Look, Panel
+from odc_mpi.report.picture_parts import BLUE, ORANGE, SKY, Bar, Chart, Curve, Lane, Look, Panel, picture
 from odc_mpi.report.selection import choose
 from odc_mpi.report.wording import told_load
 from odc_mpi.simulate.events import merged
@@ -22,13 +23,13 @@ _BY_TRANSPORT = {"collective": Look(ORANGE, "///"), "window": Look(BLUE), FLOOR:
 
 
 def describe(result: Mapping[str, Any]) -> Report:
-    """Return what is to be told of a benchmark. Local.
+    """Report on a benchmark. Local.
 
     Args:
         result: The object.
 
     Raises:
-        LookupError, TypeError, ValueError: It is not what a benchmark prints.
+        LookupError, TypeError, ValueError: No benchmark prints such an object.
     """
     return KINDS[result["benchmark"]](result)
 
@@ -39,17 +40,17 @@ def _schedule(result: Mapping[str, Any]) -> Report:
     lead = [
         f"{scenario['ranks']} ranks, {scenario['per_rank']} sequences each, lengths {scenario['lengths']}, speeds vary "
         f"by {scenario['speed_variation']:.0%}, costs err by {scenario['cost_error']:.0%}; "
-        f"{scenario['num_minibatches']} minibatches, seed {scenario['seed']}."
+        f"{scenario['num_minibatches']} minibatches, seed {scenario['seed']}"
     ]
     if measured:
         lead.append(
             f"Measured on {result['library']}, {result['nodes']} node{'s'[: result['nodes'] != 1]}: the runtime of a "
             f"real run, with sleeps in place of computation, {result['slept_step_s']:g} s for an even share of a "
-            "minibatch; times as if nothing had been scaled."
+            "minibatch; times as if nothing had been scaled"
         )
-        lead += [_load(result)] if "load_average" in result else []
+        lead += [told_load(result)] if "load_average" in result else []
     else:
-        lead.append("Reckoned by odc-mpi simulate, not measured.")
+        lead.append("Reckoned by odc-mpi simulate, not measured")
     timeline = result.get("timeline")
     notes = [] if timeline else ["There is no timeline in this file: measure again for the picture of who waits when."]
     figures = [_first_minibatch(result, timeline)] if timeline else []
@@ -92,7 +93,7 @@ def _first_minibatch(result: Mapping[str, Any], timeline: Mapping[str, Any]) -> 
     caption = f"The first minibatch, {source}: when each rank computes, and when it waits. "
     if len(chosen) < len(timeline[BASELINE]):
         caption += f"{len(chosen)} of {len(timeline[BASELINE])} ranks are shown, from least to most busy."
-    return Figure(pictures.gantt("gantt", title, charts, _LOOKS), caption)
+    return Figure(picture("gantt", "gantt", title, charts, _LOOKS), caption)
 
 
 def _idle(ranks: Sequence[Sequence[Sequence[float]]], end_s: float) -> float:
@@ -122,8 +123,20 @@ def _speedups(result: Mapping[str, Any]) -> Figure:
     }
     wait = result["idle_fraction"]
     title = f"Ranks wait {wait[BASELINE]:.0%} of the time with {BASELINE}, {wait[ON_DEMAND]:.0%} with {ON_DEMAND}"
-    floor = "The floor is what no schedule can exceed: the longest sequence alone, or all work shared out evenly."
-    return Figure(pictures.bars("speedups", title, panels, [".2f", ".0%"], [1.0, None]), floor)
+    step_s = {"s / step": {name: f"{result['step_s'][name]:.2f}" for name in names if name in result.get("step_s", {})}}
+    return side_by_side("speedups", title, panels, [".2f", ".0%"], [1.0, None], _floor(result), step_s)
+
+
+def _floor(result: Mapping[str, Any]) -> str:
+    """Say what sets the floor, and what the paper has for a scenario like this one."""
+    told = "The floor is what no schedule can exceed: the longest sequence alone, or all work shared out evenly."
+    if "longest_rules" in result:
+        told += f" It is the longest sequence in {result['longest_rules']:.0%} of the minibatches."
+    paper = result.get("paper")
+    if paper and not paper["same"]:
+        figures = ", ".join(f"{name} {value:.2f}" for name, value in paper["speedup"].items())
+        told += f" The paper has, for {paper['ranks']} ranks with {paper['per_rank']} sequences each: {figures}."
+    return told
 
 
 def _beside(name: str, others: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -142,28 +155,20 @@ def _train(result: Mapping[str, Any]) -> Report:
     ours = {name: value for name, value in result["ratio_to_fsdp2"].items() if name.startswith("window/")}
     best = max(ours, key=lambda name: ours[name])
     title = f"{best} trains {ours[best]:.2f} times as fast as FSDP2"
-    figures = [
-        Figure(
-            pictures.bars("speeds", title, panels, [",.0f", ".2f", ".2f"], [None, 1.0, 1.0]),
-            "Medians over rounds. The ceiling is one process alone on all of the data, by as many as there are ranks.",
-        )
-    ]
+    caption = "Medians over rounds. The ceiling is one process alone on all of the data, by as many as there are ranks."
+    figures = [side_by_side("speeds", title, panels, [",.0f", ".2f", ".2f"], [None, 1.0, 1.0], caption)]
     losses = result["losses"]
     losses_title = (
         f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
     )
     curve = Curve("", range(1, len(losses) + 1), [_number(loss) for loss in losses])
-    figures.append(Figure(pictures.curves("loss", losses_title, [Panel("loss", [curve])], "minibatch")))
+    figures.append(Figure(picture("curves", "loss", losses_title, [Panel("loss", [curve])], "minibatch")))
     lead = [
         f"{result['library']}, {result['ranks']} ranks of {result['threads']} thread{'s'[: result['threads'] != 1]}, "
-        f"{result['model_numel'] / 1e6:.1f} M parameters; {result['repeats']} rounds of {result['steps']} minibatches.",
-        f"Reduction {result['reduction']}, zero-copy {result['zero_copy']}, progress {result['progress']}.",
+        f"{result['model_numel'] / 1e6:.1f} M parameters; {result['repeats']} rounds of {result['steps']} minibatches",
+        f"reduction {result['reduction']}, zero-copy {result['zero_copy']}, progress {result['progress']}",
     ]
-    return Report(title, [*lead, _load(result)], (), figures)
-
-
-def _load(result: Mapping[str, Any]) -> str:
-    return f"{told_load(result).capitalize()}."
+    return Report(title, [*lead, told_load(result)], (), figures)
 
 
 def _number(value: float | None) -> float:

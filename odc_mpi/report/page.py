@@ -29,11 +29,35 @@ pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 35%, transpar
 
 
 @dataclass(frozen=True)
+class Table:
+    """Figures in rows and columns.
+
+    Attributes:
+        heading: Above it.
+        columns: Their headings; the first column names the rows.
+        rows: Cells, as many as there are columns.
+        is_over_sizes: Whether the first column has sizes, not names.
+    """
+
+    heading: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    is_over_sizes: bool = False
+
+
+@dataclass(frozen=True)
 class Figure:
-    """A picture with a text below it."""
+    """A picture with a text below it.
+
+    Attributes:
+        picture: Shown on a page.
+        caption: The text.
+        tables: Shown on a terminal in the picture's place.
+    """
 
     picture: Picture
     caption: str = ""
+    tables: Sequence[Table] = ()
 
 
 @dataclass(frozen=True)
@@ -45,7 +69,7 @@ class Report:
         lead: Of what, in a few words each.
         notes: What is missing or to be known.
         figures: Pictures.
-        tables: By heading, names with what they are.
+        tables: Further figures.
         folded: Long texts by heading, shown when asked for.
     """
 
@@ -53,7 +77,7 @@ class Report:
     lead: Sequence[str]
     notes: Sequence[str] = ()
     figures: Sequence[Figure] = ()
-    tables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    tables: Sequence[Table] = ()
     folded: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -68,7 +92,7 @@ def html(report: Report) -> str:
         *(f'<p class="lead">{escape(line)}</p>' for line in report.lead),
         *(f'<p class="note">{escape(note)}</p>' for note in report.notes),
         *(_figure(figure) for figure in report.figures),
-        *(_table(heading, rows) for heading, rows in report.tables.items()),
+        *map(_table, report.tables),
         *(
             f"<details><summary>{escape(heading)}</summary><pre>{escape(text)}</pre></details>"
             for heading, text in report.folded.items()
@@ -97,6 +121,9 @@ def _inline(picture: Picture) -> str:
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(picture.title)}"', 1)
 
 
-def _table(heading: str, rows: Mapping[str, str]) -> str:
-    cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>\n" for name, value in rows.items())
-    return f"<h2>{escape(heading)}</h2>\n<table>\n{cells}</table>"
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
+    rows = [f"<tr>{head}</tr>\n"] if any(table.columns) else []
+    for name, *cells in table.rows:
+        rows.append(f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n")
+    return f"<h2>{escape(table.heading)}</h2>\n<table>\n{''.join(rows)}</table>"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 #: Ink, lines and background, which a page may replace to suit a dark screen.
 INK, MUTED, LINE, PAPER = "#1f2328", "#6e7781", "#d0d7de", "#ffffff"
@@ -45,6 +45,24 @@ class Picture:
     def svg(self) -> str:
         """The document."""
         return self.draw()
+
+
+def picture(kind: str, name: str, title: str, *parts: Any) -> Picture:
+    """Make a picture of one of the kinds in `report.pictures`. Local.
+
+    Args:
+        kind: Name of a function there.
+        name: See `Picture`.
+        title: See `Picture`.
+        parts: Arguments of that function.
+    """
+
+    def draw() -> str:
+        from odc_mpi.report import pictures  # not at the top: matplotlib takes a second, and terminals need none
+
+        return pictures.draw(kind, name, title, *parts)
+
+    return Picture(name, title, draw)
 
 
 @dataclass(frozen=True)

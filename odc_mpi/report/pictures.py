@@ -1,13 +1,12 @@
 """The kinds of pictures that reports are made of, as SVG. Local, all of it; the only place that knows matplotlib.
 
-Each function takes a name, a title and plain data (`report.picture_parts`) and returns a `Picture`, 900 pixels wide.
+Each function draws plain data (`report.picture_parts`), 900 pixels wide.
 What is told apart by colour is told apart by hatching or by a label, too.
 """
 
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
 from io import StringIO
 from typing import Any
 
@@ -31,7 +30,6 @@ from odc_mpi.report.picture_parts import (
     Lane,
     Look,
     Panel,
-    Picture,
 )
 
 #: On coloured bars, whatever the background of the page is.
@@ -56,22 +54,20 @@ _STYLE: dict[str, Any] = {
 }
 
 
-def _picture(draw: Callable[..., Figure]) -> Callable[..., Picture]:
-    """Turn a function that draws a figure into one that takes a name and a title first, and returns a picture."""
+def draw(kind: str, name: str, title: str, *parts: Any) -> str:
+    """Return a picture as an SVG document. Local.
 
-    @wraps(draw)
-    def drawn(name: str, title: str, *args: Any, **options: Any) -> Picture:
-        return Picture(name, title, lambda: _svg(name, title, lambda: draw(*args, **options)))
-
-    return drawn
-
-
-def _svg(name: str, title: str, draw: Callable[[], Figure]) -> str:
+    Args:
+        kind: Name of a function of this module.
+        name: Of the picture; the same one gives the same names within the document.
+        title: Drawn above.
+        parts: Arguments of the function.
+    """
     settings: dict[Any, Any] = {**_STYLE, "svg.hashsalt": name}
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # not what somebody has set for other pictures
         matplotlib.rcParams.update(settings)
-        figure = draw()
+        figure = KINDS[kind](*parts)
         figure.suptitle(textwrap.fill(title, 104), x=0.01, ha="left", size=13, weight="bold")
         text = StringIO()
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
@@ -79,7 +75,6 @@ def _svg(name: str, title: str, draw: Callable[[], Figure]) -> str:
     return re.sub(r'(width|height)="([0-9.]+)pt"', r'\1="\2"', svg, count=2)
 
 
-@_picture
 def gantt(charts: Sequence[Chart], looks: Mapping[str, Look]) -> Figure:
     """Draw who did what when, charts below each other on one axis of time; kinds in the order in which they lie."""
     heights = [0.24 * len(chart.lanes) + 0.1 for chart in charts]
@@ -134,7 +129,6 @@ def _draw_marks(axes: Axes, chart: Chart) -> None:
         )
 
 
-@_picture
 def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Sequence[float | None]) -> Figure:
     """Draw bars from left to right, panels beside each other with the same rows; each with a format and a line."""
     rows = next(iter(panels.values()))
@@ -182,7 +176,6 @@ def _draw_beside(axes: Axes, own: Sequence[Bar]) -> None:
         axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.1), ncols=len(names), handletextpad=0.2)
 
 
-@_picture
 def curves(panels: Sequence[Panel], xlabel: str, x_form: Callable[[float], str] | None = None) -> Figure:
     """Draw curves, panels below each other on one x axis; with `x_form` it is logarithmic."""
     heights = [panel.height for panel in panels]
@@ -239,7 +232,6 @@ def _apart(heights: Sequence[float], room: float) -> list[float]:
     return moved
 
 
-@_picture
 def histograms(panels: Sequence[Histogram]) -> Figure:
     """Draw histograms beside each other."""
     figure = _figure(3.4)
@@ -263,7 +255,6 @@ def histograms(panels: Sequence[Histogram]) -> Figure:
     return figure
 
 
-@_picture
 def stack(
     x: Sequence[float], parts: Mapping[str, Sequence[float]], looks: Mapping[str, Look], xlabel: str, points: Panel
 ) -> Figure:
@@ -307,3 +298,8 @@ def _face(look: Look) -> dict[str, Any]:
 def _legend(figure: Figure, looks: Mapping[str, Look]) -> None:
     patches = [Patch(label=kind, **_face(look)) for kind, look in looks.items()]
     figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False)
+
+
+KINDS: Mapping[str, Callable[..., Figure]] = {
+    function.__name__: function for function in (gantt, bars, curves, histograms, stack)
+}

@@ -13,9 +13,21 @@ import numpy as np
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.errors import UserError
-from odc_mpi.report import pictures
-from odc_mpi.report.page import Figure, Report
-from odc_mpi.report.picture_parts import BLUE, GREEN, ORANGE, PURPLE, SKY, Chart, Curve, Histogram, Lane, Look, Panel
+from odc_mpi.report.page import Figure, Report, Table
+from odc_mpi.report.picture_parts import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    Chart,
+    Curve,
+    Histogram,
+    Lane,
+    Look,
+    Panel,
+    picture,
+)
 from odc_mpi.report.selection import choose
 
 COMPUTES, PADS, FETCHES, PUSHES, WAITS = "computes", "runs padding", "fetches", "pushes", "waits at the boundary"
@@ -71,7 +83,8 @@ def describe(run_dir: Path) -> Report:
         figures += [_where(run.steps), *_histograms(run), _loss(run.steps)]
     else:
         figures += _histograms(run)
-    tables = {"Summary": {name: _cell(name, value) for name, value in run.summary.items()}} if run.summary else {}
+    rows = [[name, _cell(name, value)] for name, value in (run.summary or {}).items()]
+    tables = [Table("Summary", ["", ""], rows)] if rows else []
     folded = {"Configuration": run.config_text} if run.config_text else {}
     return Report(f"Run {run_dir.resolve().name}", _lead(run), run.notes, figures, tables, folded)
 
@@ -171,7 +184,7 @@ def _gantt(trace: Mapping[str, Any]) -> Figure:
     left_out = sum(sum(own["left_out_s"].values()) for own in everyone)
     if left_out:
         caption += f" Short spans of {left_out:.3g} s, over all ranks, were not kept."
-    return Figure(pictures.gantt("gantt", title, [Chart("", lanes, offsets[-1], marks)], _LOOKS), caption)
+    return Figure(picture("gantt", "gantt", title, [Chart("", lanes, offsets[-1], marks)], _LOOKS), caption)
 
 
 def _lane(rank: int, steps: Sequence[Mapping[str, Any]], offsets: Sequence[float]) -> Lane:
@@ -208,7 +221,7 @@ def _where(steps: Sequence[Mapping[str, Any]]) -> Figure:
     panel = Panel("part of the time in which ranks stood at the boundary", [every, mean])
     caption = "Means over all ranks." + (f" Bars and the line are means over {at_once} steps." if at_once > 1 else "")
     looks = {**_LOOKS, rest: _LOOKS[COMPUTES]}
-    return Figure(pictures.stack("time", title, x, parts, looks, "step", panel), caption)
+    return Figure(picture("stack", "time", title, x, parts, looks, "step", panel), caption)
 
 
 def _share(group: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -236,7 +249,7 @@ def _histograms(run: Run) -> list[Figure]:
         panels.append(Histogram(heading, "tokens", tokens["edges"], tokens["counts"], Look(BLUE), marks))
         title.append(f"microbatches are {full:.0%} full")
     words = "; ".join(title)
-    return [Figure(pictures.histograms("lengths", words[:1].upper() + words[1:], panels))] if panels else []
+    return [Figure(picture("histograms", "lengths", words[:1].upper() + words[1:], panels))] if panels else []
 
 
 def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
@@ -257,7 +270,7 @@ def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
     ]
     skipped = sum(bool(step["skipped"]) for step in steps)
     caption = f"{skipped} steps were skipped: their gradients were not finite." if skipped else ""
-    return Figure(pictures.curves("loss", title, panels, "step"), caption)
+    return Figure(picture("curves", "loss", title, panels, "step"), caption)
 
 
 def _cell(name: str, value: Any) -> str:

@@ -1,68 +1,86 @@
-"""What a report tells of the benchmarks of single parts: transport, progress threads, checkpoints, GPUs. Local."""
+"""Reports on benchmarks of single parts: transport, progress threads, checkpoints, GPUs. Local."""
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from odc_mpi.report import gpu_tables, pictures
-from odc_mpi.report.page import Figure, Report
-from odc_mpi.report.picture_parts import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Bar, Curve, Look, Panel, Picture
+from odc_mpi.report.figures import OverSizes, gb_per_s_text, goals, over_sizes, side_by_side
+from odc_mpi.report.page import Figure, Report, Table
+from odc_mpi.report.picture_parts import BLUE, ORANGE, SKY, Bar, Look, picture
 from odc_mpi.report.wording import told_load, told_ranks
 from odc_mpi.wording import format_seconds, format_size
 
-#: How a line over sizes is drawn: its name, look and marker.
-Line = tuple[str, Look, str]
-#: For lines that have no look of their own.
-_LINES = (
-    (Look(PURPLE, ":"), "x"),
-    (Look(BLUE, "-"), "o"),
-    (Look(ORANGE, "-"), "D"),
-    (Look(GREEN, "-."), "s"),
-    (Look(RED, "--"), "^"),
-)
 #: Of what others do, and of what is not ours.
 _OTHER = Look(SKY, "\\\\\\")
 
-_FETCHES: dict[str, Line] = {
-    "memcpy": ("memcpy", Look(PURPLE, ":"), "x"),
-    "fetch_copy": ("fetch", Look(BLUE, "-"), "o"),
-    "mpi_allgather": ("MPI_Allgather", Look(GREEN, "-."), "s"),
-    "gloo_all_gather": ("gloo", Look(RED, "--"), "^"),
+#: Variants by name, as curves and as heads of columns.
+_FETCHES = {
+    "memcpy": "memcpy",
+    "fetch_copy": "fetch",
+    "fetch_zero_copy": "zero-copy",
+    "mpi_allgather": "MPI_Allgather",
+    "gloo_all_gather": "gloo",
 }
-_PUSHES: dict[str, Line] = {
-    "memcpy": ("memcpy", Look(PURPLE, ":"), "x"),
-    "push_accumulate": ("accumulate", Look(BLUE, "-"), "o"),
-    "push_mailbox": ("mailbox", Look(ORANGE, "-"), "D"),
-    "mpi_reduce_scatter": ("MPI_Reduce_scatter", Look(GREEN, "-."), "s"),
-    "gloo_reduce_scatter": ("gloo", Look(RED, "--"), "^"),
+_PUSHES = {
+    "memcpy": "memcpy",
+    "push_accumulate": "accumulate",
+    "push_mailbox": "mailbox",
+    "mpi_reduce_scatter": "MPI_Reduce_\nscatter",
+    "gloo_reduce_scatter": "gloo",
 }
+_ALONE = {name: title for name, title in {**_FETCHES, **_PUSHES}.items() if name.startswith(("fetch", "push"))}
+_GPU_FETCHES = {
+    "copy_device": "copy\non GPU",
+    "copy_to_device": "copy\nto GPU",
+    "fetch_host": "from\nhosts",
+    "fetch_host_in_place": "hosts,\nin place",
+    "fetch_device": "from\nGPUs",
+}
+_GPU_PUSHES = {
+    "copy_to_host": "copy\nto host",
+    "push_host_accumulate": "hosts,\naccumulate",
+    "push_host_mailbox": "hosts,\nmailbox",
+    "push_device_accumulate": "GPUs,\naccumulate",
+    "push_device_mailbox": "GPUs,\nmailbox",
+}
+_TASKS = ("copy", "add_fp32", "add_bf16", "flatten_fp32", "flatten_bf16")
+_TORCH = "_torch"
+_CONTENDERS = {"plain": "plain torch", "host_windows": "windows on hosts", "device_windows": "windows on GPUs"}
 _CHECKPOINT_WAYS = {"plain": "plain files", "odc_mpi": "odc_mpi", "dcp": "torch.distributed.checkpoint"}
 
 
 def transport(result: Mapping[str, Any]) -> Report:
-    """Return what is to be told of `odc-mpi bench transport`. Local."""
+    """Report on `odc-mpi bench transport`. Local."""
+    sizes = result["sizes"]
+    largest = sizes[-1]["all_at_once"]["fetch_copy"]
+    title = f"A fetch of {format_size(sizes[-1]['size_bytes'])} "
+    if largest["of_gloo"] is None:
+        title += f"moves {largest['gb_per_s']['median']:.2g} GB/s"
+    else:
+        title += f"is {largest['of_gloo']:.3g} times as fast as gloo's all-gather"
     panels = [
-        _panel(heading, result["sizes"], "all_at_once", drawn)
-        for heading, drawn in (("fetch a unit, GB/s", _FETCHES), ("push its gradient, GB/s", _PUSHES))
+        OverSizes("fetch a unit, GB/s", sizes, "all_at_once", _FETCHES),
+        OverSizes("push its gradient, GB/s", sizes, "all_at_once", _PUSHES),
     ]
-    title = _transport_title(result)
     caption = "GB/s of the whole unit for each rank; medians over rounds. Where a unit is read in place nothing moves."
-    figure = Figure(_over_sizes("speeds", title, panels, "bytes of a unit"), caption)
-    return _report(title, result, [f"{told_ranks(result)}, {result['repeats']} rounds, all ranks at once."], [figure])
-
-
-def _transport_title(result: Mapping[str, Any]) -> str:
-    largest = result["sizes"][-1]
-    to_gloo = largest["all_at_once"]["fetch_copy"]["of_gloo"]
-    size = format_size(largest["size_bytes"])
-    if to_gloo is None:
-        return f"A fetch of {size} moves {largest['all_at_once']['fetch_copy']['gb_per_s']['median']:.2g} GB/s"
-    return f"A fetch of {size} is {to_gloo:.3g} times as fast as gloo's all-gather"
+    cores = result["cores_per_rank"]
+    lead = [
+        f"{told_ranks(result)}, {cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds, all ranks at once"
+    ]
+    alone = OverSizes(
+        "Rank 0 alone: time while the others idle; as a multiple, while they compute",
+        sizes,
+        "one_alone",
+        _ALONE,
+        cell=lambda entry: f"{format_seconds(entry['idle_s'])}; {entry['busy_s'] / entry['idle_s']:.2f}",
+        told="",
+    )
+    tables = [alone.table()] if alone.measured() else []
+    return _report(title, result, lead, [over_sizes("speeds", title, panels, "bytes of a unit", caption)], tables)
 
 
 def checkpoint(result: Mapping[str, Any]) -> Report:
-    """Return what is to be told of `odc-mpi bench checkpoint`. Local."""
-    goals = {goal["goal"]: goal["figure"] for goal in result["goals"]}
+    """Report on `odc-mpi bench checkpoint`. Local."""
+    reached = {goal["goal"]: goal["figure"] for goal in result["goals"]}
     variants = result["variants"]
     panels = {
         f"{what}, GB/s with quartiles": [
@@ -73,27 +91,26 @@ def checkpoint(result: Mapping[str, Any]) -> Report:
         for what in ("write", "read")
     }
     title = (
-        f"Checkpoints are written at {goals['write_of_plain']:.2f} of the speed of plain files and read at "
-        f"{goals['read_of_plain']:.2f}"
+        f"Checkpoints are written at {reached['write_of_plain']:.2f} of the speed of plain files and read at "
+        f"{reached['read_of_plain']:.2f}"
     )
-    speeds = pictures.bars("speeds", title, panels, [".2f", ".2f"], [None, None])
-    pause_title = f"Training waits for {goals['pause_of_write']:.0%} of the time that a checkpoint takes"
-    pause = {
-        "seconds, with quartiles": [
-            Bar(label, variants[name]["seconds"]["median"], look, _quartiles(variants[name]["seconds"]))
-            for name, label, look in (
-                ("write_odc_mpi", "until it is on the disk", Look(BLUE)),
-                ("pause", "training waits", Look(ORANGE, "///")),
-            )
-        ]
-    }
+    caption = "Of the bytes of all ranks together, synced to the disk; what is read comes from the disk."
+    pause_title = f"Training waits for {reached['pause_of_write']:.0%} of the time that a checkpoint takes"
+    pause = [
+        Bar(label, variants[name]["seconds"]["median"], look, _quartiles(variants[name]["seconds"]))
+        for name, label, look in (
+            ("write_odc_mpi", "until it is on the disk", Look(BLUE)),
+            ("pause", "training waits", Look(ORANGE, "///")),
+        )
+    ]
     figures = [
-        Figure(speeds, "Of the bytes of all ranks together, synced to the disk; what is read comes from the disk."),
-        Figure(pictures.bars("pause", pause_title, pause, [".3f"], [None])),
+        side_by_side("speeds", title, panels, [".2f", ".2f"], [None, None], caption),
+        side_by_side("pause", pause_title, {"seconds, with quartiles": pause}, [".3f"], [None]),
     ]
     size = f"{result['state_bytes'] / 1e9:.2f} GB of parameters and optimizer state"
-    lead = [f"{result['library']}, {result['ranks']} ranks, {size}, {result['repeats']} rounds."]
-    return _report(title, result, lead, figures)
+    return _report(
+        title, result, [f"{result['library']}, {result['ranks']} ranks, {size}, {result['repeats']} rounds"], figures
+    )
 
 
 def _speed_bar(label: str, entry: Mapping[str, Any], num_bytes: int, way: str) -> Bar:
@@ -103,23 +120,31 @@ def _speed_bar(label: str, entry: Mapping[str, Any], num_bytes: int, way: str) -
 
 
 def progress(result: Mapping[str, Any]) -> Report:
-    """Return what is to be told of `odc-mpi bench progress`. Local."""
+    """Report on `odc-mpi bench progress`. Local."""
     worst_s = max(goal["figure"] for goal in result["goals"] if goal["goal"] == "get_delay_s")
     longer = format_seconds(max(0.0, worst_s))
     title = f"A Get from a rank that computes takes up to {longer} longer than from one that idles"
-    kinds = _named(result["get"], "kinds")
-    gets = _panel(
-        "ms until a Get is complete, medians", result["get"], "kinds", kinds, lambda kind: 1e3 * kind["median_s"]
+    gets = OverSizes(
+        "ms until a Get is complete, medians",
+        result["get"],
+        "kinds",
+        value=lambda kind: 1e3 * kind["median_s"],
+        cell=lambda kind: f"{1e3 * kind['median_s']:.3g} ({1e3 * kind['longest_s']:.3g})",
+        told=" (longest)",
     )
+    caption = "By what the rank does that is read from."
     figures = [
-        Figure(_over_sizes("gets", title, [gets], "bytes of a Get"), "By what the rank does that is read from."),
-        _politeness(result["politeness"]),
+        over_sizes("gets", title, [gets], "bytes of a Get", caption),
+        _politeness(result["politeness"], "MPICH's own thread" if result["mpich_async_progress"] else "no thread"),
         _reductions(result["reduction"]),
     ]
     where = "another node" if result["other_node"] else "the same node"
-    lead = [f"{told_ranks(result)}, {result['repeats']} rounds; rank 0 turns to rank {result['target']}, on {where}."]
+    lead = [
+        f"{told_ranks(result)}, {result['repeats']} rounds; rank 0 turns to rank {result['target']}, on {where}",
+        f"cores that the ranks keep to: {', '.join(map(str, result['cores']))}",
+    ]
     if result["mpich_async_progress"]:
-        lead.append("MPICH's own asynchronous progress was on.")
+        lead.append("MPICH's own asynchronous progress was on")
     left_out = {
         f"{name} of {format_size(size['size_bytes'])}": reason
         for size in result["reduction"]
@@ -128,23 +153,23 @@ def progress(result: Mapping[str, Any]) -> Report:
     return _report(title, {**result, "left_out": left_out}, lead, figures)
 
 
-def _politeness(polite: Mapping[str, Any]) -> Figure:
+def _politeness(polite: Mapping[str, Any], without: str) -> Figure:
     slow_down = polite["slow_down"]
     worst = max(slow_down, key=lambda name: slow_down[name]["median"])
     title = f"With nothing to serve, a thread costs a rank that computes at most {slow_down[worst]['median']:.1%}"
+    labels = {name: f"thread of {name}" if name in slow_down else without for name in polite["seconds"]}
     bars = [
-        Bar(
-            "no thread" if name == "without" else f"thread of {name}",
-            seconds["median"],
-            Look(BLUE) if name in slow_down else _OTHER,
-            _quartiles(seconds),
-        )
+        Bar(labels[name], seconds["median"], Look(BLUE) if name in slow_down else _OTHER, _quartiles(seconds))
         for name, seconds in polite["seconds"].items()
     ]
-    heading = f"seconds for {polite['steps']} steps of a small net on every rank, with quartiles"
-    return Figure(
-        pictures.bars("politeness", title, {heading: bars}, [".4f"], [polite["seconds"]["without"]["median"]]),
+    return side_by_side(
+        "politeness",
+        title,
+        {f"seconds for {polite['steps']} steps of a small net on every rank, with quartiles": bars},
+        [".4f"],
+        [polite["seconds"]["without"]["median"]],
         "The title has the median over rounds of ratios within a round.",
+        {"longer by": {labels[name]: _percent(spread) for name, spread in slow_down.items()}},
     )
 
 
@@ -158,121 +183,98 @@ def _reductions(sizes: Sequence[Mapping[str, Any]]) -> Figure:
             f"To a rank that computes the mailbox pushes at {known[least]:.2f} of the speed of a Put, or faster: "
             f"{format_size(least)} is the slowest"
         )
-    panel = _panel("GB/s, medians", sizes, "variants", _named(sizes, "variants"))
-    return Figure(_over_sizes("pushes", title, [panel], "bytes of a push"))
+    return over_sizes("pushes", title, [OverSizes("GB/s, medians", sizes, "variants")], "bytes of a push")
 
 
 def gpu(result: Mapping[str, Any]) -> Report:
-    """Return what is to be told of `odc-mpi bench gpu`, or of as much of it as was measured. Local."""
+    """Report on as much of `odc-mpi bench gpu` as was measured. Local."""
     figures = []
     if result["sizes"]:
         panels = [
-            _panel(heading, result["sizes"], "variants", _named(result["sizes"], "variants", names))
-            for heading, names in (
-                ("fetch a unit, GB/s", gpu_tables.FETCHES),
-                ("push its gradient, GB/s", gpu_tables.PUSHES),
-            )
+            OverSizes("fetch a unit, GB/s", result["sizes"], "variants", _GPU_FETCHES),
+            OverSizes("push its gradient, GB/s", result["sizes"], "variants", _GPU_PUSHES),
         ]
         title = "Units that come to a GPU and leave it, beside plain copies"
-        figures.append(Figure(_over_sizes("speeds", title, panels, "bytes of a unit"), "Medians over rounds."))
+        figures.append(over_sizes("speeds", title, panels, "bytes of a unit", "Medians over rounds."))
     if result["kernels"]:
-        figures.append(_kernels(result["kernels"][-1]))
+        figures.append(_kernels(result["kernels"]))
     if result["step"]:
-        figures.append(_gpu_step(result["step"]))
+        figures.append(_step(result["step"]))
     lead = [
-        f"{'; '.join(result['devices'])}.",
-        f"{told_ranks(result)}, torch {result['torch']}, {result['repeats']} rounds.",
+        f"{'; '.join(result['devices'])}",
+        f"{told_ranks(result)}, torch {result['torch']}, {result['repeats']} rounds",
     ]
     overhead = (result["step"] or {}).get("overhead", {})
     title = f"Fetches, pushes and kernels on {result['devices'][0]}"
     if overhead:
         name, spread = next(iter(overhead.items()))
         part = f"{abs(spread['median']):.1%} {'longer' if spread['median'] > 0 else 'less'}"
-        title = f"With {gpu_tables.CONTENDERS[name]} a step on one GPU takes {part} than plain torch's"
+        title = f"With {_CONTENDERS[name]} a step on one GPU takes {part} than plain torch's"
     return _report(title, result, lead, figures)
 
 
-def _kernels(size: Mapping[str, Any]) -> Figure:
+def _kernels(sizes: Sequence[Mapping[str, Any]]) -> Figure:
+    size = sizes[-1]
     bars = [
-        Bar(name.replace("_", " "), task["of_copy"], _OTHER if name.endswith("_torch") else Look(BLUE))
+        Bar(name.replace("_", " "), task["of_copy"], _OTHER if name.endswith(_TORCH) else Look(BLUE))
         for name, task in sorted(size["tasks"].items())
         if name != "copy"
     ]
     heading = "GB/s that have to be moved, as a multiple of a plain copy's"
     title = f"The owner's add and flattening on shards of {format_size(size['size_bytes'])}, beside torch's operators"
-    return Figure(pictures.bars("kernels", title, {heading: bars}, [".2f"], [1.0]))
+    rows = [[format_size(size["size_bytes"]), *(_task(size["tasks"], name) for name in _TASKS)] for size in sizes]
+    table = Table(
+        "Copy: GB/s read and written; add, flatten: times the copy's; times torch's",
+        ["shard", *(name.replace("_", "\n") for name in _TASKS)],
+        rows,
+        is_over_sizes=True,
+    )
+    return Figure(picture("bars", "kernels", title, {heading: bars}, [".2f"], [1.0]), tables=[table])
 
 
-def _gpu_step(step: Mapping[str, Any]) -> Figure:
-    names = {name: gpu_tables.CONTENDERS[name] for name in step["seconds"]}
+def _task(tasks: Mapping[str, Any], name: str) -> str:
+    entry = tasks.get(name) or tasks[name + _TORCH]  # without kernels torch's operators stand for them
+    if name == "copy":
+        return gb_per_s_text(entry)
+    beside = f"; {entry['of_torch']:.2f}" if entry["of_torch"] is not None else " (torch)"
+    return f"{entry['of_copy']:.2f}{beside}"
+
+
+def _step(step: Mapping[str, Any]) -> Figure:
+    labels = {name: _CONTENDERS[name] for name in step["seconds"]}
+    looks = {name: _OTHER if name == "plain" else Look(BLUE) for name in labels}
     panels = {
         "seconds per minibatch, with quartiles": [
-            Bar(label, step["seconds"][name]["median"], _step_look(name), _quartiles(step["seconds"][name]))
-            for name, label in names.items()
+            Bar(label, step["seconds"][name]["median"], looks[name], _quartiles(step["seconds"][name]))
+            for name, label in labels.items()
         ],
-        "tokens per second": [
-            Bar(label, step["tokens_per_s"][name], _step_look(name)) for name, label in names.items()
-        ],
+        "tokens per second": [Bar(label, step["tokens_per_s"][name], looks[name]) for name, label in labels.items()],
     }
-    title = f"A step of {step['model_numel'] / 1e6:,.0f} M parameters in {step['param_dtype']} on one rank"
-    return Figure(pictures.bars("step", title, panels, [".4f", ",.0f"], [None, None]))
+    return side_by_side(
+        "step",
+        f"A step of {step['model_numel'] / 1e6:,.0f} M parameters in {step['param_dtype']} on one rank",
+        panels,
+        [".4f", ",.0f"],
+        [None, None],
+        f"Losses are alike within {max(step['loss_deviation'].values()):.1g} of the loss.",
+        {"overhead": {labels[name]: _percent(spread) for name, spread in step["overhead"].items()}},
+    )
 
 
-def _step_look(contender: str) -> Look:
-    return _OTHER if contender == "plain" else Look(BLUE)
-
-
-def _report(title: str, result: Mapping[str, Any], lead: Sequence[str], figures: Sequence[Figure]) -> Report:
-    left_out = [f"Left out: {name}, {reason}." for name, reason in result["left_out"].items()]
-    tables = {"Goals": {_goal(goal): _verdict(goal) for goal in result["goals"]}} if result.get("goals") else {}
-    return Report(title, [*lead, f"{told_load(result).capitalize()}."], left_out, figures, tables)
-
-
-def _goal(goal: Mapping[str, Any]) -> str:
-    size = goal.get("size_bytes")
-    words = [goal["goal"], goal.get("variant", ""), "" if size is None else format_size(size)]
-    return " ".join(word.replace("_", " ") for word in words if word)
-
-
-def _verdict(goal: Mapping[str, Any]) -> str:
-    return f"{goal['figure']:.3g}, goal {goal['expected']:g}: {'reached' if goal['reached'] else 'not reached'}"
+def _percent(spread: Mapping[str, float]) -> str:
+    return f"{spread['median']:+.1%} [{spread['low']:+.1%}, {spread['high']:+.1%}]"
 
 
 def _quartiles(spread: Mapping[str, float]) -> tuple[float, float]:
     return spread["low"], spread["high"]
 
 
-def _gb_per_s(entry: Mapping[str, Any]) -> float | None:
-    """Return the median, or None where nothing moves."""
-    return entry["gb_per_s"]["median"] if entry["gb_per_s"] else None
-
-
-def _named(sizes: Sequence[Mapping[str, Any]], part: str, titles: Mapping[str, str] | None = None) -> dict[str, Line]:
-    """Return a line for whatever was measured in some size, or for those of it that have a title."""
-    measured = dict.fromkeys(name for size in sizes for name in size[part])
-    if titles is None:
-        titles = {name: name.replace("_", " ") for name in measured}
-    shown = [(name, " ".join(title.split())) for name, title in titles.items() if name in measured]
-    return {name: (title, *look) for (name, title), look in zip(shown, cycle(_LINES), strict=False)}
-
-
-def _panel(
-    heading: str,
-    sizes: Sequence[Mapping[str, Any]],
-    part: str,
-    drawn: Mapping[str, Line],
-    figure: Callable[[Mapping[str, Any]], float | None] = _gb_per_s,
-) -> Panel:
-    """Return a curve over sizes for each line of which there is a figure in any of them."""
-    found = []
-    for name, (label, look, marker) in drawn.items():
-        figures = [(size["size_bytes"], figure(size[part][name])) for size in sizes if name in size[part]]
-        points = [(x, y) for x, y in figures if y is not None]
-        if points:
-            x, y = zip(*points, strict=True)
-            found.append(Curve(label, x, y, look, marker))
-    return Panel(heading, found, "log", 3.4)
-
-
-def _over_sizes(name: str, title: str, panels: Sequence[Panel], xlabel: str) -> Picture:
-    return pictures.curves(name, title, panels, xlabel, lambda x: format_size(round(x)))
+def _report(
+    title: str,
+    result: Mapping[str, Any],
+    lead: Sequence[str],
+    figures: Sequence[Figure],
+    tables: Sequence[Table] = (),
+) -> Report:
+    left_out = [f"left out: {name}, {reason}" for name, reason in result["left_out"].items()]
+    return Report(title, [*lead, told_load(result)], left_out, figures, [*tables, *goals(result)])

@@ -2,9 +2,9 @@
 
 import pytest
 from progress_result import LEFT_OUT, get, polite, push, result
+from shown import shown
 
 from odc_mpi.bench.progress.benchmark import _async_progress, judge
-from odc_mpi.bench.progress.run import report
 
 
 def verdicts(read, politeness, pushed):
@@ -79,25 +79,24 @@ def test_whether_mpich_has_a_thread_of_its_own(library, value, on):
 
 
 def test_the_tables_fit():
-    shown = report(result())
-    assert max(map(len, shown.splitlines())) <= 80
+    told = shown(result())
+    assert "…" not in told
     for words in (
-        "Open MPI 5.0.11, 2 ranks on 2 nodes, 9 rounds",
+        "Open MPI 5.0.11, 2 ranks on 2 nodes, 9 rounds; rank 0 turns to rank 1",
         "cores that the ranks keep to: 0, 1",
         "load of the node: 0.5 before, 2.0 after",
-        "rank 0 turns to rank 1, on another node",
-        "without any thread, 100 steps took 0.2500 s",
-        f"left out: accumulate of 32M: {LEFT_OUT}",
+        f"left out: accumulate of 32M, {LEFT_OUT}",
         "0.84 ± 10%",
         "4 (8)",
     ):
-        assert words in shown, words
-    rows = [line.split() for line in shown.splitlines()]
-    assert ["accumulate", "3.2%", "2.9%", "to", "3.5%"] in rows
-    assert ["slow_down", "mailbox", "0.06", "<=", "0.05:", "no"] in rows
-    assert ["mailbox_of_put", "8M", "mailbox", "0.5", ">=", "0.25:", "yes"] in rows
+        assert words in told, words
+    rows = [line.split() for line in told.splitlines()]
+    assert ["no", "thread", "0.2500", "[0.2250,", "0.2750]"] in rows
+    assert ["thread", "of", "accumulate", "0.2580", "[0.2322,", "0.2838]", "+3.2%", "[+2.9%,", "+3.5%]"] in rows
+    assert ["slow", "down", "mailbox", "0.06", "0.05", "no"] in rows
+    assert ["mailbox", "of", "put", "mailbox", "8M", "0.5", "0.25", "yes"] in rows
 
 
 def test_mpichs_own_thread_is_told():
-    shown = report(result() | {"mpich_async_progress": True})
-    assert "with MPICH's own thread, 100 steps took 0.2500 s" in shown
+    rows = [line.split() for line in shown(result() | {"mpich_async_progress": True}).splitlines()]
+    assert ["MPICH's", "own", "thread", "0.2500", "[0.2250,", "0.2750]"] in rows

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from local_transport import LocalGroup, LocalTransport
 
-from odc_mpi.bench import run_schedule as schedule_command
-from odc_mpi.bench.schedule import Runner
+from odc_mpi.bench.schedule import Runner, measure
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AgreedError
 from odc_mpi.simulate.scenario import Scenario, Trial
@@ -18,7 +17,7 @@ ALONE = SimpleNamespace(rank=0, size=1, comm=SimpleNamespace(Ibarrier=lambda: No
 def test_several_nodes_are_refused():
     """Ranks that sleep there serve nobody."""
     with pytest.raises(AgreedError, match="measures on one node, got 2"):
-        schedule_command.run(SimpleNamespace(num_nodes=2), Scenario(), 1.0, as_json=False)
+        measure(SimpleNamespace(num_nodes=2), Scenario(), 1.0)
 
 
 class All(Runner):

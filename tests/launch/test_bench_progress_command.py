@@ -66,8 +66,8 @@ def test_json_is_one_object_with_a_fixed_schema(ranks):
 def test_under_mpiexec_for_people_and_mpichs_own_thread_is_told():
     done = odc_mpi(2, *SMALL, MPIR_CVAR_ASYNC_PROGRESS=1)
     assert done.code == 0, done.err
-    own = "with MPICH's own thread" if "MPICH" in done.out.splitlines()[0] else "without any thread"
-    for words in ("2 ranks on 1 node", own, "A Get from a rank", "A push to a rank", "Goals, and whether"):
+    own = "MPICH's own thread" if "MPICH" in done.out.splitlines()[0] else "no thread"
+    for words in ("2 ranks on 1 node", own, "A Get from a rank", "To a rank that computes", "Goals"):
         assert words in done.out, words
     assert "measuring Gets of 64, 100K from rank 1" in done.err
 

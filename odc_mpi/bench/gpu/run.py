@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from odc_mpi.bench.measure import parse_sizes, speaker
+from odc_mpi.bench.measure import parse_sizes, show, speaker
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.launch import Ending, launched_rank, take_part
 from odc_mpi.stack.gpu import has_gpu
@@ -98,7 +98,7 @@ def _tell(ending: Ending, as_json: bool) -> int:
     """Print what is known and return the exit code."""
     result, failure = outcome(ending)
     if result.get("sizes") or result.get("kernels") or result.get("step"):
-        _print(result, as_json)
+        show(result, as_json)
     if ending.failure:
         print(f"The last lines of the failed process:\n{ending.last_words or '(none)'}", file=sys.stderr, flush=True)
     error = (ending.news or {}).get("error")
@@ -108,17 +108,6 @@ def _tell(ending: Ending, as_json: bool) -> int:
         print(f"odc-mpi: error: {failure}", file=sys.stderr, flush=True)
         return 1
     return 0
-
-
-def _print(result: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(result, allow_nan=False), flush=True)
-        return
-    # Not at the top: both take a while, and there may be nothing to show.
-    from odc_mpi.observe.terminal import make_console
-    from odc_mpi.report.gpu_tables import gpu_tables
-
-    make_console().print(gpu_tables(result))
 
 
 def _say(news: Mapping[str, Any]) -> None:

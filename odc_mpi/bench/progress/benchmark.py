@@ -48,6 +48,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from odc_mpi.bench.fetch_and_push import require_host_memory
+from odc_mpi.bench.measure import Goal
 from odc_mpi.bench.progress import gets, politeness, pushes
 from odc_mpi.bench.progress.computing import find_target, take_one_core_each
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES
@@ -56,8 +57,8 @@ from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
 from odc_mpi.wording import format_size
 
-#: What each goal expects, and whether that is the least; else it is the most.
-GOALS = {"get_delay_s": (5e-3, False), "slow_down": (0.05, False), "mailbox_of_put": (0.25, True)}
+GET_DELAY, SLOW_DOWN = Goal("get_delay_s", "<=", 5e-3), Goal("slow_down", "<=", 0.05)
+MAILBOX_OF_PUT = Goal("mailbox_of_put", ">=", 0.25)
 #: How MPICH writes that something is on.
 _ON = ("1", "y", "yes", "t", "true", "on")
 
@@ -130,20 +131,18 @@ def judge(read: list[dict[str, Any]], polite: dict[str, Any], pushed: list[dict[
     for size in read:
         kinds = {name: entry["median_s"] for name, entry in size["kinds"].items()}
         idle_s = kinds.pop("idle")
-        judged += [_verdict("get_delay_s", size["size_bytes"], name, kinds[name] - idle_s) for name in kinds]
-    judged += [_verdict("slow_down", None, name, spread["median"]) for name, spread in polite["slow_down"].items()]
+        judged += [
+            GET_DELAY.judge(median_s - idle_s, size_bytes=size["size_bytes"], variant=name)
+            for name, median_s in kinds.items()
+        ]
+    judged += [
+        SLOW_DOWN.judge(spread["median"], size_bytes=None, variant=name) for name, spread in polite["slow_down"].items()
+    ]
     for size in pushed:
         mailbox = size["variants"].get("mailbox")
         if mailbox is not None and mailbox["of_put"] is not None:
-            judged.append(_verdict("mailbox_of_put", size["size_bytes"], "mailbox", mailbox["of_put"]))
+            judged.append(MAILBOX_OF_PUT.judge(mailbox["of_put"], size_bytes=size["size_bytes"], variant="mailbox"))
     return judged
-
-
-def _verdict(goal: str, size_bytes: int | None, variant: str, figure: float) -> dict[str, Any]:
-    expected, at_least = GOALS[goal]
-    reached = figure >= expected if at_least else figure <= expected
-    entry = {"goal": goal, "size_bytes": size_bytes, "variant": variant}
-    return entry | {"figure": figure, "expected": expected, "reached": reached}
 
 
 def _require(world: World, sizes: list[int], push_sizes: list[int]) -> None:

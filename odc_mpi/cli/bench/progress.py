@@ -2,12 +2,9 @@
 
 import argparse
 
-from odc_mpi.cli.bench.under_mpiexec import add_rounds, check_ranks, start_ranks, world_of
-from odc_mpi.cli.imports import no_collections
+from odc_mpi.cli.bench.under_mpiexec import add_rounds, measure_on_ranks
 from odc_mpi.cli.options import positive
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.launch import is_launched
-from odc_mpi.runtime.ranks import on_ranks, start_of_mpi
 
 HELP = "reading from and pushing to ranks that compute, and what serving costs them"
 DESCRIPTION = "What the progress thread achieves and costs."
@@ -36,16 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
     sizes, push_sizes = parse_sizes(arguments.sizes), parse_sizes(arguments.push_sizes, "--push-sizes")
     if arguments.ranks == 1:
         raise UserError("--ranks 1: expected two or more, of which one computes")
-    if not is_launched():
-        return start_ranks(arguments, arguments.ranks or 2)
-    # Not before here, and MPI last: see `odc_mpi.cli.train`.
-    with no_collections(), start_of_mpi():
-        from odc_mpi.bench.progress import run as progress_command
-
-    world = world_of(arguments)
-
-    def work() -> None:
-        check_ranks(arguments, world)
-        progress_command.run(world, sizes, push_sizes, arguments.repeats, arguments.budget_s, arguments.json)
-
-    return on_ranks(world, work)
+    return measure_on_ranks(
+        arguments,
+        arguments.ranks or 2,
+        "odc_mpi.bench.progress.benchmark",
+        lambda progress, world, say: progress.measure(
+            world, sizes, push_sizes, arguments.repeats, arguments.budget_s, say
+        ),
+    )

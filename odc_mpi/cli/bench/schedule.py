@@ -3,12 +3,9 @@
 import argparse
 from dataclasses import replace
 
-from odc_mpi.cli.bench.under_mpiexec import check_ranks, start_ranks, world_of
-from odc_mpi.cli.imports import no_collections
+from odc_mpi.cli.bench.under_mpiexec import measure_on_ranks
 from odc_mpi.cli.options import step_seconds
 from odc_mpi.cli.scenario import RANKS, add_scenario, scenario_of
-from odc_mpi.runtime.launch import is_launched
-from odc_mpi.runtime.ranks import on_ranks, start_of_mpi
 
 HELP = "windows, collectives and tickets on many ranks, with sleeps in place of computation"
 DESCRIPTION = "Speed-ups of windows over collectives on the real runtime."
@@ -29,17 +26,11 @@ def run(arguments: argparse.Namespace) -> int:
         UserError: An option is wrong.
     """
     scenario = scenario_of(arguments)
-    if not is_launched():
-        return start_ranks(arguments, scenario.ranks)
-    # Not before here, and MPI last: see `odc_mpi.cli.train`.
-    with no_collections(), start_of_mpi():
-        from odc_mpi.bench import run_schedule
-
-    world = world_of(arguments)
-
-    def work() -> None:
-        check_ranks(arguments, world)
-        here = world.agree(lambda: replace(scenario, ranks=world.size))
-        run_schedule.run(world, here, arguments.step_s, arguments.json)
-
-    return on_ranks(world, work)
+    return measure_on_ranks(
+        arguments,
+        scenario.ranks,
+        "odc_mpi.bench.schedule",
+        lambda schedule, world, say: schedule.measure(
+            world, world.agree(lambda: replace(scenario, ranks=world.size)), arguments.step_s, say
+        ),
+    )

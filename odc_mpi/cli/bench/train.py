@@ -4,11 +4,10 @@ import argparse
 import importlib
 from pathlib import Path
 
-from odc_mpi.cli.bench.under_mpiexec import add_rounds, check_ranks, start_ranks, world_of
+from odc_mpi.cli.bench.under_mpiexec import add_rounds, measure_on_ranks
 from odc_mpi.cli.imports import no_collections
 from odc_mpi.cli.options import positive
 from odc_mpi.runtime.launch import is_launched
-from odc_mpi.runtime.ranks import on_ranks, start_of_mpi
 
 HELP = "training with windows beside FSDP2, collectives and a single process"
 DESCRIPTION = "Tokens per second of every way to train."
@@ -27,18 +26,14 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: An option is wrong.
     """
-    if not is_launched():
-        return start_ranks(arguments, arguments.ranks or 2)
-    # Not before here, and MPI last: see `odc_mpi.cli.train`.
-    with no_collections():
-        importlib.import_module("odc_mpi.models.build")
-    with no_collections(), start_of_mpi():
-        from odc_mpi.bench import run_train
-
-    world = world_of(arguments)
-
-    def work() -> None:
-        check_ranks(arguments, world)
-        run_train.run(world, arguments.config, arguments.steps, arguments.repeats, arguments.json)
-
-    return on_ranks(world, work)
+    if is_launched():  # a library that fails to load does so before MPI starts
+        with no_collections():
+            importlib.import_module("odc_mpi.models.build")
+    return measure_on_ranks(
+        arguments,
+        arguments.ranks or 2,
+        "odc_mpi.bench.train",
+        lambda train, world, say: train.measure(
+            world, train.configuration(world, arguments.config, say), arguments.steps, arguments.repeats, say
+        ),
+    )

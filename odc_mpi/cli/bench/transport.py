@@ -1,12 +1,8 @@
 """`odc-mpi bench transport`, fetches and pushes: its options and its run."""
 
 import argparse
-import json
 
-from odc_mpi.cli.bench.under_mpiexec import add_rounds, check_ranks, start_ranks, world_of
-from odc_mpi.cli.imports import no_collections
-from odc_mpi.runtime.launch import is_launched
-from odc_mpi.runtime.ranks import on_ranks, start_of_mpi
+from odc_mpi.cli.bench.under_mpiexec import add_rounds, measure_on_ranks
 
 HELP = "fetches and pushes beside memcpy, MPI's collectives and gloo"
 DESCRIPTION = "GB/s of fetching units and pushing gradients."
@@ -24,26 +20,12 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: An option is wrong.
     """
-    from odc_mpi.bench.measure import DEFAULT_SIZES, parse_sizes, speaker
+    from odc_mpi.bench.measure import DEFAULT_SIZES, parse_sizes
 
     sizes = parse_sizes(DEFAULT_SIZES if arguments.sizes is None else arguments.sizes)
-    if not is_launched():
-        return start_ranks(arguments, arguments.ranks or 2)
-    # Not before here, and MPI last: see `odc_mpi.cli.train`.
-    from odc_mpi.bench.transport_tables import transport_tables
-    from odc_mpi.observe.terminal import make_console
-
-    with no_collections(), start_of_mpi():
-        from odc_mpi.bench.transport import measure
-
-    world = world_of(arguments)
-
-    def work() -> None:
-        check_ranks(arguments, world)
-        result = measure(world, sizes, arguments.repeats, speaker(world.rank))
-        if world.rank == 0 and arguments.json:
-            print(json.dumps(result), flush=True)
-        elif world.rank == 0:
-            make_console().print(transport_tables(result))
-
-    return on_ranks(world, work)
+    return measure_on_ranks(
+        arguments,
+        arguments.ranks or 2,
+        "odc_mpi.bench.transport",
+        lambda transport, world, say: transport.measure(world, sizes, arguments.repeats, say),
+    )

@@ -1,0 +1,31 @@
+"""A report on the terminal: its sentences, and tables of the figures that a page draws. Local."""
+
+import textwrap
+
+from rich.box import SIMPLE
+from rich.console import Group, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from odc_mpi.report.page import Report, Table
+
+
+def rendered(report: Report) -> Group:
+    """Lay a report out for a terminal of 80 columns or more. Local."""
+    parts: list[RenderableType] = [Text(line) for line in (*report.lead, *report.notes)]
+    for figure in report.figures:
+        parts += [Text(), Text(figure.picture.title, "bold"), *map(_table, figure.tables)]
+        parts += [Text(figure.caption)] if figure.caption else []
+    for table in report.tables:
+        parts += [Text(), _table(table)]
+    return Group(*parts)
+
+
+def _table(table: Table) -> RichTable:
+    shown = RichTable(box=SIMPLE, pad_edge=False, title=Text(table.heading), title_justify="left", title_style="")
+    for i, column in enumerate(table.columns):
+        heading = "\n".join(textwrap.fill(line, 14, break_long_words=False) for line in column.splitlines())
+        shown.add_column(heading, justify="left" if i == 0 and not table.is_over_sizes else "right", no_wrap=True)
+    for row in table.rows:
+        shown.add_row(*map(Text, row))
+    return shown
