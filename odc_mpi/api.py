@@ -45,11 +45,11 @@ def shard_model(
         module: Any module. Where ranks hold different values, those of rank 0 count.
         world: The ranks.
         units: Classes, class names or submodules whose parameters are fetched together, such as a transformer's block;
-            by default the module's `_no_split_modules`. What is left is the root unit, which stays for a whole
-            minibatch.
-        param_dtype: In which parameters are hosted, fetched and computed with; by default the module's own. Where it is
-            narrower than fp32, owners keep an fp32 master of their slices for the optimizer.
-        reduce_dtype: In which gradients are summed: float32 or float64, by default the wider of float32 and
+            by default the module's `_no_split_modules`. All other parameters form the root unit, which stays for a
+            whole minibatch.
+        param_dtype: Type in which parameters are hosted, fetched and computed with; by default the module's own. Where
+            it is narrower than fp32, owners keep an fp32 master of their slices for the optimizer.
+        reduce_dtype: Type in which gradients are summed: float32 or float64, by default the wider of float32 and
             `param_dtype`.
         activation_checkpointing: Keep only the inputs of each unit for the backward, and run its forward again there.
         prefetch: How many units to fetch ahead of their use, beside the computation; each beyond the first takes memory
@@ -58,7 +58,7 @@ def shard_model(
         decision: How ranks reach each other; by default what `decide_for` finds best over windows. With
             `decide_for(world, transport="collective")` the model does what FSDP does, for comparison: every rank must
             then run the same number of microbatches, with `ShardedModel.padding` if need be, and nothing is prefetched.
-        mailbox_bytes: Where gradients go through a mailbox: memory of this rank for those on their way to it.
+        mailbox_bytes: Where gradients go through a mailbox: memory on this rank for gradients on their way to it.
         device: Where the model computes: cpu, or cuda, of a node's GPUs the one with this rank's local number. The
             shards are on the host, and a GPU holds no parameters but those of the units in use, unless `decision` has
             windows on the GPUs (docs/gpu.md).
@@ -103,16 +103,16 @@ def decide_for(
     device: str = "cpu",
     tickets: bool = False,
 ) -> Decision:
-    """Find out what this MPI stack does, and decide how ranks reach each other. Collective; takes up to two seconds.
+    """Probe this MPI stack and decide how ranks reach each other. Collective; takes up to two seconds.
 
-    Where all is set nothing is tried. Windows on GPUs are not tried at all, since that may end the job: what counts is
-    what `odc-mpi doctor` has found in the same layout.
+    If every setting is given, nothing is probed. Windows on GPUs are never probed here, since a trial may end the job:
+    the findings of `odc-mpi doctor` in the same layout count.
 
-    What was found is kept for the next run on the same stack, in `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi`.
+    The findings are cached for the next run on the same stack, in `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi`.
 
     Args:
         world: The ranks.
-        transport: window, or collective: all-gather and reduce-scatter, the baseline. It takes nothing to find out.
+        transport: window, or collective: all-gather and reduce-scatter, the baseline. It needs no probe.
         zero_copy: auto, or off: ranks of a node do not read each other's parameters in place.
         reduction: auto, or how gradients reach their owners: accumulate or mailbox.
         progress: auto, or whether a thread serves other ranks while this one computes: off or thread.

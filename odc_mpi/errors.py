@@ -20,14 +20,14 @@ class TrainingError(RuntimeError):
 
 
 class StoppedError(RuntimeError):
-    """A run that ends early because it was asked to, after saving; every rank raises it."""
+    """A run that ends early on request, after saving; every rank raises it."""
 
 
 def unusable(error: OSError) -> UserError:
-    """Say in one line which file could not be used, and why: a folder that is somebody else's, a name too long. Local.
+    """Return an error in one line about a file that cannot be used, such as one without permission. Local.
 
     Raises:
-        OSError: The same, if it is about no file: then it is nobody's mistake.
+        OSError: The same error, if it names no file: then it is not the user's mistake.
     """
     if error.filename is None:
         raise error

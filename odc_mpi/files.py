@@ -11,12 +11,12 @@ from odc_mpi.errors import warn
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file such that a reader, and whoever comes after a crash, sees the old one or the new one. Local.
+    """Replace a file; a reader sees the old or the new content, also after a crash. Local.
 
-    One process at a time may, as the temporary file beside it always has the same name.
+    One process at a time may call this for a path: the temporary file beside it always has the same name.
 
     Raises:
-        OSError: It cannot be written; the old one stays.
+        OSError: The file cannot be written; the old one stays.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -33,17 +33,17 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def swap_text(path: Path, text: str, *, private: bool) -> None:
-    """Write a file such that a reader sees the old one or the new one; after a crash it may be empty. Local.
+    """Replace a file; a reader sees the old or the new content. After a crash the file may be empty. Local.
 
-    Any number of processes may at a time: each has a temporary file of its own, and the last one wins.
+    Several processes may call this for a path: each has a temporary file of its own, and the last one wins.
 
     Args:
-        path: In a folder that exists.
-        text: What it is to hold.
-        private: For this user only; else as any new file of this process.
+        path: The file, in a directory that exists.
+        text: The new content.
+        private: Whether only this user may read the file; else it has the permissions of any new file.
 
     Raises:
-        OSError: It cannot be written; the old one stays.
+        OSError: The file cannot be written; the old one stays.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -87,7 +87,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def keep(path: Path, text: str) -> None:
-    """Write a file of a run that is under way, or say loudly that it is lost: none is worth the run. Local."""
+    """Write a file of a run, or warn that it is lost: no such file is worth ending the run. Local."""
     try:
         replace_text(path, text)
     except OSError as error:
@@ -95,12 +95,12 @@ def keep(path: Path, text: str) -> None:
 
 
 def warn_lost(path: Path, error: OSError) -> None:
-    """Say that a file, or a part of it, is lost, and that the run goes on. Local."""
+    """Warn that a file, or a part of it, is lost, and that the run goes on. Local."""
     warn(f"WARNING: cannot write {path}: {error.strerror}: it is incomplete or missing; the run goes on without")
 
 
 def sync_file(path: Path) -> None:
-    """See the content of a file on the disk, or a crash could leave an empty file under a good name. Local."""
+    """Flush the content of a file to the disk; else a crash could leave an empty file under a good name. Local."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,7 +109,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """See the names in a directory on the disk, where the file system can tell. Local."""
+    """Flush the names in a directory to the disk, where the file system supports it. Local."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,7 +121,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory, and those above it that are missing, with their names on the disk. Local."""
+    """Make a directory and its missing parents, and flush their names to the disk. Local."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:

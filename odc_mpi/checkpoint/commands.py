@@ -1,4 +1,4 @@
-"""What `odc-mpi checkpoint list | verify | show` say. One process, no communication."""
+"""The output of `odc-mpi checkpoint list | verify | show`. One process, no communication."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -15,10 +15,10 @@ _PART_NUMEL = 1 << 22
 
 
 def newest(path: Path) -> Checkpoint:
-    """Open the newest complete checkpoint that a path means, or the one that it names. Local.
+    """Open the newest complete checkpoint of a run, or the checkpoint that the path names. Local.
 
     Raises:
-        UserError: There is none.
+        UserError: There is no checkpoint.
     """
     found = directories(path)
     complete = [directory for directory in found if (directory / MANIFEST).exists()]
@@ -29,7 +29,7 @@ def list_lines(path: Path) -> Iterator[str]:
     """Yield a line for each checkpoint, the oldest first. Local.
 
     Raises:
-        UserError: There are none.
+        UserError: There are no checkpoints.
     """
     for directory in directories(path):
         try:
@@ -43,10 +43,10 @@ def list_lines(path: Path) -> Iterator[str]:
 
 
 def verify(path: Path) -> tuple[list[str], int]:
-    """Read every byte of every checkpoint that a path means. Local.
+    """Read every byte of the checkpoints of a run, or of one checkpoint. Local.
 
     Returns:
-        A line for each checkpoint and for all damage, and how many are not known to be intact.
+        A line for each checkpoint and for each damage, and the number of checkpoints that are not known to be intact.
     """
     lines, num_damaged = [], 0
     for directory in directories(path):
@@ -64,7 +64,7 @@ def verify(path: Path) -> tuple[list[str], int]:
 
 
 def show_lines(path: Path) -> Iterator[str]:
-    """Yield what a checkpoint holds: a line for each tensor, with its norm. Local; a part of a tensor at a time."""
+    """Yield a line for each tensor of a checkpoint, with its norm. Local; reads a part of a tensor at a time."""
     with newest(path) as checkpoint:
         manifest = checkpoint.manifest
         yield f"{checkpoint.directory}  step {manifest.step}, ranks {manifest.size}, optimizer {manifest.optimizer}"

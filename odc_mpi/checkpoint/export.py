@@ -1,6 +1,6 @@
 """From a checkpoint to a Hugging Face directory: config.json, safetensors, the tokenizer's files. One process.
 
-A file of weights at a time is in memory, never the model. Optimizer state stays behind.
+The weights of one file at a time are in memory, never the whole model. Optimizer state is not exported.
 """
 
 import json
@@ -18,7 +18,7 @@ from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.data.tokenizer import directory_beside, tokenizer_files, write_files
 from odc_mpi.errors import UserError, in_one_line
 
-#: Of weights in one file; a larger tensor has a file of its own.
+#: Bytes of weights in one file; a larger tensor has a file of its own.
 FILE_BYTES = 1 << 30
 _WEIGHTS, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 
@@ -27,10 +27,10 @@ def export(checkpoint: Checkpoint, out: Path, dtype: str | None = None, file_byt
     """Write a model such that `AutoModelForCausalLM.from_pretrained(out)` loads it. Local.
 
     Args:
-        checkpoint: Of a run of `odc-mpi train`.
+        checkpoint: A checkpoint of `odc-mpi train`.
         out: A directory that does not exist or is empty; it appears complete or not at all.
-        dtype: Of floating-point weights, in torch's name; by default that in which the run computed.
-        file_bytes: Of weights in one file.
+        dtype: Type of floating-point weights, as torch names it; by default the type in which the run computed.
+        file_bytes: The most bytes of weights in one file.
 
     Returns:
         The names of the files.
@@ -73,7 +73,7 @@ def _write_weights(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, file_b
 
 
 def _write_file(checkpoint: Checkpoint, path: Path, names: list[str], dtype: torch.dtype) -> int:
-    """Write some tensors, which are let go before those of the next file are read; return their bytes."""
+    """Write the tensors of one file, return their bytes; they are freed before the next file is read."""
     tensors = {name: _tensor(checkpoint, name, dtype) for name in names}
     save_file(tensors, path, metadata={"format": "pt"})
     return sum(tensor.nbytes for tensor in tensors.values())
@@ -100,18 +100,18 @@ def _tensor(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tens
     record = checkpoint.record(f"{MODEL}/{name}")
     numel = torch.Size(record.shape).numel()
     whole = read_tensor(checkpoint, f"{MODEL}/{name}", 0, numel).reshape(record.shape)
-    # Buffers keep their type: they are not what the precision of the training is about.
+    # Buffers keep their type: the precision of the training is that of parameters.
     return whole.to(dtype) if whole.is_floating_point() and record.kind != "buffer" else whole
 
 
 def _config(about: Any, dtype: str) -> dict[str, Any]:
     config = {**about["transformers_config"], "architectures": about["architectures"], "dtype": dtype}
-    config.pop("use_cache", None)  # the training does without, whoever generates should not
+    config.pop("use_cache", None)  # training turns the cache off; generation needs it
     return config
 
 
 def _tokenizer_of(config: Any) -> dict[str, bytes]:
-    """Read the files of the tokenizer that the data was prepared with, wherever a run may have it."""
+    """Read the files of the tokenizer of the training data: from the data set, else beside it, else of the model."""
     data = Path(config["data"]["path"])
     places = [data, directory_beside(data)]
     if config["model"]["path"] is not None:

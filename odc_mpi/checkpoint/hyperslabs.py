@@ -1,4 +1,4 @@
-"""Where a stretch of a flattened tensor lies in the tensor itself. Pure arithmetic."""
+"""From a range of a flattened tensor to boxes of the tensor itself. Pure arithmetic."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,17 +10,17 @@ Box = tuple[tuple[int, int], ...]
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Box]]:
     """Cut elements `[start, stop)` of a flattened tensor into boxes, in order. Local.
 
-    A stretch that begins and ends inside rows is the end of a row, whole rows, and the beginning of a row; the parts of
+    A range that begins and ends inside rows is the end of a row, whole rows, and the beginning of a row; the parts of
     rows are cut in the same way.
 
     Args:
-        shape: Of the tensor, one dimension at least.
+        shape: Shape of the tensor, at least one dimension.
         start: First element.
         stop: One past the last.
 
     Yields:
-        First and one past the last element of the flattened tensor, and the box that they fill, whose elements are in
-        the same order.
+        First and one past the last element of the flattened tensor, and their box, whose elements are in the same
+        order.
     """
     if start >= stop:
         return

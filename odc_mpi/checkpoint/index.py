@@ -1,8 +1,8 @@
 """index.h5: every tensor whole, by its name, for anyone with HDF5. Local.
 
-Each is a virtual data set: HDF5 puts it together from the ranks' files beside it when it is read. Where one of them is
-missing HDF5 reads the fill value without a word. That is NaN, so that it shows; and nothing here reads a checkpoint
-through its index.
+Each tensor is a virtual data set: HDF5 assembles it from the ranks' files when it is read. Where a file is missing HDF5
+reads the fill value without an error. The fill value is NaN, so that the loss shows; and this package never reads a
+checkpoint through its index.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ _NAN_BITS = {"bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
 
 
 def write_index(directory: Path, manifest: Manifest) -> FileRecord:
-    """Write the index of a checkpoint whose ranks' files are all there, and see it on the disk. Local."""
+    """Write the index of a checkpoint whose ranks' files are all there, and flush it to the disk. Local."""
     path = directory / INDEX
     with h5py.File(path, "x", locking=False) as file:
         file.attrs.update(format=FORMAT, version=VERSION, step=manifest.step, size=manifest.size)
@@ -49,7 +49,7 @@ def _show(file: h5py.File, name: str, record: TensorRecord, directory: Path, ste
 
 
 def _fill(dtype: str, stored: np.dtype) -> int | float:
-    """Return what shows where a file is missing: NaN, or the largest integer."""
+    """Return the fill value of a type: NaN, or the largest integer."""
     if stored.kind == "f":
         return np.nan
     return _NAN_BITS.get(dtype, int(np.iinfo(stored).max))

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what is in it, which files it is made of, and how to know that they are whole.
+"""The manifest of a checkpoint: its tensors, its files, and their checksums.
 
-A checkpoint is a directory `step_00000100`. It exists if and only if its manifest.json is there and intact: that is
-written last. The manifest holds a checksum of each file but for the tensors in it, among it the file's own table of
-checksums of the tensors, block by block: so every byte is covered, and rank 0 need not see those of others.
+A checkpoint is a directory `step_00000100`. It exists if and only if its manifest.json is there and intact: it is
+written last. The manifest holds a checksum of each file without its tensors. This checksum covers the file's own table
+of checksums of the tensors, block by block: so every byte is covered, and rank 0 does not read other ranks' files.
 """
 
 import json
@@ -18,11 +18,11 @@ from odc_mpi.errors import UserError, in_one_line
 
 FORMAT, VERSION = "odc_mpi.checkpoint", 2
 MANIFEST, INDEX = "manifest.json", "index.h5"
-#: In a run directory.
+#: The directory of checkpoints in a run directory.
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step_(\d{8,})")
 
-#: How torch's types are stored, in numpy's names. HDF5 knows neither bf16 nor fp8: these are kept as plain bits.
+#: The stored type of each torch type, as numpy names it. HDF5 knows neither bf16 nor fp8: these are kept as plain bits.
 STORED_AS = {
     **{f"float{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)},
     **{f"{sign}int{bits}": f"<{sign or 'i'}{bits // 8}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
@@ -34,17 +34,17 @@ STORED_AS = {
 
 
 class VersionError(UserError):
-    """A checkpoint that is whole, as far as can be told, and of another version of the format."""
+    """A checkpoint of another version of the format, which may be intact."""
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor and who holds which part of it.
+    """A tensor and the ranks that hold its parts.
 
     Attributes:
         kind: trainable or frozen, a parameter; buffer, what is not sharded; state, of the optimizer.
-        dtype: In torch's name.
-        shape: The whole.
+        dtype: Type, as torch names it.
+        shape: Shape of the whole tensor.
         pieces: Rank, first and one past the last element of the flattened tensor; in order, none empty.
     """
 
@@ -56,7 +56,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """How long a file is, and the CRC-32 of all its bytes but for those of tensors."""
+    """The length of a file, and the CRC-32 of all its bytes except those of tensors."""
 
     num_bytes: int
     checksum: int
@@ -64,16 +64,16 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
         step: Steps that were done.
-        size: Ranks that wrote it.
-        tensors: By the path of their data sets, such as model/layers.0.weight and optimizer/exp_avg/layers.0.weight.
-        scalars: Of the optimizer, by name and the parameter's name: what it keeps one number of, such as its steps.
-        optimizer: Name of its class.
-        about: Everything else, as JSON takes it: the run's configuration, the place in the data, versions.
-        files: By name.
+        size: Number of ranks that wrote the checkpoint.
+        tensors: Tensors by path of their data sets, such as model/layers.0.weight, optimizer/exp_avg/layers.0.weight.
+        scalars: Optimizer state of one number for each parameter, such as its steps, by name and parameter.
+        optimizer: Name of the optimizer's class.
+        about: Other values for JSON: the run's configuration, the position in the data, versions.
+        files: Files by name.
     """
 
     step: int
@@ -88,8 +88,8 @@ class Manifest:
 def shard_name(step: int, rank: int) -> str:
     """Return the name of a rank's file. Local.
 
-    The step is in it because HDF5, where a file that an index refers to is missing, also looks for that name in the
-    current directory, which may be another checkpoint.
+    The name contains the step because HDF5 also looks for a missing file of an index in the current directory, which
+    may be another checkpoint.
     """
     return f"{step_name(step)}_rank_{rank:05d}.h5"
 
@@ -100,7 +100,7 @@ def step_name(step: int) -> str:
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
-    """Return the directories that have a checkpoint's name, by step, the oldest first. Local."""
+    """Return the directories named as checkpoints, by step, the oldest first. Local."""
     if not directory.is_dir():
         return {}
     found = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
@@ -108,8 +108,8 @@ def steps_in(directory: Path) -> dict[int, Path]:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write a manifest, and see it on the disk. Local."""
-    # As a reader will have it: JSON turns keys that are numbers into text, which sorts otherwise.
+    """Write a manifest and flush it to the disk. Local."""
+    # Checksum of the content as a reader gets it: JSON turns numeric keys into text, which sorts differently.
     body = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}))
     document = {**body, "checksum": _checksum(body)}
     with path.open("w", encoding="utf-8") as file:
@@ -123,7 +123,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a checkpoint. Local.
 
     Raises:
-        UserError: There is none, it is damaged, or it is of another version.
+        UserError: The manifest is missing, damaged, or of another version.
     """
     path = directory / MANIFEST
     try:

@@ -23,7 +23,7 @@ from odc_mpi.checkpoint.manifest import (
 from odc_mpi.checkpoint.shard_file import ShardFile, checksum_of_file, stored_type
 from odc_mpi.errors import UserError
 
-#: Files held open: of a thousand ranks' one rank alone may have to read all.
+#: The most files held open: one rank may have to read the files of a thousand ranks.
 _MAX_OPEN = 64
 
 
@@ -31,14 +31,14 @@ class Checkpoint:
     """A complete checkpoint. A context manager; closes twice without harm.
 
     Args:
-        directory: Of the checkpoint.
+        directory: Directory of the checkpoint.
 
     Raises:
-        UserError: It is incomplete, damaged or of another version, as far as the manifest tells.
+        UserError: The checkpoint is incomplete, damaged or of another version, by its manifest.
 
     Attributes:
-        directory: Of the checkpoint.
-        manifest: What is in it.
+        directory: Directory of the checkpoint.
+        manifest: Content of the checkpoint.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,10 +52,10 @@ class Checkpoint:
         return self.manifest.step
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> npt.NDArray:
-        """Read elements `[start, stop)` of a flattened tensor, in the type that it is stored as. Local.
+        """Read elements `[start, stop)` of a flattened tensor, in its stored type. Local.
 
         Raises:
-            UserError: There is no such tensor, or what holds it is damaged.
+            UserError: There is no such tensor, or its file is damaged.
         """
         record = self.record(path)
         stop = int(np.prod(record.shape, dtype=np.int64)) if stop is None else stop
@@ -71,16 +71,16 @@ class Checkpoint:
         return found
 
     def record(self, path: str) -> TensorRecord:
-        """Return what the manifest says of a tensor. Local."""
+        """Return the manifest's record of a tensor. Local."""
         if path not in self.manifest.tensors:
             raise UserError(f"{self.directory} has no tensor {path}")
         return self.manifest.tensors[path]
 
     def problem(self, ranks: Iterable[int]) -> str | None:
-        """Look whether these ranks' files are there, whole, and of this checkpoint; tensors are not read. Local.
+        """Check that these ranks' files are there, intact, and of this checkpoint; tensors are not read. Local.
 
         Returns:
-            What is wrong with the first that is not; None if all is well.
+            The problem of the first bad file in words; None if there is none.
         """
         try:
             for rank in ranks:
@@ -91,7 +91,7 @@ class Checkpoint:
         return None
 
     def damage(self) -> Iterator[str]:
-        """Read every byte, and yield a sentence for everything that is damaged. Local."""
+        """Read every byte, and yield a sentence for each damage. Local."""
         for rank in range(self.manifest.size):
             try:
                 with self._open(rank) as file:
@@ -133,13 +133,13 @@ class Checkpoint:
 
 
 def directories(path: Path) -> list[Path]:
-    """Return the directories of checkpoints that a path means, the oldest first, complete or not. Local.
+    """Return the directories of checkpoints below a path, the oldest first, complete or not. Local.
 
     Args:
         path: A run directory, its directory of checkpoints, or one checkpoint.
 
     Raises:
-        UserError: There are none.
+        UserError: There are no checkpoints.
     """
     if (path / MANIFEST).exists() or steps_in(path.parent).get(_step_of(path)) == path:
         return [path]

@@ -1,11 +1,12 @@
 """Saving beside the training: a thread of each rank writes its file, one of rank 0's makes a checkpoint of them.
 
     start      after B: this rank's copy goes to its thread, which writes it; no communication from there
-    report     before A: what this rank has to tell, three numbers, with what it tells anyway
-    hear       after A: where all ranks told that the same checkpoint is written, rank 0 publishes it in a thread
+    report     before A: three numbers about this rank's file, which travel with the other numbers of point A
+    hear       after A: once all ranks have reported a checkpoint as written, rank 0 publishes it in a thread
 
-The files of a checkpoint are written into a hidden directory, the index and the manifest last, which then gets its
-name: what has the name is complete. A checkpoint that some rank could not write is removed, and the training goes on.
+The files of a checkpoint are written into a hidden directory, the index and the manifest last; then the directory gets
+its name. So a directory with the name is complete. A checkpoint that some rank could not write is removed, and the
+training goes on.
 """
 
 import os
@@ -39,9 +40,9 @@ from odc_mpi.files import sync_directory
 
 T = TypeVar("T")
 
-#: Numbers that a rank tells of its saving.
+#: Number of values in a rank's report.
 REPORT_LENGTH = 3
-#: What directories begin with that are no checkpoints yet, or no longer.
+#: Prefixes of directories that are not yet, or no longer, checkpoints.
 _UNFINISHED, _RETIRED = ".step_", ".retired_"
 
 
@@ -57,11 +58,11 @@ class Task(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, one way or the other. Local."""
+        """Whether the function has returned or raised. Local."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Return when it has ended. Local."""
+        """Wait until the function has returned or raised. Local."""
         while not self._ended.wait(0.1):  # so that signals are heard meanwhile
             pass
 
@@ -72,13 +73,13 @@ class Task(Generic[T]):
         except Exception as error:
             self.error = error
         finally:
-            self._function = None  # which holds the task before it, and that the one before ...
+            self._function = None  # it refers to the previous task, which refers to the one before ...
             self._ended.set()
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that not all ranks have told to be written."""
+    """A checkpoint that not all ranks have reported as written."""
 
     step: int
     writing: Task[FileRecord]
@@ -86,21 +87,21 @@ class _Pending:
 
 
 class Saver:
-    """Writes this rank's part of checkpoints. Local, all of it.
+    """Writes this rank's part of checkpoints. All methods are local.
 
     Args:
-        directory: Of the checkpoints; on a file system that all ranks see.
+        directory: Directory of the checkpoints, on a file system that all ranks see.
         rank: This rank.
         size: Number of ranks.
-        token: The same on every rank, and another in every run.
+        token: Name of the run, the same on every rank and different for every run.
         keep: How many complete checkpoints to keep; 0 keeps all.
-        warn: Called with a line that a person must see, from any thread.
+        warn: Called from any thread with a line for the user.
         check: Raises OSError where this run may not write any more; called from any thread.
 
     Attributes:
         num_saved: On rank 0: checkpoints that became complete.
-        num_failed: On rank 0: those that did not.
-        last_failed: On rank 0: whether the last one did not.
+        num_failed: On rank 0: checkpoints that did not.
+        last_failed: On rank 0: whether the last checkpoint did not become complete.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Whether there is a checkpoint that not all have told to be written; the same on every rank."""
+        """Whether there is a checkpoint that not all ranks have reported as written; the same on every rank."""
         return bool(self._pending)
 
     @property
@@ -137,25 +138,25 @@ class Saver:
         return writing or (self._publishing is not None and not self._publishing.done)
 
     def wait_until_written(self) -> None:
-        """Return when this rank's thread has nothing left to write. Local; the caller sets the deadline."""
+        """Wait until this rank's thread has nothing left to write. Local; the caller sets the deadline."""
         if self._pending:
             self._pending[-1].writing.wait()
 
     def start(self, step: int, entries: Sequence[Entry], manifest: Manifest | None) -> None:
-        """Have this rank's file of a checkpoint written. Local; the last one must be: `wait_until_written`.
+        """Write this rank's file of a checkpoint in a thread. Local; call `wait_until_written` before.
 
         Args:
-            step: The same on every rank.
-            entries: What to write; untouched until it is written.
-            manifest: On rank 0, but for the files.
+            step: Step of the checkpoint, the same on every rank.
+            entries: Content of the file; not to be changed until it is written.
+            manifest: The manifest without its files, on rank 0; None elsewhere.
         """
         assert not self._pending or self._pending[-1].writing.done, "two checkpoints at a time"
         self._pending.append(_Pending(step, Task(lambda: self._write(step, entries)), manifest))
 
     def report(self) -> tuple[float, float, float]:
-        """Return what to tell the other ranks: the oldest step that is written, the file's bytes and checksum. Local.
+        """Return the report for the other ranks: the oldest written step, the file's bytes and checksum. Local.
 
-        The step is negative where it could not be written, and 0 where there is nothing to tell yet.
+        The step is negative if the file could not be written, and 0 if there is nothing to report yet.
         """
         if not self._pending or not self._pending[0].writing.done:
             return 0.0, 0.0, 0.0
@@ -165,9 +166,9 @@ class Saver:
         return float(head.step), float(head.writing.result.num_bytes), float(head.writing.result.checksum)
 
     def hear(self, reports: np.ndarray) -> None:
-        """Take what all ranks told, `[size, REPORT_LENGTH]`: the same on every rank. Local.
+        """Take in the reports of all ranks, `[size, REPORT_LENGTH]`, the same on every rank. Local.
 
-        All have the same checkpoints in the same order; what all have told of is no longer pending.
+        All ranks have the same checkpoints in the same order; one that all have reported is no longer pending.
         """
         steps = reports[:, 0]
         if not self._pending or not (np.abs(steps) == self._pending[0].step).all():
@@ -179,7 +180,7 @@ class Saver:
             self._publishing = Task(lambda: self._publish(head, files, failed, before))
 
     def pending_reports(self) -> list[tuple[float, float, float]]:
-        """Return this rank's reports of all that is pending, once it is written; as long on every rank. Local."""
+        """Return this rank's reports of all pending checkpoints, once written; as many on every rank. Local."""
         self.wait_until_written()
         pending, reports = self._pending.copy(), []
         while self._pending:
@@ -189,7 +190,7 @@ class Saver:
         return reports
 
     def wait_until_published(self) -> None:
-        """Return when rank 0's thread has nothing left to publish. Local; the caller sets the deadline."""
+        """Wait until rank 0's thread has nothing left to publish. Local; the caller sets the deadline."""
         if self._publishing:
             self._publishing.wait()
 
@@ -239,12 +240,12 @@ class Saver:
 
 
 def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
-    """Make a checkpoint of a directory that has all ranks' files: it appears complete or not at all. Local.
+    """Make a checkpoint of a directory with all ranks' files: the checkpoint appears complete or not at all. Local.
 
     Args:
-        directory: Beside `goal`.
-        manifest: With the ranks' files.
-        goal: Its name from then on; a checkpoint that has the name already is replaced.
+        directory: The directory, beside `goal`.
+        manifest: The manifest with the ranks' files.
+        goal: Name of the checkpoint; an older checkpoint of this name is replaced.
 
     Raises:
         OSError: Something cannot be written.
@@ -261,7 +262,7 @@ def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Remove the oldest checkpoints until so many are left. Local; what cannot be removed stays."""
+    """Remove the oldest checkpoints until `keep` are left. Local; a checkpoint that cannot be removed stays."""
     complete = [path for path in steps_in(directory).values() if (path / MANIFEST).exists()]
     for path in complete[:-keep]:
         with suppress(OSError):
@@ -269,7 +270,7 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def clean(directory: Path) -> int:
-    """Remove what killed runs left half-written, and return how many that were. Local; nobody may be writing there."""
+    """Remove the incomplete checkpoints of killed runs; return their number. Local; nobody may be writing there."""
     left = [path for start in (_UNFINISHED, _RETIRED) for path in directory.glob(f"{start}*")]
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
@@ -277,7 +278,7 @@ def clean(directory: Path) -> int:
 
 
 def _retire(path: Path) -> None:
-    """Remove a checkpoint such that what is left of it, should that be interrupted, does not look like one."""
+    """Remove a checkpoint so that an interruption leaves nothing that looks like a checkpoint."""
     retired = path.with_name(f"{_RETIRED}{path.name}.{os.getpid()}")
     path.rename(retired)
     shutil.rmtree(retired, ignore_errors=True)

@@ -1,15 +1,15 @@
-"""A rank's file: flat stretches of tensors as plain data sets of HDF5, with checksums.
+"""A rank's file: ranges of flattened tensors as plain data sets of HDF5, with checksums.
 
-h5py has one lock for all that a process does with HDF5. Writing gigabytes through it would keep the training from
-reading its data. So HDF5 only lays the file out, with room for the data sets and without filling it; bytes are then
-written to where it put them, without the lock. They are read in the same way.
+h5py has one lock for all calls of HDF5 in a process. Writing gigabytes through it would keep the training from reading
+its data. So HDF5 only lays the file out, with unfilled room for the data sets; the bytes are then written at their
+offsets, without the lock. They are read in the same way.
 
 | data set                            | type            | holds                                                     |
 |-------------------------------------|-----------------|-----------------------------------------------------------|
 | `model/NAME`, `optimizer/KEY/NAME`  | of the tensor   | `[n]`, elements from `start` on of the flattened tensor    |
 | `checksums`                         | uint32          | CRC-32 of each 256 KiB of these, in the order of the file  |
 
-Attributes of each: `start`, `shape` (of the whole tensor), `dtype` (in torch's name); of the file: `format`, `version`,
+Attributes of each: `start`, `shape` (of the whole tensor), `dtype` (torch's name); of the file: `format`, `version`,
 `step`, `rank`, `size`.
 """
 
@@ -32,23 +32,23 @@ try:
 except ImportError:  # it is built for two processors only
     from zlib import crc32
 
-#: Bytes of a block that has a checksum: whoever reads a part of a tensor reads whole blocks.
+#: Bytes of a block with one checksum; reading a part of a tensor reads whole blocks.
 BLOCK_BYTES = 1 << 18
-#: Bytes written at once: more than a disk needs to be busy.
+#: Bytes of one write: enough to keep a disk busy.
 _WRITE_BYTES = 1 << 22
 _CHECKSUMS = "checksums"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A stretch of a tensor to store.
+    """A range of a flattened tensor to store.
 
     Attributes:
-        path: Of the data set.
-        values: `[n]`, contiguous, in the type that it is stored as.
+        path: Path of the data set.
+        values: Elements in the stored type, `[n]`, contiguous.
         start: First element of the flattened tensor.
-        shape: Of the whole tensor.
-        dtype: In torch's name.
+        shape: Shape of the whole tensor.
+        dtype: Type of the tensor, as torch names it.
     """
 
     path: str
@@ -59,18 +59,18 @@ class Entry:
 
 
 def write_shard(path: Path, entries: Sequence[Entry], attributes: Mapping[str, str | int]) -> FileRecord:
-    """Write a rank's file, and see it on the disk. Local; any thread may, and holds no lock while bytes move.
+    """Write a rank's file and flush it to the disk. Local; from any thread, without h5py's lock while bytes move.
 
     Args:
-        path: Where no file is yet.
-        entries: None of them empty.
-        attributes: Of the file.
+        path: The file; it must not exist.
+        entries: Content of the file, none of them empty.
+        attributes: Attributes of the file.
 
     Raises:
         OSError: The file cannot be written.
     """
     offsets, table = _lay_out(path, entries, attributes)
-    # In the order of the file: HDF5 does not give out places in the order in which they are asked for.
+    # In the order of the file: HDF5 does not allocate in the order of the requests.
     places = sorted(zip(offsets, entries, strict=True), key=lambda place: place[0])
     descriptor = os.open(path, os.O_RDWR)
     try:
@@ -87,7 +87,7 @@ def write_shard(path: Path, entries: Sequence[Entry], attributes: Mapping[str, s
 
 
 def _lay_out(path: Path, entries: Sequence[Entry], attributes: Mapping[str, str | int]) -> tuple[list[int], int]:
-    """Make a file with room for all entries; return where each is to be written, and where their checksums are."""
+    """Make a file with room for all entries; return the offset of each entry and of the checksums."""
     offsets = []
     with h5py.File(path, "x", locking=False) as file:
         file.attrs.update(attributes)
@@ -101,7 +101,7 @@ def _lay_out(path: Path, entries: Sequence[Entry], attributes: Mapping[str, str 
 
 
 def _reserve(file: h5py.File, path: str, numel: int, dtype: np.dtype) -> h5py.Dataset:
-    """Create a data set that has its place in the file at once, and is not filled."""
+    """Create a data set that is allocated in the file at once, and not filled."""
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.CONTIGUOUS)
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -117,7 +117,7 @@ def _bytes_of(values: npt.NDArray) -> memoryview:
 
 
 def _write(descriptor: int, content: memoryview, offset: int) -> list[int]:
-    """Write bytes to a place in a file; return the checksums of their blocks."""
+    """Write bytes at an offset of a file; return the checksums of their blocks."""
     checksums = []
     for begin in range(0, len(content), _WRITE_BYTES):
         part = content[begin : begin + _WRITE_BYTES]
@@ -130,8 +130,8 @@ def _write_part(descriptor: int, part: memoryview, offset: int) -> None:
     done = 0
     while done < len(part):
         done += os.pwrite(descriptor, part[done:], offset + done)
-    # Linux begins to write dirty pages to the disk then: beside the checksums of what comes next, not at the end.
-    # A hint: a file system may refuse it, and what goes wrong with the disk the sync tells.
+    # Linux then begins to write these pages to the disk while the next checksums are computed, not only at the end.
+    # A hint: a file system may refuse it, and the later sync reports errors of the disk.
     with suppress(OSError):
         os.posix_fadvise(descriptor, offset, len(part), os.POSIX_FADV_DONTNEED)
 
@@ -141,7 +141,7 @@ def _block_checksums(content: memoryview) -> list[int]:
 
 
 def _read(descriptor: int, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Read bytes at a place in a file; fewer where it ends."""
+    """Read bytes at an offset of a file; fewer at its end."""
     content = np.empty(num_bytes, dtype=np.uint8)
     view, done = _bytes_of(content), 0
     while done < num_bytes and (count := os.preadv(descriptor, [view[done:]], offset + done)):
@@ -184,14 +184,14 @@ class _Stored:
 
 
 class ShardFile:
-    """A rank's file, open for reading; nothing in it is believed without its checksum. A context manager.
+    """A rank's file, open for reading; every byte is checked against its checksum. A context manager.
 
     Args:
         path: The file.
-        expected: What the manifest says of it.
+        expected: The manifest's record of the file.
 
     Raises:
-        UserError: It is missing, damaged, or not the one that belongs here.
+        UserError: The file is missing, damaged, or of another checkpoint.
     """
 
     def __init__(self, path: Path, expected: FileRecord) -> None:
@@ -206,7 +206,7 @@ class ShardFile:
             raise UserError(f"{path} is missing: the checkpoint is damaged") from error
         except UserError:
             raise
-        except Exception as error:  # HDF5 tells of damage with exceptions of many kinds
+        except Exception as error:  # HDF5 reports damage by exceptions of many kinds
             raise UserError(f"{path} is damaged, or cannot be read: {in_one_line(error)}") from error
         try:
             self._checksums = self._read_checksums(table, expected)
@@ -215,7 +215,7 @@ class ShardFile:
             raise
 
     def _read_checksums(self, table: int, expected: FileRecord) -> npt.NDArray[np.uint32]:
-        """Check all of the file but for its tensors, and return the checksums of these."""
+        """Check the file except for its tensors, and return the checksums of the tensors."""
         extents = [(stored.offset, stored.num_bytes) for stored in self._datasets.values()]
         blocks = sum(-(-num_bytes // BLOCK_BYTES) for _, num_bytes in extents)
         try:
@@ -231,7 +231,7 @@ class ShardFile:
         """Read elements `[start, stop)` of a flattened tensor, all of which this file holds. Local.
 
         Raises:
-            UserError: The file is damaged there.
+            UserError: The elements are damaged.
         """
         stored = self._datasets[path]
         assert stored.start <= start <= stop <= stored.start + stored.numel, f"{path} [{start}, {stop}) of {stored}"
@@ -279,7 +279,7 @@ class ShardFile:
 
 
 def _look_up(path: Path) -> tuple[dict[str, _Stored], int]:
-    """Return where in a file its tensors lie, in the order of the file, and where their checksums are."""
+    """Return the tensors of a file with their offsets, in the order of the file, and the offset of the checksums."""
     found: dict[str, h5py.Dataset] = {}
     with h5py.File(path, "r", locking=False) as file:
         file.visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Dataset) else None)
@@ -295,10 +295,10 @@ def _look_up(path: Path) -> tuple[dict[str, _Stored], int]:
 
 
 def stored_type(dtype: str) -> np.dtype:
-    """Return the type in which a tensor is stored. Local.
+    """Return the numpy type in which tensors of a torch type are stored. Local.
 
     Raises:
-        UserError: There is none.
+        UserError: The type cannot be stored.
     """
     if dtype not in STORED_AS:
         raise UserError(f"a checkpoint cannot hold a tensor of {dtype}, expected one of {', '.join(STORED_AS)}")

@@ -1,10 +1,10 @@
-"""What of a model and its optimizer belongs into a checkpoint, and the way back.
+"""The state of a model and its optimizer: into a checkpoint and back.
 
-    snapshot    a copy of this rank's slices: all that training waits for
-    restore     this rank's slices, whatever the ranks that wrote them; each reads what it owns
+    snapshot    copies this rank's slices; training waits for nothing else
+    restore     reads this rank's slices, whatever the number of ranks that wrote the checkpoint
 
-Parameters in master precision, frozen ones too; what the optimizer keeps of each element; persistent buffers and other
-tensors that every rank has whole, which rank 0 stores.
+The state is: parameters in master precision, frozen ones too; the optimizer's state of each element; persistent buffers
+and other tensors that every rank has whole, which rank 0 stores.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 @dataclass(frozen=True)
 class _Live:
-    """A stretch of a tensor that trains."""
+    """A range of a tensor of the running training."""
 
     path: str
     tensor: torch.Tensor
@@ -39,7 +39,7 @@ class TrainingState:
 
     Args:
         model: The model.
-        optimizer: Over all or some of its slices.
+        optimizer: The optimizer of all or some of its slices.
         rank: This rank.
     """
 
@@ -47,20 +47,20 @@ class TrainingState:
         self._model = model
         self._optimizer = optimizer
         self._rank = rank
-        # Kept: memory that was never touched takes longer to write than what is copied.
+        # The memory is kept: writing to fresh pages takes longer than the copy.
         self._copies: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def snapshot(self) -> list[Entry]:
-        """Copy what this rank is to store. Local, after point B; what an earlier call returned is overwritten."""
+        """Copy this rank's part of the state. Local; call after point B. Overwrites the result of an earlier call."""
         return [self._copy(live) for live in self._live() if live.tensor.numel()]
 
     def describe(self, step: int, about: dict[str, object]) -> Manifest:
-        """Return the manifest of a snapshot that is taken now, without its files. Local.
+        """Return the manifest of a snapshot of the present state, without its files. Local.
 
         Args:
             step: Steps done.
-            about: What else to keep.
+            about: Other values to keep.
         """
         tensors: dict[str, TensorRecord] = {}
         pieces, kinds = self._pieces, self._kinds
@@ -73,7 +73,7 @@ class TrainingState:
         return Manifest(step, size, tensors, self._scalars(), type(self._optimizer).__name__, about)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Give the optimizer what it kept of this rank's slices. Local; parameters come in as `CheckpointWeights`.
+        """Restore the optimizer's state of this rank's slices. Local; parameters are read by `CheckpointWeights`.
 
         Raises:
             UserError: The checkpoint is damaged, or of another optimizer.
@@ -130,7 +130,7 @@ class TrainingState:
 
     @cached_property
     def _pieces(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
-        """Return who holds which part of every parameter."""
+        """Return the ranges of every parameter, each with the rank that holds it."""
         pieces: dict[str, list[tuple[int, int, int]]] = {}
         for layout in self._model.layouts:
             for rank in range(layout.num_owners):
@@ -158,10 +158,10 @@ class TrainingState:
 
 
 class CheckpointWeights:
-    """Initial parameters from a checkpoint: a `shard.slices.Weights`. Local; each rank reads what it owns.
+    """Initial parameters from a checkpoint: a `shard.slices.Weights`. Local; each rank reads its own slices.
 
     Args:
-        checkpoint: Stays open while weights are read.
+        checkpoint: The checkpoint; it stays open while weights are read.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -174,7 +174,7 @@ class CheckpointWeights:
 
 @torch.no_grad()
 def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fill what every rank has whole: persistent buffers, and parameters that are not floating-point. Local."""
+    """Fill the tensors that every rank has whole: persistent buffers and non-floating-point parameters. Local."""
     for name, tensor in whole_and_persistent(module):
         tensor.copy_(_resume_tensor(checkpoint, f"{MODEL}/{name}", 0, tensor.numel()).reshape(tensor.shape))
 
@@ -209,7 +209,7 @@ def require_optimizer(manifest: Manifest, name: str, checkpoint: Checkpoint) -> 
     """Check that a checkpoint is of an optimizer of this class. Local.
 
     Raises:
-        UserError: It is of another.
+        UserError: The checkpoint is of another optimizer.
     """
     if manifest.optimizer != name:
         raise UserError(
@@ -239,7 +239,7 @@ def read_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> tor
     """Read elements `[start, stop)` of a flattened tensor, in its own type. Local.
 
     Raises:
-        UserError: What holds it is damaged.
+        UserError: The elements are damaged.
     """
     dtype = getattr(torch, checkpoint.record(path).dtype)
     return torch.from_numpy(checkpoint.read(path, start, stop)).view(dtype)

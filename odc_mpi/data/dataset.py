@@ -42,7 +42,7 @@ _TYPES = {"tokens": np.uint32, "loss_mask": np.uint8, "offsets": np.int64, "num_
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Return a digest that two tokenizers share if and only if they number the same tokens alike. Local."""
+    """Return a digest of a vocabulary: equal if and only if tokenizers give the same tokens the same numbers. Local."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
@@ -69,9 +69,7 @@ class DatasetWriter:
         vocabulary: str = "",
         tokenizer_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Create the file.
-
-        Local.
+        """Create the file. Local.
 
         Args:
             path: A path where no file is yet.
@@ -102,9 +100,7 @@ class DatasetWriter:
         self._digests = {name: hashlib.sha256() for name in _DIGESTED}
 
     def append(self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_]) -> None:
-        """Add a sequence.
-
-        Local.
+        """Add a sequence. Local.
 
         Args:
             tokens: uint32 [length], at least 2 long.
@@ -191,13 +187,13 @@ class Dataset:
             self.vocab_size = int(self._file.attrs["vocab_size"])
             self.max_token_id = int(self._file.attrs["max_token_id"])
             self.vocabulary = str(self._file.attrs.get("vocabulary", ""))
-            self._content = str(self._file.attrs.get("content", ""))  # files of before it was thought of have none
+            self._content = str(self._file.attrs.get("content", ""))  # the first files do not have it
         except BaseException:
             self.close()
             raise
 
     def _check_counts(self) -> None:
-        """Refuse numbers that cannot be; the tokens themselves are not read."""
+        """Refuse impossible offsets and counts; the tokens themselves are not read."""
         offsets, trained = self._offsets, self.num_trained_tokens
         if offsets[0] != 0 or offsets[-1] != len(self._file["tokens"]) or (self.lengths < 2).any():
             raise _damaged(self.path, "its offsets do not fit its tokens")
@@ -208,9 +204,7 @@ class Dataset:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Read one sequence, and nothing else, from the file.
-
-        Local.
+        """Read one sequence, and nothing else, from the file. Local.
 
         Args:
             index: 0 to n - 1.
@@ -228,19 +222,16 @@ class Dataset:
         return self._file["tokens"][part].astype(np.int64), self._file["loss_mask"][part].astype(np.bool_)
 
     def digest(self) -> str:
-        """Return a digest of the data: two ranks with the same one plan alike and train on the same. Local.
+        """Return a digest of the data: ranks with equal digests make the same plans and train on the same data. Local.
 
-        Tokens and mask are in it as the writer saw them, for they are not read here.
+        Tokens and mask enter by the digest that the writer stored; they are not read here.
         """
         texts = f"{self.vocabulary}{self._content}"
         parts = (self.lengths.tobytes(), self.num_trained_tokens.tobytes(), texts.encode())
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def close(self) -> None:
-        """Close the file.
-
-        Local.
-        """
+        """Close the file. Local."""
         self._file.close()
 
     def __enter__(self) -> "Dataset":

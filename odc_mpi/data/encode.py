@@ -1,6 +1,6 @@
-"""From examples to tokens and the mask of those that are trained.
+"""From examples to tokens and the loss mask.
 
-Takes any fast Hugging Face tokenizer as an argument and imports none: `prepare` loads or trains it.
+The tokenizer is an argument, any fast one of Hugging Face: `tokenizer` loads or trains it.
 """
 
 from collections.abc import Sequence
@@ -43,9 +43,7 @@ class RenderedChat:
 
 
 def encode(tokenizer: Any, examples: Sequence[Example]) -> list[Encoded]:
-    """Tokenise examples in one batch per shape.
-
-    Local.
+    """Tokenise examples in one batch per shape. Local.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
@@ -56,7 +54,7 @@ def encode(tokenizer: Any, examples: Sequence[Example]) -> list[Encoded]:
 
     Raises:
         UserError: The tokenizer lacks the end-of-sequence token (pairs) or the chat template (conversations), or the
-            template does not let the assistant's turns be told from the rest.
+            assistant's turns cannot be found in the template's text.
     """
     pairs = [example for example in examples if isinstance(example, Pair)]
     chats = [example for example in examples if isinstance(example, Conversation)]
@@ -124,8 +122,8 @@ def _mask(offsets: list[Span], spans: tuple[Span, ...]) -> npt.NDArray[np.bool_]
 def render_chat(tokenizer: Any, chat: Conversation) -> RenderedChat:
     """Put a conversation through the chat template and find the assistant's turns in the text.
 
-    A turn is what the template adds when it is given one message more, after the prompt it would hand to the model
-    for generation. That holds for any template whose output only grows with the messages.
+    A turn is the text that the template adds for one more message, without the generation prompt. This works for any
+    template whose output only grows with the messages.
 
     Local.
 
@@ -156,7 +154,7 @@ def render_chat(tokenizer: Any, chat: Conversation) -> RenderedChat:
 
 
 def _render(tokenizer: Any, chat: Conversation, num_messages: int, *, for_generation: bool) -> str:
-    """Render the first messages; templates raise whatever they like, and mean the conversation."""
+    """Render the first messages; any exception of the template becomes an error about the conversation."""
     try:
         return tokenizer.apply_chat_template(
             chat.messages[:num_messages], tokenize=False, add_generation_prompt=for_generation
@@ -167,7 +165,7 @@ def _render(tokenizer: Any, chat: Conversation, num_messages: int, *, for_genera
 
 
 def _end_of_turn(tokenizer: Any, turn: str) -> int:
-    """Return where a turn ends: templates add a line break behind the end token, which no model needs to say."""
+    """Return the end of a turn: after the end token, without the line break that templates add behind it."""
     stripped = turn.rstrip()
     special = tuple(tokenizer.get_added_vocab())
     return len(stripped) if special and stripped.endswith(special) else len(turn)

@@ -1,6 +1,6 @@
 """Reading training examples from JSON lines, plain or gzipped.
 
-Knows the shapes a line may have and says which line has none of them. It does not know tokenizers.
+A line has one of a few forms; errors name file and line. Nothing here knows tokenizers.
 """
 
 import codecs
@@ -18,12 +18,12 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and what is to be learnt after it.
+    """A prompt and the completion to learn.
 
     Attributes:
         where: File and line, for messages.
         prompt: Context without loss; empty for a line with `text` only.
-        completion: What the loss is on.
+        completion: Text with loss.
     """
 
     where: str
@@ -33,7 +33,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Chat messages of which the assistant's are to be learnt.
+    """Chat messages; those of the assistant are to be learnt.
 
     Attributes:
         where: File and line, for messages.
@@ -56,14 +56,14 @@ class Fields:
 
     @property
     def renamed(self) -> bool:
-        """Whether the user chose them, so that nothing else in a line counts."""
+        """Whether the user chose the names; then all other fields of a line are ignored."""
         return self != Fields()
 
 
 def read(file: BinaryIO, name: str, fields: Fields) -> Iterator[Example]:
     """Yield the examples of a file in its order, skipping blank lines.
 
-    A line is an object with `messages`, or with prompt and completion, or with `text`; the first that is there counts.
+    A line is an object with `messages`, or with prompt and completion, or with `text`, in this order of precedence.
 
     Local.
 
@@ -73,7 +73,7 @@ def read(file: BinaryIO, name: str, fields: Fields) -> Iterator[Example]:
         fields: Names of the prompt and completion fields.
 
     Raises:
-        UserError: Names file and line of what cannot be read or understood.
+        UserError: A line cannot be read or understood; the message names file and line.
     """
     for where, line in _lines(file, name):
         if line.strip():
@@ -81,7 +81,7 @@ def read(file: BinaryIO, name: str, fields: Fields) -> Iterator[Example]:
 
 
 def _lines(file: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
-    """Yield each line with the place to name in messages about it."""
+    """Yield file and line number for messages, and the line."""
     stream = cast(BinaryIO, gzip.GzipFile(fileobj=file)) if name.endswith(".gz") else file
     number = 0
     try:
@@ -110,7 +110,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _example(record: dict[str, Any], where: str, fields: Fields) -> Example:
-    """Take the first known shape."""
+    """Return the example of a line, by the first known form."""
     if fields.renamed or ({fields.prompt, fields.completion} <= record.keys() and "messages" not in record):
         completion = _text(record, fields.completion, where)
         return Pair(where, _text(record, fields.prompt, where), _not_empty(completion, fields.completion, where))

@@ -1,4 +1,4 @@
-"""Minibatches for ever, resumable, and on each rank its microbatches as tensors.
+"""An endless, resumable sequence of minibatches, and on each rank its microbatches as tensors.
 
 Every rank runs the same loader with its own `rank`, draws the same minibatches in the same order and computes the same
 plan: no communication. A rank reads only its own sequences from the file, each when it is due.
@@ -26,7 +26,7 @@ class Batch:
     """A microbatch: sequences one behind the other, without padding.
 
     Attributes:
-        inputs: What a Hugging Face causal model takes. `input_ids`, `position_ids` (from 0 in each sequence) and
+        inputs: Arguments of a Hugging Face causal model. `input_ids`, `position_ids` (from 0 in each sequence) and
             `labels`, all int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], where sequences
             begin and end; `max_length_q` and `max_length_k`, ints; `use_cache`, False: only then do attention
             implementations without bounds keep the sequences apart, by their positions. Labels are -100 on what is not
@@ -43,7 +43,7 @@ class Batch:
     indices: npt.NDArray[np.int64]
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch with its tokens on a device; bounds of sequences are wanted on the host. Local."""
+        """Return the batch with its tokens on a device; the bounds of sequences stay on the host. Local."""
         if device.type == "cpu":
             return self
         bounds = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -56,20 +56,20 @@ class Batch:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The sequences of one optimizer step, over all ranks; iterating yields this rank's batches, read when reached.
+    """The sequences of one optimizer step, over all ranks; iterating reads and yields this rank's batches.
 
-    A plan with a pool leaves microbatches to whoever is free: then only `batches` yields all there are, and iterating
-    is an error, lest what lies in the pool is passed over without a word.
+    A plan with a pool has microbatches that free ranks draw. Then iterating is an error, since it would leave out the
+    pool silently; use `batches`.
 
     Attributes:
         data_epoch: Passes over the data set before this one.
         position: Sequences of this data epoch before this minibatch.
         indices: Sequences in the data set, over all ranks, int64 [n].
-        num_tokens: Trained tokens over all ranks: what a sum of losses is to be divided by.
+        num_tokens: Trained tokens over all ranks, the divisor of a sum of losses.
         num_input_tokens: Tokens over all ranks.
         plan: Which rank computes what, as positions in `indices`.
-        rank: Whose batches iterating yields.
-        dataset: Where they are read from.
+        rank: The rank whose batches iterating yields.
+        dataset: The data set of the sequences.
     """
 
     data_epoch: int
@@ -83,7 +83,7 @@ class Minibatch:
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
-        """Microbatches that are fixed for each rank, empty ones too; none under `dynamic`."""
+        """Number of fixed microbatches of each rank, with empty ones; 0 under `dynamic`."""
         return tuple(len(microbatches) for microbatches in self.plan.microbatches)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -95,14 +95,14 @@ class Minibatch:
         return self._fixed()
 
     def _fixed(self) -> Iterator[Batch]:
-        # Ranks do not meet in microbatches, so nobody misses this one in an empty one.
+        # Ranks do not meet in microbatches, so this rank can skip an empty one.
         for microbatch in filter(None, self.plan.microbatches[self.rank]):
             yield read_batch(self.dataset, self.indices[list(microbatch)])
 
     def padding(self) -> Iterator[Batch]:
         """Yield the shortest sequence as often as another rank has more microbatches than this one. Local.
 
-        For those who have to meet in each microbatch; what comes of these is not to be counted.
+        For training in which ranks meet in each microbatch; losses and gradients of the padding must not count.
         """
         turns = [sum(map(bool, own)) for own in self.plan.microbatches]
         shortest = int(self.dataset.lengths[self.indices].argmin())
@@ -110,7 +110,7 @@ class Minibatch:
             yield read_batch(self.dataset, self.indices[shortest : shortest + 1])
 
     def batches(self, draw: Callable[[int], Iterable[int]]) -> Iterator[Batch]:
-        """Yield this rank's fixed batches, then those of the pool that it draws.
+        """Yield this rank's fixed batches, then the batches that it draws from the pool.
 
         A position is drawn only when the batch before it has been worked through. Local, but for what `draw` does.
 
@@ -124,9 +124,7 @@ class Minibatch:
 
 
 def read_batch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Batch:
-    """Read sequences into one microbatch.
-
-    Local.
+    """Read sequences into one microbatch. Local.
 
     Args:
         dataset: The data set.
@@ -151,20 +149,20 @@ def read_batch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Batch:
         "cu_seq_lens_k": bounds,
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
-        # With a cache, which is the default, transformers takes no notice of where sequences begin, without a word.
+        # With a cache, which is the default, transformers silently ignores the bounds of sequences.
         "use_cache": False,
     }
     return Batch(inputs, int(np.count_nonzero(flat_labels != IGNORED_LABEL)), sum(lengths), indices)
 
 
 class Loader:
-    """An endless iterator over minibatches. Its state is that of the next one to be drawn.
+    """An endless iterator over minibatches. Its state is the position of the next minibatch.
 
     Each data epoch shuffles the data set anew and goes through it once; its last minibatch may be smaller. The order
     depends on the seed and the data epoch only, so a run resumes on another number of ranks with the same minibatches.
 
     Attributes:
-        cost: What a sequence costs; may be set, to the same on every rank, for minibatches that are drawn later.
+        cost: Cost of a sequence; may be set, to the same on every rank, for later minibatches.
     """
 
     def __init__(
@@ -179,19 +177,17 @@ class Loader:
         size: int = 1,
         cost: Cost = Cost(),  # noqa: B008 - frozen
     ) -> None:
-        """Check the settings against the data.
-
-        Local.
+        """Check the settings against the data. Local.
 
         Args:
-            dataset: What to draw from; stays the caller's to close.
+            dataset: The data set; the caller closes it.
             minibatch_sequences: Sequences in a minibatch over all ranks.
             max_tokens_per_microbatch: The most tokens in a microbatch.
             balance: A name among `BALANCES`.
-            seed: Of the shuffle; at least 0, the same on every rank.
-            rank: Whose batches the minibatches yield.
+            seed: Seed of the shuffle; at least 0, the same on every rank.
+            rank: The rank whose batches the minibatches yield.
             size: Number of ranks.
-            cost: What a sequence costs.
+            cost: Cost of a sequence.
 
         Raises:
             UserError: A setting is out of range, or a sequence fits into no microbatch.
@@ -214,9 +210,7 @@ class Loader:
         self._move_to(0, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the next minibatch begins.
-
-        Local; the same on every rank.
+        """Return the position of the next minibatch. Local; the same on every rank.
 
         Returns:
             `data_epoch`, and `position`, the number of its sequences that were drawn already.
@@ -224,12 +218,10 @@ class Loader:
         return {"data_epoch": self._data_epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where `state_dict` was taken.
-
-        Local.
+        """Continue at the position of a `state_dict`. Local.
 
         Args:
-            state: What `state_dict` returned, for the same data set and seed.
+            state: A `state_dict` for the same data set and seed.
 
         Raises:
             UserError: The data set has no such position, so it is not the same.
@@ -271,7 +263,7 @@ class Loader:
 
 
 def _find_balance(name: str) -> Balance:
-    """Look a balance up by its name."""
+    """Return the balance of a name."""
     if name not in BALANCES:
         hint = did_you_mean(name, BALANCES)
         raise UserError(f"expected data.balance among {', '.join(BALANCES)}, got {name!r}{hint}")

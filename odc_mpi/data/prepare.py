@@ -38,7 +38,7 @@ _BATCH_EXAMPLES = 256  # tokenised in one call: enough for its threads, little e
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What was written, and what was not.
+    """The counts of a prepared data set.
 
     Attributes:
         path: The data set.
@@ -65,19 +65,16 @@ class PrepareReport:
     vocab_size: int
 
     def describe(self) -> str:
-        """Return the report in lines for people.
-
-        Local.
-        """
-        origin = "trained here" if self.tokenizer == self.path else self.tokenizer
+        """Return the report in lines for people. Local."""
+        origin = "" if self.tokenizer == self.path else f", from {self.tokenizer}"
         lines = [
             f"{self.path}: {self.num_sequences:,} sequences, {self.num_tokens:,} tokens ({self.num_trained_tokens:,} "
             f"trained), the longest {self.longest:,}",
-            f"tokenizer: {origin}, {self.vocab_size:,} tokens, stored in {self.path}",
+            f"tokenizer: {self.vocab_size:,} tokens{origin}, stored in {self.path}",
         ]
         unused = directory_beside(self.path)
         if self.tokenizer == self.path and unused.is_dir():
-            lines.append(f"{unused}, where older versions wrote the tokenizer, is not of this data set: remove it")
+            lines.append(f"{unused}, where older versions wrote the tokenizer, is not used for this data set")
         for count, what in (
             (self.num_truncated, "truncated to --max-length"),
             (self.num_dropped, "dropped: longer than --max-length"),
@@ -107,17 +104,17 @@ def prepare(
         out: File to write. If anything goes wrong, it stays as it was.
         tokenizer: Directory of a tokenizer, or a data set that holds one. None trains one on the standard library.
         max_length: The most tokens in a sequence; None for no limit.
-        overlong: What to do with longer ones.
+        overlong: Whether to truncate or to drop longer sequences.
         prompt_field: Field of a line that holds the prompt; required if it is not "prompt".
         completion_field: Field of a line that holds the completion; required if it is not "completion".
-        vocab_size: Tokens of the tokenizer to train, at most.
-        console: Where a progress bar goes; None for none. The report is the caller's to print.
+        vocab_size: The most tokens of a trained tokenizer.
+        console: Console for a progress bar; None for no bar. The caller prints the report.
 
     Returns:
-        Counts of what was written and what was left out.
+        The counts of the data set.
 
     Raises:
-        UserError: Something in the arguments, the source or the tokenizer; nothing was written.
+        UserError: The arguments, the source or the tokenizer are wrong; nothing was written.
     """
     limit = _Limit(max_length, overlong)
     _check_request(source, out, tokenizer, limit, vocab_size)
@@ -127,22 +124,12 @@ def prepare(
         _open_source(source, Fields(prompt_field, completion_field), progress) as examples,
     ):
         place = out if tokenizer is None else find_tokenizer(tokenizer)
-        if tokenizer is None:
-            loaded = _train(examples, vocab_size, progress)
-            files = files_of(loaded)
-        else:
-            loaded, files = load_tokenizer(place), tokenizer_files(place)
+        loaded, files = _tokenizer(None if tokenizer is None else place, examples, vocab_size, progress)
         if source == STDLIB:  # a file shows its own progress
             examples = progress.track(examples, description="tokenising")
-        writer = DatasetWriter(
-            path,
-            vocab_size=len(loaded),
-            tokenizer=place.resolve().name,
-            source=Path(source).name,
-            vocabulary=vocabulary_digest(loaded.get_vocab()),
-            tokenizer_files=files,
-        )
-        with writer:
+        about = {"tokenizer": place.resolve().name, "source": Path(source).name}
+        digest = vocabulary_digest(loaded.get_vocab())
+        with DatasetWriter(path, vocab_size=len(loaded), vocabulary=digest, tokenizer_files=files, **about) as writer:
             for sequence in limit.apply(_encode_all(loaded, examples)):
                 writer.append(sequence.tokens, sequence.loss_mask)
         if not writer.num_sequences:
@@ -174,13 +161,17 @@ def _new_file(out: Path) -> Iterator[Path]:
         yield path
 
 
-def _train(examples: Iterable[Example], vocab_size: int, progress: Progress) -> Any:
-    """Train a tokenizer on the pairs among the examples."""
+def _tokenizer(
+    place: Path | None, examples: Iterable[Example], vocab_size: int, progress: Progress
+) -> tuple[Any, dict[str, bytes]]:
+    """Load a tokenizer, or without a place train one on the pairs among the examples; return it and its files."""
+    if place is not None:
+        return load_tokenizer(place), tokenizer_files(place)
     task = progress.add_task("training the tokenizer", total=None)
     pairs = (example for example in examples if isinstance(example, Pair))
-    tokenizer = train_tokenizer((text for pair in pairs for text in (pair.prompt, pair.completion)), vocab_size)
+    trained = train_tokenizer((text for pair in pairs for text in (pair.prompt, pair.completion)), vocab_size)
     progress.update(task, total=1, completed=1)
-    return tokenizer
+    return trained, files_of(trained)
 
 
 class _Limit:
@@ -192,7 +183,7 @@ class _Limit:
         self.num_truncated = self.num_dropped = self.num_untrained_dropped = 0
 
     def apply(self, sequences: Iterable[Encoded]) -> Iterator[Encoded]:
-        """Yield what is to be written of the sequences."""
+        """Yield the sequences to write, truncated where they are too long."""
         for sequence in sequences:
             too_long = self.max_length is not None and len(sequence.tokens) > self.max_length
             if too_long and self.overlong == "drop":
@@ -217,7 +208,7 @@ class _Limit:
 
 
 def _check_request(source: str, out: Path, tokenizer: Path | None, limit: _Limit, vocab_size: int) -> None:
-    """Find the mistakes that need no reading."""
+    """Refuse wrong arguments before anything is read."""
     if out.is_dir():
         raise UserError(f"expected a file to write as OUT, got the directory {str(out)!r}: change OUT")
     if out.suffix == DIRECTORY_SUFFIX:

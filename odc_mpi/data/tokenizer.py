@@ -126,8 +126,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer with a chat template. Local.
 
     Args:
-        texts: What it learns from.
-        vocab_size: The most tokens that it may have, at least `MIN_VOCAB_SIZE`.
+        texts: The training texts.
+        vocab_size: The most tokens of the vocabulary, at least `MIN_VOCAB_SIZE`.
 
     Returns:
         A fast tokenizer of transformers.

@@ -1,1 +1,1 @@
-"""Models of transformers: built from a configuration or a directory, with weights that a rank reads in part."""
+"""Models of transformers: built from a configuration or a directory; each rank reads only its slices of the weights."""

@@ -1,10 +1,10 @@
-"""Attention over packed sequences: none attends to another; the cost grows with the square of each, not of the pack.
+"""Attention over packed sequences, each by itself: the cost grows with the square of each length, not of the pack's.
 
 A microbatch is one row of several sequences end to end. With padding-free inputs Hugging Face's models hand the
 boundaries (`cu_seq_lens_q`) down to the attention function; `packed_attention` computes each sequence for itself.
 
-Some models tell a layer its sliding window, some put it only in the mask that they have made for the layer. So where a
-mask is asked for that has a window, `_window_as_mask` makes one of a single number, the window.
+Some models pass the sliding window to a layer, others only draw it into the layer's mask. So in place of a mask with a
+window `_window_as_mask` makes a mask of a single number, the window.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-#: The name under which models are asked to use it (`attn_implementation`).
+#: The name of this attention in transformers (`attn_implementation`).
 IMPLEMENTATION = "odc_packed"
 #: Kinds of layers whose state does not run across sequences, so that packing is safe with this attention.
 PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -50,16 +50,16 @@ def packed_attention(
         value: Like `key`.
         attention_mask: None, or from `_window_as_mask`: inputs have no padding.
         dropout: Probability to drop an attention weight.
-        scaling: Of the scores; by default one over the root of `head_dim`.
+        scaling: Factor of the scores; by default one over the root of `head_dim`.
         sliding_window: How many tokens back a token sees, itself included; None for all.
         cu_seq_lens_q: `[sequences + 1]` int32, on the host, boundaries in a batch of one row.
-        **kwargs: Others that transformers passes on.
+        **kwargs: Other arguments that transformers passes on.
 
     Returns:
         `[batch, tokens, heads, head_dim]` and no attention weights.
 
     Raises:
-        UnpackableError: The layer wants more than causal attention, or the model did not hand the boundaries down.
+        UnpackableError: The layer asks for more than causal attention, or the model does not pass the boundaries.
     """
     given = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
@@ -106,10 +106,10 @@ def _window_as_mask(*args: Any, local_size: int | None = None, use_vmap: bool = 
     Causality is in the function itself; a whole mask would cost the square of the pack.
 
     Args:
-        *args: Not looked at.
+        *args: Ignored.
         local_size: The window that transformers would draw into the mask.
         use_vmap: Whether the model adds a rule of its own to the mask.
-        **kwargs: Not looked at.
+        **kwargs: Ignored.
     """
     if use_vmap:
         raise UnpackableError("packed attention serves plain causal layers without padding, got a mask of its own")

@@ -1,7 +1,7 @@
 """transformers models: built without memory for their parameters, which are read slice by slice.
 
 A model comes from a configuration (`model.config`; parameters drawn from the seed) or from a local directory with
-safetensors (`model.path`). In both cases the module is built on the meta device, and what this rank owns is read later
+safetensors (`model.path`). In both cases the module is built on the meta device, and this rank's slices are read later
 through a `shard.slices.Weights`: no rank ever holds the whole model.
 """
 
@@ -25,11 +25,11 @@ _CONFIG = "config.json"
 
 @dataclass
 class BuiltModel:
-    """A causal language model whose parameters are on the meta device, and where to read them.
+    """A causal language model with parameters on the meta device, and the source of their values.
 
     Attributes:
         module: The model; its buffers are real.
-        weights: Of its parameters.
+        weights: Source of the parameters' values.
         vocab_size: Tokens that its embedding knows.
         num_multiplying: Parameters that a token is multiplied with: all but an embedding that only looks up.
         num_layers: Layers with attention.
@@ -45,11 +45,11 @@ class BuiltModel:
 
 
 def from_config(settings: Mapping[str, Any], seed: int) -> BuiltModel:
-    """Build a model with drawn weights: the same for a seed on any number of ranks. Local.
+    """Build a model with random weights, the same for a seed on any number of ranks. Local.
 
     Args:
         settings: A transformers configuration, `model_type` included.
-        seed: Of the draw.
+        seed: Seed of the random weights.
 
     Raises:
         UserError: Unknown `model_type` or setting, or a model that cannot work on packed sequences.
@@ -64,10 +64,10 @@ def from_directory(path: Path) -> BuiltModel:
     """Build a model with the weights of a Hugging Face directory. Local.
 
     Args:
-        path: Has config.json and safetensors files.
+        path: Directory with config.json and safetensors files.
 
     Raises:
-        UserError: Something is missing there, or has another shape than the configuration says.
+        UserError: A file or parameter is missing, or a parameter has another shape than in the configuration.
     """
     if not (path / _CONFIG).is_file():
         raise UserError(f"model.path: expected a Hugging Face model directory with {_CONFIG}, {path} has none")
@@ -94,7 +94,7 @@ def _described(module: transformers.PreTrainedModel, weights: Weights) -> BuiltM
 
 
 def _config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
-    """Make a configuration of which every key is known: transformers itself would keep a misspelt one silently."""
+    """Make a configuration; refuse unknown keys, which transformers itself would keep silently."""
     settings = dict(settings)
     kind = settings.pop("model_type", None)
     if kind is None:
@@ -165,10 +165,10 @@ def _try_packed(module: transformers.PreTrainedModel) -> None:
 
 
 def _is_for_the_trial_only(error: Exception) -> bool:
-    """Tell whether a model may be all right that failed on the meta device. Local.
+    """Return whether a model that failed on the meta device may still work on a real one. Local.
 
-    A router of experts looks at values, which are not there, and torch's product of grouped matrices takes types on a
-    processor that it refuses there.
+    A router of experts reads values, which the meta device does not have, and torch's grouped matrix product refuses
+    types there that it takes on a processor.
     """
     words = ("meta tensor", "meta device", "'meta'", "data-dependent", "dtype")
     return isinstance(error, NotImplementedError) or any(word in str(error).lower() for word in words)

@@ -26,15 +26,15 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 class DrawnWeights:
     """Parameters as the model's own initialisation draws them, module by module.
 
-    What a family's initialisation changes from a parent module afterwards (GPT-2 scales its residual projections by
-    depth) is not seen here.
+    Changes that a family's initialisation makes afterwards from a parent module (GPT-2 scales its residual projections
+    by depth) are left out.
 
-    Every module is seeded by its name, so a value depends neither on the number of ranks nor on what was read before.
+    Every module is seeded by its name, so a value depends neither on the number of ranks nor on the order of reading.
     The last module is kept, since its parameters are read in turn.
 
     Args:
         module: On the meta device.
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     def __init__(self, module: transformers.PreTrainedModel, seed: int) -> None:
@@ -82,11 +82,11 @@ class DrawnWeights:
 
 
 class StoredWeights:
-    """Parameters in safetensors files, of which only the wanted slices are read.
+    """Parameters in safetensors files; only the requested slices are read.
 
     Args:
         path: A Hugging Face model directory.
-        module: The model that they are for.
+        module: The model of the parameters.
 
     Raises:
         UserError: Files are missing or damaged; a parameter is missing or has another shape.
@@ -125,13 +125,13 @@ class StoredWeights:
         return rows.reshape(-1)[start - first * row_numel : stop - first * row_numel]
 
     def load_buffers(self, module: nn.Module) -> None:
-        """Fill persistent buffers that the files have. Local."""
+        """Fill the persistent buffers that are in the files. Local."""
         for name, buffer in module.named_buffers():
             if name in self._file_of:
                 buffer.copy_(self._slice(name)[...])
 
     def _index(self) -> dict[str, str]:
-        """Return in which file every stored tensor is."""
+        """Return the file of every stored tensor."""
         try:
             if (self._path / _INDEX).is_file():
                 return dict(json.loads((self._path / _INDEX).read_text())["weight_map"])

@@ -1,4 +1,4 @@
-"""How a rank that waits in vain ends the job: it asks all others what they are doing, and says who is late."""
+"""The end of a job in which a wait outlasts its deadline: the message names the late ranks and their last action."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -9,15 +9,15 @@ from odc_mpi.runtime.abort import abort
 from odc_mpi.runtime.lateness import Status, Wait, compare, say_late, say_status, stranded
 from odc_mpi.runtime.status import StatusWindow
 
-#: Between two looks at the others: more than twice as long as a watchdog is idle at most. Who gave no sign of life in
-#: this time is stopped or dead, and others whose waits began together with this one have seen theirs expire, too.
+#: Seconds between the two readings of the other ranks, more than twice the longest pause of a watchdog. A rank without
+#: a heartbeat in this time is stopped or dead, and waits that began together with this one have expired, too.
 SIGN_OF_LIFE_S = 2.5
-#: One voice is enough: a rank that knows of a lower one with news of its own gives it this long to end the job.
+#: One message is enough: a rank gives a lower rank that is about to end the job so many seconds to do so.
 GIVE_WAY_S = 5.0
 
 
 class Alarm:
-    """Ends the job with a sentence about who is late.
+    """Ends the job with a message that names the late ranks.
 
     Args:
         rank: This rank.
@@ -26,8 +26,8 @@ class Alarm:
     Attributes:
         rank: This rank.
         limit: The setting that deadlines come from.
-        hosts: Every rank's.
-        status: What the ranks tell of themselves; None while there is no window for it, and nobody can be named.
+        hosts: The host name of every rank.
+        status: The status pages of all ranks; None before their window exists: then no rank can be named.
     """
 
     def __init__(self, rank: int, limit: str = "comm.timeout_s") -> None:
@@ -55,7 +55,7 @@ class Alarm:
         self._end(f"waited more than {timeout_s:g} s while {wait.what}: {late}; the limit is {self.limit}", peers)
 
     def check_stranded(self) -> None:
-        """End the job if others wait for this rank, which is leaving, at a meeting it will not come to. One-sided."""
+        """End the job if others wait in a collective that this rank, which is leaving, will not join. One-sided."""
         if self.status is None:
             return
         peers = self.status.read()

@@ -1,15 +1,15 @@
-"""Where a run runs: its hosts, the ranks of each, and the job of Slurm's that it is. Local."""
+"""The hosts of a run, the ranks on each, and its Slurm job. Local."""
 
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: Hosts that a line names; the rest is counted.
+#: The most hosts that a line names; others are counted.
 _MAX_NAMED = 4
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return what Slurm calls this job, nothing outside of one. Local.
+    """Return the number and the restarts of this Slurm job; nothing outside of Slurm. Local.
 
     Returns:
         ``slurm_job_id`` as its commands take it, and ``slurm_restarts``, how often it was put into the queue again.
@@ -22,10 +22,10 @@ def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def describe(layout: Sequence[tuple[str, int]], job: Mapping[str, Any]) -> str:
-    """Say in a line where a run runs, such as "on node0 (4 ranks), node1 (4 ranks); Slurm job 12". Local.
+    """Name the hosts of a run in a line, such as "on node0 (4 ranks), node1 (4 ranks); Slurm job 12". Local.
 
     Args:
-        layout: Of each node the host's name and how many ranks it has.
+        layout: Host name and number of ranks of each node.
         job: What `slurm_job` returned.
     """
     named = [f"{host} ({count} {'rank' if count == 1 else 'ranks'})" for host, count in layout[:_MAX_NAMED]]

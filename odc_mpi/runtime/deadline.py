@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-#: Whatever describes a wait.
+#: The description of a wait.
 W = TypeVar("W")
 
 
@@ -22,7 +22,7 @@ class Watchdog(Generic[W]):
     Args:
         timeout_s: Seconds that one wait may last.
         on_expiry: Called from the watchdog's thread with the description of the wait; expected to end the process.
-        on_look: Called from the watchdog's thread at each look, once a second or more often, until then.
+        on_look: Called from the watchdog's thread at each check, at least once a second, until a wait has expired.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Watchdog(Generic[W]):
         """Give the enclosed wait a deadline. Local.
 
         Args:
-            wait: Describes it.
+            wait: Description of the wait.
         """
         token = next(self._tokens)
         self._waits[token] = (time.monotonic() + self.timeout_s, wait)
@@ -52,7 +52,7 @@ class Watchdog(Generic[W]):
             del self._waits[token]
 
     def close(self) -> None:
-        """Stop looking. Local; a second call does nothing."""
+        """Stop the watchdog. Local; a second call does nothing."""
         self._closed.set()
 
     def _look(self) -> None:

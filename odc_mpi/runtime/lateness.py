@@ -1,24 +1,24 @@
-"""Who is late, and how to say it: pure rules over what the ranks told of themselves.
+"""Which ranks are late, and the message about them: pure functions of the status of every rank.
 
-Collectives are numbered: every rank goes through the same ones in the same order, so a rank that has arrived at fewer
-than another is the one that the other waits for. A fetch or push waits for the owners of what it moves.
+Collectives are numbered: every rank goes through the same ones in the same order. So a rank in a collective waits for
+the ranks that have arrived at fewer collectives. A fetch or push waits for the owners of the shards that it moves.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-#: Late ranks named in a message; the rest is counted.
+#: The most late ranks that a message names; others are counted.
 MAX_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What a rank waits for.
+    """The operation that a rank waits for.
 
     Attributes:
-        what: To follow "while", such as "fetching unit layers.3".
-        owners: The ranks whose memory it reads or adds to; empty for a collective.
-        meeting: The number of the collective, from 1; 0 for anything else.
+        what: The operation in words that follow "while", such as "fetching unit layers.3".
+        owners: The ranks whose memory the operation reads or adds to; empty for a collective.
+        meeting: The number of the collective, from 1; 0 for other operations.
     """
 
     what: str
@@ -28,17 +28,17 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a rank told of itself.
+    """The status that a rank published last.
 
     Attributes:
-        what: What it is doing, to follow "was last seen".
-        microbatch: The number of its microbatch in this minibatch, from 1; 0 outside of microbatches.
-        num_meetings: Collectives at which it has arrived.
-        leaving: Whether it has begun to close its world.
-        speaking: Whether it is about to end the job with a message of its own.
-        silent: Whether it did not give a sign of life, as its watchdog does also while it computes.
-        told_at: When it told this, in seconds since 1970 by its own clock.
-        number: Of its sign of life.
+        what: The activity in words that follow "was last seen".
+        microbatch: Number of the microbatch in this minibatch, from 1; 0 outside of microbatches.
+        num_meetings: Collectives at which the rank has arrived.
+        leaving: Whether the rank has begun to close its world.
+        speaking: Whether the rank is about to end the job with a message of its own.
+        silent: Whether the heartbeat is missing, which the watchdog gives even while the rank computes.
+        told_at: Time of publication in seconds since 1970, by the clock of the rank.
+        number: Number of the heartbeat.
     """
 
     what: str
@@ -52,7 +52,7 @@ class Status:
 
 
 def late_ranks(wait: Wait, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return whom a wait waits for, the most suspect first. Local.
+    """Return the ranks that a wait waits for, the most suspect first. Local.
 
     Args:
         wait: The wait.
@@ -62,34 +62,34 @@ def late_ranks(wait: Wait, peers: Mapping[int, Status | None]) -> list[int]:
     if wait.meeting:
         late = [rank for rank, status in peers.items() if rank in lifeless or (status and _misses(status, wait))]
     else:
-        # Where no owner is named any rank may be meant: one without a sign of life, if there is one.
+        # Where no owner is named any rank may be the late one: a rank without a heartbeat, if there is one.
         late = [rank for rank in peers if rank in wait.owners] or lifeless or list(peers)
     return sorted(late, key=lambda rank: _innocence(peers[rank]))
 
 
 def elsewhere(wait: Wait, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return who has arrived at as many collectives, but at another one than this. Local."""
+    """Return the ranks that have arrived at as many collectives, and wait in another collective. Local."""
     return [rank for rank, status in peers.items() if status and wait.meeting and not _is_at(status, wait)]
 
 
 def stranded(meeting: int, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return who will wait for ever for a rank that leaves. Local.
+    """Return the ranks that would wait for ever for a rank that leaves. Local.
 
     Args:
-        meeting: The number of the collective that closes the leaving rank's world, its last.
-        peers: As for `late_ranks`. A rank that closes its world as well, later, is not stranded.
+        meeting: Number of the last collective of the leaving rank, in which it closes its world.
+        peers: As for `late_ranks`. A rank that closes its world later is not stranded.
     """
     return [rank for rank, s in peers.items() if s and s.num_meetings >= meeting and not s.leaving]
 
 
 def say_late(wait: Wait, peers: Mapping[int, Status | None], hosts: Sequence[str], now: float) -> str:
-    """Say who is late and what each was last doing. Local.
+    """Return the message that names the late ranks and the last activity of each. Local.
 
     Args:
         wait: The wait that lasts too long.
         peers: As for `late_ranks`.
-        hosts: Every rank's.
-        now: In seconds since 1970.
+        hosts: The host name of every rank.
+        now: The time in seconds since 1970.
     """
     late = late_ranks(wait, peers)
     if late:
@@ -105,7 +105,7 @@ def say_late(wait: Wait, peers: Mapping[int, Status | None], hosts: Sequence[str
 
 
 def say_status(rank: int, host: str, status: Status | None, now: float) -> str:
-    """Say what a rank was last doing. Local."""
+    """Return the last activity of a rank in words. Local."""
     who = f"rank {rank} on {host}"
     if status is None:
         return f"{who}, which does not answer"
@@ -118,7 +118,7 @@ def say_status(rank: int, host: str, status: Status | None, now: float) -> str:
 
 
 def compare(first: Mapping[int, Status | None], second: Mapping[int, Status | None]) -> dict[int, Status | None]:
-    """Return a first reading of all ranks with those marked silent that gave no sign of life up to a second. Local."""
+    """Return the first reading, with the ranks marked silent whose heartbeat is the same in the second. Local."""
     seen = dict(first)
     for rank, status in first.items():
         again = second[rank]
@@ -129,7 +129,7 @@ def compare(first: Mapping[int, Status | None], second: Mapping[int, Status | No
 
 
 def _innocence(status: Status | None) -> tuple[int, float]:
-    """Order by suspicion: who does not answer, who is silent, who has not told anything new for long."""
+    """Order by suspicion: ranks that do not answer, silent ranks, then ranks by the age of their status."""
     if status is None:
         return 0, 0.0
     return 1 if status.silent else 2, status.told_at

@@ -1,11 +1,11 @@
-"""What an MPI launcher and the processes it started have to do with each other; MPI itself is not started here.
+"""Processes beside MPI: a parent that survives the crash of its child, which takes the rank's place in the job.
 
-`take_part` starts a process that takes this rank's part in the job, from one that stays outside of MPI and therefore
-survives what happens there. Launchers end all ranks when one of theirs dies, MPICH's with SIGKILL, so
+`take_part` starts the child; the parent never starts MPI. Launchers end all ranks when one of their processes dies,
+MPICH's with SIGKILL, so
 
-- a process stays when its child has crashed, until rank 0 has told the answer,
-- it keeps the child's request to abort the job from the launcher (PMI of MPICH and Slurm; PMIx has no such place),
-- it tells rank 0's process of the crash, through a socket if both are on one node.
+- a parent stays when its child has crashed, until rank 0 has printed the answer,
+- it withholds the child's request to abort the job from the launcher (PMI of MPICH and Slurm; not possible with PMIx),
+- it tells rank 0's parent of the crash, through a socket if both are on one node.
 """
 
 import ctypes
@@ -25,20 +25,20 @@ from typing import Any
 
 #: Variables by which launchers tell a process its rank: PMI (MPICH, Slurm), PMIx (Open MPI).
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-#: By this Slurm tells it of a task, also of one that only starts others and of one that no MPI library knows of.
+#: Slurm's variable for it, which is set for every task, whether MPI runs in the task or not.
 _TASK_VARIABLE = "SLURM_PROCID"
-#: Between looks at the child. Open MPI's launcher sends SIGKILL 0.25 s after its SIGTERM.
+#: Seconds between checks of the child. Open MPI's launcher sends SIGKILL 0.25 s after its SIGTERM.
 _LOOK_S = 0.03
-#: For news under way when a crash is told: of what was being tried.
+#: Seconds to wait for news of the failing operation when a crash is reported.
 _LAST_NEWS_S = 0.1
-#: How long a process stays after its child's crash where it cannot see whether rank 0 still needs it.
+#: Seconds that a parent stays after its child's crash where it cannot see whether rank 0 still needs it.
 _STAY_S = 20.0
-#: For the launcher to forward what was printed, before it is asked to end the job.
+#: Seconds for the launcher to forward printed lines before it is asked to end the job.
 _FORWARD_S = 0.2
-#: How long a child may take to end after rank 0's has ended.
+#: Seconds that a child may take to end after rank 0's child has ended.
 _END_S = 2.0
 _PR_SET_PDEATHSIG = 1
-#: How a part ended that neither failed nor came to its end.
+#: The failure of a child that neither crashed nor finished.
 ENDED_BY_LAUNCHER = "ended by the launcher"
 
 
@@ -56,12 +56,12 @@ def launched_rank() -> int:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a child's part ended.
+    """The end of a child.
 
     Attributes:
-        news: The last line that it told, decoded; None if there was none.
-        failure: What ended it, such as "crashed (SIGSEGV on rank 1)"; None if it ended by itself, in good order.
-        last_words: The end of what the failed one wrote to its standard streams.
+        news: The last line of news, decoded; None if there was none.
+        failure: The failure in words, such as "crashed (SIGSEGV on rank 1)"; None if the child finished.
+        last_words: The last lines of the failed child's standard streams.
     """
 
     news: Any
@@ -77,16 +77,16 @@ def take_part(
     quiet_s: float,
     hear: Callable[[Any], object] = lambda news: None,
 ) -> Iterator[Ending]:
-    """Run a child in this process's place in the job, and see how it ends. Local; the child communicates.
+    """Run a child in this process's place in the job until it ends. Local; the child communicates.
 
-    The block is for telling the answer: what is left of the child ends after it, since that may end the job.
+    Print the answer within the block: the child is ended after the block, which may end the job.
 
     Args:
-        command: Started with one more argument: the file descriptor to tell news to, a JSON object per line.
-        rank: Of this process. Rank 0 returns as soon as there is an answer; the others when they are not needed.
-        deadline_s: Seconds for all of it; then the child is ended.
-        quiet_s: Seconds between two of rank 0's news; then the child is ended.
-        hear: Called on rank 0 with news as they come, though not with each of those that come at once.
+        command: The child's command; one argument is added: the file descriptor for news, a JSON object per line.
+        rank: Rank of this process. Rank 0 returns with the answer, other ranks when they are not needed any more.
+        deadline_s: Seconds for the whole run; then the child is ended.
+        quiet_s: The most seconds between two lines of news on rank 0; then the child is ended.
+        hear: Called on rank 0 with the latest news; lines that arrive together are passed on as one.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -150,7 +150,7 @@ def _until_not_needed(child: "_Child", notes: "_Notes", ended: threading.Event, 
 
 
 class _Child:
-    """A process in this one's place: it has its environment and its connection to the launcher."""
+    """The child process: it has the environment and the launcher connection of this process."""
 
     def __init__(self, command: Sequence[str], rank: int) -> None:
         self._rank = rank
@@ -175,7 +175,7 @@ class _Child:
         self._pmi.start()
 
     def listen(self, timeout_s: float) -> None:
-        """Take what the child tells within this time. Local."""
+        """Read the child's news for so many seconds. Local."""
         until = time.monotonic() + timeout_s
         while (left_s := until - time.monotonic()) > 0:
             if self._read < 0:
@@ -192,11 +192,11 @@ class _Child:
             self.news = json.loads(lines[-1])
 
     def is_done(self) -> bool:
-        """Whether it has ended, and everything that it told was taken. Local."""
+        """Whether the child has ended and all its news were read. Local."""
         return self._process.poll() is not None and self._read < 0
 
     def crash(self) -> tuple[str, str] | None:
-        """Return how it crashed and its last words, None if it did not. Local."""
+        """Return the child's crash in words and its last lines; None if it did not crash. Local."""
         code = self._process.poll()
         if not code and not self._pmi.abort_was_asked:
             return None
@@ -204,13 +204,13 @@ class _Child:
         return f"crashed ({how} on rank {self._rank})", self.last_words()
 
     def last_words(self, num_lines: int = 25) -> str:
-        """Return the end of what it wrote to its standard streams. Local."""
+        """Return the last lines of the child's standard streams. Local."""
         self._noise.seek(max(0, self._noise.seek(0, os.SEEK_END) - 4000))
         lines = self._noise.read().decode(errors="replace").splitlines()
         return "\n".join([line for line in lines if line.strip()][-num_lines:])
 
     def end(self) -> None:
-        """Kill it if it still runs. Local."""
+        """Kill the child if it still runs. Local."""
         self._process.kill()
         self._process.wait()
         self._pmi.leave(self._rank)
@@ -239,7 +239,7 @@ class _PmiRelay:
             self.environment = {"PMI_FD": str(self._sockets[1].fileno())}
 
     def start(self) -> None:
-        """Begin to relay, once the child has its end. Local."""
+        """Begin to relay, once the child has its end of the connection. Local."""
         if self._sockets is not None:
             self._sockets[1].close()
             child = self._sockets[0].fileno()
@@ -247,7 +247,7 @@ class _PmiRelay:
                 threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
 
     def leave(self, rank: int) -> None:
-        """End the connection in good order if the child could not: the launcher would call it a bad end. Local."""
+        """Close the PMI connection in order if the child could not; else the launcher reports a failure. Local."""
         if not self._is_open:
             return
         message = b"cmd=finalize\n"
@@ -277,7 +277,7 @@ class _PmiRelay:
 
 
 class _Notes:
-    """How the processes of one node tell rank 0's of a crash. Its name is that of their common parent, the launcher."""
+    """A socket by which the parents of one node report a crash to rank 0's; named by their launcher's process id."""
 
     def __init__(self, rank: int) -> None:
         # The zero makes it a name without a file: nothing stays behind.
@@ -289,17 +289,17 @@ class _Notes:
                 self._socket.bind(self._name)
 
     def write(self, how: str, last_words: str) -> None:
-        """Tell rank 0's process, if it is on this node. Local."""
+        """Report a crash to rank 0's parent, if it is on this node. Local."""
         with suppress(OSError):
             self._socket.sendto(json.dumps([how, last_words]).encode(), self._name)
 
     def is_heard(self) -> bool:
-        """Whether rank 0's process is on this node and still there. Local."""
+        """Whether rank 0's parent is on this node and still listens. Local."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
             return other.connect_ex(self._name) == 0
 
     def read(self) -> tuple[str, str] | None:
-        """Return what another process told. Local."""
+        """Return the crash that another parent reported, None if there is none. Local."""
         with suppress(OSError, ValueError):
             how, last_words = json.loads(self._socket.recv(1 << 16))
             return how, last_words

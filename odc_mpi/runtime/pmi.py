@@ -1,9 +1,9 @@
 """Whether the launcher and the MPI library fit together. Local.
 
 Processes find each other through their launcher: by PMI (MPICH's mpiexec, srun --mpi=pmi2) or by PMIx (Open MPI's
-mpiexec, srun --mpi=pmix). A library that meets the wrong one of them, or none, takes its process for a job of its own:
-every process is rank 0 of 1, and all write over each other. MPICH ends them where it meets PMIx, and does not say what
-to do; so that is looked at before MPI starts.
+mpiexec, srun --mpi=pmix). A library with the wrong protocol, or none, takes its process for a job of its own: every
+process is rank 0 of 1, and all write over each other. MPICH under PMIx ends its processes and does not say what to do;
+so the launcher is checked before MPI starts.
 """
 
 import os
@@ -12,19 +12,19 @@ import mpi4py
 
 from odc_mpi.errors import UserError
 
-#: What srun --mpi has to be for a library, by the beginning of what it calls itself.
+#: The value of srun --mpi for a library, by the beginning of the library's name.
 SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}
-#: Variables by which launchers tell how many processes they started; the latter by Slurm, for want of the others.
+#: Variables in which launchers give the number of processes; Slurm's is the last resort.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 _SLURM_SIZE = "SLURM_STEP_NUM_TASKS"
 _PMI = ("PMI_FD", "PMI_RANK", "PMI_PORT")
 
 
 def check_before_start() -> None:
-    """Refuse an MPICH that was started through PMIx without knowing it; start MPI where that may go on. Local.
+    """Refuse an MPICH without PMIx that was started through PMIx; start MPI where it may work. Local.
 
     Raises:
-        UserError: It would end this process without saying why.
+        UserError: MPICH would end this process without saying why.
     """
     if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):
         return
@@ -41,14 +41,14 @@ def check_before_start() -> None:
 
 
 def check_launcher(library: str, size: int) -> None:
-    """Notice that MPI does not see the processes that the launcher started. Local.
+    """Check that MPI sees the processes that the launcher started. Local.
 
     Args:
-        library: What the MPI library calls itself.
-        size: How many processes it sees.
+        library: Name of the MPI library, as it gives it.
+        size: Number of processes that MPI sees.
 
     Raises:
-        UserError: It sees this one alone, and there are more.
+        UserError: MPI sees this process alone, and the launcher started more.
     """
     variable, started = _started()
     if started > 1 and size == 1:
@@ -58,13 +58,13 @@ def check_launcher(library: str, size: int) -> None:
 
 
 def hint() -> str | None:
-    """Return what to look at first where MPI does not start, None if nothing comes to mind. Local."""
+    """Return advice for a start of MPI that fails, None if there is none. Local."""
     kinds = ", ".join(f"{kind} for {library}" for library, kind in SRUN_MPI.items())
     return f"Under srun, --mpi has to be {kinds}: srun --mpi=list shows what there is." if _is_slurm() else None
 
 
 def srun_mpi() -> str:
-    """Return what srun --mpi has to be for the MPI library of this environment. Local; does not start MPI."""
+    """Return the value of srun --mpi for the MPI library of this environment. Local; does not start MPI."""
     mpi4py.rc.initialize = False
     try:
         from mpi4py import MPI
@@ -74,7 +74,7 @@ def srun_mpi() -> str:
 
 
 def _started() -> tuple[str, int]:
-    """Return what tells how many processes the launcher started, and how many; 0 where nothing does."""
+    """Return the variable with the number of processes that the launcher started, and that number; 0 without one."""
     # An mpiexec within a Slurm job starts its helpers with srun: then Slurm's number is theirs.
     names = [name for name in _SIZES if name in os.environ] or [_SLURM_SIZE]
     sizes = [(int(os.environ.get(name) or 0), name) for name in names]

@@ -1,4 +1,4 @@
-"""What the ranks of a command do together: start MPI, work, and end in one exit code."""
+"""The frame of a command on many ranks: MPI starts, the ranks work, and all end with one exit code."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _STOPPED = 75
 
 @contextmanager
 def start_of_mpi() -> Iterator[None]:
-    """Enclose the imports that start MPI: within a limit, and with a word to those who have no library. Local."""
+    """Enclose the imports that start MPI: within a time limit, and with a clear error without a library. Local."""
     from odc_mpi.runtime.pmi import check_before_start
 
     with start_limit():
@@ -36,11 +36,11 @@ def start_of_mpi() -> Iterator[None]:
 
 
 def on_ranks(world: "World", work: Callable[[], object]) -> int:
-    """Do what all ranks do together, and return the exit code. Collective; may end the process.
+    """Run a function on all ranks and return the exit code. Collective; may end the process.
 
     Args:
         world: The ranks; closed afterwards.
-        work: Raises what the exit codes of `odc_mpi.cli.main` are for.
+        work: The function; its exceptions become the exit codes of `odc_mpi.cli.main`.
     """
     from odc_mpi.runtime.abort import abort
 
@@ -65,8 +65,8 @@ def on_ranks(world: "World", work: Callable[[], object]) -> int:
 def _tell_stopped(stopped: StoppedError, rank: int) -> int:
     """Say that a run ended as asked, and return the exit code.
 
-    A launcher that ends all ranks at the first bad exit code would kill those that are a little later, and pass on
-    their code instead of ours. So a file can tell it; then the exit code is 0, unless rank 0 cannot write it.
+    A launcher that ends all ranks at the first nonzero exit code would kill slower ranks and pass on their exit code
+    instead of 75. So a file can say that the run stopped; then the exit code is 0, unless rank 0 cannot write the file.
     """
     note = os.environ.get("ODC_MPI_STOPPED_FILE")
     if rank == 0:

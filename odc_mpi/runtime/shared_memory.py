@@ -1,4 +1,4 @@
-"""/dev/shm, where windows on host memory live: whether there is room, and what must not stay there."""
+"""/dev/shm, where windows on host memory live: a check for free space, and removal of files that would stay."""
 
 import re
 import shutil
@@ -10,12 +10,12 @@ from odc_mpi.errors import UserError
 
 
 def check_room(wanted: int, local_size: int, what: str) -> None:
-    """Check that /dev/shm has room for what the ranks of this node want to put there. Local.
+    """Check that /dev/shm has room for the windows of this node's ranks. Local.
 
     Args:
-        wanted: Bytes, by all ranks of the node together.
-        local_size: Ranks of the node.
-        what: What for, to follow "room for".
+        wanted: Bytes for all ranks of the node together.
+        local_size: Number of ranks of the node.
+        what: Their purpose in words that follow "room for".
 
     Raises:
         UserError: There is too little.
@@ -49,8 +49,7 @@ def startup_memory() -> set[str]:
 def unlink(names: Iterable[str]) -> None:
     """Remove the names of shared memory that every rank of the node has mapped by now. Local.
 
-    The libraries do so themselves, but only in MPI_Finalize: a job that was killed or aborted would leave megabytes in
-    /dev/shm each time.
+    The libraries remove them in MPI_Finalize only: a killed or aborted job would leave megabytes in /dev/shm.
     """
     for name in names:
         with suppress(OSError):

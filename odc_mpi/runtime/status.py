@@ -1,8 +1,8 @@
-"""What every rank is doing, for others to read should they wait for it in vain.
+"""The activity of every rank, for other ranks to read when a wait outlasts its deadline.
 
-Each rank has a page of 512 bytes in a window. It writes there by plain stores and asks nobody; others read it with
-MPI_Rget, but only when a wait has outlasted its deadline. So a rank that computes, or is stopped, can be read by the
-ranks of its node all the same. Over a network without one-sided hardware a page can be read while its rank enters MPI,
+Each rank has a page of 512 bytes in a window. The rank writes its page by plain stores; others read the page with
+MPI_Rget, but only when a wait has outlasted its deadline. So the ranks of a node can read the page of a rank that
+computes or is stopped. Over a network without one-sided hardware a page can be read while its rank enters MPI,
 which a thread does now and then; a rank that is stopped does not answer there.
 
 Note: torn pages
@@ -32,21 +32,21 @@ _CHECKSUM = struct.Struct("<I")
 _HEAD = struct.Struct("<QdIIBB")
 MAX_TEXT_BYTES = SLOT_BYTES - _CHECKSUM.size - _HEAD.size
 _LEAVING, _SPEAKING = 1, 2
-#: Where nobody else drives MPI's progress on a rank that computes, this thread does so often, each time so many times:
-#: enough for its page to be read, and nothing to notice.
+#: Where nothing else drives MPI's progress on a rank that computes, a thread does: seconds between its turns, and calls
+#: in each turn. Enough for the page to be read, and too little to slow the rank down.
 SERVE_S, SERVE_TIMES = 0.5, 3
-#: A dead or stopped host never answers; after this many seconds nobody asks on.
+#: Seconds to wait for the pages: a dead or stopped host never answers.
 READ_GRACE_S = 2.0
 
 
 class StatusPage:
-    """Writes what this rank is doing. Any thread may.
+    """The status page of this rank. Any thread may write it.
 
     Args:
-        memory: Of the page, `[PAGE_BYTES]`.
+        memory: Memory of the page, `[PAGE_BYTES]`.
 
     Attributes:
-        num_meetings: Collectives at which this rank has arrived; like the flags it is told with the next `write`.
+        num_meetings: Collectives at which this rank has arrived; published, like the flags, with the next `write`.
         leaving: See `Status`.
         speaking: See `Status`.
     """
@@ -61,13 +61,13 @@ class StatusPage:
         self.speaking = False
 
     def write(self, what: str, microbatch: int = 0) -> None:
-        """Tell what this rank is doing. Local."""
+        """Publish the activity of this rank. Local."""
         with self._lock:
             self._last = what, microbatch, time.time()
             self._store()
 
     def arrive(self, what: str) -> int:
-        """Tell that this rank has arrived at a collective, and return its number, from 1. Local."""
+        """Publish that this rank has arrived at a collective; return the number of the collective, from 1. Local."""
         with self._lock:
             self.num_meetings += 1
             self._last = what, 0, time.time()
@@ -75,13 +75,13 @@ class StatusPage:
             return self.num_meetings
 
     def speak(self) -> None:
-        """Tell that this rank is about to end the job with a message; what it was doing stays. Local."""
+        """Publish that this rank is about to end the job with a message; its activity stays on the page. Local."""
         with self._lock:
             self.speaking = True
             self._store()
 
     def beat(self) -> None:
-        """Give a sign of life: the same again under a new number. Local."""
+        """Give a heartbeat: the same status under a new number. Local."""
         with self._lock:
             self._store()
 
@@ -101,7 +101,7 @@ class StatusPage:
 
 
 def read_page(page: bytes) -> Status | None:
-    """Return what a page tells; None if it was read while both slots were written. Local."""
+    """Return the status on a page; None if it was read while both slots were written. Local."""
     slots = [_read_slot(page[start : start + SLOT_BYTES]) for start in (0, SLOT_BYTES)]
     return max((slot for slot in slots if slot is not None), key=lambda status: status.number, default=None)
 
@@ -132,8 +132,8 @@ class StatusWindow:
 
     Attributes:
         page: This rank's, to write.
-        prepare: Called in the thread that reads and serves, before it calls MPI.
-        attentive: Whether this rank enters MPI now and then, so that others can read the page over any network.
+        prepare: Called in the thread that reads pages and drives progress, before the thread calls MPI.
+        attentive: Whether a thread enters MPI now and then, so that other ranks can read the page over any network.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -161,7 +161,7 @@ class StatusWindow:
         comm.Barrier()
 
     def read(self, grace_s: float = READ_GRACE_S) -> dict[int, Status | None]:
-        """Return what all other ranks tell; None for one that does not answer in time. One-sided."""
+        """Return the status of all other ranks; None for a rank that does not answer in time. One-sided."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         reading = _Reading(dict.fromkeys(others), time.monotonic() + grace_s)
         if self._thread.is_alive():
@@ -170,7 +170,7 @@ class StatusWindow:
         return dict(reading.found)
 
     def free(self) -> None:
-        """Free the window; what is written to `page` from now on nobody reads. Collective."""
+        """Free the window; later writes to `page` have no effect. Collective."""
         if self._win is None:
             return
         self.page.detach()
@@ -197,7 +197,7 @@ class StatusWindow:
             reading.done.set()
 
     def _serve_others(self) -> None:
-        """Enter MPI: where the network is not one-sided, a reader on another host needs as much of this rank."""
+        """Drive MPI's progress, which a reader on another host needs where the network is not one-sided."""
         for _ in range(SERVE_TIMES):
             self._comm.Iprobe()
             time.sleep(1e-3)
@@ -222,12 +222,12 @@ class StatusWindow:
 
 @dataclass
 class _Reading:
-    """What the reading thread is asked for.
+    """A request to the reading thread.
 
     Attributes:
-        found: Filled in by rank.
-        deadline: When to give up, by the monotonic clock.
-        done: Set when all is read or given up.
+        found: The status of each rank; the thread fills it in.
+        deadline: Time to give up, by the monotonic clock.
+        done: Set when all pages are read or given up.
     """
 
     found: dict[int, Status | None]

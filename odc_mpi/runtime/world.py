@@ -1,8 +1,8 @@
-"""Start-up: the own communicator, ranks, nodes, and the end of a job that cannot go on.
+"""`World`, the ranks of a job: communicators, ranks, nodes, deadlines, and the end of a job that cannot go on.
 
-Communication: creating a `World` is collective (a duplicate of the communicator, a split by node). Afterwards it offers
-the few collectives that happen outside the training step: `agree` and `broadcast` at start-up, `gather_objects` at the
-end.
+Communication: creating a `World` is collective (a duplicate of the communicator, a split by node). Afterwards a world
+offers the few collectives that happen outside the training step: `agree` and `broadcast` at start-up, `gather_objects`
+at the end.
 """
 
 import atexit
@@ -38,12 +38,12 @@ T = TypeVar("T")
 SPIN_S = 200e-6
 #: ... then sleeps between looks, so that a waiting rank leaves its core to those that compute.
 SLEEP_S = 200e-6
-#: A rank that leaves looks this often for others that will never meet it.
+#: Seconds between checks of a rank that leaves for ranks that wait for it in another collective.
 STRANDED_LOOK_S = 0.5
 
 
 class World:
-    """The ranks of this job. Creating one is collective.
+    """The ranks of this job. Creating a world is collective.
 
     An exception that leaves the main program on any rank ends the whole job with that rank's traceback; without this
     the other ranks would wait for ever.
@@ -51,7 +51,7 @@ class World:
     Args:
         comm: Communicator to duplicate; all ranks of the job by default.
         timeout_s: Seconds that any single wait for another rank may last before the job ends with an error.
-        limit: What a person changes to have it otherwise, for that error.
+        limit: The setting to name in that error.
 
     Attributes:
         rank: This process's number in the job, from 0.
@@ -63,9 +63,9 @@ class World:
         host_size: Ranks on this host.
         node: This node's number, from 0, in the order of its lowest rank.
         num_nodes: Nodes of the job.
-        hosts: The name of every rank's host.
-        layout: Of each node its host's name and how many ranks it has.
-        num_windows: Windows that this world's transports hold, of which a library may bear so many.
+        hosts: The host name of every rank.
+        layout: Host name and number of ranks of each node.
+        num_windows: Windows that this world's transports hold; libraries limit their number.
         node_ranks: The ranks of this node, by local rank.
         comm: All ranks; this world's own.
         node_comm: The ranks of this node.
@@ -129,27 +129,27 @@ class World:
         return library_name(MPI.Get_library_version())
 
     def note(self, what: str, microbatch: int = 0) -> None:
-        """Tell the other ranks what this one is doing, for the message of one that waits for it in vain. Local.
+        """Publish the activity of this rank, for the message of a rank whose wait for this one expires. Local.
 
-        Costs a few microseconds. Any thread may call it.
+        Takes a few microseconds. Any thread may call it.
 
         Args:
-            what: To follow "was last seen", such as "forward of unit layers.3".
-            microbatch: Its number in this minibatch, from 1; 0 outside of microbatches.
+            what: Words that follow "was last seen", such as "forward of unit layers.3".
+            microbatch: Number of the microbatch in this minibatch, from 1; 0 outside of microbatches.
         """
         if self._alarm.status is not None:
             self._alarm.status.page.write(what, microbatch)
 
     def prepare_threads(self, prepare: Callable[[], None]) -> None:
-        """Have something done in this world's own thread before it calls MPI, such as choosing a GPU. Local."""
+        """Have a function run in this world's own thread before the thread calls MPI, such as choosing a GPU. Local."""
         assert self._alarm.status is not None
         self._alarm.status.prepare = prepare
 
     @contextmanager
     def inattentive(self) -> Iterator[None]:
-        """Enclose what measures whether operations are one-sided: no thread of this rank enters MPI by itself. Local.
+        """Enclose a measurement of one-sidedness: no thread of this rank enters MPI by itself meanwhile. Local.
 
-        Outside, one does twice a second for some milliseconds, so that others can read what this rank is doing.
+        At other times a thread enters MPI twice a second for some milliseconds, so that others can read the status.
         """
         status = self._alarm.status
         assert status is not None
@@ -163,20 +163,20 @@ class World:
         """Give the enclosed wait at most `timeout_s`; beyond it the job ends and says what this rank was doing. Local.
 
         Args:
-            what: What is waited for, to follow "while", such as "fetching unit layers.3".
-            owners: The ranks whose memory is waited for; by default any.
+            what: The operation in words that follow "while", such as "fetching unit layers.3".
+            owners: The ranks whose memory the operation needs; by default any.
         """
         return self._watchdog.watch(Wait(what, tuple(owners)))
 
     @contextmanager
     def meeting(self, what: str) -> Iterator[None]:
-        """Enclose a blocking collective operation, which gets a deadline that names the ranks that are late.
+        """Enclose a blocking collective operation in a deadline, whose message names the late ranks.
 
-        Collective: all ranks have the same meetings in the same order, which is how a late one is known. All come
-        together before the operation, so that none spins in it, on a core that the late one may need.
+        Collective: all ranks have the same meetings in the same order, by which late ranks are known. The ranks meet
+        before the operation, so that no rank spins in it on a core that a late rank may need.
 
         Args:
-            what: To follow "while", such as "allocating a window".
+            what: The operation in words that follow "while", such as "allocating a window".
         """
         with self._arrival(what):
             _complete(self.comm.Ibarrier())
@@ -198,8 +198,8 @@ class World:
         collective operation see `meet`.
 
         Args:
-            request: Of the operation.
-            what: What is waited for, to follow "while".
+            request: The request of the operation.
+            what: The operation in words that follow "while".
             meanwhile: Called again and again while this rank waits.
         """
         with self.deadline(what):
@@ -211,21 +211,21 @@ class World:
             _complete(request, meanwhile)
 
     def alone(self) -> "World":
-        """Return a world of this rank only, with the same limit. Local; to be closed by the caller, before this one."""
+        """Return a world of this rank only, with the same limit. Local; the caller closes it before this world."""
         return World(MPI.COMM_SELF, timeout_s=self.timeout_s, limit=self._alarm.limit)
 
     def agree(self, function: Callable[[], T]) -> T:
         """Call a local function on every rank and fail together. Collective.
 
         Args:
-            function: Must not communicate.
+            function: The function; it must not communicate.
 
         Returns:
-            What it returned on this rank.
+            The result of the function on this rank.
 
         Raises:
-            AgreedError: On every rank, if any raised `UserError`, or could not use a file: with the message of the
-                lowest such rank.
+            AgreedError: On every rank, if the function raised `UserError` on any, or could not use a file: with the
+                message of the lowest such rank.
         """
         result, error = None, None
         try:
@@ -242,14 +242,14 @@ class World:
         return result  # type: ignore[return-value]
 
     def require_same(self, value: str, what: str) -> None:
-        """Check that all ranks have the same. Collective; for start-up.
+        """Check that all ranks have the same value. Collective; for start-up.
 
         Args:
-            value: This rank's.
-            what: For the message.
+            value: The value of this rank.
+            what: Name of the value, for the message.
 
         Raises:
-            AgreedError: On every rank, naming the first that differs from rank 0.
+            AgreedError: On every rank; names the first rank whose value differs from rank 0's.
         """
         values = self.gather_objects(value)
         differing = [rank for rank in range(self.size) if values[rank] != values[0]]
@@ -257,7 +257,7 @@ class World:
             raise AgreedError(f"{what}: expected the same on every rank, rank {differing[0]} has another than rank 0")
 
     def cores_per_rank(self) -> int:
-        """Return how many of the cores that the ranks of this host may use fall to each, at least 1. Collective."""
+        """Return the number of cores of this host for each of its ranks, at least 1. Collective."""
         masks = self.gather_objects(os.sched_getaffinity(0))
         own = self.hosts[self.rank]
         cores = set().union(*(mask for mask, host in zip(masks, self.hosts, strict=True) if host == own))
@@ -287,11 +287,11 @@ class World:
                     self.comm.Bcast(data[start : start + (1 << 30)], root=0)
 
     def require_shared_memory(self, num_bytes: int, what: str) -> None:
-        """Check that /dev/shm has room for what the ranks of this node want to put there. Collective.
+        """Check that /dev/shm has room for the windows of this node's ranks. Collective.
 
         Args:
-            num_bytes: Wanted by this rank.
-            what: What for, to follow "room for".
+            num_bytes: Bytes for this rank.
+            what: Their purpose in words that follow "room for".
 
         Raises:
             UserError: There is too little; raised on every rank.
@@ -302,11 +302,11 @@ class World:
         self.agree(lambda: check_room(int(wanted[0]), self.local_size, what))
 
     def on_close(self, free: Callable[[], None]) -> None:
-        """Have a resource freed when this world closes, in reverse order of registration. Local."""
+        """Register a function that frees a resource when this world closes, the last registered first. Local."""
         self._resources.append(free)
 
     def close(self) -> None:
-        """Free what was registered, then the communicators. Collective; a second call does nothing."""
+        """Free the registered resources, then the communicators. Collective; a second call does nothing."""
         if self._closed:
             return
         self._closed = True

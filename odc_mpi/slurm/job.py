@@ -1,9 +1,8 @@
-"""Batch scripts for Slurm: of a training configuration, and the templates in jobs/, which are the same.
+"""Batch scripts for Slurm: for a training configuration, and the templates in jobs/, which are made the same way.
 
-Nothing here starts MPI. The scripts are plain bash, to be read and changed: what a site has to choose stands at their
-beginning. They rest on this: the batch script alone gets a signal before the time is up and passes it to what runs, to
-the ranks mostly, which save and end; they leave a note that tells this from an end at the last step, and the job puts
-itself back into the queue.
+Nothing here starts MPI. The scripts are plain bash, to be read and changed: the choices of a site stand at the top.
+Before the time is up Slurm sends a signal to the batch script alone, which passes it on to the running command. The
+ranks save and end, and leave a file that tells a stop from an end at the last step. Then the job queues itself again.
 """
 
 import shlex
@@ -163,19 +162,19 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a batch script asks Slurm for, and what it runs.
+    """The resources that a batch script asks Slurm for, and the command that it runs.
 
     Attributes:
-        nodes: How many.
-        ranks_per_node: Tasks of each.
+        nodes: Number of nodes.
+        ranks_per_node: Tasks on each node.
         cores_per_rank: Cores of a task.
-        time: Limit, as sbatch takes it.
-        mpi: What srun --mpi is, as bash is to read it: see `unless_set`.
-        name: Of the job.
-        choices: Options of sbatch by name, of those a site may ask for.
-        arguments: Of odc-mpi train; more may be given to the script.
-        stage: Directory of each node to copy the data set to; None reads it where it is.
-        data: The data set, for that.
+        time: Time limit, as sbatch takes it.
+        mpi: Value of srun --mpi, as a bash expression: see `unless_set`.
+        name: Name of the job.
+        choices: Further options of sbatch, by name.
+        arguments: Arguments of odc-mpi train; the script takes more.
+        stage: Directory on each node to copy the data set to; None reads the data set where it is.
+        data: The data set to copy.
     """
 
     nodes: int = 1
@@ -194,9 +193,9 @@ def training(job: Job, headline: str, usage: str, *, array: str | None = None) -
     """Return the batch script of a training. Local.
 
     Args:
-        job: What it asks for.
-        headline: What it is, for its first line.
-        usage: How to submit it.
+        job: Resources and command.
+        headline: First line of the script: its purpose.
+        usage: How to submit the script.
         array: The numbers of an array of jobs, with an example of what differs between them.
     """
     staging = {
@@ -275,7 +274,7 @@ def submit(script: str) -> int:
 
 
 def unless_set(mpi: str) -> str:
-    """Return what srun --mpi is, unless the variable SLURM_MPI_TYPE says otherwise. Local."""
+    """Return a bash expression for the value of srun --mpi: SLURM_MPI_TYPE, or `mpi` where it is unset. Local."""
     return f"${{SLURM_MPI_TYPE:-{mpi}}}"
 
 
@@ -283,8 +282,8 @@ def for_config(job: Job, config: Path, overrides: tuple[str, ...], data: str) ->
     """Return the script that trains a configuration. Local.
 
     Args:
-        job: What it asks for; what it runs is set here.
-        config: The file, to be found under the same name on every node.
+        job: Resources; the command is filled in.
+        config: The configuration, a file that every node has under the same name.
         overrides: Further arguments of odc-mpi train.
         data: The data set that the configuration names, for staging.
     """

@@ -1,1 +1,1 @@
-"""What this MPI library can do: trials of its operations, what a run decides by them, and the cache of both."""
+"""The abilities of this MPI library: trials of its operations, the decision that follows from them, and a cache."""

@@ -1,6 +1,6 @@
-"""A report kept for the next run, in a private file. Local; knows no MPI.
+"""The cache of probe reports, in private files. Local; knows no MPI.
 
-The cache is a convenience: whatever is wrong with it, a run goes on and probes.
+The cache is a convenience: if a file is damaged or cannot be read, a run goes on and probes.
 """
 
 import hashlib
@@ -14,9 +14,9 @@ from typing import Any
 from odc_mpi.files import swap_text
 from odc_mpi.stack.report import Report
 
-#: Kernels, drivers and networks change without a word of it in the key.
+#: Seconds that a report is valid: kernels, drivers and networks change, and the key does not show it.
 KEPT_S = 7 * 24 * 3600.0
-#: Raised when the probe measures something else, so that what older versions kept is not read.
+#: Raised when the probe measures something else, so that reports of older versions are not read.
 FORMAT = 2
 #: Settings of the libraries, but not what launchers add for each job.
 _SETTINGS = ("MPIR_CVAR_", "MPIR_PARAM_", "MPICH_", "OMPI_MCA_", "UCX_", "FI_", "PMIX_MCA_")
@@ -24,7 +24,7 @@ _OF_THE_JOB = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_PREFIXES
 
 
 def settings() -> dict[str, str]:
-    """Return the variables of the environment that change what an MPI library does. Local."""
+    """Return the environment variables that change the behaviour of an MPI library. Local."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -33,17 +33,17 @@ def settings() -> dict[str, str]:
 
 
 def folder() -> Path:
-    """Return where reports are kept: under $XDG_CACHE_HOME or ~/.cache. Local."""
+    """Return the directory of the cache: under $XDG_CACHE_HOME or ~/.cache. Local."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(home) / "odc_mpi"
 
 
 def load(key: dict[str, Any], kept_s: float = KEPT_S) -> Report | None:
-    """Return the report that was kept under this key, if there is a readable one. Local.
+    """Return the cached report of a key, None if there is no readable one. Local.
 
     Args:
-        key: Equal to the one with which it was stored.
-        kept_s: It is at most so many seconds old; a week by default.
+        key: The key with which the report was stored.
+        kept_s: The greatest age of the report in seconds; a week by default.
     """
     try:
         kept = json.loads(_path(key).read_text())
@@ -55,7 +55,7 @@ def load(key: dict[str, Any], kept_s: float = KEPT_S) -> Report | None:
 
 
 def store(key: dict[str, Any], report: Report) -> None:
-    """Keep a report, readable for this user only, all of it or nothing. Local."""
+    """Store a report, readable for this user only, completely or not at all. Local."""
     kept = json.dumps({"key": key, "time_s": time.time(), "report": report.to_dict()})
     with suppress(OSError, RuntimeError):  # a user without an entry in passwd has no home
         path = _path(key)

@@ -1,4 +1,4 @@
-"""What the runtime uses on an MPI stack, decided from what a probe found there. Pure: no MPI, the same on every rank.
+"""The decision how ranks reach each other, from the report of a probe. Pure: no MPI, the same on every rank.
 
     window      shared memory on each node where that works, else `Win.Allocate`
     zero_copy   a fetch is a view, where the shards of a node lie side by side and can be read in place
@@ -6,12 +6,12 @@
     progress    a thread that serves peers, where Get or the reduction waits for a target that computes, or drawing a
                 ticket from another node
 
-    window_device   where the model computes on a GPU: windows there, where a doctor has proved what they take; else on
-                    the host, by way of pinned memory
+    window_device   for a model on a GPU: windows on the GPU, where a doctor has proved every operation that they need;
+                    else on the host, through pinned memory
 
-With `comm.transport: collective` nothing of this is left to choose.
+With `comm.transport: collective` there is no choice.
 
-A setting that is not `auto` wins. Every choice has its reason, with the figure that led to it.
+A setting that is not `auto` wins. Every choice comes with its reason and the figure behind it.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from odc_mpi.stack.device_decision import Proof, prove
 from odc_mpi.stack.report import Operation, Peer, Report
 from odc_mpi.wording import format_seconds
 
-#: Accumulate may be slower than Put by this much: a mailbox puts, and its owner then adds on its own time.
+#: Accumulate may be slower than Put by this factor: the owner of a mailbox adds in its own time.
 LEAST_SHARE_OF_PUT = 0.25
 #: A thread that serves peers calls MPI beside the one that computes.
 THREADS_NEEDED = "MPI_THREAD_MULTIPLE"
@@ -53,7 +53,7 @@ class Wishes:
 
     @property
     def leave_nothing_open(self) -> bool:
-        """Whether nothing is left to try. Local."""
+        """Whether the settings leave no choice, so that no probe is needed. Local."""
         return "auto" not in (self.zero_copy, self.reduction, self.progress)
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is used, and why in a few words."""
+    """A choice and its reason in a few words."""
 
     choice: str
     reason: str
@@ -73,7 +73,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the runtime uses."""
+    """All choices of the runtime."""
 
     window: Choice
     zero_copy: Choice
@@ -84,7 +84,7 @@ class Decision:
 
     @property
     def transport(self) -> str:
-        """What `comm.transport` calls it: window or collective. Local."""
+        """The value of `comm.transport`: window or collective. Local."""
         return "collective" if self.window.choice == "none" else "window"
 
     def one_line(self) -> str:
@@ -96,20 +96,20 @@ class Decision:
         return "; ".join(f"{name} {made.choice} ({made.reason})" for name, made in named)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold; what there is nothing to choose of is left out. Local."""
+        """Return the choices as values for JSON, without those that do not apply. Local."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def decide(report: Report, wishes: Wishes = Wishes(), *, on_device: bool = False) -> Decision:
-    """Choose what the runtime uses. Local.
+    """Decide how ranks reach each other. Local.
 
     Args:
-        report: Of a probe; what it could not answer counts against the operation.
-        wishes: What the settings ask for.
+        report: Report of a probe; a missing answer counts against the operation.
+        wishes: The settings.
         on_device: Whether the model computes on a device.
 
     Raises:
-        UserError: A setting asks for what this MPI does not grant.
+        UserError: A setting asks for something that this MPI does not grant.
     """
     if not on_device and wishes.window_device == "cuda":
         raise UserError("comm.window_device: cuda goes with run.device cuda, got run.device cpu: set it to auto or cpu")
@@ -127,15 +127,15 @@ def decide(report: Report, wishes: Wishes = Wishes(), *, on_device: bool = False
 
 
 def refuse_wrong_data(report: Report, decision: Decision, *, tickets: bool = False) -> None:
-    """Refuse to train with operations that were seen to deliver wrong data. Local.
+    """Refuse to train with operations that delivered wrong data in the probe. Local.
 
     Args:
-        report: Of a probe.
-        decision: What is used.
+        report: Report of a probe.
+        decision: The choices of the runtime.
         tickets: Whether ranks draw their microbatches, too.
 
     Raises:
-        UserError: One that is used did.
+        UserError: An operation in use delivered wrong data.
     """
     on_device = decision.window_device is not None and decision.window_device.choice == "cuda"
     before, cure = ("from_device ", "comm.window_device to cpu") if on_device else ("", "comm.transport to collective")
@@ -155,13 +155,13 @@ def refuse_wrong_data(report: Report, decision: Decision, *, tickets: bool = Fal
 
 
 def decide_collective(wishes: Wishes = Wishes()) -> Decision:
-    """Return what is used with `comm.transport: collective`: the baseline, without windows. Local.
+    """Return the decision for `comm.transport: collective`: the baseline, without windows. Local.
 
     Args:
-        wishes: What the settings ask for.
+        wishes: The settings.
 
     Raises:
-        UserError: A setting asks for what only windows have.
+        UserError: A setting asks for something that only windows have.
     """
     for name in ("reduction", "progress", "window_device"):
         wish = getattr(wishes, name)
@@ -194,7 +194,7 @@ def _window_device(proof: Proof, wishes: Wishes) -> Choice:
 
 
 def _on_device(report: Report, proof: Proof, wishes: Wishes, window_device: Choice) -> Decision:
-    """Choose the rest where windows are on devices."""
+    """Make the other choices where windows are on devices."""
     reduction = _reduction_on_device(proof, wishes.reduction)
     return Decision(
         window=Choice("create", "Win.Create over memory of the GPUs"),
@@ -210,7 +210,7 @@ def _reduction_on_device(proof: Proof, wish: str) -> Choice:
     if wish != "auto":
         return Choice(wish, "set by comm.reduction")
     if proof.peers and "accumulate" in against:
-        # Where not even Put is proved a person has insisted: it is more likely to work.
+        # Where not even Put is proved, the user has set window_device: Put is more likely to work.
         return Choice("mailbox", against["accumulate"])
     if proof.peers and "mailbox" in against:
         return Choice("accumulate", against["mailbox"])
@@ -250,7 +250,7 @@ def _reduction(peers: Mapping[str, Peer], wish: str) -> Choice:
 
 
 def _against_accumulate(kind: str, peer: Peer) -> str | None:
-    """Return why Accumulate will not do towards these peers, or None."""
+    """Return the reason against Accumulate towards these peers, None if there is none."""
     adding, putting = peer.accumulate, peer.put
     if adding.idle_s is None:
         return f"Accumulate to a peer {_WHERE[kind]} gave no answer"
@@ -267,7 +267,7 @@ def _speeds(kind: str, peer: Peer) -> str:
 
 
 def _progress(report: Report, peers: Mapping[str, Peer], wish: str, reduction: str) -> Choice:
-    """Choose whether a thread serves; `peers` tells of the windows that are used, the report of tickets, too."""
+    """Choose whether a thread serves: by `peers` for the windows in use, by the report for tickets."""
     granted = report.thread_level or "no answer"
     if wish == "thread" and granted != THREADS_NEEDED:
         raise UserError(

@@ -1,8 +1,8 @@
-"""What a doctor has proved of windows on devices, and what speaks against them. Pure: no MPI, the same on every rank.
+"""Whether windows on devices are usable, by the findings of a doctor. Pure: no MPI, the same on every rank.
 
-Unlike windows on the host, of which any MPI has to know, these are used only where each operation that it takes was
-seen to work: Get from the owners, and Accumulate, or Put for a mailbox, each with device memory at the origin and with
-every kind of peer that there is.
+Every MPI supports windows on the host. Windows on devices are used only where each operation that they need was seen to
+work: Get from the owners, and Accumulate, or Put for a mailbox, each with device memory at the origin and with every
+kind of peer in the job.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from odc_mpi.stack.report import DeviceWindows, Peer, Report
 
-#: A Get between devices has at least so much of the bandwidth of one between hosts; else the way by the host is faster.
+#: The least bandwidth of a Get between devices, relative to one between hosts; below it staging on the host is faster.
 LEAST_SHARE_OF_HOST = 0.25
-#: How windows on devices come into question.
+#: The advice where nothing was proved.
 RUN_DOCTOR = "run odc-mpi doctor once in this layout to have them tried"
 
 _WHERE = {"same_node": "on the same node", "other_node": "on the other node"}
@@ -22,12 +22,12 @@ _REDUCED_BY = {"accumulate": "accumulate", "mailbox": "put"}
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known of windows on devices.
+    """The findings about windows on devices.
 
     Attributes:
-        against: Why they are not to be used; None if they are.
-        peers: The operations from device memory, for each kind of peer that there is.
-        against_reductions: Why a way to reduce is not to be used; those without a reason are.
+        against: The reason not to use them; None if there is none.
+        peers: The operations from device memory, for each kind of peer in the job.
+        against_reductions: For each reduction that is not to be used, the reason.
     """
 
     against: str | None
@@ -36,10 +36,10 @@ class Proof:
 
 
 def prove(report: Report) -> Proof:
-    """Sum up what a report says of windows on devices. Local.
+    """Sum up the findings of a report about windows on devices. Local.
 
     Args:
-        report: Of a probe, with what a doctor found about devices if it was there.
+        report: Report of a probe, with the findings of a doctor about devices if there are any.
     """
     device = report.device
     peers = {kind: _peer(device, kind) for kind in report.kinds}
@@ -71,7 +71,7 @@ def _against_windows(report: Report, device: DeviceWindows) -> str | None:
 
 
 def _unproved(report: Report, peers: Mapping[str, Peer], name: str) -> str | None:
-    """Say with which peers an operation was not seen to work, and what came of it instead; None if with none."""
+    """Say with which peers an operation was not seen to work, and its problem there; None if it worked with all."""
     for kind, peer in peers.items():
         if getattr(peer, name).idle_s is None:
             before = f"from_device {kind} {name}: "

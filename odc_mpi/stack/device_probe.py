@@ -1,11 +1,11 @@
-"""What this MPI stack does with windows on devices: tried, like everything else, since what libraries say is a hint.
+"""Trials of windows on devices: the statements of MPI libraries about device memory are only hints.
 
 Communication: as in `stack.probe`, of which this is a part. The ranks look together whether windows can be made at all;
 one pair for each kind of peer tries Get, Put and Accumulate, from device and from host memory; then every rank
 accumulates into its own window.
 
 An operation that a library does not support may end the process or never return. So this runs in the processes that
-`odc-mpi doctor` starts and no other; what came of it is kept, and a training run only reads it.
+`odc-mpi doctor` starts and nowhere else; the result is cached, and a training run only reads the cache.
 """
 
 import ctypes
@@ -30,11 +30,11 @@ from odc_mpi.stack.trial import LARGE_BYTES, Budget, Trials
 
 #: There are six operations for each kind of peer.
 BUDGET = Budget(idle_s=0.05, busy_s=0.2, bandwidth_s=0.3)
-#: What is kept serves so long: devices, drivers and libraries are in its key.
+#: Seconds that a cached result is valid: devices, drivers and libraries are in its key.
 KEPT_S = 30 * 24 * 3600.0
-#: A machine that was busy, or slow to load what it takes, may have been the reason.
+#: Seconds that a lack of answers is cached: the machine may have been busy, or slow to load libraries.
 NO_ANSWER_KEPT_S = 24 * 3600.0
-#: Elements that each rank adds into its own window.
+#: Elements that each rank adds to its own window.
 _OWN_NUMEL = 100_000
 
 
@@ -46,13 +46,13 @@ def try_device(
     listen: Callable[[Report, str | None], None],
     budget: Budget = BUDGET,
 ) -> Report:
-    """Try windows on the ranks' devices; return the report with what was found. Collective.
+    """Try windows on the ranks' devices; return the report with the findings. Collective.
 
     Args:
         world: All of its ranks take part, each with a device.
-        report: What is known.
+        report: The findings so far.
         pairs: Origin and target for each kind of peer.
-        device: This rank's.
+        device: The device of this rank.
         listen: As for `probe.probe`; hears "device.memory", "device.window", "ORIGIN.KIND.OPERATION", "device.own".
         budget: Time to spend on each operation.
     """
@@ -74,11 +74,11 @@ def try_device(
 
 
 def verdict_key(world: World, device: Device) -> dict[str, Any]:
-    """Return under what the answers are kept: library, environment, devices, and which ranks share a node. Collective.
+    """Return the cache key of the result: library, environment, devices, and which ranks share a node. Collective.
 
-    Also from where UCX was loaded: another one that was put before the library's own is not to be seen in its version.
+    The key holds the path of the loaded UCX, too: the MPI library's version does not show another UCX.
 
-    Hosts have no names in it: another job on as many nodes of the same kind finds what one has proved.
+    The key has no host names: the result serves another job on as many nodes of the same kind.
     """
     return {
         "library": MPI.Get_library_version(),
@@ -91,11 +91,11 @@ def verdict_key(world: World, device: Device) -> dict[str, Any]:
 
 
 def kept_verdict(world: World, device: Device) -> Report | None:
-    """Return what a doctor in the same layout has found, if it was kept. Collective; tries nothing.
+    """Return the cached findings of a doctor in the same layout, None without. Collective; tries nothing.
 
     Args:
         world: All of its ranks take part.
-        device: This rank's.
+        device: The device of this rank.
     """
     key = verdict_key(world, device)
     kept = cache.load(key, KEPT_S) if world.rank == 0 else None
@@ -126,8 +126,8 @@ class DeviceBuffer:
     """Memory of a device that operations of a trial read or fill.
 
     Args:
-        device: Has it.
-        values: `[n]` uint8; its content at first.
+        device: The device.
+        values: Initial content, `[n]` uint8.
     """
 
     def __init__(self, device: Device, values: np.ndarray) -> None:
@@ -137,7 +137,7 @@ class DeviceBuffer:
         self.write(values)
 
     def write(self, values: np.ndarray) -> None:
-        """Overwrite all. Local; it is there when this returns."""
+        """Overwrite the memory. Local; complete when the call returns."""
         self.tensor.copy_(torch.from_numpy(values))
         self._device.mark().synchronize()
 
@@ -168,7 +168,7 @@ class _DeviceGround:
 
 
 def _try_memory(device: Device) -> str | None:
-    """Return what is wrong with memory for windows, None if there is some."""
+    """Return the reason why there is no memory for windows, None if there is memory."""
     try:
         device.window_memory(LARGE_BYTES[-1])
     except UserError as error:
@@ -204,7 +204,7 @@ def _try_pairs(
 
 
 def _try_own(world: World, device: Device) -> bool:
-    """Accumulate into this rank's own window, twice; tell whether the sum is right. Collective."""
+    """Accumulate into this rank's own window, twice; return whether the sum is right. Collective."""
     window = DeviceWindow(world, _OWN_NUMEL, torch.float32, device)
     values = device.window_memory(_OWN_NUMEL * 4).view(torch.float32)
     values.copy_(torch.arange(_OWN_NUMEL, dtype=torch.float32))
@@ -220,6 +220,6 @@ def _try_own(world: World, device: Device) -> bool:
 
 
 def _mapped_libraries(name: str) -> list[str]:
-    """Return the files of libraries that this process has loaded, by a pattern of what is before the ending."""
+    """Return the files of libraries that this process has loaded, by a pattern of their names before the suffix."""
     maps = Path("/proc/self/maps").read_text()
     return sorted(set(re.findall(rf"/\S*/{name}\.so[\d.]*$", maps, re.MULTILINE)))

@@ -1,10 +1,10 @@
-"""`odc-mpi doctor`: what this MPI stack really does, and what the runtime will therefore use.
+"""`odc-mpi doctor`: the measured behaviour of this MPI stack, and the decision of the runtime.
 
-This process does not start MPI. A child takes its part in the job and tells what it finds as it goes, so that there is
-an answer even if the MPI library crashes or hangs. Communication: that of `stack.probe`, in the children.
+This process does not start MPI. A child takes its part in the job and reports each finding at once, so that there is an
+answer even if the MPI library crashes or hangs. Communication: that of `stack.probe`, in the children.
 
-What was found is kept for training runs in the same layout, in the place of what they found themselves. Of windows on
-GPUs that is a crash, too: runs cannot try those, since it might end them.
+The findings are cached for training runs in the same layout and replace the cached findings of these runs. For windows
+on GPUs a crash is cached, too: runs do not try them, since a trial might end the run.
 """
 
 import json
@@ -25,13 +25,13 @@ from odc_mpi.stack.gpu import has_gpu
 from odc_mpi.stack.report import DEVICE_OPERATIONS, OPERATIONS, DeviceWindows, Operation, Report
 from odc_mpi.wording import format_seconds
 
-#: The process that takes part in MPI.
+#: The command of the child, which takes part in MPI.
 PROBE = (sys.executable, "-m", "odc_mpi.stack.probe")
-#: Seconds for all of it: the start of MPI and, typically, 3 s for peers on the same node and 20 s for others.
+#: Seconds for the whole probe: the start of MPI and, typically, 3 s for peers on the same node and 20 s for others.
 DEADLINE_S = 55.0
-#: Seconds for one operation with all its repetitions, which take 5 s where it waits for its target.
+#: Seconds for one operation with all repetitions, which take 5 s if it waits for its target.
 OPERATION_S = 12.0
-#: Seconds more where there is a GPU: loading what it takes, and trying windows on it.
+#: Seconds more where there is a GPU: for loading its libraries and trying windows on it.
 DEVICE_S = 60.0
 
 _TITLES = {"get": "Get", "put": "Put", "accumulate": "Accumulate", "fetch_and_op": "Fetch_and_op"}
@@ -44,13 +44,13 @@ _ALONE = "there is no peer to try: run mpiexec -n 2 odc-mpi doctor"
 def doctor(
     as_json: bool, *, probe: Sequence[str] = PROBE, deadline_s: float = DEADLINE_S, operation_s: float = OPERATION_S
 ) -> int:
-    """Probe the MPI stack and print what was found, from rank 0. Collective, in the children.
+    """Probe the MPI stack and print the findings, from rank 0. Collective, in the children.
 
     Args:
         as_json: Print one JSON object instead of a table.
         probe: Command of the child.
-        deadline_s: After so many seconds the answer is what is known by then.
-        operation_s: And after so many for one operation.
+        deadline_s: Seconds after which the answer is the findings so far.
+        operation_s: The same for a single operation.
 
     Returns:
         The exit code: 0 if there was an answer, 1 if MPI did not even start.
@@ -63,7 +63,7 @@ def doctor(
 
 
 def _tell(ending: Ending, as_json: bool) -> int:
-    """Print what is known and return the exit code."""
+    """Print the findings and return the exit code."""
     report = _report(ending)
     _keep(ending, report)
     decision = decide(report) if report.library else None
@@ -79,7 +79,7 @@ def _tell(ending: Ending, as_json: bool) -> int:
 
 
 def _report(ending: Ending) -> Report:
-    """Return the report, with what ended it."""
+    """Return the last report of the child, with the failure that ended the child."""
     news = ending.news or {}
     report = Report.from_dict(news["report"]) if "report" in news else Report()
     doing = news.get("doing", "starting MPI")
@@ -92,9 +92,10 @@ def _report(ending: Ending) -> Report:
 
 
 def _keep(ending: Ending, report: Report) -> None:
-    """Keep what was found for training runs in the same layout, unless somebody ended it before all was tried.
+    """Cache the report for training runs in the same layout.
 
-    Of windows on devices, which no run tries, a crash is worth keeping, too; of the rest only what is sound.
+    Windows on devices: also after a crash, since no run tries them, but not if the launcher ended the probe. The other
+    findings: only if there was no problem.
     """
     keys = (ending.news or {}).get("keys", {})
     if report.device is not None and ending.failure != ENDED_BY_LAUNCHER:
@@ -158,7 +159,7 @@ def _operations(report: Report) -> Table:
 
 
 def _device(report: Report, device: DeviceWindows) -> tuple[Table, Table]:
-    """Return what was found about windows on devices: what is known of them, and the operations."""
+    """Return two tables about windows on devices: their properties, and the operations."""
     facts = Table.grid(padding=(0, 3))
     facts.add_row("GPUs", "; ".join(device.names))
     facts.add_row("MPI for CUDA", f"{_TOLD[device.cuda_support]} (MPIX_Query_cuda_support)")

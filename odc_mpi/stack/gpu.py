@@ -1,21 +1,21 @@
-"""Whether this machine has a GPU, found out without loading anything that is made for one. Local."""
+"""Whether this machine has a GPU, without loading a GPU library. Local."""
 
 import re
 from contextlib import suppress
 from pathlib import Path
 
-#: Where NVIDIA's drivers show themselves: under Linux, and in a Linux within Windows.
+#: Files of NVIDIA's drivers: under Linux, and in the Windows Subsystem for Linux.
 _NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 _VERSION = Path("/proc/driver/nvidia/version")
 
 
 def has_gpu() -> bool:
-    """Tell whether there is a driver for NVIDIA's GPUs. Local."""
+    """Return whether there is a driver for NVIDIA's GPUs. Local."""
     return any(node.exists() for node in _NODES)
 
 
 def driver() -> str:
-    """Return the version of the driver, "unknown" where it does not tell. Local."""
+    """Return the version of the driver, "unknown" if it cannot be read. Local."""
     with suppress(OSError):
         found = re.search(r"\d+\.\d+(\.\d+)?", _VERSION.read_text())
         if found:

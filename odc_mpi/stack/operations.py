@@ -1,7 +1,7 @@
-"""The one-sided operations that a probe tries, each with a record of what should have come of it.
+"""The one-sided operations that a probe tries, each with a check of its result.
 
-The window holds small whole numbers as float32, so that bytes can be compared and sums are exact, and behind them one
-64-bit counter. An origin keeps a copy of what should be in its target's window.
+The window holds small whole numbers as float32, so that bytes can be compared and sums are exact, and then one 64-bit
+counter. An origin keeps a copy of the expected content of its target's window.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-#: Bytes behind the numbers, for the counter.
+#: Bytes of the counter, after the numbers.
 COUNTER_BYTES = 8
 
 
 def pattern(num_bytes: int) -> np.ndarray:
-    """Return the content of a window at first: numbers in which every page differs from the last (251 is prime)."""
+    """Return the initial content of a window: numbers that differ from page to page (251 is prime). Local."""
     numbers = np.resize(np.arange(251, dtype=np.float32), (num_bytes - COUNTER_BYTES) // 4)
     return np.concatenate([numbers.view(np.uint8), np.zeros(COUNTER_BYTES, dtype=np.uint8)])
 
@@ -24,13 +24,13 @@ class Buffer(Protocol):
     """Memory that operations read or fill.
 
     Attributes:
-        memory: As MPI takes it; it can be cut.
+        memory: Buffer for MPI; it can be sliced.
     """
 
     memory: np.ndarray | memoryview
 
     def fill(self, value: int, num_bytes: int) -> None:
-        """Overwrite the first bytes, each with the same. Local."""
+        """Overwrite the first bytes, each with the same value. Local."""
 
     def read(self, num_bytes: int) -> np.ndarray:
         """Return the first bytes. Local."""
@@ -40,7 +40,7 @@ class HostBuffer:
     """Memory of the host.
 
     Args:
-        values: `[n]` uint8; its content at first.
+        values: Initial content, `[n]` uint8.
     """
 
     def __init__(self, values: np.ndarray) -> None:
@@ -57,13 +57,13 @@ class HostBuffer:
 
 
 class Peering:
-    """An origin's memory towards one target.
+    """An origin's memory and the expected content of one target's window.
 
     Args:
         win: The window, in units of one byte, locked.
-        target: Its rank.
-        expected: `[n]` uint8: what is in the target's window, counter included; kept up to date. Peerings with the same
-            target share it.
+        target: Rank of the target.
+        expected: Content of the target's window with the counter, `[n]` uint8; kept up to date. Peerings with the same
+            target share the array.
         make: Makes the memory that operations read and fill.
     """
 
@@ -87,11 +87,11 @@ class Peering:
 
 
 class Operation:
-    """One operation towards one target. All methods are one-sided."""
+    """One operation towards one target."""
 
-    #: Bytes of a small one.
+    #: Bytes of a small operation.
     small_bytes = 64
-    #: Whether it exists in large, too.
+    #: Whether the operation is also tried with many bytes.
     grows = True
 
     def __init__(self, peering: Peering) -> None:
@@ -99,17 +99,17 @@ class Operation:
         self.most = 0
 
     def run(self, num_bytes: int) -> None:
-        """Do it once and complete it at the target."""
+        """Run the operation once and complete it at the target. One-sided."""
         self.most = max(self.most, num_bytes)
         self._run(num_bytes)
         self._note(num_bytes)
 
     def is_right(self) -> bool:
-        """Read the target's window and compare with what should be there."""
+        """Read the target's window and compare it with the expected content. One-sided."""
         self.peering.received.fill(255, self.most)
         self.peering.get(self.most)
         right = self._has_received()
-        # What is there, right or wrong, is what the next operation begins with.
+        # The next operation starts from the actual content, right or wrong.
         self.peering.expected[: self.most] = self.peering.received.read(self.most)
         return right
 
@@ -124,7 +124,7 @@ class Operation:
 
 
 class Get(Operation):
-    """Reads what the target wrote at the start."""
+    """Reads the numbers that the target wrote at the start."""
 
     def _run(self, num_bytes: int) -> None:
         self.peering.get(num_bytes)
@@ -193,5 +193,5 @@ class FetchAndOp(Operation):
         return bool(self._right)
 
 
-#: By their names in a report.
+#: The operations by their names in a report.
 BY_NAME: dict[str, Any] = {"get": Get, "put": Put, "accumulate": Accumulate, "fetch_and_op": FetchAndOp}

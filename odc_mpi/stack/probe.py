@@ -1,10 +1,10 @@
-"""What this MPI stack really does: nothing in MPI tells (the MPI Forum has a proposal, 635), so it is tried.
+"""Trials of this MPI stack: MPI does not say which operations are one-sided (a proposal for it: MPI Forum, 635).
 
-Communication: the ranks gather who is where; the ranks of each node try shared memory; then one pair for each kind of
+Communication: the ranks gather their hosts; the ranks of each node try shared memory; then one pair for each kind of
 peer tries the operations in turn (trial.py). All ranks have the same report at every moment.
 
-As a program, `python -m odc_mpi.stack.probe FD`, it takes this rank's part and rank 0 writes to the file descriptor
-what is known, a JSON line before each operation and at the end; `odc-mpi doctor` reads it.
+As a program, `python -m odc_mpi.stack.probe FD`, this is one rank of the probe. Rank 0 writes the report so far to the
+file descriptor, a JSON line before each operation and at the end; `odc-mpi doctor` reads the lines.
 """
 
 import json
@@ -34,11 +34,11 @@ from odc_mpi.stack.trial import LARGE_BYTES, Allocate, Budget, Trials, allocate,
 if TYPE_CHECKING:
     from odc_mpi.comm.device.device import Device
 
-#: For a person who asks.
+#: For `odc-mpi doctor`.
 FULL = Budget(idle_s=0.2, busy_s=0.5, bandwidth_s=1.5)
 #: For the start of a training run.
 QUICK = Budget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.15)
-#: Seconds after which the program ends by itself: whoever started it ends it before, and still has the answer.
+#: Seconds after which the program ends by itself; normally the doctor ends it before and still has the answer.
 PROGRAM_S = 150.0
 
 _THREAD_LEVELS = {
@@ -48,7 +48,7 @@ _THREAD_LEVELS = {
     MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
 }
 
-#: Hears the report so far and what is tried next: "shared_memory", "KIND.OPERATION", or None when all is done.
+#: Called with the report so far and the next trial: "shared_memory", "KIND.OPERATION", or None at the end.
 Listener = Callable[[Report, str | None], None]
 
 
@@ -60,14 +60,14 @@ def probe(
     listen: Listener = lambda report, doing: None,
     device: "Device | None" = None,
 ) -> Report:
-    """Try what there is and return the same report on every rank. Collective.
+    """Try shared memory, windows and devices; return the same report on every rank. Collective.
 
     Args:
         world: All of its ranks take part.
         budget: Time to spend.
         allocate: Makes the window that is tried.
-        listen: Called on every rank.
-        device: This rank's, for what may end the process: windows on it. All ranks have one, or none has.
+        listen: Called on every rank before each trial.
+        device: The device of this rank, to try windows on, which may end the process. All ranks have one, or none has.
 
     Raises:
         UserError: /dev/shm has no room for even a small window; on every rank.
@@ -97,7 +97,7 @@ def probe(
 
 
 def bare_report(world: World) -> Report:
-    """Return what is known without trying anything. Local."""
+    """Return the report before any trial: library, nodes and ranks. Local."""
     return Report(
         library=world.mpi_library,
         thread_level=_THREAD_LEVELS[MPI.Query_thread()],
@@ -107,7 +107,7 @@ def bare_report(world: World) -> Report:
 
 
 def quick_report(world: World, cache_it: bool = True) -> Report:
-    """Return a report that was kept in the last week on the same stack, or else that of a quick probe. Collective.
+    """Return the cached report of this stack, at most a week old, or else that of a quick probe. Collective.
 
     Args:
         world: All of its ranks take part.
@@ -127,7 +127,7 @@ def quick_report(world: World, cache_it: bool = True) -> Report:
 
 
 def report_key(world: World) -> dict[str, Any]:
-    """Return under what a report is kept: library, environment, and which ranks are on which host. Collective."""
+    """Return the cache key of a report: library, environment, and the host of each rank. Collective."""
     return {
         "library": MPI.Get_library_version(),
         "mpi4py": mpi4py.__version__,
@@ -137,13 +137,13 @@ def report_key(world: World) -> dict[str, Any]:
 
 
 def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
-    """Choose who tries with whom. Local.
+    """Choose a pair of ranks for each kind of peer. Local.
 
     Args:
         nodes: The node of each rank.
 
     Returns:
-        Origin and target for each kind of peer that there is.
+        Origin and target for each kind of peer in the job.
     """
     pairs = {}
     for origin, node in enumerate(nodes):
@@ -255,9 +255,9 @@ def own_device(world: World) -> "Device | None":
 
 
 def main(argv: list[str]) -> None:
-    """Probe, and tell the file descriptor in the argument what is known. Collective."""
+    """Probe, and write the report to the file descriptor in the argument. Collective."""
     with os.fdopen(int(argv[0]), "w") as out, World(timeout_s=PROGRAM_S) as world:
-        # Before anything is told: loading what it takes may last longer than an operation is given.
+        # Before the first line is written: loading CuPy may take longer than the deadline of an operation.
         device = own_device(world)
         keys = {"host": report_key(world)}
         if device is not None:

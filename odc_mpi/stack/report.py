@@ -1,13 +1,13 @@
-"""What a probe of the MPI stack found, as plain values that travel as JSON. Local; knows no MPI."""
+"""The report of a probe of the MPI stack, as plain values that travel as JSON. Local; knows no MPI."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 #: Kinds of peers, as fields of `Peers`.
 PEER_KINDS = ("same_node", "other_node")
-#: What the problem of an operation is called that came back and did something else than it should.
+#: The problem of an operation that completed with a wrong result.
 WRONG = "what arrived is not what was sent"
-#: How the problem of an operation begins that did not come back in time; `launcher` says so.
+#: The beginning of the problem of an operation that did not complete in time.
 NO_ANSWER = "no answer within"
 #: Operations, as fields of `Peer`, in the order in which a probe tries them: the one most likely to fail comes last.
 OPERATIONS = ("get", "put", "fetch_and_op", "accumulate")
@@ -25,12 +25,12 @@ DEVICE_OPERATIONS = (
 
 @dataclass(frozen=True)
 class Operation:
-    """What one operation does towards one kind of peer; None where there was no answer.
+    """The figures of one operation towards one kind of peer; None where there was no answer.
 
     Attributes:
-        one_sided: It came back while its target computed.
-        idle_s: Seconds for a small one (64 bytes; `fetch_and_op`: 8) whose target waits politely inside MPI.
-        busy_s: Seconds for the same one whose target computes without entering MPI.
+        one_sided: Whether the operation completed while its target computed.
+        idle_s: Seconds of a small operation (64 bytes; `fetch_and_op`: 8) whose target waits politely inside MPI.
+        busy_s: Seconds of the same operation whose target computes without entering MPI.
         gb_per_s: 1e9 bytes per second with an attentive target, at the largest size that fitted the time.
     """
 
@@ -52,7 +52,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Peers:
-    """A kind of peer is None where no rank has one."""
+    """The operations for each kind of peer; None where no rank has such a peer."""
 
     same_node: Peer | None = None
     other_node: Peer | None = None
@@ -78,13 +78,13 @@ class DeviceWindows:
     """Windows over the memory of the ranks' devices; None where there was no answer.
 
     Attributes:
-        names: What the devices are, each kind once.
-        cuda_support: What MPIX_Query_cuda_support answers; None where the library has no such function.
+        names: Names of the devices, each once.
+        cuda_support: Answer of MPIX_Query_cuda_support; None where the library has no such function.
         alloc_kinds: The kinds of memory that the library says it takes (MPI-4.1, `mpi_memory_alloc_kinds`).
-        window: Such a window could be made.
-        own_accumulate: Every rank could accumulate into its own, from its device.
-        from_device: The operations with device memory at their origin; `fetch_and_op` is not tried.
-        from_host: The same with host memory there.
+        window: Whether such a window could be made.
+        own_accumulate: Whether every rank could accumulate into its own window, from its device.
+        from_device: The operations with device memory at the origin; `fetch_and_op` is not tried.
+        from_host: The operations with host memory at the origin.
     """
 
     names: tuple[str, ...] = ()
@@ -98,18 +98,18 @@ class DeviceWindows:
 
 @dataclass(frozen=True)
 class Report:
-    """All that a probe found.
+    """All findings of a probe.
 
     Attributes:
         library: Name and version of the MPI library.
-        thread_level: What MPI granted, by its name in the standard.
+        thread_level: The thread level that MPI granted, by its name in the standard.
         nodes: Number of nodes.
-        ranks_per_node: Of each node.
-        shm_bytes: Free bytes in /dev/shm, of the node that has least; None where there is no such place.
-        shared_memory: Of all nodes together.
+        ranks_per_node: Number of ranks of each node.
+        shm_bytes: Free bytes in /dev/shm on the node with the least; None without /dev/shm.
+        shared_memory: Shared memory on all nodes together.
         peers: The operations, for each kind of peer.
-        device: What was found about windows on devices; None unless every rank has one.
-        problems: What went wrong, a sentence each.
+        device: Windows on devices; None unless every rank has a device.
+        problems: Problems, a sentence each.
     """
 
     library: str | None = None
@@ -134,41 +134,41 @@ class Report:
         return tuple(kind for kind in PEER_KINDS if exist[kind])
 
     def with_operation(self, kind: str, name: str, operation: Operation) -> "Report":
-        """Return a report that has this answer too. Local."""
+        """Return the report with the figures of an operation added. Local."""
         return replace(self, peers=_with_operation(self.peers, kind, name, operation))
 
     def with_device(self, **answers: Any) -> "Report":
-        """Return a report that has these answers about the devices, too. Local."""
+        """Return the report with findings about the devices added. Local."""
         return replace(self, device=replace(self.device or DeviceWindows(), **answers))
 
     def with_device_operation(self, origin: str, kind: str, name: str, operation: Operation) -> "Report":
-        """Return a report that has this answer too, of an operation on windows on devices. Local."""
+        """Return the report with the figures of an operation on windows on devices added. Local."""
         peers = getattr(self.device or DeviceWindows(), origin)
         return self.with_device(**{origin: _with_operation(peers, kind, name, operation)})
 
     def with_problem(self, problem: str) -> "Report":
-        """Return a report that tells this problem too. Local."""
+        """Return the report with a problem added. Local."""
         return replace(self, problems=(*self.problems, problem))
 
     def is_wrong(self, kind: str, name: str) -> bool:
-        """Tell whether an operation towards a kind of peer delivered wrong data. Local.
+        """Return whether an operation towards a kind of peer delivered wrong data. Local.
 
         Args:
             kind: A kind of peer; for windows on devices with the origin's memory before it, "from_device same_node".
-            name: Of the operation.
+            name: Name of the operation.
         """
         return f"{kind} {name}: {WRONG}" in self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold. Local."""
+        """Return the report as values for JSON. Local."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Any) -> "Report":
-        """Return the report that `to_dict` made into this. Local.
+        """Return the report of values that `to_dict` made. Local.
 
         Raises:
-            ValueError: It is no such thing: a field is missing, unknown or of another type.
+            ValueError: A field is missing, unknown or of another type.
         """
         return _build(cls, data)
 
@@ -178,7 +178,7 @@ def _with_operation(peers: Peers, kind: str, name: str, operation: Operation) ->
     return replace(peers, **{kind: peer})
 
 
-#: Fields that hold something of their own kind, and what the others may hold.
+#: Fields that hold another of these classes, and the types of all other fields.
 _NESTED: dict[str, type] = {"shared_memory": SharedMemory, "peers": Peers, "same_node": Peer, "other_node": Peer}
 _NESTED |= {"device": DeviceWindows, "from_device": Peers, "from_host": Peers}
 _NESTED |= dict.fromkeys(OPERATIONS, Operation)

@@ -1,10 +1,10 @@
-"""One pair of ranks tries a one-sided operation, and all hear how it went.
+"""The trial of a one-sided operation by a pair of ranks; all ranks get the result.
 
     orders     the origin tells the target by messages to compute for a while, to go on waiting, or to stop
     idle       small operations while the target waits politely inside MPI for the next order
     busy       small operations while the target computes and does not enter MPI
     bandwidth  large operations, as for idle
-    result     the origin broadcasts its figures to all ranks; those of no pair have waited for it politely
+    result     the origin broadcasts its figures to all ranks; ranks of no pair wait politely meanwhile
 
 The busy spell is timed by the origin's clock alone. The target hears its next order only when its spell is over, so the
 origin knows when the spell ended, and by its length when it began. An operation counts if it began after that, and is
@@ -24,17 +24,17 @@ from odc_mpi.runtime.world import SLEEP_S, World
 from odc_mpi.stack import operations
 from odc_mpi.stack.report import WRONG, Operation
 
-#: An origin's memory, if no other is named.
+#: The kind of an origin's memory by default.
 HOST = "from_host"
 #: Bytes of the large operations, in the order in which they are tried.
 LARGE_BYTES = (1 << 16, 1 << 20, 1 << 24)
-#: Runs of one large size at most: the best counts, the first may pay for fresh pages.
+#: The most runs of one large size: the best counts, since the first may pay for fresh pages.
 LARGE_RUNS = 3
-#: Small operations to take the median of, at most.
+#: The most small operations of a median.
 SMALL_RUNS = 20
-#: A verdict of "waits" is confirmed by spells this many times as long: the first may have met a core taken by others.
+#: A verdict of "waits" is confirmed by spells this many times as long: at first another process may have had the core.
 LONGER = 3
-#: An operation that does not wait may still take so many times as long as with an idle target ...
+#: An operation that does not wait takes at most so many times as long as with an idle target ...
 MUCH_LONGER = 20
 #: ... or so many seconds, on a machine with more processes than cores.
 CROWDED_S = 10e-3
@@ -45,9 +45,9 @@ class Budget:
     """Seconds for one operation towards one kind of peer.
 
     Attributes:
-        idle_s: For the small operations.
-        busy_s: Length of the first spell in which the target computes.
-        bandwidth_s: For the large operations; a size that would take longer is left out.
+        idle_s: Seconds for the small operations.
+        busy_s: Seconds of the first spell in which the target computes.
+        bandwidth_s: Seconds for the large operations; a size that would take longer is left out.
     """
 
     idle_s: float
@@ -57,26 +57,26 @@ class Budget:
 
 @dataclass(frozen=True)
 class Result:
-    """What all ranks hear: the figures, and what was wrong with them."""
+    """The figures of a trial and its problem, the same on all ranks."""
 
     operation: Operation
     problem: str | None
 
 
-#: Makes the window that is probed, of so many bytes on this rank, in units of one byte; and behind it in the list the
-#: one that it lies over, if there is one. Collective.
+#: Makes the window to probe, of so many bytes on this rank, in units of one byte; second in the list comes the window
+#: over whose memory it lies, if there is one. Collective.
 Allocate = Callable[[World, int], Sequence[MPI.Win]]
 #: Writes bytes into this rank's part of a window. Local.
 Fill = Callable[[MPI.Win, np.ndarray], None]
 
 
 def allocate(world: World, num_bytes: int) -> Sequence[MPI.Win]:
-    """Make a window on host memory as the transports do for all but what nodes share. Collective."""
+    """Make a window on host memory that ranks of a node do not share, as the transports do. Collective."""
     return [MPI.Win.Allocate(num_bytes, 1, MPI.INFO_NULL, world.comm)]
 
 
 def allocate_shared(world: World, num_bytes: int) -> Sequence[MPI.Win]:
-    """Make a window over memory that the ranks of a node share, as other nodes read parameters. Collective."""
+    """Make a window over memory that the ranks of a node share, as used for parameters. Collective."""
     shared = MPI.Win.Allocate_shared(num_bytes, 1, MPI.INFO_NULL, world.node_comm)
     return [MPI.Win.Create(shared.tomemory(), 1, MPI.INFO_NULL, world.comm), shared]
 
@@ -87,16 +87,16 @@ def fill(win: MPI.Win, values: np.ndarray) -> None:
 
 
 class Trials:
-    """The window and this rank's part in trying it. Creating and closing it is collective.
+    """The window of the trials and this rank's part in them. Creating and closing it is collective.
 
     Args:
         world: All of its ranks take part.
         pairs: Origin and target for each kind of peer.
         budget: Time to spend.
-        most_bytes: Of the largest operation.
+        most_bytes: Bytes of the largest operation.
         allocate: Makes the window.
-        fill: Writes into it.
-        origins: Makes the memory of an origin, by a name for its kind.
+        fill: Writes into the window.
+        origins: Functions that make the memory of an origin, by the kind of memory.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Trials:
         is_target = world.rank in [target for _, target in pairs.values()]
         with world.meeting("allocating the window of a probe"):
             self._comm = world.comm.Dup()
-            # Over all ranks, as in training: libraries choose their ways by who takes part.
+            # Over all ranks, as in training: libraries choose their protocols by the group of a window.
             self._windows = allocate(world, num_bytes if is_target else operations.COUNTER_BYTES)
             self._win = self._windows[0]
             self._win.Lock_all(MPI.MODE_NOCHECK)
@@ -139,7 +139,7 @@ class Trials:
                 numbers[:] = self._measure(operations.BY_NAME[name](self._peerings[kind, memory]), target)
             elif self._world.rank == target:
                 self._obey(origin)
-        # Those who wait here wait for the whole trial.
+        # Ranks of no pair wait here for the whole trial.
         self._world.meet(self._comm.Ibcast(numbers, root=origin), what)
         idle_s, busy_s, gb_per_s, one_sided, is_sure, is_right = numbers.tolist()
         if not is_right:
@@ -158,7 +158,7 @@ class Trials:
             self._comm.Free()
 
     def _measure(self, tried: operations.Operation, target: int) -> tuple[float, ...]:
-        """Be the origin."""
+        """Do the origin's part."""
         tried.run(tried.small_bytes)  # pays for connections and fresh pages
         idle_s = _median(lambda: tried.run(tried.small_bytes), self._budget.idle_s)
         busy_s, one_sided, is_sure = self._while_busy(tried, target, idle_s)
@@ -168,7 +168,7 @@ class Trials:
         return idle_s, busy_s, gb_per_s, one_sided, is_sure, is_right
 
     def _while_busy(self, tried: operations.Operation, target: int, idle_s: float) -> tuple[float, bool, bool]:
-        """Return the seconds with a busy target, whether it was one-sided, and whether that is sure."""
+        """Return the seconds with a busy target, whether the operation was one-sided, and whether that is sure."""
         first_s = self._budget.busy_s
         took_s, one_sided, is_sure = 0.0, False, False
         for spell_s in (first_s, LONGER * first_s, LONGER * first_s):
@@ -210,11 +210,11 @@ class Trials:
             time.sleep(SLEEP_S)
 
     def _order(self, target: int, *, stop: bool) -> None:
-        """Tell the target to go on waiting, or to stop; return when it is back in MPI and has heard."""
+        """Order the target to go on waiting, or to stop; return when it is back in MPI and has received the order."""
         self._world.wait(self._comm.Issend(np.array([0.0, stop]), target), "telling the target of a probe")
 
     def _obey(self, origin: int) -> None:
-        """Be the target."""
+        """Do the target's part."""
         order = np.zeros(2)
         while not order[1]:
             self._world.wait(self._comm.Irecv(order, origin), "hearing from the origin of a probe")

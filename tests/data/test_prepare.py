@@ -53,7 +53,7 @@ def test_the_standard_library(stdlib_report: PrepareReport, tokenizer: Any, stdl
     assert (stdlib_report.num_truncated, stdlib_report.num_dropped, stdlib_report.num_untrained_dropped) == (0, 0, 0)
     assert stdlib_report.vocab_size == len(tokenizer) == 2048
     assert stdlib_report.tokenizer == stdlib_report.path
-    assert f"tokenizer: trained here, 2,048 tokens, stored in {stdlib_report.path}\n" in stdlib_report.describe() + "\n"
+    assert f"\ntokenizer: 2,048 tokens, stored in {stdlib_report.path}" in stdlib_report.describe()
     with Dataset(stdlib_report.path) as dataset:
         assert len(dataset) == len(samples)
         assert (dataset.vocab_size, stdlib_report.num_tokens) == (2048, dataset.lengths.sum())
@@ -198,7 +198,7 @@ def test_the_tokenizer_is_in_the_data_set(name: str, directory: str, tmp_path: P
     source = write_lines(tmp_path / "a.jsonl", {"text": "x y"})
     again = prepare(source, tmp_path / "other.h5", tokenizer=tmp_path / directory)
     assert (again.tokenizer, again.vocab_size) == (tmp_path / name, report.vocab_size)
-    assert f"tokenizer: {tmp_path / name}, 260 tokens, stored in {tmp_path / 'other.h5'}" in again.describe()
+    assert f"tokenizer: 260 tokens, from {tmp_path / name}, stored in {tmp_path / 'other.h5'}" in again.describe()
     assert tokenizer_files(tmp_path / "other.h5") == tokenizer_files(tmp_path / name)
 
 
@@ -254,7 +254,7 @@ def test_a_directory_of_an_older_version_is_not_taken_for_the_new_tokenizer(tmp_
     write_files(tokenizer_files(out), directory)
     report = prepare("stdlib", out, vocab_size=310)
     assert (len(load_tokenizer(report.tokenizer)), len(load_tokenizer(directory))) == (310, 300)
-    assert f"{directory}, where older versions wrote the tokenizer, is not of this data set" in report.describe()
+    assert f"{directory}, where older versions wrote the tokenizer, is not used for this data set" in report.describe()
 
 
 @pytest.mark.usefixtures("few_functions")

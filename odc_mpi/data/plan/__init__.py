@@ -1,1 +1,1 @@
-"""Who computes which sequences of a minibatch: what a sequence costs, balancing, cutting into microbatches."""
+"""Plans of a minibatch: the cost of sequences, their balance over ranks, and cutting into microbatches."""

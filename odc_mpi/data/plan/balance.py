@@ -27,13 +27,13 @@ Balance = Callable[[Lengths, int, int, Cost], "Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Who computes what in a minibatch.
+    """The microbatches of a minibatch, and the ranks that run them.
 
     Attributes:
         microbatches: For each rank its microbatches in order, each a tuple of positions in the minibatch. Ranks may
-            have different numbers of microbatches, also none. One may be empty: it is skipped where ranks do not meet
+            have different numbers of microbatches, also none. An empty microbatch is skipped where ranks do not meet
             in microbatches, and run as padding where they do.
-        pool: Microbatches that nobody has yet: whoever is free draws the next. None of them is empty.
+        pool: Microbatches without a rank: a free rank draws the next. None of them is empty.
     """
 
     microbatches: tuple[tuple[Microbatch, ...], ...]
@@ -79,7 +79,7 @@ def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
         lengths: Length in tokens of each sequence of the minibatch, int64 [n].
         size: Number of ranks.
         max_tokens: The most tokens in a microbatch.
-        cost: What is balanced.
+        cost: Cost to balance.
 
     Returns:
         The same number of microbatches for each rank; a rank with fewer sequences than that ends with empty ones.
@@ -110,7 +110,7 @@ def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
         lengths: Length in tokens of each sequence of the minibatch, int64 [n].
         size: Number of ranks. With fewer sequences than ranks some ranks get nothing.
         max_tokens: The most tokens in a microbatch.
-        cost: What is balanced.
+        cost: Cost to balance.
 
     Raises:
         UserError: A sequence is longer than `max_tokens`.
@@ -122,7 +122,7 @@ def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
 
 
 def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
-    """Cut microbatches for whoever is free, the costliest first.
+    """Cut microbatches for free ranks to draw, the costliest first.
 
     List scheduling by falling cost (Graham, "Bounds on multiprocessing timing anomalies", 1969), done while the
     minibatch runs: a rank that is slow, or whose work was estimated too low, draws less. `data.plan.cut` says how the
@@ -134,10 +134,10 @@ def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
         lengths: Length in tokens of each sequence of the minibatch, int64 [n].
         size: Number of ranks.
         max_tokens: The most tokens in a microbatch.
-        cost: What is balanced.
+        cost: Cost to balance.
 
     Returns:
-        Nothing for any rank, everything in the pool.
+        All microbatches in the pool, none fixed to a rank.
 
     Raises:
         UserError: A sequence is longer than `max_tokens`.
@@ -156,12 +156,10 @@ BALANCES: dict[str, Balance] = {
 
 
 def check_fit(lengths: Lengths, max_tokens: int) -> None:
-    """Refuse sequences that fit into no microbatch.
-
-    Local.
+    """Refuse sequences that fit into no microbatch. Local.
 
     Raises:
-        UserError: Names the first sequence that is longer than `max_tokens`.
+        UserError: A sequence is longer than `max_tokens`; the message names the first.
     """
     too_long = np.flatnonzero(lengths > max_tokens)
     if len(too_long):

@@ -1,4 +1,4 @@
-"""What a sequence costs: estimated work as a function of its length.
+"""The cost of a sequence: estimated work as a function of its length.
 
 Only ratios matter to a plan, so the unit is free: tokens, FLOPs or seconds.
 """
@@ -17,9 +17,9 @@ class Cost:
     """Cost of a sequence of s tokens: linear * s + quadratic * s²; and of a microbatch, a constant besides.
 
     Attributes:
-        linear: Cost per token: everything that treats each token alone.
+        linear: Cost per token: all operations on single tokens.
         quadratic: Cost per pair of tokens: attention.
-        constant: Cost of a microbatch whatever is in it: fetching units, launching kernels.
+        constant: Cost of a microbatch of any content: fetching units, launching kernels.
     """
 
     linear: float = 1.0
@@ -27,9 +27,7 @@ class Cost:
     constant: float = 0.0
 
     def sequence(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Return the cost of sequences of the given lengths.
-
-        Local.
+        """Return the cost of sequences of the given lengths. Local.
 
         Args:
             lengths: Lengths in tokens, any shape.
@@ -41,17 +39,15 @@ class Cost:
         return self.linear * tokens + self.quadratic * tokens**2
 
     def microbatch(self, lengths: npt.ArrayLike) -> float:
-        """Return the cost of a microbatch of sequences of the given lengths, the constant too.
-
-        Local.
+        """Return the cost of a microbatch of sequences of the given lengths, the constant too. Local.
 
         Args:
-            lengths: Lengths in tokens, [n]. None at all cost the constant: an empty microbatch that is run as padding.
+            lengths: Lengths in tokens, [n]. An empty microbatch, run as padding, costs the constant.
         """
         return self.constant + float(self.sequence(lengths).sum())
 
 
-#: What a microbatch costs besides its tokens, in tokens: each parameter's gradient is made, laid out and added once
+#: The constant cost of a microbatch, in tokens: each parameter's gradient is made, laid out and added once
 #: however few tokens there are. Measured 79 on CPUs (docs/balance.md); memory and matrix speed of an A100 suggest
 #: several hundred. From 40 to 250 `dynamic` cuts about as well where it is 79; with 0 it cuts far too small.
 MICROBATCH_TOKENS = 100
@@ -67,7 +63,7 @@ def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> Cost:
     Attention: scores and weighted values are 2 s² h each per layer, so 4 s² h in forward; the causal mask leaves half
     of it, 2 s² h; backward is twice the forward: 6 s² h per layer. What a kernel recomputes in backward is left out.
 
-    A microbatch costs as much as `MICROBATCH_TOKENS` besides.
+    The constant cost of a microbatch is that of `MICROBATCH_TOKENS` tokens.
 
     Local.
 
@@ -80,21 +76,19 @@ def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> Cost:
     return Cost(linear, 6.0 * num_layers * hidden_size, MICROBATCH_TOKENS * linear)
 
 
-#: What `named_cost` knows.
+#: Names of costs.
 COSTS = ("linear", "quadratic", "flops")
 
 
 def named_cost(name: str, *, flops: Cost, linear: float = 1.0, quadratic: float = 0.0) -> Cost:
-    """Return a cost by its name.
-
-    Local.
+    """Return a cost by its name. Local.
 
     Args:
         name: `linear`: tokens; `quadratic`: linear * s + quadratic * s² with the given coefficients; `flops`: the
             model's, as given.
-        flops: What `flops_cost` returned.
-        linear: Of `quadratic` alone, at least 0.
-        quadratic: Of `quadratic` alone, at least 0.
+        flops: The cost `flops`, from `flops_cost`.
+        linear: Coefficient of the cost `quadratic`, at least 0.
+        quadratic: Coefficient of the cost `quadratic`, at least 0.
 
     Raises:
         UserError: There is no such cost, or a coefficient is negative, or both are 0.

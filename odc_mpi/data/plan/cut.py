@@ -3,8 +3,8 @@
 Ranks end up to one microbatch apart, so the last ones have to be small; each microbatch costs a constant besides its
 sequences, so there should be few. Hence large ones first, about as many for each rank, and a tail of small ones made
 from the shortest sequences, as in factoring (Hummel, Schonberg and Flynn, "Factoring: a method for scheduling parallel
-loops", 1992). How many for each rank, and how much is left for the tail, is tried out: the cut is taken that ends
-earliest on equal ranks and on ranks whose speeds differ, since costs are estimates.
+loops", 1992). Several numbers for each rank and sizes of the tail are tried: the best cut ends earliest on equal ranks
+and on ranks whose speeds differ, since costs are estimates.
 
 Only comparisons, plain sums in a fixed order and `math.fsum` decide: every process gets the same cut.
 """
@@ -26,7 +26,7 @@ PER_RANK = (1, 2, 3, 4, 8)
 TAILS = (0.0, 0.1, 0.2, 0.3)
 #: The cost of a large microbatch to one of the tail.
 FRACTIONS = (2, 4)
-#: By how much the slowest rank is slower than the mean, and the fastest faster, in what a cut is tried on.
+#: Relative differences of the slowest and the fastest rank from the mean, for which a cut is tried.
 SPREADS = (0.0, 0.1)
 #: With so many sequences for each microbatch, costs come out even without the differencing method; with so many in all,
 #: it takes too long.
@@ -36,15 +36,13 @@ MANY_EACH, MANY = 16, 2048
 def cut(
     lengths: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], max_tokens: int, constant: float, size: int
 ) -> tuple[Microbatch, ...]:
-    """Cut a minibatch.
-
-    Local.
+    """Cut a minibatch. Local.
 
     Args:
         lengths: Tokens of each sequence, int64 [n], each at most `max_tokens`, at least one.
         costs: Cost of each sequence, float64 [n].
         max_tokens: The most tokens in a microbatch.
-        constant: Cost of a microbatch besides.
+        constant: Constant cost of a microbatch.
         size: Number of ranks.
 
     Returns:
@@ -67,14 +65,12 @@ def cut(
 
 
 def makespan(work: Sequence[float], size: int, spread: float = 0.0) -> float:
-    """Return when the last of some ranks ends that draw work in this order.
-
-    Local.
+    """Return the time at which the last rank ends, if ranks draw pieces of work in this order. Local.
 
     Args:
         work: Cost of each piece.
         size: Number of ranks.
-        spread: A rank takes from 1 - spread to 1 + spread times the cost, in equal distances.
+        spread: Ranks take from 1 - spread to 1 + spread times the cost, evenly spaced.
     """
     slowness = [1 + spread * (2 * rank / (size - 1) - 1 if size > 1 else 0) for rank in range(size)]
     free = [(0.0, rank) for rank in range(size)]

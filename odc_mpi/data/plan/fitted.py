@@ -29,12 +29,12 @@ _Vector = tuple[float, float, float]
 #: A row: the upper triangle of the features' products, the features times the seconds, how many microbatches.
 ROW_LENGTH = 10
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
-#: How much less an observation counts after each minibatch: half after 30 of them, long enough to average a machine's
-#: moods out, short enough to follow what changes for good. Written out, since a library's power may differ in a bit.
+#: Factor on the weight of an observation after each minibatch: a half after 30 of them, long enough to average noise
+#: out, short enough to follow lasting changes. Written out, since a library's power may differ in a bit.
 DECAY = 0.97716
 #: With fewer microbatches, over all ranks, the prior stands.
 MIN_OBSERVATIONS = 16
-#: Own microbatches that say what is usual.
+#: Number of own microbatches for the median ratio.
 HISTORY = 256
 #: How much of an observation the prior weighs: times scatter by a tenth, the prior by its own size, and the squares of
 #: these are what Bayes' rule compares.
@@ -46,10 +46,10 @@ TURNS = 4
 class FittedCost:
     """Learns the coefficients of a `Cost` while a run goes on.
 
-    Robust against single hiccups: each time is compared to what the present cost says, times this rank's median ratio,
-    and weighs less the longer it is beyond that. Relative errors count, not seconds, so that short microbatches have
-    their say. Ranks may be of different speed. Where the data cannot tell coefficients apart, as when all lengths are
-    equal, they keep the ratios that the prior has.
+    Robust against outliers: each time is compared to the present cost times this rank's median ratio, and weighs less
+    the more it exceeds this product. Relative errors count, not seconds, so that short microbatches matter too. Ranks
+    may be of different speed. Where the data does not determine the coefficients, as when all lengths are equal, they
+    keep the ratios of the prior.
 
     Args:
         prior: The cost until there is enough data, in any unit.
@@ -68,11 +68,11 @@ class FittedCost:
         return self._cost
 
     def observe(self, lengths: npt.ArrayLike, seconds: float) -> None:
-        """Take note of how long a microbatch of this rank took. Local.
+        """Record the time of a microbatch of this rank. Local.
 
         Args:
-            lengths: Lengths of its sequences in tokens, [n]. Without any it says nothing and is left out.
-            seconds: What it took; left out, too, unless finite and above 0.
+            lengths: Lengths of its sequences in tokens, [n]. An empty microbatch is ignored.
+            seconds: Its time; ignored unless finite and above 0.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         if tokens.size and math.isfinite(seconds) and seconds > 0:
@@ -81,7 +81,7 @@ class FittedCost:
             self._new.append(observation)
 
     def report(self) -> Rows:
-        """Return this rank's sums over what it observed since the last update. Local.
+        """Return this rank's sums over its observations since the last update. Local.
 
         Returns:
             float64 [ROW_LENGTH]; zeros if there was nothing.
@@ -103,11 +103,11 @@ class FittedCost:
         return row
 
     def update(self, reports: npt.ArrayLike) -> None:
-        """Fit the cost to the reports of all ranks, those of earlier minibatches counting less. Local.
+        """Fit the cost to the reports of all ranks; earlier minibatches count less. Local.
 
         Args:
-            reports: What `report` returned on each rank, by rank, float64 [size, ROW_LENGTH]: the same on every rank,
-                whence the same cost.
+            reports: The `report` of each rank, float64 [size, ROW_LENGTH]; the same on every rank, so that the costs
+                are.
         """
         rows = np.asarray(reports, dtype=np.float64)
         assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
@@ -120,14 +120,14 @@ class FittedCost:
             self._cost = _fit(self._rows, self._cost, self._prior)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned, as plain floats and lists. Local; the same on every rank."""
+        """Return the fit as plain floats and lists. Local; the same on every rank."""
         return {"cost": _numbers(self._cost), "rows": self._rows.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, on any number of ranks. Local.
+        """Continue from a `state_dict`, on any number of ranks. Local.
 
         Args:
-            state: What `state_dict` returned.
+            state: A `state_dict`.
         """
         constant, linear, quadratic = state["cost"]
         self._cost = Cost(linear, quadratic, constant)
@@ -136,7 +136,7 @@ class FittedCost:
         self._new.clear()
 
     def _usual(self) -> float:
-        """Return the median ratio of this rank's times to what the cost says."""
+        """Return the median ratio of this rank's times to the cost."""
         return float(np.median([seconds / self._estimate(tokens, squares) for tokens, squares, seconds in self._seen]))
 
     def _estimate(self, tokens: float, squares: float) -> float:
@@ -165,7 +165,7 @@ def _fit(rows: Rows, start: Cost, prior: Cost) -> Cost:
 
 
 def _at_mean_speed(rows: Rows, coefficients: _Vector) -> Rows:
-    """Take each rank's slowness, as these coefficients tell it, out of its row."""
+    """Divide each row by its rank's slowness under these coefficients."""
     # The least squares estimate of a factor on all times; column by column, see the module's docstring.
     moment = _times(rows[:, 6:9].T, coefficients)
     power = _quadratic_form(rows[:, :6].T, coefficients)
