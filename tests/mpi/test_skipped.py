@@ -10,7 +10,7 @@ from odc_mpi.errors import TrainingError
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.loop import Trainer, train
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
 def spoil(trainer, steps):
