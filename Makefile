@@ -1,5 +1,7 @@
 # make run    prepare the built-in data set and train on it
-# make test   all tests
+# make test   what to run before a commit: at most ten minutes on two cores; its last line names what it leaves out
+# make test-rest   what it leaves out
+# make test-all    both: all tests
 # make test-slurm   those on a Slurm of two nodes, alone
 # make test-gpu     those that need a GPU, and CuPy: CUDA_MAJOR=12 or CUDA_MAJOR=13 installs it; in stages: STAGES="..."
 # make wheels DIR=... FOR_PYTHON=3.12   what a machine without a package registry lacks, for WHEELS=DIR there
@@ -13,8 +15,11 @@
 
 MPI     ?= mpich
 RANKS   ?= 2
-# Numbers of ranks that the tests under mpiexec run on.
+# Numbers of ranks that the tests under mpiexec run on; each test runs on those that its outcome depends on.
 SIZES   ?= 1 2 3 4
+# Which tests, by pytest's marks: "not slow", or slow; all if empty.
+MARKS   ?=
+CHOSEN   = $(if $(MARKS),-m "$(MARKS)")
 # Tests that run side by side, but for those that launch jobs: these look at times and at what is left in /dev/shm.
 JOBS    ?= 2
 # More arguments for the tests that launch jobs.
@@ -53,8 +58,8 @@ MINIBATCHES  ?= 500
 KILLS        ?= 50
 SOAK_LIMIT_S ?= 1800
 
-.PHONY: run environment test test-jobs test-serial test-launch test-mpi test-hosts test-slurm test-gpu wheels \
-    soak lint clean
+.PHONY: run environment test test-rest test-all test-jobs test-serial test-launch test-mpi test-hosts test-slurm \
+    test-gpu wheels soak lint clean
 
 run: $(READY) $(DATA)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/quickstart.yaml
@@ -62,7 +67,20 @@ run: $(READY) $(DATA)
 $(DATA): | $(READY)
 	$(BIN)/odc-mpi prepare stdlib $@ --max-length 1024
 
-test: test-serial test-launch test-mpi test-hosts test-slurm
+test: $(READY)
+	$(MAKE) test-serial test-launch MARKS="not slow"
+	$(MAKE) test-mpi SIZES=2 MARKS="not slow"
+	@echo "Passed. Left out, and run by make test-rest: slow tests, 1, 3 and 4 ranks, two hosts, Slurm."
+
+test-rest: $(READY)
+	$(MAKE) test-serial test-launch MARKS=slow
+	$(MAKE) test-mpi SIZES=2 MARKS=slow
+	$(MAKE) test-mpi SIZES="1 3 4" MARKS=
+	$(MAKE) test-hosts test-slurm
+
+test-all: $(READY)
+	$(MAKE) test
+	$(MAKE) test-rest
 
 # Of all tests those in which MPI runs: for a second library, with which the others would pass or fail alike.
 test-jobs: $(READY)
@@ -71,10 +89,10 @@ test-jobs: $(READY)
 
 test-serial: $(READY)
 	timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts --ignore tests/slurm --ignore tests/mpi \
-	    --ignore tests/launch --numprocesses $(JOBS) --dist worksteal
+	    --ignore tests/launch --numprocesses $(JOBS) --dist worksteal $(CHOSEN)
 
 test-launch: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch $(LAUNCH)
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch $(CHOSEN) $(LAUNCH)
 
 # Two hosts of network namespaces: needs root and iproute2, skips elsewhere unless ODC_MPI_REQUIRE_HOSTS=1.
 test-hosts: $(READY)
@@ -87,7 +105,7 @@ test-slurm: $(READY)
 test-mpi: $(READY)
 	set -e; for ranks in $(SIZES); do \
 	    echo "== $$ranks ranks, $(MPI)"; \
-	    OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --color=no --capture=sys --with-mpi --only-mpi tests/mpi; \
+	    OMP_NUM_THREADS=1 timeout $(LIMIT_S) $(MPIEXEC) -n $$ranks $(BIN)/python -m pytest --color=no --capture=sys --with-mpi --only-mpi $(CHOSEN) tests/mpi; \
 	done
 
 # In stages of at most eight minutes each, on 1, 2 and 4 ranks that share the GPUs there are; a stage that fails does not

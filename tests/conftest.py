@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -9,13 +10,23 @@ import pytest
 
 RANK = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 SIZE = int(os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+#: Fixtures of a session or module that take long to make.
+LONG = {"stdlib_samples", "trained", "built"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As of what a shell starts with `&`: whatever a test starts would ignore an interrupt, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if SIZE > 1:
         # Ranks that share pytest's own directory clean it up under each other's feet.
         config.option.basetemp = tempfile.mkdtemp(prefix=f"odc_mpi-rank{RANK}-")
+
+
+def pytest_collection_modifyitems(items):
+    # First, so that one worker of pytest-xdist makes them for all: others begin further on, and steal what is last.
+    items.sort(key=lambda item: LONG.isdisjoint(item.fixturenames))
 
 
 def pytest_sessionstart(session):

@@ -2,11 +2,30 @@
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.runtime.world import World
 
 VOCAB = 61
+#: Numbers of ranks that a test runs on unless its mark `sizes` says otherwise: a pair, and a pair that others stand by.
+USUAL_SIZES = (2, 3)
+#: Whoever asks for more ranks than that wants all tests on them.
+MOST = 4
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what this number of ranks would tell nothing new about."""
+    size = MPI.COMM_WORLD.size
+    if not config.getoption("--with-mpi") or size > MOST:
+        return
+    kept, left_out = [], []
+    for item in items:
+        mark = item.get_closest_marker("sizes")
+        sizes = mark.args if mark else USUAL_SIZES
+        (kept if "mpi" not in item.keywords or size in sizes else left_out).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

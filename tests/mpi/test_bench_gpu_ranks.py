@@ -22,7 +22,7 @@ from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.stack.report import Operation
 from odc_mpi.train.settings import dump
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
 PROVED = Operation(one_sided=True, idle_s=1e-6, busy_s=1e-6, gb_per_s=100.0)
 ON_HOSTS = {

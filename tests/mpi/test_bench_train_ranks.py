@@ -13,7 +13,7 @@ from odc_mpi.bench.baselines.plain import whole_model
 from odc_mpi.errors import AgreedError
 from odc_mpi.train.inputs import open_inputs
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 4)]
 
 
 @pytest.fixture

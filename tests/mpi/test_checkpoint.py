@@ -21,7 +21,7 @@ from odc_mpi.train.run import train
 from odc_mpi.train.source import LearnedCost
 from odc_mpi.train.stop import StopWish
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 STEPS = 6
 #: So that the learning rate does not depend on the number of steps, by which runs are cut here.
@@ -195,6 +195,7 @@ def test_other_data_is_refused(run, one_run, world, dataset_path, shared_dir, di
         run("unused", run__dir=one_run, data__path=other)
 
 
+@pytest.mark.sizes(1, 2, 3, 4)  # by a kind of damage each
 def test_the_newest_is_damaged(run, world, capfd):
     damage = ("cut", "missing", "manifest", "swapped")[world.size % 4]
     run("run", run__steps=4, run__checkpoint_every=2)

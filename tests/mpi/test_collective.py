@@ -17,7 +17,7 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.optim import build_optimizer, schedule_factor
 from odc_mpi.train.inputs import open_inputs
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 SIZES = [1, 7, 33, 1000, 65_537]
 

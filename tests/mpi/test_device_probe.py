@@ -6,11 +6,11 @@ import pytest
 from late_device import LateDevice
 
 from odc_mpi.errors import UserError
-from odc_mpi.stack import cache, device_probe, operations, probe
+from odc_mpi.stack import cache, device_probe, operations, probe, trial
 from odc_mpi.stack.device_probe import kept_verdict, verdict_key
 from odc_mpi.stack.report import DEVICE_OPERATIONS, WRONG, Report
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +19,15 @@ def quick(monkeypatch):
     monkeypatch.setattr(device_probe.try_device, "__defaults__", (replace(probe.QUICK, bandwidth_s=5.0),))
 
 
+@pytest.fixture
+def less(monkeypatch):
+    """No operations of 16 MiB, which go over such a window in seconds."""
+    monkeypatch.setattr(trial, "LARGE_BYTES", trial.LARGE_BYTES[:2])
+    monkeypatch.setattr(device_probe, "LARGE_BYTES", trial.LARGE_BYTES)
+
+
+@pytest.mark.slow
+@pytest.mark.sizes(1, 2)
 def test_every_operation_is_tried_and_right(world):
     heard = []
     report = probe.probe(world, probe.QUICK, listen=lambda _, doing: heard.append(doing), device=LateDevice())
@@ -37,9 +46,9 @@ def test_every_operation_is_tried_and_right(world):
     assert Report.from_dict(report.to_dict()) == report
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize(("name", "origin"), DEVICE_OPERATIONS)
-def test_wrong_data_is_told_of_the_memory_it_came_from(world, monkeypatch, name, origin):
+def test_wrong_data_is_told_of_the_memory_it_came_from(world, monkeypatch, less, name, origin):
     kind, run = operations.BY_NAME[name], operations.BY_NAME[name]._run
 
     def forgetful(self, num_bytes):

@@ -17,7 +17,7 @@ from odc_mpi.stack.device_decision import RUN_DOCTOR
 from odc_mpi.stack.device_probe import verdict_key
 from odc_mpi.stack.report import Operation, Peer, Peers, Report
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 PROVED = Operation(one_sided=True, idle_s=1e-6, busy_s=1e-6, gb_per_s=100.0)
 

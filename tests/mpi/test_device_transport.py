@@ -13,7 +13,7 @@ from odc_mpi.comm.reduce import device_slots
 from odc_mpi.comm.windows.device_window import DeviceWindow
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 SIZES = [1, 7, 33, 1000, 30_001]
 #: For each peer: four slots of a page, fewer elements than the larger pushes have.

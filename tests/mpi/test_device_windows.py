@@ -7,7 +7,7 @@ from late_device import LateDevice
 from odc_mpi.comm.windows import rma
 from odc_mpi.comm.windows.device_window import DeviceWindow, by_address
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
 def meet(world):

@@ -13,7 +13,7 @@ from odc_mpi.comm.device.device import find_device
 from odc_mpi.comm.kernels import native
 from odc_mpi.train.settings import dump
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 4)]
 
 
 @pytest.fixture(autouse=True)

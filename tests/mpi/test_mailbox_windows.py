@@ -14,7 +14,7 @@ from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.errors import UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 SMALLEST = 256  # bytes of a ring
 

@@ -11,7 +11,7 @@ from test_parity import QWEN2, STEPS, assert_close, configure, run
 from odc_mpi.data.loader import Loader
 from odc_mpi.models.weights import StoredWeights
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
 @pytest.fixture(scope="module")

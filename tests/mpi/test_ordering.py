@@ -11,7 +11,7 @@ from odc_mpi.comm.reduce.mailbox import MailboxReduction
 from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.shard.model import ShardedModel
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
 class CountingTransport(WindowTransport):

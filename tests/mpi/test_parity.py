@@ -16,7 +16,7 @@ from odc_mpi.train import settings as configuration
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.run import build_trainer, decide
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 STEPS = 5
 QWEN2 = {

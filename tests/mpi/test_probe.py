@@ -10,7 +10,7 @@ from mpi4py import MPI
 from odc_mpi.stack import cache, operations, probe
 from odc_mpi.stack.report import OPERATIONS, Peers
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
 def over_own_memory(world, num_bytes):

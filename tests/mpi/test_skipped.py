@@ -12,7 +12,7 @@ from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.run import build_trainer, decide, train
 from odc_mpi.train.update import SkipLimit
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
 def spoil(trainer, world, steps):

@@ -8,7 +8,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "soak"))
 from soak import MINIBATCHES_PER_LIFE, soak
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("reduction", ["accumulate", "mailbox"])

@@ -6,7 +6,7 @@ import pytest
 
 from odc_mpi.runtime.status import StatusWindow
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from odc_mpi.comm.tickets import Tickets
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_several_nodes_share_the_positions_and_steal_what_is_left(world, nodes):
     made.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(3, 4)  # the first two are alike
 @pytest.mark.parametrize("nodes", [[0, 1, 1, 1], [0, 1, 2, 2]], ids=str)
 def test_every_position_once_on_several_nodes_through_thousands_of_minibatches(world, nodes):
     """In some a rank is slow, in some one comes late, and then draws nothing or little."""

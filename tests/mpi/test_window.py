@@ -15,7 +15,7 @@ from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.errors import AgreedError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 SIZES = [1, 7, 33, 1000, 65_537]
 
