@@ -198,7 +198,7 @@ class _Contenders:
         }
 
     def facts(self) -> dict[str, Any]:
-        """Return what our contenders run on. Local."""
+        """Return the size of the model and the decisions that our contenders run on. Local."""
         trainer = self._trainers[OURS[-1]]
         shapes = trainer.model.parameter_shapes().values()
         return {
@@ -260,7 +260,7 @@ class Ours:
 
 
 class Nothing:
-    """What other ranks do while the first trains alone."""
+    """The contender of the other ranks while the first one trains alone."""
 
     def step(self) -> tuple[float, int]:
         """Do nothing. Local."""

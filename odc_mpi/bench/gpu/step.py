@@ -194,7 +194,7 @@ class _Contenders:
             self.by_name[name] = Ours(self._trainers[name], rank=0)
 
     def facts(self) -> dict[str, Any]:
-        """Return what they run on. Local."""
+        """Return the size of the model and the reduction of each contender. Local."""
         trainers = list(self._trainers.items())
         shapes = trainers[0][1].model.parameter_shapes().values()
         return {
