@@ -46,7 +46,7 @@ MAY_SEE = {
 ALONE = {
     *("shard.layout", "data.plan.cost", "data.plan.partition", "data.stdlib", "runtime.deadline", "runtime.lateness"),
     *("checkpoint.hyperslabs", "comm.buffers", "stack.report", "runtime.pmi", "stack.gpu", "cli.mpiexec"),
-    *("simulate.events", "simulate.spread", "report.wording"),
+    *("simulate.events", "simulate.spread"),
 }
 #: These see of their own room only this: no MPI.
 SEE_ALSO = {

@@ -103,6 +103,43 @@ def is_whole(array: torch.Tensor, layout: FlatLayout) -> bool:
     return all(bool((array[start:stop] == owner + 1).all()) for owner, start, stop in owned)
 
 
+def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatLayout:
+    """Return the layout of a unit of one parameter. Local."""
+    return FlatLayout.build("unit", [ParameterSpec("weight", (numel,), trainable)], num_owners)
+
+
+def pushes(transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **about: Any) -> Variant:
+    """Return the pushes of gradients of ones through a transport. Local.
+
+    Args:
+        transport: Has the units.
+        num_units: How many there are.
+        push: Pushes a gradient of the unit with this index.
+        numel: Elements of each unit that this rank owns.
+        about: Further attributes of the variant.
+    """
+    num_pushes = np.zeros(num_units)
+
+    def counted(i: int) -> None:
+        num_pushes[i] += 1
+        push(i)
+
+    def is_right() -> bool:
+        # A tells how often all ranks have pushed, too.
+        totals = transport.complete_gradients(num_pushes).sum(axis=0)
+        right = all(bool((transport.gradient_shard(i)[:numel] == totals[i]).all()) for i in range(num_units))
+        transport.publish_parameters()
+        return right
+
+    return Variant(
+        [partial(counted, i) for i in range(num_units)],
+        is_right,
+        finish=lambda: transport.complete_gradients(np.zeros(1)),
+        proceed=transport.publish_parameters,
+        **about,
+    )
+
+
 class Units:
     """Units of one size, in all the memory that the variants need. Making and freeing them is collective.
 
@@ -123,7 +160,7 @@ class Units:
 
     def __init__(self, world: World, num_bytes: int, collectives: Collectives, gloo: Gloo | None) -> None:
         self.num_units = max(1, min(MAX_UNITS, UNITS_BYTES // num_bytes))
-        self._world, self._layout = world, _layout(num_bytes // 4, world.size, trainable=True)
+        self._world, self._layout = world, unit_layout(num_bytes // 4, world.size)
         self._units = range(self.num_units)
         _require_memory(world, self._layout, self.num_units)
         first, last = self._layout.owned(world.rank)
@@ -194,28 +231,15 @@ class Units:
 
         transport = WindowTransport(self._world, reduction=reduction)
         self._allocate(transport, trainable=True)
-        num_pushes = np.zeros(self.num_units)
-
-        def push(i: int, gradient: torch.Tensor) -> None:
-            num_pushes[i] += 1
-            transport.accumulate(i, gradient).wait()
-
-        def is_right() -> bool:
-            # A tells how often all ranks have pushed, too.
-            totals = transport.complete_gradients(num_pushes).sum(axis=0)
-            sums = [transport.gradient_shard(i)[: self._owned] for i in self._units]
-            right = all(bool((own == total).all()) for own, total in zip(sums, totals, strict=True))
-            transport.publish_parameters()
-            return right
-
-        return Variant(
-            [partial(push, i, self._ones[i, : self._layout.numel]) for i in self._units],
-            is_right,
+        gradients = self._ones[:, : self._layout.numel]
+        return pushes(
+            transport,
+            self.num_units,
+            lambda i: transport.accumulate(i, gradients[i]).wait(),
+            self._owned,
             gloo="gloo_reduce_scatter",
             one_sided=True,
             complete=made[0].flush,
-            finish=lambda: transport.complete_gradients(np.zeros(1)),
-            proceed=transport.publish_parameters,
         )
 
     def _reduce(self, reduce_scatter: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
@@ -232,11 +256,7 @@ class Units:
 
     def _allocate(self, transport: WindowTransport, *, trainable: bool) -> None:
         self._transports.append(transport)
-        transport.allocate([_layout(self._layout.numel, self._world.size, trainable=trainable)] * self.num_units)
-
-
-def _layout(numel: int, num_owners: int, *, trainable: bool) -> FlatLayout:
-    return FlatLayout.build("bench", [ParameterSpec("weight", (numel,), trainable)], num_owners)
+        transport.allocate([unit_layout(self._layout.numel, self._world.size, trainable=trainable)] * self.num_units)
 
 
 def _require_memory(world: World, layout: FlatLayout, num_units: int) -> None:

@@ -5,12 +5,14 @@ import operator
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle, islice
 from time import perf_counter
 from typing import Any, TypeVar
 
 from odc_mpi.errors import UserError
+from odc_mpi.simulate.spread import Spread
 from odc_mpi.wording import SUFFIXES
 
 T = TypeVar("T")
@@ -25,7 +27,7 @@ def interleaved(variants: Mapping[str, Callable[[], T]], repeats: int) -> dict[s
     A round begins with another one each time: what comes first may find a disk or a cache that the others do not.
 
     Returns:
-        What they returned, in order.
+        The results of each variant, in order.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
     for turn in range(repeats):
@@ -35,7 +37,7 @@ def interleaved(variants: Mapping[str, Callable[[], T]], repeats: int) -> dict[s
 
 
 def around(names: Sequence[str], turn: int) -> list[str]:
-    """Return them in their order, beginning with another one each turn, so that none always comes first. Local."""
+    """Return the names in their order, beginning with another one each turn, so that none always comes first. Local."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
@@ -44,7 +46,7 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
     """Call `times` operations in turn, then `finish` once. Local, if they are.
 
     Returns:
-        All the seconds by `times`.
+        Seconds of one operation, the mean.
     """
     row = list(islice(cycle(operations), times))
     start = perf_counter()
@@ -58,7 +60,7 @@ def each_for(budget_s: float, sample: Callable[[], T]) -> list[T]:
     """Take samples, at least one, until `budget_s` are over. Local, if they are.
 
     Returns:
-        What each returned.
+        Their results.
     """
     end = perf_counter() + budget_s
     samples = [sample()]
@@ -68,8 +70,39 @@ def each_for(budget_s: float, sample: Callable[[], T]) -> list[T]:
 
 
 def times_in(one_s: float, sample_s: float, most: int) -> int:
-    """Return how many operations of `one_s` seconds make a sample of about `sample_s`, from 1 to `most`. Local."""
+    """Return the number of operations of `one_s` seconds in a sample of `sample_s`, from 1 to `most`. Local."""
     return max(1, min(most, round(sample_s / max(one_s, sample_s / most))))
+
+
+def sized_rounds(
+    samples: Mapping[str, Callable[[int], float]],
+    repeats: int,
+    sample_s: float,
+    most: int,
+    agree: Callable[[dict[str, list[float]]], dict[str, list[float]]] = lambda times: times,
+) -> dict[str, list[float]]:
+    """Measure variants in rounds, each with as many operations in a row as take about `sample_s`. Local, if they are.
+
+    Args:
+        samples: By name: takes a number of operations, and returns the seconds of one.
+        repeats: Rounds.
+        sample_s: Seconds of a row.
+        most: Operations of a row at most.
+        agree: Makes the times the same on every rank.
+
+    Returns:
+        The seconds of an operation in each round.
+    """
+    # The first row touches memory for the first time: the second one tells how long the others should be.
+    first = agree(interleaved({name: partial(sample, 1) for name, sample in samples.items()}, 2))
+    rows = {name: partial(sample, times_in(first[name][-1], sample_s, most)) for name, sample in samples.items()}
+    return agree(interleaved(rows, repeats))
+
+
+def speeds(num_bytes: int, times: Sequence[float]) -> dict[str, Any]:
+    """Return `seconds` and `gb_per_s` of a variant in the JSON object, as quartiles over its rounds. Local."""
+    gb_per_s = [num_bytes / one / 1e9 for one in times]
+    return {"seconds": asdict(Spread.of(times)), "gb_per_s": asdict(Spread.of(gb_per_s))}
 
 
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
@@ -119,7 +152,7 @@ def show(result: Mapping[str, Any], as_json: bool) -> None:
 
 
 def speaker(rank: int) -> Callable[[str], None]:
-    """Return what tells a person, on rank 0 alone, what is measured next: on standard error. Local."""
+    """Return a function that prints the next measurement on standard error, on rank 0 alone. Local."""
 
     def say(line: str) -> None:
         if rank == 0:

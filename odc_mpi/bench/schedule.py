@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from odc_mpi.bench.fetch_and_push import unit_layout
 from odc_mpi.bench.measure import around
 from odc_mpi.comm.collective import CollectiveTransport
 from odc_mpi.comm.tickets import Tickets
@@ -30,7 +31,6 @@ from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.simulate.events import Intervals, merged
 from odc_mpi.simulate.scenario import Scenario, Trial
 from odc_mpi.simulate.simulate import (
@@ -160,8 +160,7 @@ class Runner(ABC):
 
     def __init__(self, world: World, transport: Transport, num_units: int) -> None:
         self._world, self._transport = world, transport
-        specs = [ParameterSpec("p", (UNIT_NUMEL,), True)]
-        transport.allocate([FlatLayout.build(f"unit{i}", specs, world.size) for i in range(num_units)])
+        transport.allocate([unit_layout(UNIT_NUMEL, world.size)] * num_units)
         self._units = range(num_units)
         self._gradient = torch.ones(UNIT_NUMEL)
 

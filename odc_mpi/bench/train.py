@@ -200,7 +200,7 @@ class _Contenders:
         }
 
     def facts(self) -> dict[str, Any]:
-        """Return what our contenders run on. Local."""
+        """Return the size of the model and the decisions that our contenders run on. Local."""
         shapes = self._trainers[OURS[-1]].model.parameter_shapes().values()
         decision = self._decisions[OURS[-1]]
         return {
@@ -261,7 +261,7 @@ class Ours:
 
 
 class Nothing:
-    """What other ranks do while the first trains alone."""
+    """The contender of the other ranks while the first one trains alone."""
 
     def step(self) -> tuple[float, int]:
         """Do nothing. Local."""

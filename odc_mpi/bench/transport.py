@@ -41,21 +41,20 @@ GB/s are 10^9 bytes of the *whole unit* per rank and second: what a rank gets fo
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
 from statistics import median
-from time import perf_counter, sleep
+from time import sleep
 from typing import Any
 
 import torch
 
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.fetch_and_push import Units, Variant, check
-from odc_mpi.bench.measure import Goal, each_for, interleaved, ratio, seconds
+from odc_mpi.bench.measure import Goal, each_for, interleaved, ratio, seconds, speeds
+from odc_mpi.bench.progress.computing import kinds_of_work
 from odc_mpi.comm.collective import Collectives
 from odc_mpi.runtime.world import World
-from odc_mpi.simulate.spread import Spread
 from odc_mpi.wording import format_size
 
 #: A sample moves at least this much, so that beginning together and meeting at A (up to 0.4 ms) do not show in it ...
@@ -187,12 +186,11 @@ def slowest(world: World, times: dict[str, list[float]]) -> dict[str, list[float
 
 def _entry(variant: Variant, num_bytes: int, name: str, times: dict[str, list[float]]) -> dict[str, Any]:
     own = times[name]
-    entry: dict[str, Any] = {"seconds": asdict(Spread.of(own)), "gb_per_s": None, "of_memcpy": None, "of_gloo": None}
-    if variant.moves:
-        entry["gb_per_s"] = asdict(Spread.of([num_bytes / one / 1e9 for one in own]))
-        entry["of_memcpy"] = ratio(times["memcpy"], own)
-        if variant.gloo in times:
-            entry["of_gloo"] = ratio(times[variant.gloo], own)
+    entry = {**speeds(num_bytes, own), "of_memcpy": ratio(times["memcpy"], own), "of_gloo": None}
+    if not variant.moves:
+        return entry | {"gb_per_s": None, "of_memcpy": None}
+    if variant.gloo in times:
+        entry["of_gloo"] = ratio(times[variant.gloo], own)
     return entry
 
 
@@ -214,17 +212,9 @@ def _lone(world: World, collectives: Collectives, variant: Variant, budget_s: fl
         row = len(variant.operations)
         times = each_for(budget_s, lambda: seconds(variant.operations, row, variant.complete))
     elif computing_s:
-        _compute(computing_s)
+        each_for(computing_s, kinds_of_work()["small_operations"])
     # Idle ranks wait here for rank 0, in MPI: at point A, where they serve if the reduction needs it, or the barrier.
     variant.finish()
     variant.proceed()
     collectives.barrier()
     return world.gather_objects(median(times) if times else 0.0)[0]
-
-
-def _compute(duration_s: float) -> None:
-    """Keep a core busy without entering MPI. Local."""
-    matrix = torch.ones(256, 256)
-    end = perf_counter() + duration_s
-    while perf_counter() < end:
-        torch.mm(matrix, matrix)

@@ -5,11 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from odc_mpi.report import speed_report
-from odc_mpi.report.figures import side_by_side
+from odc_mpi.report.figures import side_by_side, told_load
 from odc_mpi.report.page import Figure, Report
-from odc_mpi.report.picture_parts import BLUE, ORANGE, SKY, Bar, Chart, Curve, Lane, Look, Panel, picture
-from odc_mpi.report.selection import choose
-from odc_mpi.report.wording import told_load
+from odc_mpi.report.picture_parts import BLUE, ORANGE, SKY, Bar, Chart, Curve, Lane, Look, Panel, choose_ranks, picture
 from odc_mpi.simulate.events import merged
 from odc_mpi.simulate.paper import PAPER
 from odc_mpi.simulate.simulate import BASELINE, FLOOR, SCHEDULES
@@ -67,7 +65,7 @@ def _schedule(result: Mapping[str, Any]) -> Report:
 def _first_minibatch(result: Mapping[str, Any], timeline: Mapping[str, Any]) -> Figure:
     ends = {name: max((own[-1][1] for own in timeline[name] if own), default=0.0) for name in (BASELINE, ON_DEMAND)}
     saved_s = ends[BASELINE] - ends[ON_DEMAND]
-    chosen = choose([sum(b - a for a, b in own) for own in timeline[BASELINE]])
+    chosen = choose_ranks([sum(b - a for a, b in own) for own in timeline[BASELINE]])
     idle = {name: _idle(timeline[name], end) for name, end in ends.items()}
     headings = {
         BASELINE: f"Collectives, {BASELINE}: ranks meet at each layer of each microbatch, and wait "

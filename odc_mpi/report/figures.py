@@ -148,3 +148,14 @@ def goals(result: Entry) -> list[Table]:
         for goal in result.get("goals", ())
     ]
     return [Table("Goals", ["", "size", "figure", "goal", "reached"], rows)] if rows else []
+
+
+def told_ranks(result: Mapping[str, Any]) -> str:
+    """Write the MPI library, ranks and nodes of a benchmark's object. Local."""
+    ranks, nodes = result["ranks"], result["nodes"]
+    return f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}"
+
+
+def told_load(result: Mapping[str, Any]) -> str:
+    """Write the load of the node before and after a benchmark. Local."""
+    return "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])

@@ -124,8 +124,8 @@ class Curve:
 
     Attributes:
         label: Written beside its end; "" for none.
-        x: Where.
-        y: What; nan where there is nothing.
+        x: Positions.
+        y: Values; nan where there is none.
         look: Of the line.
         marker: On each point.
     """
@@ -142,9 +142,9 @@ class Panel:
     """Curves over one axis.
 
     Attributes:
-        heading: What is told.
-        curves: They.
-        form: Of the numbers at the axis; "log" for powers.
+        heading: Above the axes.
+        curves: Drawn into the same axes.
+        form: Number format at the y axis; "log" for a logarithmic one.
         height: In inches.
     """
 
@@ -156,13 +156,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often what occurs.
+    """A histogram.
 
     Attributes:
-        heading: What is counted.
-        xlabel: Of what.
+        heading: Name of the things that are counted.
+        xlabel: Name of their property, at the x axis.
         edges: Of the bars.
-        counts: Between them.
+        counts: Between the edges.
         look: Of the bars.
         marks: Places with a text.
     """
@@ -173,3 +173,21 @@ class Histogram:
     counts: Sequence[float]
     look: Look = PLAIN
     marks: Sequence[tuple[float, str]] = ()
+
+
+#: More than this many lines cannot be told apart in a picture.
+MAX_RANKS = 32
+
+
+def choose_ranks(busy_s: Sequence[float], most: int = MAX_RANKS) -> list[int]:
+    """Return the ranks that a picture shows: all, or of many the most and the least busy and some between. Local.
+
+    Args:
+        busy_s: What decides, for each rank.
+        most: How many are readable.
+    """
+    count = len(busy_s)
+    if count <= most:
+        return list(range(count))
+    by_work = sorted(range(count), key=lambda rank: busy_s[rank])
+    return sorted({by_work[i * (count - 1) // (most - 1)] for i in range(most)})

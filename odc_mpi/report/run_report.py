@@ -26,9 +26,9 @@ from odc_mpi.report.picture_parts import (
     Lane,
     Look,
     Panel,
+    choose_ranks,
     picture,
 )
-from odc_mpi.report.selection import choose
 
 COMPUTES, PADS, FETCHES, PUSHES, WAITS = "computes", "runs padding", "fetches", "pushes", "waits at the boundary"
 #: In the order in which they are drawn: fetches and pushes lie within microbatches.
@@ -68,7 +68,7 @@ class Run:
 
 
 def describe(run_dir: Path) -> Report:
-    """Return what is to be told of a run. Local.
+    """Report on a run. Local.
 
     Args:
         run_dir: Its directory.
@@ -161,7 +161,7 @@ def _gantt(trace: Mapping[str, Any]) -> Figure:
     ends = [max(own["end_s"] for own in step["ranks"]) for step in steps]
     offsets = np.cumsum([0.0, *ends]).tolist()
     busy = np.sum([[_seconds(own["microbatches"]) for own in step["ranks"]] for step in steps], axis=0)
-    chosen = choose(busy.tolist())
+    chosen = choose_ranks(busy.tolist())
     lanes = [_lane(rank, [step["ranks"][rank] for step in steps], offsets) for rank in chosen]
     marks = [(at, f"step {step['step']}") for at, step in zip(offsets, steps, strict=False)]
     everyone = [own for step in steps for own in step["ranks"]]

@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from odc_mpi.report.figures import OverSizes, gb_per_s_text, goals, over_sizes, side_by_side
+from odc_mpi.report.figures import OverSizes, gb_per_s_text, goals, over_sizes, side_by_side, told_load, told_ranks
 from odc_mpi.report.page import Figure, Report, Table
 from odc_mpi.report.picture_parts import BLUE, ORANGE, SKY, Bar, Look, picture
-from odc_mpi.report.wording import told_load, told_ranks
 from odc_mpi.wording import format_seconds, format_size
 
 #: Of what others do, and of what is not ours.

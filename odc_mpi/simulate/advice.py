@@ -15,7 +15,7 @@ ADVISED = "window/dynamic"
 
 
 def advice(scenario: Scenario) -> str:
-    """Return what other numbers of sequences per rank would bring, and a sentence on it. Local."""
+    """Return a table of speed-ups by the number of sequences per rank, and a sentence on it. Local."""
     outcomes = {}
     for per_rank in PER_RANK:
         most = max(1, ADVICE_SEQUENCES // (scenario.ranks * per_rank))

@@ -49,11 +49,11 @@ class Trial:
     speeds: Floats
 
     def work_s(self, microbatch: Sequence[int]) -> float:
-        """Return what a microbatch, as positions in the minibatch, takes to compute on a rank of speed 1. Local."""
+        """Return the seconds of a microbatch, given as positions in the minibatch, on a rank of speed 1. Local."""
         return self.overhead_s + math.fsum(self.sequence_s[list(microbatch)].tolist())
 
     def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
-        """Return how long a rank is busy with a microbatch, in seconds. Local."""
+        """Return the seconds for which a rank is busy with a microbatch. Local."""
         return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
 
 

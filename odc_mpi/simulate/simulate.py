@@ -114,7 +114,7 @@ def simulate(scenario: Scenario) -> Outcome:
 
 
 def idle(busy_s: npt.NDArray[np.float64], end_s: float) -> list[float]:
-    """Return which part of the time each rank was idle, from its busy seconds, [ranks], of all seconds. Local."""
+    """Return the idle part of each rank's time, from its busy seconds, [ranks], and the seconds of all. Local."""
     return np.maximum(0.0, 1.0 - busy_s / end_s).tolist()
 
 

@@ -15,9 +15,9 @@ from transport_result import result as transport_result
 from odc_mpi.cli import main as cli
 from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.observe.trace import NUM_BINS
-from odc_mpi.report import report, selection
+from odc_mpi.report import report
 from odc_mpi.report.page import Figure, Report, html
-from odc_mpi.report.picture_parts import Picture
+from odc_mpi.report.picture_parts import Picture, choose_ranks
 from odc_mpi.report.run_report import describe
 from odc_mpi.simulate.scenario import Scenario
 from odc_mpi.simulate.simulate import simulate
@@ -234,9 +234,9 @@ def test_of_many_ranks_some_are_shown(run):
 
 
 def test_the_choice_of_ranks():
-    assert selection.choose([3.0, 1.0, 2.0]) == [0, 1, 2]
+    assert choose_ranks([3.0, 1.0, 2.0]) == [0, 1, 2]
     busy = [float(i * 7 % 100) for i in range(100)]
-    chosen = selection.choose(busy, most=5)
+    chosen = choose_ranks(busy, most=5)
     assert len(chosen) == 5 and chosen == sorted(chosen)
     assert {busy.index(0.0), busy.index(99.0)} <= set(chosen)
 

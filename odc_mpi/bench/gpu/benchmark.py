@@ -146,7 +146,7 @@ def measure(
 
 
 def against_reductions(world: World, device: Device, wish: str) -> dict[str, str]:
-    """Return with which reductions windows on devices are not to be measured, and why. Collective.
+    """Return the reductions not to measure with windows on devices, each with the reason. Collective.
 
     Args:
         world: The ranks.
@@ -162,7 +162,7 @@ def against_reductions(world: World, device: Device, wish: str) -> dict[str, str
 
 
 def judge(report: Report, wish: str) -> dict[str, str]:
-    """Return with which reductions windows on devices are not to be measured, and why. Local.
+    """Return the reductions not to measure with windows on devices, each with the reason. Local.
 
     Args:
         report: Of the doctor.
@@ -183,7 +183,7 @@ def judge(report: Report, wish: str) -> dict[str, str]:
 
 
 def left_out(against: dict[str, str]) -> dict[str, str]:
-    """Return which variants are not measured for want of windows on devices, and why. Local."""
+    """Return the variants that need windows on devices and have none, each with the reason. Local."""
     reasons = {f"push_device_{name}": reason for name, reason in against.items()}
     if len(against) == len(REDUCTIONS):
         reasons = {"fetch_device": next(iter(against.values())), **reasons}
@@ -191,7 +191,7 @@ def left_out(against: dict[str, str]) -> dict[str, str]:
 
 
 def world_report(world: World) -> Report:
-    """Return what is known of a layout in which no doctor was asked. Local."""
+    """Return the report of a layout in which no doctor has run. Local."""
     return Report(nodes=world.num_nodes, ranks_per_node=tuple(count for _, count in world.layout))
 
 
@@ -253,7 +253,7 @@ class _Parts:
         self._free()
 
     def _steps(self, on_device: bool) -> tuple[dict[str, Any] | None, str | None]:
-        """Return what was measured, or None, and why something was left out, or None. Local."""
+        """Return the entry `step` and the reason for a part that was left out; None for either. Local."""
         assert self._config is not None
         names = [gpu_step.HOST, *([gpu_step.DEVICE] if on_device else [])]
         with self._world.alone() as alone:
@@ -273,7 +273,7 @@ class _Parts:
                 return None, f"the GPU's memory does not hold all models ({told}): give a smaller one with --config"
 
     def _against_step(self, alone: World) -> str | None:
-        """Return why a single rank is not to have its windows on its device. Local."""
+        """Return the reason not to have the windows of a single rank on its device, None if there is none. Local."""
         if self._options.window_device == "cpu":
             return SET
         try:
@@ -318,7 +318,7 @@ def _configuration(options: Options, stack: ExitStack) -> Config:
 
 
 def _memory_trouble(device: Device) -> str | None:
-    """Return what is wrong with memory for windows on a device, None if there is some. Local."""
+    """Return the error of allocating memory for windows on a device, None if it succeeds. Local."""
     try:
         device.window_memory(1 << 20)
     except UserError as error:

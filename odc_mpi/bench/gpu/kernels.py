@@ -23,17 +23,16 @@ A row of operations is queued on the stream that computes and waited for at its 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from odc_mpi.bench.gpu.windows import MAX_OPERATIONS, MAX_UNITS, SAMPLE_S, UNITS_BYTES, in_memory
-from odc_mpi.bench.measure import interleaved, ratio, seconds, times_in
+from odc_mpi.bench.measure import ratio, seconds, sized_rounds, speeds
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.kernels import native
-from odc_mpi.simulate.spread import Spread
 
 SLOTS = 4
 PIECES = 12
@@ -140,7 +139,7 @@ def _bytes(pieces: Sequence[native.Piece]) -> int:
 
 
 def cut(numel: int) -> list[tuple[int, int]]:
-    """Return where pieces begin in a flat array of so many elements, and how long they are, with gaps behind. Local."""
+    """Return start and length of each piece of a flat array of so many elements, with gaps behind. Local."""
     step = numel // min(PIECES, numel)
     length = step - min(GAP, step // 2)
     return [(i * step, length) for i in range(min(PIECES, numel))]
@@ -163,12 +162,8 @@ def measure_size(device: Device, num_bytes: int, repeats: int, with_kernels: boo
         RuntimeError: Something came out wrong.
     """
     tasks: Tasks = in_memory(lambda: Tasks(device, num_bytes, with_kernels))
-    first = interleaved({name: partial(_sample, device, task, 1) for name, task in tasks.by_name.items()}, 2)
-    samples = {
-        name: partial(_sample, device, task, times_in(first[name][-1], SAMPLE_S, MAX_OPERATIONS))
-        for name, task in tasks.by_name.items()
-    }
-    times = interleaved(samples, repeats)
+    samples = {name: partial(_sample, device, task) for name, task in tasks.by_name.items()}
+    times = sized_rounds(samples, repeats, SAMPLE_S, MAX_OPERATIONS)
     wrong = [name for name, task in tasks.by_name.items() if not task.is_right()]
     if wrong:
         raise RuntimeError(f"{wrong[0]} came out wrong on shards of {num_bytes} bytes")
@@ -177,7 +172,7 @@ def measure_size(device: Device, num_bytes: int, repeats: int, with_kernels: boo
 
 
 def entries(moved_bytes: Mapping[str, int], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return what the times amount to. Local.
+    """Return the entry `tasks` of a size. Local.
 
     Args:
         moved_bytes: Of one operation, by name.
@@ -189,8 +184,7 @@ def entries(moved_bytes: Mapping[str, int], times: Mapping[str, Sequence[float]]
         beside = times.get(name + TORCH)
         result[name] = {
             "moved_bytes": moved,
-            "seconds": asdict(Spread.of(own)),
-            "gb_per_s": asdict(Spread.of([moved / one / 1e9 for one in own])),
+            **speeds(moved, own),
             "of_copy": ratio(times[COPY], own) * moved / moved_bytes[COPY],
             "of_torch": ratio(beside, own) if beside is not None else None,
         }

@@ -78,7 +78,7 @@ def run(options: Mapping[str, Any], as_json: bool, child: Sequence[str] = CHILD)
 
 
 def outcome(ending: Ending) -> tuple[dict[str, Any], str | None]:
-    """Return what is known, and what went wrong; None if nothing did, or only what windows on GPUs may. Local.
+    """Return the result so far, and the failure: None without one, or if windows on GPUs caused it. Local.
 
     Args:
         ending: Of the child.

@@ -198,7 +198,7 @@ class _Contenders:
             self.by_name[name] = Ours(self._trainers[name], rank=0)
 
     def facts(self) -> dict[str, Any]:
-        """Return what they run on. Local."""
+        """Return the size of the model and the reduction of each contender. Local."""
         shapes = next(iter(self._trainers.values())).model.parameter_shapes().values()
         return {"model_numel": sum(math.prod(shape) for shape in shapes), "reduction": self._reductions}
 

@@ -17,15 +17,21 @@ As in `bench.fetch_and_push` units take turns, values are small whole numbers, a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from odc_mpi.bench.fetch_and_push import REDUCTIONS, Variant, check, fetches, require_host_memory
-from odc_mpi.bench.measure import interleaved, ratio, seconds, times_in
+from odc_mpi.bench.fetch_and_push import (
+    REDUCTIONS,
+    Variant,
+    check,
+    fetches,
+    pushes,
+    require_host_memory,
+    unit_layout,
+)
+from odc_mpi.bench.measure import ratio, seconds, sized_rounds, speeds
 from odc_mpi.bench.transport import slowest
 from odc_mpi.comm.device.device import Device, Mark
 from odc_mpi.comm.device.device_transport import DeviceTransport
@@ -34,8 +40,6 @@ from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
-from odc_mpi.simulate.spread import Spread
 
 #: There are so many units that they hold at least so much, more than the caches of a GPU (H100: 50 MiB) ...
 UNITS_BYTES = 256 << 20
@@ -72,7 +76,7 @@ class DeviceUnits:
     def __init__(self, world: World, device: Device, num_bytes: int, reductions: Sequence[str] = ()) -> None:
         self.num_units = max(1, min(MAX_UNITS, UNITS_BYTES // num_bytes))
         self._world, self._device = world, device
-        self._layout = FlatLayout.build("bench", [ParameterSpec("weight", (num_bytes // 4,), True)], world.size)
+        self._layout = unit_layout(num_bytes // 4, world.size)
         first, last = self._layout.owned(world.rank)
         self.crossing_bytes = num_bytes - 4 * (last - first)
         self._transports: list[Transport] = []
@@ -152,28 +156,13 @@ class DeviceUnits:
         gradients = self._world.agree(lambda: in_memory(lambda: [self._flat(transport.memory) for _ in units]))
         for gradient in gradients:
             gradient.fill_(1.0)
-        num_pushes = np.zeros(self.num_units)
 
         def push(i: int) -> None:
-            num_pushes[i] += 1
             transport.hand_over(gradients[i])
             transport.accumulate(i, gradients[i]).wait()
 
-        def is_right() -> bool:
-            # A tells how often all ranks have pushed, too.
-            totals = transport.complete_gradients(num_pushes).sum(axis=0)
-            first, last = self._layout.owned(self._world.rank)
-            sums = [transport.gradient_shard(i)[: last - first] for i in units]
-            right = all(bool((own == total).all()) for own, total in zip(sums, totals, strict=True))
-            transport.publish_parameters()
-            return right
-
-        return Variant(
-            [partial(push, i) for i in units],
-            is_right,
-            finish=lambda: transport.complete_gradients(np.zeros(1)),
-            proceed=transport.publish_parameters,
-        )
+        first, last = self._layout.owned(self._world.rank)
+        return pushes(transport, self.num_units, push, last - first)
 
 
 def measure_size(
@@ -197,14 +186,8 @@ def measure_size(
     """
     units = DeviceUnits(world, device, num_bytes, reductions)
     check(world, units.variants)
-    # Also the first touch of what the check did not use: the second row is what tells how long the rest should be.
-    once = {name: partial(_sample, world, variant, 1) for name, variant in units.variants.items()}
-    first = slowest(world, interleaved(once, 2))
-    samples = {
-        name: partial(_sample, world, variant, times_in(first[name][-1], SAMPLE_S, MAX_OPERATIONS))
-        for name, variant in units.variants.items()
-    }
-    times = slowest(world, interleaved(samples, repeats))
+    samples = {name: partial(_sample, world, variant) for name, variant in units.variants.items()}
+    times = sized_rounds(samples, repeats, SAMPLE_S, MAX_OPERATIONS, partial(slowest, world))
     check(world, units.variants)
     result = {
         "size_bytes": num_bytes,
@@ -217,7 +200,7 @@ def measure_size(
 
 
 def entries(num_bytes: int, times: Mapping[str, Sequence[float]], links: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a size's times amount to. Local.
+    """Return the entry `variants` of a size. Local.
 
     Args:
         num_bytes: Of a unit.
@@ -226,8 +209,7 @@ def entries(num_bytes: int, times: Mapping[str, Sequence[float]], links: Mapping
     """
     return {
         name: {
-            "seconds": asdict(Spread.of(own)),
-            "gb_per_s": asdict(Spread.of([num_bytes / one / 1e9 for one in own])),
+            **speeds(num_bytes, own),
             "of_copy": ratio(times[COPY], own),
             "of_link": ratio(times[links[name]], own) if name in links else None,
         }

@@ -32,8 +32,8 @@ _PRODUCT_WIDTH, _SMALL_NUMEL, _NUM_SMALL, _NUM_LOOPS = 1024, 64, 500, 20_000
 Work = Callable[[], object] | None
 
 
-def kinds_of_work() -> dict[str, Work]:
-    """Return what a target may be busy with, by name. Local."""
+def kinds_of_work() -> dict[str, Callable[[], object]]:
+    """Return pieces of work that do not enter MPI, by name. Local."""
     matrix = torch.ones(_PRODUCT_WIDTH, _PRODUCT_WIDTH)
     product = torch.empty_like(matrix)
     vector = torch.ones(_SMALL_NUMEL)
@@ -48,7 +48,6 @@ def kinds_of_work() -> dict[str, Work]:
             total += i & 3
 
     return {
-        "idle": None,
         "large_products": lambda: torch.mm(matrix, matrix, out=product),
         "small_operations": small_operations,
         "python": python,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from odc_mpi.bench.measure import interleaved
-from odc_mpi.bench.progress.computing import Sample, Spells, kinds_of_work
+from odc_mpi.bench.progress.computing import Sample, Spells, Work, kinds_of_work
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.runtime.world import World
@@ -83,7 +83,7 @@ def measure(world: World, target: int, sizes: list[int], repeats: int) -> list[d
 
 
 def _measure_size(reader: Reader, spells: Spells, num_bytes: int, repeats: int) -> dict[str, Any]:
-    kinds = kinds_of_work()
+    kinds: dict[str, Work] = {"idle": None, **kinds_of_work()}
     read = partial(reader.read, num_bytes)
     spells.sample(None, read)  # pays for connections and fresh pages
     samples = interleaved({name: partial(spells.sample, work, read) for name, work in kinds.items()}, repeats)
@@ -97,6 +97,6 @@ def _entry(samples: list[Sample]) -> dict[str, float]:
 
 
 def pattern(num_bytes: int, rank: int) -> np.ndarray:
-    """Return what a rank writes into its part of the window, `[num_bytes]` uint8. Local."""
+    """Return the bytes that a rank writes into its part of the window, `[num_bytes]` uint8. Local."""
     period = np.roll(np.arange(_PERIOD, dtype=np.uint8), -rank)
     return np.resize(period, num_bytes)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from odc_mpi.bench.fetch_and_push import unit_layout
 from odc_mpi.bench.measure import each_for, interleaved
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.simulate.spread import Spread
 
 #: A sample takes about so long: a hundred looks of the thread.
@@ -46,7 +46,7 @@ def measure(world: World, rounds: int, sample_s: float = SAMPLE_S) -> dict[str, 
     step = _training_step()
     step()  # the first is none like the others
     steps = max(world.gather_objects(ceil(sample_s / _step_s(step))))
-    mailbox = MailboxReduction(world, [_layout(world.size)], torch.float32)
+    mailbox = MailboxReduction(world, [unit_layout(1, world.size)], torch.float32)
     mailbox.allocate()
     serving: dict[str, Callable[[], bool]] = {"accumulate": lambda: False, "mailbox": mailbox.serve}
     run = partial(_run, world, step, steps)
@@ -103,7 +103,3 @@ def _step_s(step: Callable[[], object]) -> float:
     began = perf_counter()
     steps = len(each_for(_TRIAL_S, step))
     return (perf_counter() - began) / steps
-
-
-def _layout(num_owners: int) -> FlatLayout:
-    return FlatLayout.build("nothing", [ParameterSpec("weight", (1,), True)], num_owners)

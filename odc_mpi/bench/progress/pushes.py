@@ -9,7 +9,6 @@ samples, and no larger size; nor one of which a single push would take longer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -17,14 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from odc_mpi.bench.fetch_and_push import REDUCTIONS
-from odc_mpi.bench.measure import around, ratio
+from odc_mpi.bench.fetch_and_push import REDUCTIONS, unit_layout
+from odc_mpi.bench.measure import around, ratio, speeds
 from odc_mpi.bench.progress.computing import Spells, Work, kinds_of_work
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.layout import ALIGNMENT_NUMEL, FlatLayout, ParameterSpec
-from odc_mpi.simulate.spread import Spread
+from odc_mpi.shard.layout import ALIGNMENT_NUMEL, FlatLayout
 from odc_mpi.wording import format_size
 
 #: What the target is busy with.
@@ -44,7 +42,7 @@ class Pushes:
         sizes: In bytes, multiples of 4.
 
     Attributes:
-        ways: By name, what pushes a size, known by its index, and completes it; returns the seconds. One-sided.
+        ways: By name, a function that pushes the size of an index, completes it and returns the seconds. One-sided.
     """
 
     def __init__(self, world: World, target: int, sizes: Sequence[int]) -> None:
@@ -199,7 +197,7 @@ def too_slow(times: Sequence[float], num_bytes: int, next_bytes: int, budget_s: 
 
 
 def entry(num_bytes: int, taken: Mapping[str, Sequence[float]], left_out: Mapping[str, str]) -> dict[str, Any]:
-    """Return what is told of a size. Local.
+    """Return the entry of a size in `reduction`. Local.
 
     Args:
         num_bytes: The size.
@@ -218,18 +216,17 @@ def _figures(num_bytes: int, times: list[float], put: list[float]) -> dict[str, 
     rounds = min(len(times), len(put))
     return {
         "num_samples": len(times),
-        "seconds": asdict(Spread.of(times)),
-        "gb_per_s": asdict(Spread.of([num_bytes / one / 1e9 for one in times])),
+        **speeds(num_bytes, times),
         "of_put": ratio(put[:rounds], times[:rounds]) if rounds else None,
     }
 
 
 def pattern(numel: int) -> np.ndarray:
-    """Return what is pushed, `[numel]` float32. Local."""
+    """Return the values of a push, `[numel]` float32. Local."""
     return np.resize(np.arange(1, _PERIOD + 1, dtype=np.float32), numel)
 
 
 def _layout(numel: int, num_owners: int) -> FlatLayout:
-    """Return a layout of which each rank owns at least so many elements."""
+    """Return a layout in which each rank owns at least so many elements."""
     own = -(-numel // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
-    return FlatLayout.build("push", [ParameterSpec("weight", (own * num_owners,), True)], num_owners)
+    return unit_layout(own * num_owners, num_owners)
