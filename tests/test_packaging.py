@@ -19,6 +19,7 @@ def test_every_room_is_in_the_list():
     assert listed == sorted({".".join(room.parts) for room in rooms} | {"odc_mpi.src"})
 
 
+@pytest.mark.slow
 def test_a_build_has_modules_and_the_sources_of_kernels(tmp_path):
     pytest.importorskip("setuptools")
     sources = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "odc_mpi", "src")

@@ -1,5 +1,6 @@
 """`odc-mpi prepare` in this process, and a run on what it made."""
 
+import pytest
 import transformers
 from test_main import QWEN2
 
@@ -29,6 +30,7 @@ def test_prepare_says_what_it_did(tmp_path, capsys):
         assert not new.parent.exists(), "something was left of a mistake"
 
 
+@pytest.mark.slow
 def test_a_model_and_data_with_different_tokenizers(tmp_path, capsys):
     for name, size in (("one", "300"), ("two", "310")):
         arguments = ["prepare", "stdlib", str(tmp_path / f"{name}.h5"), "--vocab-size", size, "--max-length", "60"]

@@ -6,10 +6,11 @@ from small_run import config, data  # noqa: F401 - fixtures
 
 
 def pytest_collection_modifyitems(items):
-    if MPIEXEC is None:
-        for item in items:
-            if "launch" in item.path.parts:
-                item.add_marker(pytest.mark.skip(reason="no mpiexec beside python or on the PATH"))
+    for item in (item for item in items if "launch" in item.path.parts):
+        if MPIEXEC is None:
+            item.add_marker(pytest.mark.skip(reason="no mpiexec beside python or on the PATH"))
+        if "quick" not in item.keywords:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

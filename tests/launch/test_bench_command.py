@@ -73,6 +73,7 @@ def test_json_is_one_object_with_a_fixed_schema(ranks, command, sizes):
         assert goal["figure"] > 0
 
 
+@pytest.mark.quick
 def test_under_mpiexec_it_takes_the_ranks_it_finds():
     done = odc_mpi(2, *SMALL)
     assert done.code == 0, done.err
@@ -149,6 +150,6 @@ def check_nothing_left(pids, before):
 
 
 def test_it_ends_at_its_deadline():
-    done = odc_mpi(0, "bench", "transport", "--sizes", "1M", "--repeats", 100000, "--timeout-s", 8)
+    done = odc_mpi(0, "bench", "transport", "--sizes", "1M", "--repeats", 100000, "--timeout-s", 5)
     assert done.code == 1
-    assert "odc-mpi: error: 2 ranks did not end within 8 s: raise --timeout-s" in done.err
+    assert "odc-mpi: error: 2 ranks did not end within 5 s: raise --timeout-s" in done.err

@@ -121,6 +121,7 @@ def test_json(ranks):
     }
 
 
+@pytest.mark.quick
 def test_the_table_fits_a_terminal():
     done = odc_mpi(2, "doctor", COLUMNS="80")
     assert done.code == 0, done.err
@@ -151,6 +152,7 @@ def test_a_crash_is_an_answer(bad_doctor, fault, how, rank):
     assert done.seconds < 25, "told at once, not at a deadline"
 
 
+@pytest.mark.quick
 def test_a_crash_in_the_table(bad_doctor):
     done = bad_doctor(SEGFAULT, ranks=3)
     rows = {line.split()[2]: line for line in done.out.splitlines() if line.strip().startswith("same node")}

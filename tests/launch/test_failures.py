@@ -96,6 +96,7 @@ def test_a_late_rank_ends_the_job_at_the_deadline(tmp_path):
     assert "comm.timeout_s" in done.err
 
 
+@pytest.mark.quick
 def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
     done = launch(2, script(tmp_path, RAISES), timeout_s=50)
     assert done.code != 0
@@ -129,6 +130,7 @@ def test_ranks_end_by_themselves_where_their_launcher_does_not_answer(tmp_path):
     assert finish(job, timeout_s=30).code != 0  # what was said is lost where the launcher was to pass it on
 
 
+@pytest.mark.quick
 def test_a_rank_that_leaves_does_not_hang_the_others(tmp_path):
     assert launch(2, script(tmp_path, LEAVES), timeout_s=50).code != 0
 
@@ -148,6 +150,7 @@ def test_leaving_while_a_unit_is_fetched_ahead(tmp_path, code):
     assert done.code == code and not done.err.count("Traceback"), done.err
 
 
+@pytest.mark.quick
 def test_too_little_shared_memory_is_said_early(tmp_path):
     text = """
 import odc_mpi, torch
@@ -202,6 +205,7 @@ print("fine")
     assert done.out.count("fine") == 2
 
 
+@pytest.mark.quick
 def test_ranks_with_different_data_are_told(tmp_path, data, config):
     text = f"""
 import shutil, sys
@@ -227,6 +231,7 @@ sys.exit(cli.main(["train", "--config", "{config}", "--data.path", "data.h5"]))
     assert len([line for line in done.lines if "rank 1 has another than rank 0" in line]) == 1
 
 
+@pytest.mark.quick
 def test_a_launcher_of_another_mpi_is_noticed(tmp_path):
     text = "from odc_mpi import World\nWorld()\n"
     done = launch(0, script(tmp_path, text), OMPI_COMM_WORLD_SIZE=4, MPI4PY_RC_INITIALIZE="1")

@@ -201,6 +201,7 @@ def assert_line(pattern, line, at_least=2.0, at_most=20.0):
     assert at_least <= float(found.group(1)) <= at_most, line
 
 
+@pytest.mark.quick
 def test_a_rank_that_sleeps_in_a_forward(tmp_path):
     line = the_line(tmp_path, SLEEPS)
     assert_line(AT_A + LAST_SEEN + "in microbatch 2, forward of unit 1" + LIMIT, line)

@@ -1,5 +1,6 @@
 """An owner that never takes what lies in its mailbox: the job ends within the deadline and names it."""
 
+import pytest
 from mpi_launch import launch
 
 STUCK = """
@@ -17,6 +18,7 @@ transport.accumulate(0, torch.ones(10_000)).wait()
 """
 
 
+@pytest.mark.quick
 def test_an_owner_that_never_serves_is_named(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(STUCK)

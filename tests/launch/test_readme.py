@@ -3,9 +3,11 @@
 import re
 import shutil
 
+import pytest
 from mpi_launch import ROOT, launch
 
 
+@pytest.mark.quick
 def test_the_program_trains(data, tmp_path):
     program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
     (tmp_path / "train.py").write_text(program)

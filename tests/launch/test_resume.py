@@ -42,6 +42,7 @@ def wait_for(process, words):
     raise AssertionError(process.stderr.read())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ranks", [0, 3])
 def test_a_warning_of_the_scheduler(config, tmp_path, ranks):
     process = run_until(3, ranks, config)

@@ -57,6 +57,7 @@ def ended_within(process, seconds):
     return done
 
 
+@pytest.mark.quick
 def test_a_rank_that_stops_before_mpi_is_up_ends_the_job():
     script = LATE_START.format(what="os.kill(os.getpid(), 19)")  # SIGSTOP
     done = ended_within(start(3, "-c", script, ODC_MPI_START_TIMEOUT_S="6"), 50)
@@ -108,6 +109,7 @@ def test_a_start_in_time_is_not_ended_later():
     assert "expected" in done.err
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("words", ["0", "-1", "soon"])
 def test_a_limit_that_is_none_is_the_usual_one(words, monkeypatch):
     from odc_mpi.runtime import limits

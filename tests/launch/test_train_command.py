@@ -52,6 +52,7 @@ def read_losses(run_dir):
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ranks", [0, 2, 3])
 def test_a_run_and_what_it_leaves(config, tmp_path, ranks):
     done = odc_mpi(ranks, "train", "--config", config)
@@ -224,6 +225,7 @@ def test_gradients_that_stay_infinite_end_the_run(config, tmp_path):
     assert [line["skipped"] for line in lines[-2:]] == [True, True]
 
 
+@pytest.mark.quick
 def test_interrupt_ends_all_ranks(config):
     process = start(2, "-m", "odc_mpi", "train", "--config", config, "--run.steps", 100000)
     for line in process.stdout:

@@ -151,6 +151,7 @@ def config(dataset_path):
     return gpu_step.comparable(replace(config, optim=optim, data=data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_plain_torch_and_ours_train_the_same(world, device, config, dtype):
     config = replace(config, model=replace(config.model, param_dtype=dtype))
@@ -206,6 +207,7 @@ def run(world, device, options):
     return result, heard
 
 
+@pytest.mark.slow
 def test_without_a_verdict_nothing_is_risked(world, device, options, monkeypatch):
     monkeypatch.delattr(device_transport, "DeviceWindow")
     result, heard = run(world, device, options)
@@ -220,6 +222,7 @@ def test_without_a_verdict_nothing_is_risked(world, device, options, monkeypatch
     assert [doing for doing, may_end, _ in heard if may_end] in ([], ["steps with windows on GPUs"])
 
 
+@pytest.mark.slow
 def test_what_may_end_it_comes_last_and_is_measured_beside_the_rest(world, device, options):
     result, heard = run(world, device, replace(options, window_device="cuda"))
     assert all(set(size["variants"]) == ON_HOSTS | ON_DEVICES for size in result["sizes"])
@@ -232,6 +235,7 @@ def test_what_may_end_it_comes_last_and_is_measured_beside_the_rest(world, devic
     assert len(known["sizes"]) == 2 and known["kernels"] and known["step"], "all of them were told by then"
 
 
+@pytest.mark.slow
 def test_a_doctor_s_verdict_is_followed(world, device, options):
     keep_verdict(world, device, get=PROVED, put=PROVED)
     result, _ = run(world, device, options)
@@ -243,11 +247,13 @@ def test_a_doctor_s_verdict_is_followed(world, device, options):
     assert ("step_device_windows" in left) == (world.size > 1)
 
 
+@pytest.mark.slow
 def test_nobody_s_windows_on_gpus(world, device, options):
     result, _ = run(world, device, replace(options, window_device="cpu"))
     assert {result["left_out"][name] for name in (*ON_DEVICES, "step_device_windows")} == {gpu.SET}
 
 
+@pytest.mark.slow
 def test_without_memory_for_windows_the_rest_is_measured(world, device, options, monkeypatch):
     def no_cupy(num_bytes):
         raise UserError("no CuPy")

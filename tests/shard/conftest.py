@@ -4,6 +4,14 @@ import pytest
 import torch
 
 
+def pytest_collection_modifyitems(items):
+    """Leave most sizes of what is tried in many ways to `make test-all`."""
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        if item.path.name == "test_model_parity.py" and parameters and parameters.params.get("size") in (1, 4):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def few_threads_and_a_seed():
     before = torch.get_num_threads()

@@ -519,6 +519,7 @@ for last in (False, True):
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_ends() -> None:
     """With a push on its way, and without closing anything."""
     program = LEAVES.format(path=sys.path)

@@ -156,6 +156,7 @@ def test_outcomes_repeat_and_depend_on_the_seed():
     assert one.floor == max(one.speedup.values())
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks():
     began = time.process_time()
     outcome = simulate(Scenario(ranks=2048, per_rank=4, num_minibatches=2))
