@@ -27,11 +27,9 @@ import torch
 from odc_mpi.bench.fetch_and_push import REDUCTIONS, Variant, check, fetches, require_host_memory
 from odc_mpi.bench.measure import interleaved, ratio, seconds, times_in
 from odc_mpi.bench.transport import slowest
+from odc_mpi.comm.compose import device_transport, staged, window_transport
 from odc_mpi.comm.device.device import Device, Mark
-from odc_mpi.comm.device.device_transport import DeviceTransport
-from odc_mpi.comm.device.staged import StagedTransport
 from odc_mpi.comm.transport import Transport
-from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
@@ -85,10 +83,10 @@ class DeviceUnits:
         self.links: dict[str, str] = {}
         for name, reduction in REDUCTIONS.items():
             in_place = name == "mailbox"
-            host = WindowTransport(world, zero_copy=in_place, reduction=reduction)
-            self._add(StagedTransport(host, device), "fetch_host_in_place" if in_place else "fetch_host", "host", name)
+            host = window_transport(world, zero_copy=in_place, reduction=reduction)
+            self._add(staged(host, device), "fetch_host_in_place" if in_place else "fetch_host", "host", name)
         for name in reductions:
-            self._add(DeviceTransport(world, device, reduction=name), "fetch_device", "device", name)
+            self._add(device_transport(world, device, reduction=name), "fetch_device", "device", name)
 
     def free(self) -> None:
         """Free all memory. Collective."""
@@ -138,7 +136,7 @@ class DeviceUnits:
         transport.allocate([self._layout] * self.num_units)
         first, last = self._layout.owned(self._world.rank)
         for i in range(self.num_units):
-            transport.parameter_shard(i)[: last - first].fill_(self._world.rank + 1.0)
+            transport.parameters.shard(i)[: last - first].fill_(self._world.rank + 1.0)
         transport.publish_parameters()
         self.variants.setdefault(fetch, fetches(transport, self._layout, self.num_units))
         push = f"push_{place}_{reduction}"
@@ -149,21 +147,23 @@ class DeviceUnits:
     def _push(self, transport: Transport) -> Variant:
         units = range(self.num_units)
         # Each in memory of its own, as a model's are: what is handed over is known by where it begins.
-        gradients = self._world.agree(lambda: in_memory(lambda: [self._flat(transport.memory) for _ in units]))
+        gradients = self._world.agree(
+            lambda: in_memory(lambda: [self._flat(transport.gradients.memory) for _ in units])
+        )
         for gradient in gradients:
             gradient.fill_(1.0)
         num_pushes = np.zeros(self.num_units)
 
         def push(i: int) -> None:
             num_pushes[i] += 1
-            transport.hand_over(gradients[i])
-            transport.accumulate(i, gradients[i]).wait()
+            transport.gradients.hand_over(gradients[i])
+            transport.gradients.push(i, gradients[i]).wait()
 
         def is_right() -> bool:
             # A tells how often all ranks have pushed, too.
             totals = transport.complete_gradients(num_pushes).sum(axis=0)
             first, last = self._layout.owned(self._world.rank)
-            sums = [transport.gradient_shard(i)[: last - first] for i in units]
+            sums = [transport.gradients.shard(i)[: last - first] for i in units]
             right = all(bool((own == total).all()) for own, total in zip(sums, totals, strict=True))
             transport.publish_parameters()
             return right
