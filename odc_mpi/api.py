@@ -7,13 +7,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from odc_mpi.comm.collective import CollectiveTransport
+from odc_mpi.comm.compose import collective_transport, device_transport, staged, window_transport
 from odc_mpi.comm.device.device import Device, find_device
-from odc_mpi.comm.device.staged import StagedTransport
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction, Reduction
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
 from odc_mpi.comm.transport import Transport
-from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
@@ -127,7 +125,7 @@ def decide_for(
     if transport not in ("window", "collective"):
         raise UserError(f"comm.transport: expected window or collective, got {transport}")
     wishes = Wishes(zero_copy, reduction, progress, window_device)
-    if transport == CollectiveTransport.name:
+    if transport == "collective":
         return decide_collective(wishes)
     # An operation that crashes here must not be tried if nothing depends on the answer.
     report = bare_report(world) if wishes.leave_nothing_open else quick_report(world)
@@ -168,45 +166,33 @@ def _transport(
     decision: Decision,
     mailbox_bytes: int,
 ) -> Transport:
-    progress = decision.progress.choice == "thread"
+    if decision.transport == "collective":
+        host = collective_transport(world, param_dtype, reduce_dtype)
+        return host if device is None else staged(host, device)
+    reduction, progress = decision.reduction.choice, decision.progress.choice == "thread"
     if device is not None and decision.window_device is not None and decision.window_device.choice == "cuda":
-        from odc_mpi.comm.device.device_transport import DeviceTransport
-
-        return DeviceTransport(
+        return device_transport(
             world,
             device,
             param_dtype,
             reduce_dtype,
-            reduction=decision.reduction.choice,
+            reduction=reduction,
             mailbox_bytes=mailbox_bytes,
             progress=progress,
         )
-    host = _host_transport(world, param_dtype, reduce_dtype, decision, mailbox_bytes, progress)
-    return host if device is None else StagedTransport(host, device)
-
-
-def _host_transport(
-    world: World,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    decision: Decision,
-    mailbox_bytes: int,
-    progress: bool,
-) -> Transport:
-    if decision.transport == CollectiveTransport.name:
-        return CollectiveTransport(world, param_dtype, reduce_dtype)
-    reductions: dict[str, Callable[..., Reduction]] = {
+    reductions: dict[str, Callable[[World, torch.dtype], Reduction]] = {
         "accumulate": AccumulateReduction,
         "mailbox": functools.partial(MailboxReduction, mailbox_bytes=mailbox_bytes),
     }
-    return WindowTransport(
+    host = window_transport(
         world,
         param_dtype,
         reduce_dtype,
         zero_copy=decision.zero_copy.choice == "on",
-        reduction=reductions[decision.reduction.choice],
+        reduction=reductions[reduction],
         progress=progress,
     )
+    return host if device is None else staged(host, device)
 
 
 def _own_dtype(module: nn.Module) -> torch.dtype:

@@ -16,10 +16,10 @@ import torch
 
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.comm.collective import Collectives
+from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction, Reduction
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
-from odc_mpi.comm.transport import Layout, Transport
-from odc_mpi.comm.windows.window import WindowTransport
+from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
@@ -85,12 +85,12 @@ def fetches(transport: Transport, layout: FlatLayout, num_units: int, **about: A
     """
 
     def fetch(i: int) -> None:
-        transport.release(transport.fetch(i).wait())
+        transport.parameters.release(transport.parameters.fetch(i).wait())
 
     def arrives(i: int) -> bool:
-        fetched = transport.fetch(i).wait()
+        fetched = transport.parameters.fetch(i).wait()
         right = is_whole(fetched, layout)
-        transport.release(fetched)
+        transport.parameters.release(fetched)
         return right
 
     units = range(num_units)
@@ -127,7 +127,7 @@ def pushes(transport: Transport, num_units: int, push: Callable[[int], object], 
     def is_right() -> bool:
         # A tells how often all ranks have pushed, too.
         totals = transport.complete_gradients(num_pushes).sum(axis=0)
-        right = all(bool((transport.gradient_shard(i)[:numel] == totals[i]).all()) for i in range(num_units))
+        right = all(bool((transport.gradients.shard(i)[:numel] == totals[i]).all()) for i in range(num_units))
         transport.publish_parameters()
         return right
 
@@ -172,7 +172,7 @@ class Units:
         self._own = torch.full((self.num_units, shard_numel), world.rank + 1.0)
         self._whole = torch.zeros(world.size * shard_numel)
         self._sums = torch.zeros(shard_numel)
-        self._transports: list[WindowTransport] = []
+        self._transports: list[Transport] = []
         self.variants = {"memcpy": self._memcpy()}
         self.variants["fetch_zero_copy"] = self._fetch(zero_copy=True)
         self.variants["fetch_copy"] = self._fetch(zero_copy=False)
@@ -204,12 +204,12 @@ class Units:
         return Variant([partial(np.copyto, target, source) for source in sources], is_right)
 
     def _fetch(self, *, zero_copy: bool) -> Variant:
-        transport = WindowTransport(self._world, zero_copy=zero_copy)
+        transport = window_transport(self._world, zero_copy=zero_copy)
         self._allocate(transport, trainable=False)
         for i in self._units:
-            transport.parameter_shard(i).copy_(self._own[i])
+            transport.parameters.shard(i).copy_(self._own[i])
         transport.publish_parameters()
-        about = {"gloo": "gloo_all_gather", "moves": transport.copies, "one_sided": True}
+        about = {"gloo": "gloo_all_gather", "moves": transport.parameters.copies, "one_sided": True}
         return fetches(transport, self._layout, self.num_units, **about)
 
     def _gather(self, all_gather: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
@@ -222,24 +222,20 @@ class Units:
             [partial(all_gather, shard, self._whole) for shard in self._own], is_right, gloo="gloo_all_gather"
         )
 
-    def _push(self, make: type[Reduction]) -> Variant:
-        made: list[Reduction] = []
-
-        def reduction(world: World, layouts: Sequence[Layout], dtype: torch.dtype) -> Reduction:
-            made.append(make(world, layouts, dtype))
-            return made[0]
-
-        transport = WindowTransport(self._world, reduction=reduction)
+    def _push(self, reduction: type[Reduction]) -> Variant:
+        transport = window_transport(self._world, reduction=reduction)
+        gradients = transport.gradients
+        assert isinstance(gradients, Reduction)
         self._allocate(transport, trainable=True)
-        gradients = self._ones[:, : self._layout.numel]
+        ones = self._ones[:, : self._layout.numel]
         return pushes(
             transport,
             self.num_units,
-            lambda i: transport.accumulate(i, gradients[i]).wait(),
+            lambda i: gradients.push(i, ones[i]).wait(),
             self._owned,
             gloo="gloo_reduce_scatter",
             one_sided=True,
-            complete=made[0].flush,
+            complete=gradients.flush,
         )
 
     def _reduce(self, reduce_scatter: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
@@ -254,7 +250,7 @@ class Units:
             gloo="gloo_reduce_scatter",
         )
 
-    def _allocate(self, transport: WindowTransport, *, trainable: bool) -> None:
+    def _allocate(self, transport: Transport, *, trainable: bool) -> None:
         self._transports.append(transport)
         transport.allocate([unit_layout(self._layout.numel, self._world.size, trainable=trainable)] * self.num_units)
 

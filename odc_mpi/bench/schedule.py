@@ -24,10 +24,9 @@ import torch
 
 from odc_mpi.bench.fetch_and_push import unit_layout
 from odc_mpi.bench.measure import around
-from odc_mpi.comm.collective import CollectiveTransport
+from odc_mpi.comm.compose import collective_transport, window_transport
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.transport import Transport
-from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
@@ -201,21 +200,21 @@ class Runner(ABC):
         pushes = []
         for unit in reversed(self._units):
             self._with_unit(unit, lambda: sleeper.sleep((1 - FORWARD) * seconds / len(self._units)))
-            pushes.append(self._transport.accumulate(unit, self._gradient))
+            pushes.append(self._transport.gradients.push(unit, self._gradient))
         for push in pushes:
             push.wait()
 
     def _with_unit(self, unit: int, compute: Callable[[], None]) -> None:
-        fetched = self._transport.fetch(unit).wait()
+        fetched = self._transport.parameters.fetch(unit).wait()
         compute()
-        self._transport.release(fetched)
+        self._transport.parameters.release(fetched)
 
 
 class WindowRunner(Runner):
     """Ranks have their own microbatches, or draw them; nobody runs an empty one."""
 
     def __init__(self, world: World, num_units: int) -> None:
-        super().__init__(world, WindowTransport(world), num_units)
+        super().__init__(world, window_transport(world), num_units)
         self._tickets = Tickets(world)
 
     def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:  # noqa: D102
@@ -236,7 +235,7 @@ class CollectiveRunner(Runner):
     """All ranks run as many microbatches, empty ones where they have no more."""
 
     def __init__(self, world: World, num_units: int) -> None:
-        super().__init__(world, CollectiveTransport(world), num_units)
+        super().__init__(world, collective_transport(world), num_units)
 
     def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:  # noqa: D102
         own = plan.microbatches[self._world.rank]

@@ -28,8 +28,7 @@ import torch
 from mpi4py import MPI
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.ordering import OrderingPoints
-from odc_mpi.comm.transport import Fetch, Layout, Pending, Transport
+from odc_mpi.comm.transport import Fetch, Footprint, GradientStore, Group, Host, Layout, ParameterStore, Pending
 from odc_mpi.comm.windows.rma import MPI_DTYPES
 from odc_mpi.runtime.world import World
 
@@ -88,85 +87,109 @@ class Collectives:
             self._comm.Free()
 
 
-class CollectiveTransport(Transport):
-    """Shards in private memory, reached with MPI's collectives. See the module's docstring.
+class CollectiveParameters(ParameterStore, Host):
+    """Parameters in private memory, fetched with an all-gather. See the module's docstring. Making one is local.
 
-    Fetches and pushes are collective, and so is whatever makes them: a forward, a backward, `state_dict`. Only the main
-    thread may call it: from two threads the order would be a matter of chance.
+    Fetches are collective, and so is whatever makes them: a forward, a backward, `state_dict`. Only the main thread may
+    call it: from two threads the order would be a matter of chance.
 
     Args:
         world: The ranks that share every array.
-        param_dtype: As for any transport.
-        reduce_dtype: As for any transport.
+        group: Of these ranks; counts the collectives.
+        dtype: Of the parameters.
     """
 
-    name = "collective"
-    threads = False
-    one_sided = False
+    def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._world, self._group = world, group
+        self._layouts: tuple[Layout, ...] = ()
+        self._shards: list[torch.Tensor] = []
+        self._comms: list[MPI.Intracomm] = []
 
-    def __init__(
-        self, world: World, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
-    ) -> None:
-        super().__init__(world.rank, world.size, param_dtype, reduce_dtype)
-        self._world = world
-        self._parameters: list[torch.Tensor] = []
-        self._gradients: dict[int, torch.Tensor] = {}
-        self._reduces: deque[_Reduce] = deque()
-        self._results = BufferPool()
-        self._points: OrderingPoints | None = None
+    @property
+    def layouts(self) -> Sequence[Layout]:  # noqa: D102
+        return self._layouts
 
-    def allocate(self, layouts: Sequence[Layout]) -> None:  # noqa: D102
-        assert not self.layouts, "a transport allocates once"
-        self.layouts = tuple(layouts)
-        self._world.on_close(self.close)
-        self._points = OrderingPoints(self._world)
-        num_comms = min(len(layouts), MAX_COMMUNICATORS)
-        with self._world.meeting("duplicating the communicator"):
-            self._gathers = [self._world.comm.Dup() for _ in range(num_comms)]
-            self._scatters = [self._world.comm.Dup() for _ in range(num_comms)]
-        self._parameters = [torch.zeros(x.shard_numel, dtype=self.param_dtype) for x in layouts]
-        self._gradients = {
-            i: torch.zeros(x.shard_numel, dtype=self.reduce_dtype) for i, x in enumerate(layouts) if x.trainable
-        }
+    def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
+        self._layouts = tuple(layouts)
+        return Footprint()
 
-    def parameter_shard(self, index: int) -> torch.Tensor:  # noqa: D102
-        return self._parameters[index]
+    def allocate(self) -> None:  # noqa: D102
+        self._comms = _duplicates(self._world, len(self._layouts))
+        self._shards = [torch.zeros(layout.shard_numel, dtype=self.dtype) for layout in self._layouts]
 
-    def gradient_shard(self, index: int) -> torch.Tensor:  # noqa: D102
-        return self._gradients[index]
+    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+        return self._shards[index]
 
     def fetch(self, index: int) -> Fetch:
         """Start to gather a whole array. Collective."""
-        layout = self.layouts[index]
+        layout = self._layouts[index]
         # The last shards reach beyond the array's end.
-        whole = self.buffers.take(self.size * layout.shard_numel, self.param_dtype)
+        whole = self.buffers.take(self._group.size * layout.shard_numel, self.dtype)
         return Fetch(whole[: layout.numel], self.start_fetch(index, whole))
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
-        """Start to gather all shards into `buffer`, `[size * shard_numel]` of `param_dtype`. Collective."""
-        shard, element = self._parameters[index], _MOVED[self.param_dtype.itemsize]
-        assert buffer.numel() == self.size * shard.numel()
-        comm = self._gathers[index % len(self._gathers)]
-        self._num_collectives += 1
+        """Start to gather all shards into `buffer`, `[size * shard_numel]` of `dtype`. Collective."""
+        shard, element = self._shards[index], _MOVED[self.dtype.itemsize]
+        assert buffer.numel() == self._group.size * shard.numel()
+        comm = self._comms[index % len(self._comms)]
+        self._group.num_collectives += 1
         request = comm.Iallgather([_raw(shard), element], [_raw(buffer), element])
-        return _Gather(self._world, request, f"gathering unit {self.layouts[index].name}", buffer)
+        return _Gather(self._world, request, f"gathering unit {self._layouts[index].name}", buffer)
 
-    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+    def free(self) -> None:  # noqa: D102
+        while self._comms:
+            self._comms.pop().Free()
+        self._shards = []
+
+
+class CollectiveGradients(GradientStore, Host):
+    """Gradients in private memory, pushed with a reduce-scatter. See the module's docstring. Making one is local.
+
+    Args:
+        world: The ranks that share every array.
+        group: Of these ranks; counts the collectives.
+        dtype: Of the gradients.
+    """
+
+    def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._world, self._group = world, group
+        self._layouts: tuple[Layout, ...] = ()
+        self._shards: dict[int, torch.Tensor] = {}
+        self._comms: list[MPI.Intracomm] = []
+        self._reduces: deque[_Reduce] = deque()
+        self._results = BufferPool()
+
+    def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
+        self._layouts = tuple(layouts)
+        return Footprint()
+
+    def allocate(self) -> None:  # noqa: D102
+        self._comms = _duplicates(self._world, len(self._layouts))
+        self._shards = {
+            i: torch.zeros(x.shard_numel, dtype=self.dtype) for i, x in enumerate(self._layouts) if x.trainable
+        }
+
+    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+        return self._shards[index]
+
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
         """Start to sum a gradient over all ranks and to add it into its owners' shards. Collective.
 
         Args:
-            index: As for any transport, the same on every rank.
-            gradient: As for any transport; what it does not cover counts as zero.
-            start: As for any transport; may differ between ranks.
+            index: As for any store, the same on every rank.
+            gradient: As for any store; what it does not cover counts as zero.
+            start: As for any store; may differ between ranks.
         """
-        layout, element = self.layouts[index], MPI_DTYPES[self.reduce_dtype]
+        layout, element = self._layouts[index], MPI_DTYPES[self.dtype]
         if gradient.numel() != layout.numel:
             stop = start + gradient.numel()
             gradient = torch.nn.functional.pad(gradient, (start, layout.numel - stop))
-        counts = [stop - first for first, stop in map(layout.owned, range(self.size))]
-        own = self._results.take(counts[self.rank], self.reduce_dtype)
-        comm = self._scatters[index % len(self._scatters)]
-        self._num_collectives += 1
+        counts = [stop - first for first, stop in map(layout.owned, range(self._group.size))]
+        own = self._results.take(counts[self._group.rank], self.dtype)
+        comm = self._comms[index % len(self._comms)]
+        self._group.num_collectives += 1
         request = comm.Ireduce_scatter([gradient.numpy(), element], [own.numpy(), element], counts, MPI.SUM)
         what = f"reducing the gradient of unit {layout.name}"
         reduce = _Reduce(self._world, request, what, gradient, functools.partial(self._add, index, own))
@@ -175,44 +198,19 @@ class CollectiveTransport(Transport):
         self._reduces.append(reduce)
         return reduce
 
-    def complete_gradients(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
+    def flush(self) -> None:  # noqa: D102
         while self._reduces:
             self._reduces.popleft().wait()
-        self._num_collectives += 1
-        return self._meeting_points.gradients_complete(report)
 
-    def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:  # noqa: D102
-        self._num_collectives += 1
-        return self._meeting_points.norm(values)
-
-    def publish_parameters(self) -> None:  # noqa: D102
-        self._num_collectives += 1
-        self._meeting_points.parameters_published()
-
-    def broadcast(self, tensor: torch.Tensor) -> None:  # noqa: D102
-        self._world.broadcast(tensor)
-
-    def note(self, what: str, microbatch: int = 0) -> None:  # noqa: D102
-        self._world.note(what, microbatch)
-
-    def close(self) -> None:  # noqa: D102
-        if self._points is None:
-            return
-        with self._world.meeting("freeing the communicators"):
-            for comm in (*self._gathers, *self._scatters):
-                comm.Free()
-            self._points.free()
-        self._points, self._parameters, self._gradients = None, [], {}
-        self.buffers.clear()
+    def free(self) -> None:  # noqa: D102
+        while self._comms:
+            self._comms.pop().Free()
+        self._shards = {}
+        self._results.clear()
 
     def _add(self, index: int, own: torch.Tensor) -> None:
-        self._gradients[index][: own.numel()] += own
+        self._shards[index][: own.numel()] += own
         self._results.give_back(own)
-
-    @property
-    def _meeting_points(self) -> OrderingPoints:
-        assert self._points is not None, "shards are allocated first, and not used after they are freed"
-        return self._points
 
 
 class _Gather:
@@ -247,6 +245,11 @@ class _Reduce:
             self._world.meet(self._request, self._what)
             self._add()
             self._gradient, self.done = None, True
+
+
+def _duplicates(world: World, num_arrays: int) -> list[MPI.Intracomm]:
+    with world.meeting("duplicating the communicator"):
+        return [world.comm.Dup() for _ in range(min(num_arrays, MAX_COMMUNICATORS))]
 
 
 def _raw(tensor: torch.Tensor) -> np.ndarray:

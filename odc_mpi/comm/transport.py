@@ -1,20 +1,25 @@
-"""The seam: all that a sharded model knows of communication.
+"""The seam: all that a sharded model knows of communication, in three parts that vary apart.
 
-A transport hosts this rank's shards of a list of flat arrays (`shard.layout.FlatLayout`): one of parameters each, and
-one of gradients for those that are trained. Between two minibatches the ranks pass the ordering points
+    Group            which ranks there are, where they meet, what they tell each other
+    ParameterStore   my shard of each flat array (`shard.layout.FlatLayout`); fetch a whole array; release it
+    GradientStore    my shard of each trained array; push a gradient to its owners
+
+A `Transport` holds one of each and leads them past the ordering points. Between two minibatches these are
 
     A  complete_gradients   all pushes have arrived; owners may read their gradient shards
-    N  sum_over_ranks       only to clip by the norm
+    N  group.norm           only to clip by the norm
     B  publish_parameters   all parameter shards are written, all gradient shards cleared; fetches and pushes may begin
 
-and within a minibatch only one-sided `fetch` and `accumulate`, which need nothing of their owners. (The one exception,
-`one_sided = False`, is the baseline that all this is measured against: `comm.collective`.)
+and within a minibatch there are only one-sided fetches and pushes, which need nothing of their owners. (The one
+exception, `one_sided = False`, is the baseline that all this is measured against: `comm.collective`.)
 
-`Transport` holds what every transport does alike.
+The memory that the shards lie in belongs to a `Host`, often the store itself. A store that only changes the way of the
+bytes, such as `comm.device.staged`, stands before another store and leaves that one's host as it is. `comm.compose`
+puts the parts together.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,147 +63,17 @@ class Done:
         """Return at once. Local."""
 
 
-class Transport(ABC):
-    """Hosts this rank's shards and reaches those of the others.
+class Later:
+    """An operation that happens where it is waited for. It keeps the memory that it touches until then."""
 
-    Args:
-        rank: This rank.
-        size: Number of ranks.
-        param_dtype: Of parameters on the way and in the shards.
-        reduce_dtype: Of gradients on the way and in the shards.
+    def __init__(self, operation: Callable[[], None]) -> None:
+        self._operation: Callable[[], None] | None = operation
 
-    Attributes:
-        buffers: Where fetches land; its peak tells the parameter memory beyond the shards.
-    """
-
-    #: What `comm.transport` calls it.
-    name: str
-    #: Whether a fetch moves bytes; if not, it is a view of memory that is there already, and nothing is fetched ahead.
-    copies: bool = True
-    #: Whether several threads may fetch and push at a time.
-    threads: bool = True
-    #: Whether fetches and pushes need nothing of other ranks. If not, they are collective: every rank makes the same
-    #: ones in the same order, so that what is fetched must not depend on what happens to be there still.
-    one_sided: bool = True
-    #: Where fetched arrays land and pushed gradients lie: where the model computes. Shards are on the host.
-    device: torch.device = torch.device("cpu")
-
-    def __init__(self, rank: int, size: int, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-        if param_dtype not in PARAMETER_DTYPES:
-            raise ValueError(f"param_dtype must be one of {PARAMETER_DTYPES}, got {param_dtype}")
-        if reduce_dtype not in REDUCE_DTYPES:
-            raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES} (what MPI can add), got {reduce_dtype}")
-        self.rank = rank
-        self.size = size
-        self.param_dtype = param_dtype
-        self.reduce_dtype = reduce_dtype
-        self.buffers = BufferPool()
-        self.layouts: tuple[Layout, ...] = ()
-        self._num_collectives = 0
-
-    @property
-    def num_collectives(self) -> int:
-        """Collective operations so far: those at the ordering points, and fetches and pushes that are. Local."""
-        return self._num_collectives
-
-    @abstractmethod
-    def allocate(self, layouts: Sequence[Layout]) -> None:
-        """Host zero-filled shards of these arrays, known by their index from here on. Collective, once."""
-
-    @abstractmethod
-    def parameter_shard(self, index: int) -> torch.Tensor:
-        """Return this rank's parameters, `[shard_numel]` of `param_dtype`, over the memory that others fetch. Local."""
-
-    @abstractmethod
-    def gradient_shard(self, index: int) -> torch.Tensor:
-        """Return this rank's gradients, `[shard_numel]` of `reduce_dtype`, over memory that others add to. Local."""
-
-    @abstractmethod
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
-        """Start to fill `buffer`, `[numel]` of `param_dtype`, with a whole array. One-sided."""
-
-    @abstractmethod
-    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
-        """Start to add a gradient into its owners' shards. One-sided.
-
-        Args:
-            index: Of the array; a trainable one.
-            gradient: `[n]` of `reduce_dtype`, for the elements from `start` on; untouched until the push is waited for.
-            start: Of the first element.
-        """
-
-    @abstractmethod
-    def complete_gradients(self, report: np.ndarray) -> np.ndarray:
-        """Ordering point A: complete all pushes everywhere. Collective.
-
-        Args:
-            report: `[k]` float64 to tell all ranks, with the same k on each.
-
-        Returns:
-            All reports, `[size, k]`.
-        """
-
-    @abstractmethod
-    def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:
-        """Ordering point N: sum `[k]` float64 over all ranks, to the last bit the same on each. Collective."""
-
-    @abstractmethod
-    def publish_parameters(self) -> None:
-        """Ordering point B: all that owners wrote into their shards is in force everywhere. Collective."""
-
-    @abstractmethod
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a contiguous tensor with rank 0's. Collective; for start-up."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the shards. Collective; a second call does nothing."""
-
-    def note(self, what: str, microbatch: int = 0) -> None:  # noqa: B027 - nobody need listen
-        """Tell the other ranks what this one is doing, should they wait for it in vain. Local.
-
-        Args:
-            what: Such as "forward of unit layers.3".
-            microbatch: Its number in this minibatch, from 1; 0 outside of microbatches.
-        """
-
-    def host_memory(self) -> list[torch.Tensor]:
-        """Return the host memory of the shards, and of what fetches read in place, each piece once. Local."""
-        return []
-
-    def memory(self, num_bytes: int) -> torch.Tensor:
-        """Return memory on `device`, `[num_bytes]` uint8, its content undefined. Local."""
-        return host_memory(num_bytes)
-
-    def hand_over(self, memory: torch.Tensor) -> None:  # noqa: B027 - host memory is as it looks
-        """Tell what the next fetch into some memory, or push from it, comes after. Local.
-
-        To be called by the thread that computes, once it has given the device all that uses the memory, and before
-        `start_fetch` or `accumulate`, which another thread may call.
-
-        Args:
-            memory: What the operation will fill or read.
-        """
-
-    def fetch(self, index: int) -> "Fetch":
-        """Start to fetch a whole array. One-sided."""
-        buffer = self.take(index)
-        return Fetch(buffer, self.start_fetch(index, buffer))
-
-    def take(self, index: int) -> torch.Tensor:
-        """Return a buffer to fetch an array into, handed over already. Local, by the thread that computes."""
-        buffer = self.buffers.take(self.layouts[index].numel, self.param_dtype)
-        self.hand_over(buffer)
-        return buffer
-
-    def release(self, fetched: torch.Tensor) -> None:
-        """Give back what a fetch returned. Local. Tensors that still look at it keep the memory until they are gone."""
-        self.buffers.give_back(fetched)
-
-    @property
-    def parameter_shard_bytes(self) -> int:
-        """Bytes of this rank's parameter shards. Local."""
-        return sum(layout.shard_numel for layout in self.layouts) * self.param_dtype.itemsize
+    def wait(self) -> None:
+        """Carry it out; a second call does nothing. One-sided."""
+        operation, self._operation = self._operation, None
+        if operation is not None:
+            operation()
 
 
 @dataclass
@@ -209,6 +84,291 @@ class Fetch:
     pending: Pending
 
     def wait(self) -> torch.Tensor:
-        """Return the whole array, `[numel]` of `param_dtype`, once it is there. One-sided."""
+        """Return the whole array, `[numel]` of the store's `dtype`, once it is there. One-sided."""
         self.pending.wait()
         return self.buffer
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What hosting takes: windows, and bytes of the host's memory that other ranks can see."""
+
+    num_windows: int = 0
+    shared_bytes: int = 0
+
+    def __add__(self, other: "Footprint") -> "Footprint":
+        return Footprint(self.num_windows + other.num_windows, self.shared_bytes + other.shared_bytes)
+
+
+class Group(ABC):
+    """The ranks that share the arrays.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+        num_collectives: Collective operations so far: at the ordering points, and fetches and pushes that are.
+    """
+
+    rank: int
+    size: int
+    num_collectives: int = 0
+
+    @abstractmethod
+    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
+        """Call `plan` on every rank, and fail together where that raises or asks for too much. Collective."""
+
+    @abstractmethod
+    def open(self, close: Callable[[], None]) -> None:
+        """Begin to serve other ranks, and meet a first time, when this one's hosts have their memory. Collective.
+
+        Args:
+            close: Called when the ranks part, if not before.
+        """
+
+    @abstractmethod
+    def gradients_complete(self, report: np.ndarray) -> np.ndarray:
+        """Meet at A: give every rank all reports, `[size, k]` float64 from `[k]` each. Collective."""
+
+    @abstractmethod
+    def norm(self, values: np.ndarray) -> np.ndarray:
+        """Meet at N: sum `[k]` float64 over all ranks, to the last bit the same on each. Collective."""
+
+    @abstractmethod
+    def parameters_published(self) -> None:
+        """Meet at B. Collective."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite a contiguous tensor with rank 0's. Collective; for start-up."""
+
+    @abstractmethod
+    def note(self, what: str, microbatch: int = 0) -> None:
+        """Tell the other ranks what this one is doing, should they wait for it in vain. Local.
+
+        Args:
+            what: Such as "forward of unit layers.3".
+            microbatch: Its number in this minibatch, from 1; 0 outside of microbatches.
+        """
+
+    @abstractmethod
+    def free(self, hosts: Sequence["Host"]) -> None:
+        """Serve no more, meet a last time and free these hosts, the last one first. Collective."""
+
+
+class Host:
+    """Memory of this rank that others reach, from its allocation past the ordering points to its end."""
+
+    def plan(self, layouts: Sequence[Layout]) -> Footprint:
+        """Prepare to host shards of these arrays, known by their index from here on. Local.
+
+        Raises:
+            UserError: A setting does not fit the arrays.
+        """
+        return Footprint()
+
+    def allocate(self) -> None:
+        """Make the memory for what was planned, filled with zeros. Collective, once."""
+
+    def flush(self) -> None:
+        """Return when everything this rank pushed is in its owners' hands: before A. One-sided."""
+
+    def complete(self) -> None:
+        """Make the shards hold everything that was pushed: after A. Local."""
+
+    def sync(self) -> None:
+        """Make stores of owners and one-sided accesses see each other: before and after B. Local."""
+
+    def in_place(self) -> list[torch.Tensor]:
+        """Return the memory of the host that fetches read in place and shards lie in, each piece once. Local."""
+        return []
+
+    def free(self) -> None:
+        """Free the memory; nobody may look at it any more. Collective, within a meeting of the caller's."""
+
+
+class ParameterStore(ABC):
+    """This rank's shards of parameters, and whole arrays from those of all ranks.
+
+    Args:
+        dtype: Of parameters on the way and in the shards.
+        buffers: Where fetches land.
+
+    Attributes:
+        buffers: Its peak tells the parameter memory beyond the shards.
+    """
+
+    #: Whether a fetch moves bytes; if not, it is a view of memory that is there already, and nothing is fetched ahead.
+    copies: bool = True
+
+    def __init__(self, dtype: torch.dtype, buffers: BufferPool | None = None) -> None:
+        self.dtype = dtype
+        self.buffers = buffers or BufferPool()
+
+    @property
+    @abstractmethod
+    def layouts(self) -> Sequence[Layout]:
+        """The arrays, once they are allocated. Local."""
+
+    @abstractmethod
+    def shard(self, index: int) -> torch.Tensor:
+        """Return this rank's parameters, `[shard_numel]` of `dtype`, over the memory that others fetch. Local."""
+
+    @abstractmethod
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
+        """Start to fill `buffer`, `[numel]` of `dtype`, which was handed over, with a whole array. One-sided."""
+
+    def hand_over(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory is as it looks
+        """Tell what the next fetch into a buffer comes after. Local.
+
+        To be called by the thread that computes, once it has given the device all that uses the buffer, and before
+        `start_fetch`, which another thread may call.
+        """
+
+    def take(self, index: int) -> torch.Tensor:
+        """Return a buffer to fetch an array into, handed over already. Local, by the thread that computes."""
+        buffer = self.buffers.take(self.layouts[index].numel, self.dtype)
+        self.hand_over(buffer)
+        return buffer
+
+    def fetch(self, index: int) -> Fetch:
+        """Start to fetch a whole array. One-sided."""
+        buffer = self.take(index)
+        return Fetch(buffer, self.start_fetch(index, buffer))
+
+    def release(self, fetched: torch.Tensor) -> None:
+        """Give back what a fetch returned. Local. Tensors that still look at it keep the memory until they are gone."""
+        self.buffers.give_back(fetched)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's shards. Local."""
+        return sum(layout.shard_numel for layout in self.layouts) * self.dtype.itemsize
+
+
+class GradientStore(ABC):
+    """This rank's shards of gradients, and the way of gradients into those of all ranks.
+
+    Args:
+        dtype: Of gradients on the way and in the shards.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    @abstractmethod
+    def shard(self, index: int) -> torch.Tensor:
+        """Return this rank's gradients, `[shard_numel]` of `dtype`, over memory that others add to. Local.
+
+        Raises:
+            KeyError: The array is not trained.
+        """
+
+    @abstractmethod
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+        """Start to add a gradient into its owners' shards. One-sided.
+
+        Args:
+            index: Of the array; a trainable one.
+            gradient: `[n]` of `dtype`, contiguous, which was handed over; untouched until the push is waited for.
+            start: Of its first element in the flat array.
+        """
+
+    def memory(self, num_bytes: int) -> torch.Tensor:
+        """Return memory to lay gradients out in, where the model computes: `[num_bytes]` uint8, undefined. Local."""
+        return host_memory(num_bytes)
+
+    def hand_over(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory is as it looks
+        """Tell what the next push of a gradient comes after. Local.
+
+        To be called by the thread that computes, once it has given the device all that makes the gradient, and before
+        `push`, which another thread may call.
+        """
+
+
+class Transport:
+    """A group, a parameter store and a gradient store; and what becomes of their memory at the ordering points.
+
+    Args:
+        group: The ranks.
+        parameters: Over memory of `hosts`.
+        gradients: Over memory of `hosts`.
+        hosts: In the order in which their memory is made; freed in reverse.
+        device: Where fetched arrays land and pushed gradients lie: where the model computes.
+        threads: Whether several threads may fetch and push at a time.
+        one_sided: Whether fetches and pushes need nothing of other ranks. If not, they are collective: every rank makes
+            the same ones in the same order, so that what is fetched must not depend on what happens to be there still.
+
+    Raises:
+        ValueError: A store's type is none that can travel, or be summed.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        parameters: ParameterStore,
+        gradients: GradientStore,
+        hosts: Sequence[Host],
+        *,
+        device: torch.device | None = None,
+        threads: bool = True,
+        one_sided: bool = True,
+    ) -> None:
+        if parameters.dtype not in PARAMETER_DTYPES:
+            raise ValueError(f"param_dtype must be one of {PARAMETER_DTYPES}, got {parameters.dtype}")
+        if gradients.dtype not in REDUCE_DTYPES:
+            raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES} (what MPI can add), got {gradients.dtype}")
+        self.group = group
+        self.parameters = parameters
+        self.gradients = gradients
+        self.hosts = tuple(hosts)
+        self.device = device or torch.device("cpu")
+        self.threads = threads
+        self.one_sided = one_sided
+        self._is_open = False
+
+    def allocate(self, layouts: Sequence[Layout]) -> None:
+        """Host zero-filled shards of these arrays, known by their index from here on. Collective, once."""
+        assert not self.parameters.layouts, "a transport allocates once"
+        self.group.reserve(len(layouts), lambda: sum((host.plan(layouts) for host in self.hosts), Footprint()))
+        for host in self.hosts:
+            host.allocate()
+        # Nobody may push into memory that its owner is still clearing.
+        self._sync()
+        self.group.open(self.close)
+        self._sync()
+        self._is_open = True
+
+    def complete_gradients(self, report: np.ndarray) -> np.ndarray:
+        """Ordering point A: complete all pushes everywhere. Collective.
+
+        Args:
+            report: `[k]` float64 to tell all ranks, with the same k on each.
+
+        Returns:
+            All reports, `[size, k]`.
+        """
+        self.group.note("flushing gradients")
+        for host in self.hosts:
+            host.flush()
+        reports = self.group.gradients_complete(report)
+        for host in self.hosts:
+            host.complete()
+        return reports
+
+    def publish_parameters(self) -> None:
+        """Ordering point B: all that owners wrote into their shards is in force everywhere. Collective."""
+        self._sync()
+        self.group.parameters_published()
+        self._sync()
+
+    def close(self) -> None:
+        """Free the shards. Collective; a second call does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self.group.free(self.hosts)
+        self.parameters.buffers.clear()
+
+    def _sync(self) -> None:
+        for host in self.hosts:
+            host.sync()

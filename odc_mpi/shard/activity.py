@@ -10,7 +10,7 @@ It tells only what is new: a note or two per call of a unit, a few microseconds 
 
 import torch
 
-from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.transport import Group
 
 
 def in_backward() -> bool:
@@ -22,11 +22,11 @@ class Activity:
     """Tells what this rank is doing.
 
     Args:
-        transport: Whose `note` is called.
+        group: Whose `note` is called.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._note = transport.note
+    def __init__(self, group: Group) -> None:
+        self._note = group.note
         self._told: tuple[str, str] | None = None
         self._in_minibatch = False
         self._microbatch = 0

@@ -42,15 +42,15 @@ class GradientPusher:
     """
 
     def __init__(self, transport: Transport, in_thread: bool = False, spans: Spans | None = None) -> None:
-        self._transport = transport
+        self._store = transport.gradients
         self._spans = spans or Spans()
         self._thread = CommunicationThread("odc_mpi-push") if in_thread and transport.threads else None
-        self._buffers = BufferPool(transport.memory)
+        self._buffers = BufferPool(transport.gradients.memory)
         self._on_the_way: deque[tuple[Pending, torch.Tensor]] = deque()
         self._open = False
         self._bounds: dict[int, torch.Tensor] = {}
         # Half of what it holds: sums are rounded.
-        self._limit = torch.finfo(transport.reduce_dtype).max / 2
+        self._limit = torch.finfo(transport.gradients.dtype).max / 2
         self.padding = False
 
     @property
@@ -106,7 +106,7 @@ class GradientPusher:
         """Lay gradients into a buffer, and note how large they are, without asking: a device tells when it is done."""
         first, stop = pieces[0][0].start, pieces[-1][0].stop
         self._wait(MAX_BUFFERS - 1)
-        flat = self._buffers.take(stop - first, self._transport.reduce_dtype)
+        flat = self._buffers.take(stop - first, self._store.dtype)
         counting = () if self.padding else [(slot.start - first, gradient) for slot, gradient in pieces]
         largest = flatten(counting, flat)
         self._bounds[index] = self._bounds[index] + largest if index in self._bounds else largest
@@ -114,8 +114,8 @@ class GradientPusher:
 
     def _send(self, index: int, flat: torch.Tensor, start: int) -> None:
         began = time.perf_counter()
-        push = self._transport.accumulate
-        self._transport.hand_over(flat)
+        push = self._store.push
+        self._store.hand_over(flat)
         pending = self._thread.start(push, index, flat, start) if self._thread else push(index, flat, start)
         self._on_the_way.append((pending, flat))
         self._spans.add("accumulate", began)

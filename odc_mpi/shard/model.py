@@ -121,13 +121,13 @@ class ShardedModel:
         self._places = places
         self._phase = Phase.COMPLETE
         self.spans = Spans()
-        self.units, layouts = _layouts(parts, transport.size)
+        self.units, layouts = _layouts(parts, transport.group.size)
         transport.allocate(layouts)
         self._slices = OwnSlices(transport, layouts, optimizer_device or torch.device("cpu"))
         self._ready = ReadyUnits(transport, prefetch, self.spans)
         self._pusher = GradientPusher(transport, in_thread=prefetch > 0, spans=self.spans)
         calls, saved = UnitCalls(self._ready, self._push), SavedTensors(self._ready)
-        self._slices.load(weights or ModuleWeights(parts, transport))
+        self._slices.load(weights or ModuleWeights(parts, transport.group))
         replicate(module, transport)
         self._placeholders = place_on_demand(places, self.units, transport, calls)
         for unit in self.units:
@@ -206,7 +206,7 @@ class ShardedModel:
         minibatch = Minibatch(names)
         # An exception in the enclosed code does not come back here: a rank that failed must not meet the others.
         yield minibatch
-        self._transport.note("completing its fetches and pushes")
+        self._transport.group.note("completing its fetches and pushes")
         # Before A: an owner that has passed it may write what a fetch on its way would still read.
         self._ready.release_all()
         self._ready.readable = False
@@ -247,7 +247,7 @@ class ShardedModel:
         self._advance(Phase.COMPLETE, Phase.COMPLETE, "clip_grad_norm_()")
         gradients = [p.grad for p in self.shard_parameters() if p.grad is not None]
         own = np.array([squared_norm(gradients)])
-        norm = float(np.sqrt(self._at_boundary("N", lambda: self._transport.sum_over_ranks(own))[0]))
+        norm = float(np.sqrt(self._at_boundary("N", lambda: self._transport.group.norm(own))[0]))
         coefficient = clip_coefficient(norm, max_norm)
         if coefficient < 1.0:
             torch._foreach_mul_(gradients, coefficient)
@@ -295,12 +295,13 @@ class ShardedModel:
     @property
     def peak_parameter_bytes(self) -> int:
         """The most bytes this rank ever held for parameters: window shards and buffers of fetched units. Local."""
-        return self._transport.parameter_shard_bytes + self._transport.buffers.peak_bytes
+        parameters = self._transport.parameters
+        return parameters.shard_bytes + parameters.buffers.peak_bytes
 
     @property
     def num_collectives(self) -> int:
         """Collective operations since the start: at the ordering points, and fetches and pushes that are. Local."""
-        return self._transport.num_collectives
+        return self._transport.group.num_collectives
 
     def close(self) -> None:
         """Free the windows; slices keep their values. Collective; a second call does nothing."""

@@ -90,7 +90,7 @@ def replicate(module: nn.Module, transport: Transport) -> None:
     for _, tensor in whole_on_every_rank(module):
         if not tensor.is_meta:
             whole = tensor.detach().contiguous().cpu()
-            transport.broadcast(whole)
+            transport.group.broadcast(whole)
             if tensor.device != transport.device:
                 # In place, as `nn.Module.to` does it: somebody else may hold the same tensor.
                 tensor.data = tensor.data.to(transport.device)
@@ -116,7 +116,7 @@ def place_on_demand(
         for key, name in keys.items():
             if name not in shown:
                 originals[name] = cast(nn.Parameter, submodule._parameters[key])
-                shown[name] = placeholder(originals[name], transport.param_dtype, transport.device)
+                shown[name] = placeholder(originals[name], transport.parameters.dtype, transport.device)
         items = {key: shown[keys[key]] if key in keys else p for key, p in submodule._parameters.items()}
         submodule.__dict__["_parameters"] = OnDemandParameters(items, find, keys)
         if isinstance(submodule, nn.RNNBase):

@@ -67,7 +67,7 @@ class CommunicationThread:
         """Start an operation and see to its completion in the thread. Local.
 
         Args:
-            operation: `start_fetch` or `accumulate` of a transport.
+            operation: `start_fetch` or `push` of a store.
             arguments: Its arguments; memory among them belongs to the operation until it was waited for.
 
         Returns:

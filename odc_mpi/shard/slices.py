@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.transport import Group, Transport
 from odc_mpi.shard.layout import FlatLayout, Slice
 from odc_mpi.shard.partition import UnitParameters
 
@@ -33,17 +33,17 @@ class ModuleWeights:
 
     Args:
         units: Hold the parameters, on any device.
-        transport: Broadcasts them.
+        group: Broadcasts them.
     """
 
-    def __init__(self, units: Sequence[UnitParameters], transport: Transport) -> None:
+    def __init__(self, units: Sequence[UnitParameters], group: Group) -> None:
         self._parameters = {name: p for unit in units for name, p in unit.parameters.items()}
-        self._transport = transport
+        self._group = group
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `Weights`."""
         whole = self._parameters.pop(name).detach().contiguous().cpu()
-        self._transport.broadcast(whole)
+        self._group.broadcast(whole)
         return whole.view(-1)[start:stop]
 
 
@@ -72,7 +72,7 @@ class OwnSlices:
         self._transport = transport
         self._layouts = layouts
         # Optimizers work in fp32 at least.
-        dtype = torch.promote_types(transport.param_dtype, torch.float32)
+        dtype = torch.promote_types(transport.parameters.dtype, torch.float32)
         # `to` gives back the window itself where nothing is to be changed.
         self._masters = [
             self._window(i).to(device, dtype) if layout.trainable else self._window(i)
@@ -82,14 +82,14 @@ class OwnSlices:
             OwnSlice(piece, nn.Parameter(_part(self._masters[i], piece)), i)
             for i, layout in enumerate(layouts)
             if layout.trainable
-            for piece in layout.slices(transport.rank)
+            for piece in layout.slices(transport.group.rank)
         ]
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
         """Fill this rank's slices. Local, or what reading the weights is; `write` shows them to others."""
         for i, layout in enumerate(self._layouts):
-            for piece in layout.slices(self._transport.rank):
+            for piece in layout.slices(self._transport.group.rank):
                 _part(self._masters[i], piece).copy_(weights.read(piece.spec.name, piece.start, piece.stop))
 
     def everything(self) -> list[tuple[Slice, torch.Tensor]]:
@@ -97,7 +97,7 @@ class OwnSlices:
         return [
             (piece, _part(self._masters[i], piece))
             for i, layout in enumerate(self._layouts)
-            for piece in layout.slices(self._transport.rank)
+            for piece in layout.slices(self._transport.group.rank)
         ]
 
     def attach_gradients(self) -> None:
@@ -107,7 +107,7 @@ class OwnSlices:
             if own.index not in arrived:
                 # The window itself where nothing is to be changed; else one transfer for all slices of the array. To a
                 # GPU nobody waits for it here: `write` does, which copies back behind it before it clears the window.
-                parameter, window = own.parameter, self._transport.gradient_shard(own.index)
+                parameter, window = own.parameter, self._transport.gradients.shard(own.index)
                 arrived[own.index] = window.to(parameter.device, parameter.dtype, non_blocking=parameter.is_cuda)
             own.parameter.grad = _part(arrived[own.index], own.piece)
 
@@ -124,7 +124,7 @@ class OwnSlices:
             if self._masters[i] is not self._window(i):
                 self._window(i).copy_(self._masters[i])
             if layout.trainable:
-                self._transport.gradient_shard(i).zero_()
+                self._transport.gradients.shard(i).zero_()
 
     def detach(self) -> None:
         """Let the slices keep their values when the windows go. Local."""
@@ -135,7 +135,7 @@ class OwnSlices:
         self._masters = []
 
     def _window(self, i: int) -> torch.Tensor:
-        return self._transport.parameter_shard(i)
+        return self._transport.parameters.shard(i)
 
 
 def _part(shard: torch.Tensor, piece: Slice) -> torch.Tensor:

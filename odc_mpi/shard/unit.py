@@ -91,7 +91,7 @@ class Unit:
         """Start to fetch the whole parameters. One-sided.
 
         Args:
-            fetch: Starts to fetch one array: a transport's `fetch`, or one that runs beside the computation.
+            fetch: Starts to fetch one array: a parameter store's `fetch`, or one that runs beside the computation.
         """
         assert self.state is UnitState.SHARDED
         self._fetches = [fetch(index) for index in self.indices]
@@ -112,7 +112,7 @@ class Unit:
         self._handed_out = {}
         self.state = UnitState.SHARDED
         for array in arrays:
-            transport.release(array)
+            transport.parameters.release(array)
 
     def storage_pointers(self) -> list[int]:
         """Return the addresses of the memory that a ready unit's arrays occupy. Local."""
@@ -166,10 +166,10 @@ class ReadyUnits:
     """
 
     def __init__(self, transport: Transport, prefetch: int = 0, spans: Spans | None = None) -> None:
-        self.activity = Activity(transport)
+        self.activity = Activity(transport.group)
         self._transport = transport
         self._spans = spans or Spans()
-        self._prefetch = prefetch if transport.copies and transport.threads else 0
+        self._prefetch = prefetch if transport.parameters.copies and transport.threads else 0
         self._strict = not transport.one_sided
         self._max_others = 0 if self._strict else max(MAX_READY_UNITS - 1, self._prefetch)
         self._thread = CommunicationThread("odc_mpi-fetch") if self._prefetch else None
@@ -191,7 +191,7 @@ class ReadyUnits:
         if unit.state is UnitState.SHARDED:
             self._check_readable()
             self._make_room(unit, self._max_others)
-            self._complete(unit, self._transport.fetch)
+            self._complete(unit, self._transport.parameters.fetch)
         elif unit.state is UnitState.FETCHING:
             self._complete(unit)
         else:
@@ -256,7 +256,7 @@ class ReadyUnits:
     def _complete(self, unit: Unit, fetch: Callable[[int], Fetch] | None = None) -> None:
         """Wait for the fetch of a unit, which `fetch` starts if it is not on its way."""
         self._held.pop(unit, None)  # until it is there: a fetch may fail
-        if self._transport.copies:
+        if self._transport.parameters.copies:
             self.activity.tell("fetching", unit.name)
         start = time.perf_counter()
         if fetch is not None:
@@ -279,8 +279,9 @@ class ReadyUnits:
 
     def _fetch_in_thread(self, index: int) -> Fetch:
         assert self._thread is not None
-        buffer = self._transport.take(index)
-        return Fetch(buffer, self._thread.start(self._transport.start_fetch, index, buffer))
+        parameters = self._transport.parameters
+        buffer = parameters.take(index)
+        return Fetch(buffer, self._thread.start(parameters.start_fetch, index, buffer))
 
     def _make_room(self, unit: Unit, num_others: int, spared: Collection[Unit] = ()) -> None:
         """Release the longest unused until at most so many are held besides this unit, the root and those in use."""

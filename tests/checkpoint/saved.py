@@ -78,9 +78,9 @@ def save(directory, size, step=2, param_dtype=torch.float32, make=make_adamw, ab
         model = ShardedModel(build(**options), transport)
         optimizer = make(model.shard_parameters())
         train(model, optimizer)
-        state = TrainingState(model, optimizer, transport.rank)
-        saver = Saver(directory, transport.rank, size, "token", warn=warnings.append)
-        manifest = state.describe(step, about or {}) if transport.rank == 0 else None
+        state = TrainingState(model, optimizer, transport.group.rank)
+        saver = Saver(directory, transport.group.rank, size, "token", warn=warnings.append)
+        manifest = state.describe(step, about or {}) if transport.group.rank == 0 else None
         saver.start(step, state.snapshot(), manifest)
         saver.wait_until_written()
         saver.hear(transport.complete_gradients(np.array(saver.report())))
@@ -101,7 +101,7 @@ def load(directory, size, param_dtype=torch.float32, make=make_adamw, steps=0, *
             restore_buffers(module, checkpoint)
             model = ShardedModel(module, transport, weights=CheckpointWeights(checkpoint))
             optimizer = make(model.shard_parameters())
-            TrainingState(model, optimizer, transport.rank).restore(checkpoint)
+            TrainingState(model, optimizer, transport.group.rank).restore(checkpoint)
         if steps:
             train(model, optimizer, steps)
         return state_of(model, optimizer), {k: v.clone() for k, v in model.module.named_buffers() if k != "scratch"}

@@ -44,9 +44,9 @@ def saved(request, tmp_path):
     def work(transport):
         built = models.from_config({"model_type": request.param, **FAMILIES[request.param]}, seed=0)
         model = ShardedModel(built.module, transport, weights=built.weights).eval()
-        state = TrainingState(model, torch.optim.AdamW(model.shard_parameters()), transport.rank)
-        saver = Saver(tmp_path, transport.rank, 2, "t", warn=print)
-        manifest = state.describe(1, about(model.module, tmp_path / "data.h5")) if transport.rank == 0 else None
+        state = TrainingState(model, torch.optim.AdamW(model.shard_parameters()), transport.group.rank)
+        saver = Saver(tmp_path, transport.group.rank, 2, "t", warn=print)
+        manifest = state.describe(1, about(model.module, tmp_path / "data.h5")) if transport.group.rank == 0 else None
         saver.start(1, state.snapshot(), manifest)
         saver.wait_until_written()
         saver.hear(transport.complete_gradients(np.array(saver.report())))

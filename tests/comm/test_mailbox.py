@@ -207,7 +207,8 @@ def assert_sums(reduction, minibatch):
 
 
 def train(world, ring_bytes, dtype, num_minibatches=12, serving_thread=False):
-    reduction = MailboxReduction(world, layouts(world.size), dtype, ring_bytes * max(1, world.size - 1))
+    reduction = MailboxReduction(world, dtype, ring_bytes * max(1, world.size - 1))
+    reduction.plan(layouts(world.size))
     reduction.allocate()
     stop = threading.Event()
 
@@ -259,7 +260,8 @@ def test_pushes_beyond_the_room_wait_for_their_owner():
 
     def work(world):
         numel = 4000
-        reduction = MailboxReduction(world, layouts(2, [numel]), torch.float32, SMALLEST)
+        reduction = MailboxReduction(world, torch.float32, SMALLEST)
+        reduction.plan(layouts(2, [numel]))
         reduction.allocate()
         gradient = torch.arange(numel, dtype=torch.float32)
         began = time.perf_counter()
@@ -282,7 +284,8 @@ def test_what_has_arrived_is_added_in_the_order_of_ranks_and_of_their_pushes():
     """Numbers whose sum tells the order: the first two of each rank cancel, and swallow what comes between."""
 
     def work(world):
-        reduction = MailboxReduction(world, layouts(world.size, [1]), torch.float32)
+        reduction = MailboxReduction(world, torch.float32)
+        reduction.plan(layouts(world.size, [1]))
         reduction.allocate()
         if world.rank:
             for value in (1e8, world.rank, -1e8, 0.1 * world.rank):
@@ -302,18 +305,18 @@ def test_what_has_arrived_is_added_in_the_order_of_ranks_and_of_their_pushes():
 
 def test_a_mailbox_without_room_for_one_element_of_each_peer_is_refused():
     world = Group(4).world(0)
-    MailboxReduction(world, layouts(4), torch.float64, 3 * SMALLEST)
+    MailboxReduction(world, torch.float64, 3 * SMALLEST).plan(layouts(4))
     for wrong in (3 * SMALLEST - 1, 0, -5):
         with pytest.raises(UserError, match=rf"comm.mailbox_bytes must be at least 768 .* got {wrong}$"):
-            MailboxReduction(world, layouts(4), torch.float64, wrong)
+            MailboxReduction(world, torch.float64, wrong).plan(layouts(4))
     with pytest.raises(UserError, match=r"at least 1 .* got 0"):
-        MailboxReduction(Group(1).world(0), layouts(1), torch.float64, 0)
+        MailboxReduction(Group(1).world(0), torch.float64, 0).plan(layouts(1))
 
 
 def test_memory_is_bounded_by_the_setting_and_by_what_is_of_use():
     many, few = Group(9).world(0), Group(2).world(0)
     counters = 2 * 128  # nine of eight bytes each, in lines of 64
     for mailbox_bytes in (10_000, 1 << 20, 50_000_000):
-        reduction = MailboxReduction(many, layouts(9, [10**9]), torch.float32, mailbox_bytes)
-        assert 0.75 * mailbox_bytes < reduction.window_bytes - counters <= mailbox_bytes
-    assert MailboxReduction(few, layouts(2, [1000]), torch.float32).window_bytes < 6000
+        planned = MailboxReduction(many, torch.float32, mailbox_bytes).plan(layouts(9, [10**9]))
+        assert 0.75 * mailbox_bytes < planned.shared_bytes - counters <= mailbox_bytes
+    assert MailboxReduction(few, torch.float32).plan(layouts(2, [1000])).shared_bytes < 6000

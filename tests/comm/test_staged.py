@@ -11,8 +11,8 @@ from late_device import LateDevice
 from local_transport import LocalGroup, LocalTransport
 from ranks import LateTransport
 
+from odc_mpi.comm.compose import staged
 from odc_mpi.comm.device.device import find_device
-from odc_mpi.comm.device.staged import StagedTransport
 from odc_mpi.comm.transport import Done, Fetch
 from odc_mpi.errors import UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
@@ -50,7 +50,7 @@ def run(size, kind, work, **dtypes):
 
     def rank(r):
         try:
-            transport = StagedTransport(TRANSPORTS[kind](group, r, **dtypes), LateDevice())
+            transport = staged(TRANSPORTS[kind](group, r, **dtypes), LateDevice())
             transport.allocate(layouts(size))
             return work(transport)
         except BaseException:
@@ -70,17 +70,18 @@ def run(size, kind, work, **dtypes):
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
 def test_a_fetch_brings_every_owner_s_part_to_the_device(size, kind, param_dtype):
     def work(transport):
-        for i, layout in enumerate(transport.layouts):
-            first, last = layout.owned(transport.rank)
-            transport.parameter_shard(i)[: last - first] = (torch.arange(first, last) % 256 + i).to(param_dtype)
+        for i, layout in enumerate(transport.parameters.layouts):
+            first, last = layout.owned(transport.group.rank)
+            transport.parameters.shard(i)[: last - first] = (torch.arange(first, last) % 256 + i).to(param_dtype)
         transport.publish_parameters()
         for _ in range(3):
-            for i, layout in enumerate(transport.layouts):
-                array = transport.fetch(i).wait()
+            for i, layout in enumerate(transport.parameters.layouts):
+                array = transport.parameters.fetch(i).wait()
                 assert torch.equal(array, (torch.arange(layout.numel) % 256 + i).to(param_dtype))
-                assert array.untyped_storage().data_ptr() in transport._device.device_memory
-                transport.release(array)
-        assert not transport.buffers._lent and not transport._pinned._lent and not len(transport._marks)
+                assert array.untyped_storage().data_ptr() in transport.parameters._device.device_memory
+                transport.parameters.release(array)
+        parameters = transport.parameters
+        assert not parameters.buffers._lent and not parameters._pinned.pool._lent and not len(parameters._marks)
 
     run(size, kind, work, param_dtype=param_dtype)
 
@@ -100,14 +101,14 @@ def test_a_push_adds_what_the_device_had_when_it_was_handed_over(size, kind):
 
     def work(transport):
         transport.publish_parameters()
-        for i, start, gradient in pushes[transport.rank]:
+        for i, start, gradient in pushes[transport.group.rank]:
             on_device = gradient.clone()
-            transport.hand_over(on_device)
-            transport.accumulate(i, on_device, start).wait()
+            transport.gradients.hand_over(on_device)
+            transport.gradients.push(i, on_device, start).wait()
             on_device.fill_(float("nan"))  # it belongs to the computation again
-        assert not transport._pinned._lent and not len(transport._marks)
+        assert not transport.parameters._pinned.pool._lent and not len(transport.gradients._marks)
         transport.complete_gradients(np.zeros(1))
-        return [transport.gradient_shard(i).clone() for i in range(4)]
+        return [transport.gradients.shard(i).clone() for i in range(4)]
 
     ranks = run(size, kind, work)
     for i, layout in enumerate(layouts(size)):
@@ -122,9 +123,9 @@ def test_a_push_adds_what_the_device_had_when_it_was_handed_over(size, kind):
 def test_memory_that_was_not_handed_over_is_not_touched():
     def work(transport):
         with pytest.raises(KeyError):
-            transport.accumulate(0, torch.ones(3))
+            transport.gradients.push(0, torch.ones(3))
         with pytest.raises(KeyError):
-            transport.start_fetch(0, torch.ones(transport.layouts[0].numel))
+            transport.parameters.start_fetch(0, torch.ones(transport.parameters.layouts[0].numel))
 
     run(1, "copies", work)
 

@@ -51,14 +51,14 @@ def test_shards_begin_as_zeros_of_the_right_kind(
     size: int, param_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> None:
     def work(transport: LocalTransport) -> None:
-        for i, layout in enumerate(transport.layouts):
+        for i, layout in enumerate(transport.parameters.layouts):
             for shard, dtype in (
-                (transport.parameter_shard(i), param_dtype),
-                (transport.gradient_shard(i), reduce_dtype),
+                (transport.parameters.shard(i), param_dtype),
+                (transport.gradients.shard(i), reduce_dtype),
             ):
                 assert shard.shape == (layout.shard_numel,) and shard.dtype == dtype and not shard.any()
-        numel = sum(layout.shard_numel for layout in transport.layouts)
-        assert transport.parameter_shard_bytes == numel * param_dtype.itemsize
+        numel = sum(layout.shard_numel for layout in transport.parameters.layouts)
+        assert transport.parameters.shard_bytes == numel * param_dtype.itemsize
 
     run(size, work, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
@@ -66,16 +66,16 @@ def test_shards_begin_as_zeros_of_the_right_kind(
 @SIZES
 def test_a_fetch_brings_every_owner_s_part(size: int) -> None:
     def work(transport: LocalTransport) -> None:
-        for i, layout in enumerate(transport.layouts):
-            first, last = layout.owned(transport.rank)
-            transport.parameter_shard(i).fill_(-1)  # beyond the array's end
-            transport.parameter_shard(i)[: last - first] = torch.arange(first, last) + 1000 * i
+        for i, layout in enumerate(transport.parameters.layouts):
+            first, last = layout.owned(transport.group.rank)
+            transport.parameters.shard(i).fill_(-1)  # beyond the array's end
+            transport.parameters.shard(i)[: last - first] = torch.arange(first, last) + 1000 * i
         transport.publish_parameters()
-        for i, layout in enumerate(transport.layouts):
-            array = transport.fetch(i).wait()
+        for i, layout in enumerate(transport.parameters.layouts):
+            array = transport.parameters.fetch(i).wait()
             assert torch.equal(array, (torch.arange(layout.numel) + 1000 * i).float())
-            transport.release(array)
-        assert not transport.buffers._lent
+            transport.parameters.release(array)
+        assert not transport.parameters.buffers._lent
 
     run(size, work)
 
@@ -94,12 +94,12 @@ def test_a_push_adds_to_every_owner_s_part(size: int) -> None:
             pushes[rank].append((i, start, gradient))
 
     def work(transport: LocalTransport) -> list[torch.Tensor]:
-        for i, start, gradient in pushes[transport.rank]:
+        for i, start, gradient in pushes[transport.group.rank]:
             before = gradient.clone()
-            transport.accumulate(i, gradient, start).wait()
+            transport.gradients.push(i, gradient, start).wait()
             assert torch.equal(gradient, before)
         transport.complete_gradients(np.zeros(1))
-        return [transport.gradient_shard(i).clone() for i in range(4)]
+        return [transport.gradients.shard(i).clone() for i in range(4)]
 
     ranks = run(size, work)
     for i, layout in enumerate(make_layouts(size)):
@@ -114,12 +114,12 @@ def test_a_push_adds_to_every_owner_s_part(size: int) -> None:
 @SIZES
 def test_pushes_at_the_same_time_lose_nothing(size: int) -> None:
     def work(transport: LocalTransport) -> float:
-        ones = torch.ones(transport.layouts[3].numel)
+        ones = torch.ones(transport.parameters.layouts[3].numel)
         for _ in range(100):
-            transport.accumulate(3, ones)
+            transport.gradients.push(3, ones)
         transport.complete_gradients(np.zeros(1))
-        first, last = transport.layouts[3].owned(transport.rank)
-        shard = transport.gradient_shard(3)[: last - first]
+        first, last = transport.parameters.layouts[3].owned(transport.group.rank)
+        shard = transport.gradients.shard(3)[: last - first]
         assert bool((shard == 100 * size).all())
         return float(shard.sum())
 
@@ -130,7 +130,7 @@ def test_pushes_at_the_same_time_lose_nothing(size: int) -> None:
 def test_reports_reach_all_in_the_order_of_ranks(size: int) -> None:
     def work(transport: LocalTransport) -> None:
         for step in range(20):
-            own = np.array([transport.rank, step, 0.5])
+            own = np.array([transport.group.rank, step, 0.5])
             reports = transport.complete_gradients(own)
             own[:] = -1  # reports are copies
             np.testing.assert_array_equal(reports, [[rank, step, 0.5] for rank in range(size)])
@@ -143,7 +143,7 @@ def test_sums_are_the_same_on_every_rank_to_the_last_bit(size: int) -> None:
     values = [0.1, 1e16, -1e16, 0.7][:size]
 
     def work(transport: LocalTransport) -> bytes:
-        return transport.sum_over_ranks(np.array([values[transport.rank], 1.0])).tobytes()
+        return transport.group.norm(np.array([values[transport.group.rank], 1.0])).tobytes()
 
     sums = run(size, work)
     assert len(set(sums)) == 1
@@ -154,8 +154,8 @@ def test_sums_are_the_same_on_every_rank_to_the_last_bit(size: int) -> None:
 def test_broadcast_is_rank_0_s(size: int) -> None:
     def work(transport: LocalTransport) -> None:
         for shape in ((), (3, 4), (0,)):
-            tensor = torch.full(shape, float(transport.rank + 5))
-            transport.broadcast(tensor)
+            tensor = torch.full(shape, float(transport.group.rank + 5))
+            transport.group.broadcast(tensor)
             assert torch.equal(tensor, torch.full(shape, 5.0))
 
     run(size, work)
@@ -163,14 +163,14 @@ def test_broadcast_is_rank_0_s(size: int) -> None:
 
 def test_collectives_at_ordering_points_are_counted() -> None:
     def work(transport: LocalTransport) -> int:
-        transport.broadcast(torch.zeros(1))
-        transport.fetch(0).wait()
-        transport.accumulate(0, torch.ones(3)).wait()
-        assert transport.num_collectives == 0
+        transport.group.broadcast(torch.zeros(1))
+        transport.parameters.fetch(0).wait()
+        transport.gradients.push(0, torch.ones(3)).wait()
+        assert transport.group.num_collectives == 0
         transport.complete_gradients(np.zeros(2))
-        transport.sum_over_ranks(np.zeros(2))
+        transport.group.norm(np.zeros(2))
         transport.publish_parameters()
-        return transport.num_collectives
+        return transport.group.num_collectives
 
     assert run(2, work) == [3, 3]
 
@@ -179,8 +179,8 @@ def test_publishing_waits_for_all() -> None:
     written = [False, False, False]
 
     def work(transport: LocalTransport) -> None:
-        threading.Event().wait(0.05 * transport.rank)
-        written[transport.rank] = True
+        threading.Event().wait(0.05 * transport.group.rank)
+        written[transport.group.rank] = True
         transport.publish_parameters()
         assert all(written)
 

@@ -26,17 +26,17 @@ CROSSES = """
 import torch
 from pathlib import Path
 from odc_mpi import World
-from odc_mpi.comm.windows.window import WindowTransport
+from odc_mpi.comm.compose import window_transport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 world = World(timeout_s=20)
-transport = WindowTransport(world)
+transport = window_transport(world)
 transport.allocate([FlatLayout.build("unit", [ParameterSpec("p", (4 << 20,), True)], world.size)])
-transport.parameter_shard(0).fill_(world.rank + 1)
+transport.parameters.shard(0).fill_(world.rank + 1)
 counter = Path("/sys/class/net/eth0/statistics/rx_bytes")
 before = int(counter.read_text())
 transport.publish_parameters()
 if world.rank == 0:
-    fetched = transport.fetch(0).wait()
+    fetched = transport.parameters.fetch(0).wait()
     assert fetched.sum().item() == (1 + 2) * (2 << 20), fetched
 transport.publish_parameters()
 if world.rank == 0:

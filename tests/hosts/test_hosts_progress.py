@@ -12,17 +12,17 @@ import numpy as np, torch
 from odc_mpi import World
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction
-from odc_mpi.comm.windows.window import WindowTransport
+from odc_mpi.comm.compose import window_transport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 torch.set_num_threads(1)
 world = World(timeout_s=25)
 reduction = {"accumulate": AccumulateReduction, "mailbox": MailboxReduction}[sys.argv[1]]
-transport = WindowTransport(world, reduction=reduction, progress=sys.argv[2] == "thread")
+transport = window_transport(world, reduction=reduction, progress=sys.argv[2] == "thread")
 numel = 50_000 * world.size
 transport.allocate([FlatLayout.build("unit", [ParameterSpec("p", (numel,), True)], world.size)])
-transport.parameter_shard(0).fill_(world.rank + 1)
+transport.parameters.shard(0).fill_(world.rank + 1)
 transport.publish_parameters()
-transport.release(transport.fetch(0).wait())
+transport.parameters.release(transport.parameters.fetch(0).wait())
 transport.publish_parameters()
 began, rounds, longest = time.perf_counter(), 0, 0.0
 if world.rank == world.size - 1:
@@ -34,16 +34,16 @@ elif world.node == 0:
     time.sleep(0.3)
     while time.perf_counter() - began < 2.2:
         start = time.perf_counter()
-        fetched = transport.fetch(0).wait()
+        fetched = transport.parameters.fetch(0).wait()
         assert fetched[0] == 1 and fetched[-1] == world.size
-        transport.accumulate(0, torch.ones(numel)).wait()
-        transport.release(fetched)
+        transport.gradients.push(0, torch.ones(numel)).wait()
+        transport.parameters.release(fetched)
         rounds, longest = rounds + 1, max(longest, time.perf_counter() - start)
     sys.stdout.write(f"{rounds} {longest}\n")  # in one piece: the ranks share a pipe
     sys.stdout.flush()
 reports = transport.complete_gradients(np.array([rounds]))
-first, last = transport.layouts[0].owned(world.rank)
-assert (transport.gradient_shard(0)[: last - first] == reports.sum()).all(), "gradients were lost or doubled"
+first, last = transport.parameters.layouts[0].owned(world.rank)
+assert (transport.gradients.shard(0)[: last - first] == reports.sum()).all(), "gradients were lost or doubled"
 world.close()
 """
 

@@ -60,7 +60,7 @@ FETCHES_AHEAD = """
 import sys, time, torch
 import odc_mpi
 from odc_mpi.api import decide_for
-from odc_mpi.comm.windows.window import WindowTransport
+from odc_mpi.comm.windows.parameters import WindowParameters
 world = odc_mpi.World(timeout_s=20)
 layers = [torch.nn.Linear(64, 64) for _ in range(4)]
 copies = decide_for(world, zero_copy="off")  # else there is nothing to fetch ahead
@@ -69,8 +69,8 @@ for _ in range(2):
     with model.minibatch():
         model(torch.randn(8, 64)).mean().backward()
     model.publish()
-fetch = WindowTransport.start_fetch
-WindowTransport.start_fetch = lambda self, *arguments: (time.sleep(0.5), fetch(self, *arguments))[1]
+fetch = WindowParameters.start_fetch
+WindowParameters.start_fetch = lambda self, *arguments: (time.sleep(0.5), fetch(self, *arguments))[1]
 with model.minibatch():
     y = model.module[0](torch.randn(8, 64))
     assert "fetching" in [unit.state.value for unit in model.units]
@@ -154,11 +154,11 @@ def test_leaving_while_a_unit_is_fetched_ahead(tmp_path, code):
 def test_too_little_shared_memory_is_said_early(tmp_path):
     text = """
 import odc_mpi, torch
-from odc_mpi.comm.windows.window import WindowTransport
+from odc_mpi.comm.compose import window_transport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 world = odc_mpi.World(timeout_s=20)
 try:
-    WindowTransport(world).allocate([FlatLayout.build("huge", [ParameterSpec("p", (1 << 44,), True)], world.size)])
+    window_transport(world).allocate([FlatLayout.build("huge", [ParameterSpec("p", (1 << 44,), True)], world.size)])
 except odc_mpi.UserError as error:
     print(error)
 """

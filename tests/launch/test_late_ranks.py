@@ -15,7 +15,8 @@ import os, sys, time
 from pathlib import Path
 import torch
 import odc_mpi
-from odc_mpi.comm.windows.window import WindowTransport
+from odc_mpi.comm.compose import window_transport
+from odc_mpi.comm.transport import Host
 from odc_mpi.shard.model import ShardedModel
 
 world = odc_mpi.World(timeout_s=3)
@@ -102,10 +103,11 @@ train(odc_mpi.shard_model(module, world, units=[Block]), blocks)
 
 #: On one node every fetch completes, so here the flush of one does not.
 FETCH_HANGS = """
-class Hanging(WindowTransport):
-    def allocate(self, layouts):
-        super().allocate(layouts)
-        window, self.num_fetches = self._parameters[-1], 0
+class Hanging(Host):
+    num_fetches = 0
+
+    def allocate(self):
+        window = transport.hosts[0][-1]
         flush = window.flush
 
         def hang():
@@ -118,20 +120,23 @@ class Hanging(WindowTransport):
 
 
 world.timeout_s = 3 if world.rank in SHORT else 60
-train(ShardedModel(module, Hanging(world, zero_copy=False), units=[Block]), [Block() for _ in range(3)])
+transport = window_transport(world, zero_copy=False)
+transport.hosts += (Hanging(),)
+train(ShardedModel(module, transport, units=[Block]), [Block() for _ in range(3)])
 """
 
 PUSH_HANGS = """
-class Hanging(WindowTransport):
-    def allocate(self, layouts):
-        super().allocate(layouts)
-        for window in self._reduction._windows[len(layouts) - 1]:
+class Hanging(Host):
+    def allocate(self):
+        for window in transport.gradients._windows[len(transport.parameters.layouts) - 1]:
             if world.rank == 1:
                 window.flush_local = lambda: time.sleep(60)
 
 
 world.timeout_s = 3 if world.rank == 1 else 60
-train(ShardedModel(module, Hanging(world), units=[Block]), [Block() for _ in range(3)])
+transport = window_transport(world)
+transport.hosts += (Hanging(),)
+train(ShardedModel(module, transport, units=[Block]), [Block() for _ in range(3)])
 """
 
 

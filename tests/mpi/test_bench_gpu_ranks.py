@@ -15,9 +15,9 @@ from odc_mpi.bench.gpu import benchmark as gpu
 from odc_mpi.bench.gpu import kernels as gpu_kernels
 from odc_mpi.bench.gpu import step as gpu_step
 from odc_mpi.bench.gpu import windows as gpu_windows
-from odc_mpi.comm.device import device_transport
-from odc_mpi.comm.device.staged import StagedTransport
+from odc_mpi.comm.device import device_stores, staged
 from odc_mpi.comm.kernels import native
+from odc_mpi.comm.windows import device_window
 from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.stack.report import Operation
 from odc_mpi.train.settings import dump
@@ -60,7 +60,7 @@ def test_all_ways_are_measured(world, device):
 )
 def test_what_is_not_proved_is_not_tried(world, device, monkeypatch, reductions, expected):
     if not reductions:
-        monkeypatch.delattr(device_transport, "DeviceWindow")
+        monkeypatch.delattr(device_window, "DeviceWindow")
     result = gpu_windows.measure_size(world, device, 4000, 1, reductions)
     assert set(result["variants"]) == ON_HOSTS | expected
 
@@ -76,10 +76,10 @@ def test_a_row_of_copies_ends_when_the_last_is_there(world, device):
 @pytest.mark.parametrize(
     ("where", "what", "told"),
     [
-        (StagedTransport, "_bring", "fetch_host"),
-        (StagedTransport, "_send", "push_host_accumulate"),
-        (device_transport.DeviceTransport, "_fetch", "fetch_device"),
-        (device_transport.DeviceAccumulateReduction, "push", "push_device_accumulate"),
+        (staged.StagedParameters, "_bring", "fetch_host"),
+        (staged.StagedGradients, "_send", "push_host_accumulate"),
+        (device_stores.DeviceParameters, "_fetch", "fetch_device"),
+        (device_stores.DeviceGradients, "_push", "push_device_accumulate"),
         (LateDevice, "add", "push_device_mailbox"),
     ],
 )
@@ -209,7 +209,7 @@ def run(world, device, options):
 
 @pytest.mark.slow
 def test_without_a_verdict_nothing_is_risked(world, device, options, monkeypatch):
-    monkeypatch.delattr(device_transport, "DeviceWindow")
+    monkeypatch.delattr(device_window, "DeviceWindow")
     result, heard = run(world, device, options)
     assert [size["size_bytes"] for size in result["sizes"]] == [4000, 400]
     assert all(set(size["variants"]) == ON_HOSTS for size in result["sizes"])

@@ -8,8 +8,7 @@ from torch import nn
 
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm import collective
-from odc_mpi.comm.collective import CollectiveTransport
-from odc_mpi.comm.windows.window import WindowTransport
+from odc_mpi.comm.compose import collective_transport, window_transport
 from odc_mpi.data.loader import Loader, read_batch
 from odc_mpi.errors import UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
@@ -135,20 +134,21 @@ def test_bf16_parameters_follow_the_fp32_run(world, dataset_path):
         assert difference < 0.2, name
 
 
-class Recording(CollectiveTransport):
-    """Writes down what is called, in order."""
+def recording(transport):
+    """Have what is called written down, in order."""
+    log, parameters, gradients = [], transport.parameters, transport.gradients
+    start_fetch, push = parameters.start_fetch, gradients.push
 
-    def __init__(self, world):
-        super().__init__(world)
-        self.log = []
+    def recorded_fetch(index, buffer):
+        log.append(f"gather {parameters.layouts[index].name}")
+        return start_fetch(index, buffer)
 
-    def start_fetch(self, index, buffer):
-        self.log.append(f"gather {self.layouts[index].name}")
-        return super().start_fetch(index, buffer)
+    def recorded_push(index, gradient, start=0):
+        log.append(f"reduce {parameters.layouts[index].name}")
+        return push(index, gradient, start)
 
-    def accumulate(self, index, gradient, start=0):
-        self.log.append(f"reduce {self.layouts[index].name}")
-        return super().accumulate(index, gradient, start)
+    parameters.start_fetch, gradients.push = recorded_fetch, recorded_push
+    return log
 
 
 class Block(nn.Module):
@@ -164,11 +164,12 @@ class Block(nn.Module):
 def recorded(world):
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(16, 16), Block(), Block(), Block(), nn.Linear(16, 1))
-    transport = Recording(world)
+    transport = collective_transport(world)
+    log = recording(transport)
     model = ShardedModel(module, transport, units=[Block], prefetch=2)
-    transport.log.clear()
-    transport._num_collectives = 0
-    yield model, transport
+    log.clear()
+    transport.group.num_collectives = 0
+    yield model, log
     model.close()
 
 
@@ -190,12 +191,12 @@ def run_padded(model, world, num_microbatches, padding_scale=1.0):
 
 def test_two_gathers_and_a_reduction_for_each_unit_and_microbatch(recorded, world):
     """As FSDP2 does, in this order on every rank; the root, which it keeps for the backward, is gathered once."""
-    model, transport = recorded
+    model, log = recorded
     for step in range(2):
         run_padded(model, world, num_microbatches=(world.rank + step) % 4)
         model.clip_grad_norm_(1.0)
         model.publish()
-    assert transport.log == (FORWARD + BACKWARD) * 3 * 2
+    assert log == (FORWARD + BACKWARD) * 3 * 2
     assert model.num_collectives == (len(FORWARD + BACKWARD) * 3 + 3) * 2
 
 
@@ -226,7 +227,7 @@ def test_a_real_gradient_that_is_not_finite_is_known_to_all(recorded, world):
 
 def test_the_same_gradients_as_over_windows(world):
     gradients = []
-    for make in (WindowTransport, CollectiveTransport):
+    for make in (window_transport, collective_transport):
         torch.manual_seed(1)
         module = nn.Sequential(nn.Linear(16, 16), Block(), Block(), nn.Linear(16, 1)).double()
         model = ShardedModel(module, make(world, torch.float64, torch.float64), units=[Block])
@@ -247,7 +248,7 @@ def make(world):
     made = []
 
     def build(param_dtype=torch.float32, reduce_dtype=torch.float32, trainable=True):
-        transport = CollectiveTransport(world, param_dtype, reduce_dtype)
+        transport = collective_transport(world, param_dtype, reduce_dtype)
         specs = [[ParameterSpec(f"p{i}", (numel,), trainable)] for i, numel in enumerate(SIZES)]
         transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
         made.append(transport)
@@ -263,13 +264,13 @@ def make(world):
 def test_every_rank_gathers_what_the_owners_wrote(make, dtype):
     transport = make(param_dtype=dtype)
     generator = torch.Generator().manual_seed(3)
-    for index, layout in enumerate(transport.layouts):
+    for index, layout in enumerate(transport.parameters.layouts):
         wanted = torch.randn(layout.numel, generator=generator).to(dtype)
-        start, stop = layout.owned(transport.rank)
-        transport.parameter_shard(index)[: stop - start] = wanted[start:stop]
-        fetched = transport.fetch(index).wait()
+        start, stop = layout.owned(transport.group.rank)
+        transport.parameters.shard(index)[: stop - start] = wanted[start:stop]
+        fetched = transport.parameters.fetch(index).wait()
         assert torch.equal(fetched, wanted)
-        transport.release(fetched)
+        transport.parameters.release(fetched)
 
 
 @pytest.mark.parametrize("num_comms", [2, 400])
@@ -287,11 +288,11 @@ def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, num_comms, monke
                 values = torch.from_numpy(rng.integers(-1000, 1000, size=stop - start)).to(dtype)
                 wanted[index][start:stop] += values
                 if rank == world.rank:
-                    transport.accumulate(index, values, start)
+                    transport.gradients.push(index, values, start)
     transport.complete_gradients(np.zeros(1))
-    for index, layout in enumerate(transport.layouts):
+    for index, layout in enumerate(transport.parameters.layouts):
         start, stop = layout.owned(world.rank)
-        own = transport.gradient_shard(index)
+        own = transport.gradients.shard(index)
         assert torch.equal(own[: stop - start].double(), wanted[index][start:stop])
         assert not own[stop - start :].any(), "padding was written to"
 
@@ -300,16 +301,16 @@ def test_reports_and_sums_reach_everyone(make, world):
     transport = make()
     reports = transport.complete_gradients(np.array([world.rank, 0.5]))
     assert reports.tolist() == [[rank, 0.5] for rank in range(world.size)]
-    assert transport.sum_over_ranks(np.array([1.0, world.rank])).tolist() == [world.size, sum(range(world.size))]
+    assert transport.group.norm(np.array([1.0, world.rank])).tolist() == [world.size, sum(range(world.size))]
     tensor = torch.full((3, 5), float(world.rank))
-    transport.broadcast(tensor)
+    transport.group.broadcast(tensor)
     assert not tensor.any()
 
 
 def test_frozen_arrays_have_no_gradient_shard(make):
     transport = make(trainable=False)
     with pytest.raises(KeyError):
-        transport.gradient_shard(0)
+        transport.gradients.shard(0)
 
 
 def test_an_unknown_transport_is_refused(world):

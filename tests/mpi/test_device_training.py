@@ -6,10 +6,10 @@ from test_device_transport import LateDeviceWindow
 from test_parity import assert_close, configure, expected, run
 
 from odc_mpi import api
-from odc_mpi.comm.device import device_transport
-from odc_mpi.comm.device.device_transport import DeviceTransport
-from odc_mpi.comm.device.staged import StagedTransport
+from odc_mpi.comm.device.device_stores import DeviceParameters
+from odc_mpi.comm.device.staged import StagedParameters
 from odc_mpi.comm.reduce import device_slots
+from odc_mpi.comm.windows import device_window
 from odc_mpi.errors import UserError
 from odc_mpi.stack import cache
 from odc_mpi.stack.decision import decide
@@ -32,7 +32,7 @@ def pose_as_device(monkeypatch, tmp_path):
     made = LateDevice()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(api, "find_device", lambda kind, local_rank: made if kind == "cuda" else None)
-    for module in (device_transport, device_slots):
+    for module in (device_window, device_slots):
         monkeypatch.setattr(module, "DeviceWindow", LateDeviceWindow)
     return made
 
@@ -90,21 +90,21 @@ def keep_verdict(world, device, **operations):
 def test_a_run_has_windows_on_its_device_where_a_doctor_has_proved_them(world, device):
     decision = api.decide_for(world, device="cuda")
     assert decision.window_device.choice == "cpu" and RUN_DOCTOR in decision.one_line()
-    assert isinstance(transport_for(world, decision), StagedTransport)
+    assert isinstance(transport_for(world, decision).parameters, StagedParameters)
 
     keep_verdict(world, device, get=PROVED, put=PROVED)
     decision = api.decide_for(world, device="cuda")
     assert (decision.window_device.choice, decision.reduction.choice) == ("cuda", "mailbox")
     assert world.size == 1 or "SIGSEGV" in decision.reduction.reason
-    assert isinstance(transport_for(world, decision), DeviceTransport)
+    assert isinstance(transport_for(world, decision).parameters, DeviceParameters)
     # Where the rest is set nothing is tried, and the verdict counts all the same.
     decision = api.decide_for(world, device="cuda", zero_copy="off", reduction="mailbox", progress="off")
     assert decision.window_device.choice == "cuda"
 
     decision = api.decide_for(world, device="cuda", window_device="cpu")
-    assert isinstance(transport_for(world, decision), StagedTransport)
+    assert isinstance(transport_for(world, decision).parameters, StagedParameters)
     decision = api.decide_for(world, device="cuda", transport="collective")
-    assert isinstance(transport_for(world, decision), StagedTransport)
+    assert isinstance(transport_for(world, decision).parameters, StagedParameters)
     assert api.decide_for(world).window_device is None
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from odc_mpi.comm.device import device_transport
-from odc_mpi.comm.device.device_transport import DeviceTransport
+from odc_mpi.comm.compose import device_transport
 from odc_mpi.comm.reduce import device_slots
+from odc_mpi.comm.windows import device_window
 from odc_mpi.comm.windows.device_window import DeviceWindow
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
@@ -67,12 +67,12 @@ def bytes_of(view):
 
 @pytest.fixture(params=["accumulate", "mailbox", "mailbox with a thread"])
 def make(world, monkeypatch, request):
-    for module in (device_transport, device_slots):
+    for module in (device_window, device_slots):
         monkeypatch.setattr(module, "DeviceWindow", LateDeviceWindow)
     made = []
 
     def build(sizes=SIZES, **dtypes):
-        transport = DeviceTransport(
+        transport = device_transport(
             world,
             LateDevice(),
             **dtypes,
@@ -93,10 +93,10 @@ def make(world, monkeypatch, request):
 
 def write_late(transport, values):
     """Have the device write this rank's parameters, some time."""
-    for index, layout in enumerate(transport.layouts):
-        start, stop = layout.owned(transport.rank)
-        shard = transport.parameter_shard(index)[: stop - start]
-        transport._device.later(lambda shard=shard, new=values[index][start:stop]: shard.copy_(new))
+    for index, layout in enumerate(transport.parameters.layouts):
+        start, stop = layout.owned(transport.group.rank)
+        shard = transport.parameters.shard(index)[: stop - start]
+        transport.parameters._device.later(lambda shard=shard, new=values[index][start:stop]: shard.copy_(new))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,24 +107,24 @@ def test_a_fetch_has_what_the_owners_devices_wrote_before_they_published(make, d
         write_late(transport, values)
         transport.publish_parameters()
         for index, wanted in enumerate(values):
-            fetched = transport.fetch(index).wait()
+            fetched = transport.parameters.fetch(index).wait()
             assert torch.equal(fetched, wanted)
-            assert fetched.untyped_storage().data_ptr() in transport._device.device_memory
-            transport.release(fetched)
+            assert fetched.untyped_storage().data_ptr() in transport.parameters._device.device_memory
+            transport.parameters.release(fetched)
         transport.complete_gradients(np.zeros(1))
-    assert not transport.buffers._lent and not len(transport._marks)
+    assert not transport.parameters.buffers._lent and not len(transport.parameters._marks)
 
 
 def test_a_buffer_is_not_overwritten_while_kernels_still_read_it(make):
     transport = make([4000, 4000])
     write_late(transport, [torch.full((4000,), 1.0), torch.full((4000,), 2.0)])
     transport.publish_parameters()
-    buffer, seen = transport.fetch(0).wait(), []
-    transport._device.later(lambda: seen.append(buffer.clone()))
-    transport.hand_over(buffer)  # the computation has given the device all that reads it
-    transport.start_fetch(1, buffer).wait()
+    buffer, seen = transport.parameters.fetch(0).wait(), []
+    transport.parameters._device.later(lambda: seen.append(buffer.clone()))
+    transport.parameters.hand_over(buffer)  # the computation has given the device all that reads it
+    transport.parameters.start_fetch(1, buffer).wait()
     assert seen[0].eq(1).all() and buffer.eq(2).all()
-    transport.release(buffer)
+    transport.parameters.release(buffer)
     transport.complete_gradients(np.zeros(1))
 
 
@@ -140,18 +140,18 @@ def test_a_push_adds_what_the_device_had_made_when_it_was_handed_over(make, worl
                 values = torch.from_numpy(rng.integers(-1000, 1000, size=stop - start)).float()
                 wanted[index][start:stop] += values
                 if rank == world.rank:
-                    flat = transport.memory(values.nbytes).view(torch.float32)
-                    transport._device.later(lambda flat=flat, values=values: flat.copy_(values))
-                    transport.hand_over(flat)
-                    transport.accumulate(index, flat, start).wait()
+                    flat = transport.gradients.memory(values.nbytes).view(torch.float32)
+                    transport.parameters._device.later(lambda flat=flat, values=values: flat.copy_(values))
+                    transport.gradients.hand_over(flat)
+                    transport.gradients.push(index, flat, start).wait()
                     flat.fill_(float("nan"))  # it belongs to the computation again
         transport.complete_gradients(np.zeros(1))
-        for index, layout in enumerate(transport.layouts):
+        for index, layout in enumerate(transport.parameters.layouts):
             start, stop = layout.owned(world.rank)
-            own = transport.gradient_shard(index)
+            own = transport.gradients.shard(index)
             assert torch.equal(own[: stop - start], wanted[index][start:stop])
             assert not own[stop - start :].any(), "padding was written to"
-            transport._device.later(own.zero_)
+            transport.parameters._device.later(own.zero_)
             wanted[index].zero_()
         transport.publish_parameters()
 
@@ -161,27 +161,27 @@ def test_several_pushes_on_the_way(make, world):
     values = [torch.arange(5000.0) + i for i in range(4)]
     pushes = []
     for gradient in values:
-        transport.hand_over(gradient)
-        pushes.append(transport.accumulate(0, gradient))
+        transport.gradients.hand_over(gradient)
+        pushes.append(transport.gradients.push(0, gradient))
     for push in reversed(pushes):
         push.wait()
         push.wait()
     transport.complete_gradients(np.zeros(1))
-    start, stop = transport.layouts[0].owned(world.rank)
-    assert torch.equal(transport.gradient_shard(0)[: stop - start], world.size * sum(values)[start:stop])
+    start, stop = transport.parameters.layouts[0].owned(world.rank)
+    assert torch.equal(transport.gradients.shard(0)[: stop - start], world.size * sum(values)[start:stop])
 
 
 def test_memory_that_was_not_handed_over_is_not_touched(make):
     transport = make([10])
     with pytest.raises(KeyError):
-        transport.accumulate(0, torch.ones(3))
+        transport.gradients.push(0, torch.ones(3))
     with pytest.raises(KeyError):
-        transport.start_fetch(0, torch.ones(10))
+        transport.parameters.start_fetch(0, torch.ones(10))
 
 
 def test_frozen_arrays_have_no_gradient_shard(world):
-    transport = DeviceTransport(world, LateDevice(), reduction="mailbox", mailbox_bytes=1 << 20)
+    transport = device_transport(world, LateDevice(), reduction="mailbox", mailbox_bytes=1 << 20)
     transport.allocate([FlatLayout.build("frozen", [ParameterSpec("p", (100,), False)], world.size)])
     with pytest.raises(KeyError):
-        transport.gradient_shard(0)
+        transport.gradients.shard(0)
     transport.close()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
-from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.errors import UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
@@ -31,7 +31,7 @@ def make(world):
             reductions.append(MailboxReduction(*arguments, mailbox_bytes=mailbox_bytes))
             return reductions[-1]
 
-        transport = WindowTransport(world, reduce_dtype=reduce_dtype, reduction=reduction)
+        transport = window_transport(world, reduce_dtype=reduce_dtype, reduction=reduction)
         specs = [[ParameterSpec("p", (numel,), True)] for numel in sizes]
         transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
         made.append(transport)
@@ -61,9 +61,9 @@ def serving(reduction, pause_s=1e-4):
 def complete_and_check(transport, wanted):
     """Pass A, compare this rank's shards with whole arrays, clear them, pass B."""
     transport.complete_gradients(np.zeros(1))
-    for index, layout in enumerate(transport.layouts):
-        start, stop = layout.owned(transport.rank)
-        own = transport.gradient_shard(index)
+    for index, layout in enumerate(transport.parameters.layouts):
+        start, stop = layout.owned(transport.group.rank)
+        own = transport.gradients.shard(index)
         assert torch.equal(own[: stop - start].double(), wanted[index][start:stop].double())
         assert not own[stop - start :].any(), "padding was written to"
         own.zero_()
@@ -85,7 +85,7 @@ def test_rings_go_round_through_many_minibatches(make, world, dtype, ring_bytes)
                 values = torch.from_numpy(rng.integers(-1000, 1000, size=stop - start))
                 wanted[index][start:stop] += values
                 if rank == world.rank:
-                    transport.accumulate(index, values.to(dtype), start).wait()
+                    transport.gradients.push(index, values.to(dtype), start).wait()
         complete_and_check(transport, wanted)
 
 
@@ -95,7 +95,7 @@ def test_all_push_to_all_at_once_with_the_least_room(make, world):
     transport, _ = make([numel, numel], SMALLEST)
     values = torch.arange(numel, dtype=torch.float32)
     for minibatch in range(3):
-        pushes = [transport.accumulate(i % 2, values + minibatch, 0) for i in range(6)]
+        pushes = [transport.gradients.push(i % 2, values + minibatch, 0) for i in range(6)]
         for push in reversed(pushes):
             push.wait()
         complete_and_check(transport, [3 * world.size * (values + minibatch)] * 2)
@@ -111,7 +111,7 @@ def test_a_slow_owner_slows_its_pushers_and_loses_nothing(make, world, computes)
     if world.rank == slow:
         while time.perf_counter() - began < 1.0:
             torch.randn(1000).sum() if computes else time.sleep(0.1)
-    transport.accumulate(0, values, 0).wait()
+    transport.gradients.push(0, values, 0).wait()
     assert time.perf_counter() - began > 0.9, "more was pushed than there is room for"
     complete_and_check(transport, [world.size * values])
 
@@ -127,7 +127,7 @@ def test_an_owner_that_computes_is_not_waited_for_where_there_is_room(make, worl
         while time.perf_counter() - began < 1.5:
             torch.randn(1000).sum()
     else:
-        transport.accumulate(0, values, 0).wait()
+        transport.gradients.push(0, values, 0).wait()
         assert time.perf_counter() - began < 0.75, "the push waited for its owner"
     complete_and_check(transport, [(world.size - 1) * values])
 
@@ -140,7 +140,7 @@ def test_a_thread_serves_while_the_main_thread_pushes(make, world):
     with serving(reduction, 1e-5):
         for _ in range(3):
             for _ in range(10):
-                transport.accumulate(0, values, 0).wait()
+                transport.gradients.push(0, values, 0).wait()
             complete_and_check(transport, [10.0 * world.size * values])
 
 
@@ -158,7 +158,7 @@ def test_with_a_thread_that_serves_a_computing_owner_is_not_waited_for(make, wor
                 torch.randn(1000).sum()
         else:
             for _ in range(5):
-                transport.accumulate(0, values, 0).wait()
+                transport.gradients.push(0, values, 0).wait()
             assert time.perf_counter() - began < 2.0, "the pushes waited for their owner"
         complete_and_check(transport, [5.0 * (world.size - 1) * values])
 
@@ -170,7 +170,7 @@ def test_another_thread_pushes_while_the_main_thread_serves(make, world):
 
     def push():
         for _ in range(5):
-            transport.accumulate(0, values, 0).wait()
+            transport.gradients.push(0, values, 0).wait()
 
     thread = threading.Thread(target=push)
     thread.start()
@@ -195,7 +195,7 @@ def test_serving_costs_little_when_nothing_has_arrived(make, world):
 @pytest.mark.mpi(min_size=2)
 def test_too_little_room_is_an_error_that_names_the_setting(world):
     wrong = SMALLEST * (world.size - 1) - 1
-    transport = WindowTransport(world, reduction=functools.partial(MailboxReduction, mailbox_bytes=wrong))
+    transport = window_transport(world, reduction=functools.partial(MailboxReduction, mailbox_bytes=wrong))
     with pytest.raises(UserError, match=rf"comm.mailbox_bytes must be at least {wrong + 1} .* got {wrong}$"):
         transport.allocate([FlatLayout.build("unit", [ParameterSpec("p", (10,), True)], world.size)])
     transport.close()

@@ -6,34 +6,36 @@ import pytest
 import torch
 from torch import nn
 
+from odc_mpi.comm import compose
+from odc_mpi.comm.compose import window_transport
+from odc_mpi.comm.group import WorldGroup
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
-from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.shard.model import ShardedModel
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
-class CountingTransport(WindowTransport):
+class Counting(WorldGroup):
     """Writes down what is called, and when."""
 
-    def __init__(self, world, reduction):
-        super().__init__(world, reduction=reduction)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.calls = []
         self.arrivals = []
 
-    def complete_gradients(self, report):
+    def gradients_complete(self, report):
         self.calls.append("A")
         self.arrivals.append(time.perf_counter())
-        return super().complete_gradients(report)
+        return super().gradients_complete(report)
 
-    def sum_over_ranks(self, values):
+    def norm(self, values):
         self.calls.append("N")
-        return super().sum_over_ranks(values)
+        return super().norm(values)
 
-    def publish_parameters(self):
+    def parameters_published(self):
         self.calls.append("B")
-        super().publish_parameters()
+        super().parameters_published()
 
     def broadcast(self, tensor):
         self.calls.append("broadcast")
@@ -53,15 +55,16 @@ class Block(nn.Module):
     params=[(AccumulateReduction, 0), (AccumulateReduction, 1), (MailboxReduction, 1)],
     ids=["accumulate", "accumulate ahead", "mailbox ahead"],
 )
-def counted(world, request):
+def counted(world, request, monkeypatch):
+    monkeypatch.setattr(compose, "WorldGroup", Counting)
     reduction, prefetch = request.param
     torch.manual_seed(1)
     module = nn.Sequential(Block(), Block(), Block(), nn.Linear(16, 1))
-    transport = CountingTransport(world, reduction)
+    transport = window_transport(world, reduction=reduction)
     model = ShardedModel(module, transport, units=[Block], prefetch=prefetch)
-    transport.calls.clear()
-    transport._num_collectives = 0
-    yield model, transport
+    transport.group.calls.clear()
+    transport.group.num_collectives = 0
+    yield model, transport.group
     model.close()
 
 
@@ -75,7 +78,7 @@ def run_minibatch(model, num_microbatches, pause_s=0.0):
 
 
 def test_exactly_a_n_b(counted, world):
-    model, transport = counted
+    model, group = counted
     optimizer = torch.optim.SGD(model.shard_parameters(), lr=0.1)
     for step in range(3):
         # Ranks run different numbers of microbatches, the first at some time none.
@@ -84,28 +87,28 @@ def test_exactly_a_n_b(counted, world):
         model.clip_grad_norm_(1.0)
         optimizer.step()
         model.publish()
-    assert transport.calls == ["A", "N", "B"] * 3
-    assert transport.num_collectives == 9
+    assert group.calls == ["A", "N", "B"] * 3
+    assert group.num_collectives == 9
 
 
 def test_without_clipping_exactly_a_b(counted):
-    model, transport = counted
+    model, group = counted
     run_minibatch(model, 1)
     model.publish()
-    assert transport.calls == ["A", "B"]
-    assert transport.num_collectives == 2
+    assert group.calls == ["A", "B"]
+    assert group.num_collectives == 2
 
 
 @pytest.mark.mpi(min_size=2)
 def test_nobody_waits_for_a_slow_rank_before_a(counted, world):
-    model, transport = counted
+    model, group = counted
     run_minibatch(model, 1)  # first touches are slow
     model.publish()
-    transport.arrivals.clear()
+    group.arrivals.clear()
     began = time.perf_counter()
     slow = world.rank == world.size - 1
     run_minibatch(model, 3, pause_s=0.6 if slow else 0.0)
-    waited = transport.arrivals[0] - began
+    waited = group.arrivals[0] - began
     left = time.perf_counter() - began
     model.publish()
     assert waited > 1.7 if slow else waited < 0.9, f"rank {world.rank} came to A after {waited:.2f} s"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from odc_mpi import api
+from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
-from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.data.loader import Loader
 from odc_mpi.models import build as models
 from odc_mpi.train import settings as configuration
@@ -172,7 +172,7 @@ def test_collectives_give_the_same(world, dataset_path, balance):
 def test_through_mailboxes(world, dataset_path, monkeypatch):
     """With room for about a tenth of a unit's gradient, and a different number of microbatches on each rank."""
     reduction = functools.partial(MailboxReduction, mailbox_bytes=1024 * world.size)
-    monkeypatch.setattr(api, "WindowTransport", functools.partial(WindowTransport, reduction=reduction))
+    monkeypatch.setattr(api, "window_transport", functools.partial(window_transport, reduction=reduction))
     config = configure(dataset_path, **{"data.balance": "lb_mini"})
     dataset, metrics, state = run(config, world)
     losses, parameters = expected(config, dataset)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.progress import ProgressThread
-from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = pytest.mark.mpi
@@ -121,16 +121,16 @@ def test_what_ends_the_thread_is_raised_by_the_main_thread(world):
 
 def test_a_transport_has_one_and_says_when_it_failed(world):
     layout = FlatLayout.build("unit", [ParameterSpec("p", (100,), True)], world.size)
-    transport = WindowTransport(world, progress=True)
+    transport = window_transport(world, progress=True)
     transport.allocate([layout])
-    transport.accumulate(0, torch.ones(100)).wait()
+    transport.gradients.push(0, torch.ones(100)).wait()
     transport.complete_gradients(np.zeros(1))
     start, stop = layout.owned(world.rank)
-    assert torch.equal(transport.gradient_shard(0)[: stop - start], torch.full((stop - start,), float(world.size)))
-    transport._reduction.serve = lambda: 1 / 0
-    transport._progress._serve = transport._reduction.serve
-    transport._progress._thread.join(10)
+    assert torch.equal(transport.gradients.shard(0)[: stop - start], torch.full((stop - start,), float(world.size)))
+    progress = transport.group._progress
+    progress._serve = lambda: 1 / 0
+    progress._thread.join(10)
     with pytest.raises(RuntimeError, match="the progress thread failed: division by zero"):
-        transport.accumulate(0, torch.ones(100))
-    transport._progress._failure = None
+        transport.parameters.fetch(0)
+    progress._failure = None
     transport.close()

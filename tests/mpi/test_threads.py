@@ -5,7 +5,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from odc_mpi.comm.windows.window import WindowTransport
+from odc_mpi.comm.compose import window_transport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.prefetch import CommunicationThread
 
@@ -17,7 +17,7 @@ ROUNDS = 20
 
 @pytest.fixture
 def transport(world):
-    made = WindowTransport(world)
+    made = window_transport(world)
     specs = [[ParameterSpec(f"p{i}", (numel,), True)] for i, numel in enumerate(SIZES)]
     made.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
     yield made
@@ -43,35 +43,35 @@ def test_both_libraries_let_several_threads_in(transport):
 
 def test_without_leave_of_the_library_there_are_no_threads(world, monkeypatch):
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
-    assert not WindowTransport(world).threads
+    assert not window_transport(world).threads
 
 
 def test_three_threads_fetch_and_push_at_a_time(transport, threads, world):
     """Integers, so that sums are exact; the main thread fetches what the other thread does not fetch just then."""
     fetch_thread, push_thread = threads
     rng = np.random.default_rng(world.rank)
-    for index, layout in enumerate(transport.layouts):
+    for index, layout in enumerate(transport.parameters.layouts):
         start, stop = layout.owned(world.rank)
-        transport.parameter_shard(index)[: stop - start] = parameters(index)[start:stop]
+        transport.parameters.shard(index)[: stop - start] = parameters(index)[start:stop]
     transport.publish_parameters()
     pushes = []
     for number in range(ROUNDS):
         mine, other = rng.permutation(len(SIZES))[:2].tolist()
         ahead = torch.full((SIZES[other],), float("nan"))
-        fetch = fetch_thread.start(transport.start_fetch, other, ahead)
+        fetch = fetch_thread.start(transport.parameters.start_fetch, other, ahead)
         gradient = torch.full((SIZES[number % len(SIZES)],), float(world.rank + number))
-        pushes.append((push_thread.start(transport.accumulate, number % len(SIZES), gradient, 0), gradient))
-        fetched = transport.fetch(mine).wait()
+        pushes.append((push_thread.start(transport.gradients.push, number % len(SIZES), gradient, 0), gradient))
+        fetched = transport.parameters.fetch(mine).wait()
         assert torch.equal(fetched, parameters(mine))
-        transport.release(fetched)
+        transport.parameters.release(fetched)
         fetch.wait()
         assert torch.equal(ahead, parameters(other))
     for push, _ in pushes:
         push.wait()
     transport.complete_gradients(np.zeros(1))
-    for index, layout in enumerate(transport.layouts):
+    for index, layout in enumerate(transport.parameters.layouts):
         start, stop = layout.owned(world.rank)
         numbers = range(index, ROUNDS, len(SIZES))
         wanted = sum(rank + number for rank in range(world.size) for number in numbers)
-        assert bool((transport.gradient_shard(index)[: stop - start] == wanted).all())
+        assert bool((transport.gradients.shard(index)[: stop - start] == wanted).all())
     transport.publish_parameters()

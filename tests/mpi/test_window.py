@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
 from odc_mpi.comm.windows import rma
 from odc_mpi.comm.windows.rma import SharedWindow
-from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.errors import AgreedError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
@@ -37,7 +37,7 @@ def make(world, zero_copy):
     def build(
         sizes=SIZES, param_dtype=torch.float32, reduce_dtype=torch.float32, trainable=True, reduction="accumulate"
     ):
-        transport = WindowTransport(
+        transport = window_transport(
             world, param_dtype, reduce_dtype, zero_copy=zero_copy, reduction=REDUCTIONS[reduction]
         )
         specs = [[ParameterSpec(f"p{i}", (numel,), trainable)] for i, numel in enumerate(sizes)]
@@ -52,9 +52,9 @@ def make(world, zero_copy):
 
 
 def write_own_parameters(transport, values):
-    for index, layout in enumerate(transport.layouts):
-        start, stop = layout.owned(transport.rank)
-        transport.parameter_shard(index)[: stop - start] = values[index][start:stop]
+    for index, layout in enumerate(transport.parameters.layouts):
+        start, stop = layout.owned(transport.group.rank)
+        transport.parameters.shard(index)[: stop - start] = values[index][start:stop]
     transport.publish_parameters()
 
 
@@ -65,18 +65,18 @@ def test_every_rank_fetches_what_the_owners_wrote(make, dtype):
     values = [torch.randn(numel, generator=generator).to(dtype) for numel in SIZES]
     write_own_parameters(transport, values)
     for index, wanted in enumerate(values):
-        fetched = transport.fetch(index).wait()
+        fetched = transport.parameters.fetch(index).wait()
         assert torch.equal(fetched, wanted)
-        transport.release(fetched)
+        transport.parameters.release(fetched)
 
 
 def test_fetches_follow_a_publication(make):
     transport = make()
     for generation in range(1, 4):
         write_own_parameters(transport, [torch.full((numel,), float(generation)) for numel in SIZES])
-        fetched = transport.fetch(4).wait()
+        fetched = transport.parameters.fetch(4).wait()
         assert torch.equal(fetched, torch.full((SIZES[4],), float(generation)))
-        transport.release(fetched)
+        transport.parameters.release(fetched)
         transport.complete_gradients(np.zeros(1))  # nobody may still fetch while an owner writes the next
 
 
@@ -95,11 +95,11 @@ def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, reduction):
                 values = torch.from_numpy(rng.integers(-1000, 1000, size=stop - start)).to(dtype)
                 wanted[index][start:stop] += values
                 if rank == world.rank:
-                    transport.accumulate(index, values, start).wait()
+                    transport.gradients.push(index, values, start).wait()
     transport.complete_gradients(np.zeros(1))
-    for index, layout in enumerate(transport.layouts):
+    for index, layout in enumerate(transport.parameters.layouts):
         start, stop = layout.owned(world.rank)
-        own = transport.gradient_shard(index)
+        own = transport.gradients.shard(index)
         assert torch.equal(own[: stop - start].double(), wanted[index][start:stop])
         assert not own[stop - start :].any(), "padding was written to"
 
@@ -110,29 +110,29 @@ def test_long_messages_are_cut(make, world, monkeypatch, reduction):
     transport = make([5000], reduction=reduction)
     values = torch.arange(5000, dtype=torch.float32)
     write_own_parameters(transport, [values])
-    fetched = transport.fetch(0).wait()
+    fetched = transport.parameters.fetch(0).wait()
     assert torch.equal(fetched, values)
-    transport.accumulate(0, fetched).wait()
+    transport.gradients.push(0, fetched).wait()
     transport.complete_gradients(np.zeros(1))
-    start, stop = transport.layouts[0].owned(world.rank)
-    assert torch.equal(transport.gradient_shard(0)[: stop - start], values[start:stop] * world.size)
+    start, stop = transport.parameters.layouts[0].owned(world.rank)
+    assert torch.equal(transport.gradients.shard(0)[: stop - start], values[start:stop] * world.size)
 
 
 def test_reports_and_sums_reach_everyone(make, world):
     transport = make([10])
     reports = transport.complete_gradients(np.array([world.rank, 0.5]))
     assert reports.tolist() == [[rank, 0.5] for rank in range(world.size)]
-    assert transport.sum_over_ranks(np.array([1.0, world.rank])).tolist() == [world.size, sum(range(world.size))]
+    assert transport.group.norm(np.array([1.0, world.rank])).tolist() == [world.size, sum(range(world.size))]
 
 
 def test_broadcast_takes_rank_0s(make, world):
     transport = make([10])
     for dtype in (torch.int64, torch.bfloat16, torch.bool):
         tensor = torch.full((3, 5), world.rank == 0, dtype=dtype)
-        transport.broadcast(tensor)
+        transport.group.broadcast(tensor)
         assert torch.equal(tensor, torch.ones(3, 5, dtype=dtype))
     scalar = torch.tensor(world.rank + 1.0)
-    transport.broadcast(scalar)
+    transport.group.broadcast(scalar)
     assert scalar == 1.0
 
 
@@ -140,25 +140,25 @@ def test_broadcast_takes_rank_0s(make, world):
 def test_frozen_arrays_have_no_gradient_shard(make, reduction):
     transport = make([100], trainable=False, reduction=reduction)
     with pytest.raises(KeyError):
-        transport.gradient_shard(0)
+        transport.gradients.shard(0)
 
 
 def test_only_what_mpi_can_add_is_reduced(world):
     with pytest.raises(ValueError, match="reduce_dtype must be one of"):
-        WindowTransport(world, torch.bfloat16, torch.bfloat16)
+        window_transport(world, torch.bfloat16, torch.bfloat16)
 
 
 def test_a_zero_copy_fetch_is_the_owners_memory(make, world, zero_copy):
     """Whoever is on the node sees a store without any fetch; a copy does not change any more."""
     transport = make([1000])
     write_own_parameters(transport, [torch.zeros(1000)])
-    fetched = transport.fetch(0).wait()
-    assert transport.copies == (not zero_copy)
+    fetched = transport.parameters.fetch(0).wait()
+    assert transport.parameters.copies == (not zero_copy)
     transport.complete_gradients(np.zeros(1))
     write_own_parameters(transport, [torch.arange(1000.0)])
     assert torch.equal(fetched, torch.arange(1000.0) if zero_copy else torch.zeros(1000))
-    transport.release(fetched)
-    assert transport.buffers.peak_bytes == (0 if zero_copy else 4000)
+    transport.parameters.release(fetched)
+    assert transport.parameters.buffers.peak_bytes == (0 if zero_copy else 4000)
     transport.complete_gradients(np.zeros(1))
 
 
@@ -181,8 +181,8 @@ def test_a_shared_window_shows_the_node_in_rank_order(world):
 def test_a_computing_owner_is_not_waited_for(make, world):
     """The last rank computes without entering MPI; the others fetch from it and push to it meanwhile."""
     transport = make([100_000 * world.size])
-    fetched = transport.fetch(0).wait()
-    transport.release(fetched)
+    fetched = transport.parameters.fetch(0).wait()
+    transport.parameters.release(fetched)
     transport.publish_parameters()
     busy_s, finished = 1.5, None
     began = time.perf_counter()
@@ -190,10 +190,10 @@ def test_a_computing_owner_is_not_waited_for(make, world):
         while time.perf_counter() - began < busy_s:
             torch.randn(1000).sum()
     else:
-        fetched = transport.fetch(0).wait()
-        transport.accumulate(0, fetched).wait()
+        fetched = transport.parameters.fetch(0).wait()
+        transport.gradients.push(0, fetched).wait()
         finished = time.perf_counter() - began
-        transport.release(fetched)
+        transport.parameters.release(fetched)
     transport.complete_gradients(np.zeros(1))
     if finished is not None:
         assert finished < busy_s / 2, "the fetch or the push waited for its target"
@@ -203,9 +203,9 @@ def test_more_windows_than_the_library_bears_are_refused(world, monkeypatch):
     """Before any is made, in a line that says what to change."""
     if not world.mpi_library.startswith("MPICH"):
         pytest.skip("MPICH's limit")
-    monkeypatch.setattr("odc_mpi.comm.windows.window.MAX_WINDOWS", 3)
+    monkeypatch.setattr("odc_mpi.comm.group.MAX_WINDOWS", 3)
     monkeypatch.setattr(world, "num_windows", 0)  # not those of other tests
-    transport = WindowTransport(world, reduction=MailboxReduction)
+    transport = window_transport(world, reduction=MailboxReduction)
     layouts = [FlatLayout.build(f"u{i}", [ParameterSpec("p", (8,), True)], world.size) for i in range(2)]
     with pytest.raises(AgreedError, match=r"3 windows, .* got 2 arrays, which take 4: choose fewer, larger units"):
         transport.allocate(layouts)
@@ -214,10 +214,10 @@ def test_more_windows_than_the_library_bears_are_refused(world, monkeypatch):
 def test_windows_of_several_models_are_counted_together(world, monkeypatch):
     if not world.mpi_library.startswith("MPICH"):
         pytest.skip("MPICH's limit")
-    monkeypatch.setattr("odc_mpi.comm.windows.window.MAX_WINDOWS", 5)
+    monkeypatch.setattr("odc_mpi.comm.group.MAX_WINDOWS", 5)
     monkeypatch.setattr(world, "num_windows", 0)
     layouts = [FlatLayout.build("u", [ParameterSpec("p", (8,), True)], world.size)]
-    first, second, third = (WindowTransport(world, reduction=MailboxReduction) for _ in range(3))
+    first, second, third = (window_transport(world, reduction=MailboxReduction) for _ in range(3))
     first.allocate(layouts)
     with pytest.raises(AgreedError, match=r"1 arrays, which take 3, beside \d+ of other models: choose fewer"):
         second.allocate(layouts)

@@ -1,13 +1,25 @@
 """N ranks in the threads of one process, and a transport between them that needs no MPI."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from odc_mpi.comm.transport import Done, Layout, Pending, Transport
+from odc_mpi.comm.transport import (
+    Done,
+    Fetch,
+    Footprint,
+    GradientStore,
+    Group,
+    Host,
+    Layout,
+    ParameterStore,
+    Pending,
+    Transport,
+)
 
 
 @dataclass
@@ -27,8 +39,10 @@ class LocalGroup:
         self.gradients = [[] for _ in range(self.size)]
 
 
-class LocalTransport(Transport):
+class LocalTransport(Transport, Group):
     """One of N ranks that live in the threads of one process.
+
+    It is its own group, and its stores ask it for everything, so that what a test changes is in one place.
 
     Args:
         group: Shared by all ranks.
@@ -37,7 +51,9 @@ class LocalTransport(Transport):
         reduce_dtype: As for any transport.
     """
 
-    name = "local"
+    copies = True
+    threads = True
+    one_sided = True
 
     def __init__(
         self,
@@ -46,26 +62,27 @@ class LocalTransport(Transport):
         param_dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(rank, group.size, param_dtype, reduce_dtype)
         self._group = group
+        self.rank, self.size = rank, group.size
+        self.layouts: tuple[Layout, ...] = ()
+        stores = LocalParameters(self, param_dtype), LocalGradients(self, reduce_dtype)
+        super().__init__(self, *stores, [LocalShards(self)], threads=self.threads, one_sided=self.one_sided)
 
-    def allocate(self, layouts: Sequence[Layout]) -> None:
-        self.layouts = tuple(layouts)
-        self._group.parameters[self.rank] = [torch.zeros(x.shard_numel, dtype=self.param_dtype) for x in layouts]
-        self._group.gradients[self.rank] = [torch.zeros(x.shard_numel, dtype=self.reduce_dtype) for x in layouts]
-        self._group.barrier.wait()
-
-    def parameter_shard(self, index: int) -> torch.Tensor:
-        return self._group.parameters[self.rank][index]
-
-    def gradient_shard(self, index: int) -> torch.Tensor:
-        return self._group.gradients[self.rank][index]
+    @property
+    def buffers(self) -> Any:
+        return self.parameters.buffers
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
         for owner in range(self.size):
             start, stop = self.layouts[index].owned(owner)
             buffer[start:stop] = self._group.parameters[owner][index][: stop - start]
         return Done()
+
+    def fetch(self, index: int) -> Fetch:
+        return ParameterStore.fetch(self.parameters, index)
+
+    def release(self, fetched: torch.Tensor) -> None:
+        ParameterStore.release(self.parameters, fetched)
 
     def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
         layout, stop = self.layouts[index], start + gradient.numel()
@@ -78,14 +95,20 @@ class LocalTransport(Transport):
                 ]
         return Done()
 
-    def complete_gradients(self, report: np.ndarray) -> np.ndarray:
+    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
+        plan()
+
+    def open(self, close: Callable[[], None]) -> None:
+        self._group.barrier.wait()
+
+    def gradients_complete(self, report: np.ndarray) -> np.ndarray:
         return self._exchange(report)
 
-    def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:
+    def norm(self, values: np.ndarray) -> np.ndarray:
         return self._exchange(values).sum(axis=0)
 
-    def publish_parameters(self) -> None:
-        self._num_collectives += 1
+    def parameters_published(self) -> None:
+        self.num_collectives += 1
         self._group.barrier.wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -98,15 +121,76 @@ class LocalTransport(Transport):
             tensor.copy_(source)
         self._group.barrier.wait()
 
-    def close(self) -> None:
-        self._group.parameters[self.rank].clear()
-        self._group.gradients[self.rank].clear()
+    def note(self, what: str, microbatch: int = 0) -> None:
+        pass
+
+    def free(self, hosts: Sequence[Host]) -> None:
+        for host in reversed(hosts):
+            host.free()
 
     def _exchange(self, values: np.ndarray) -> np.ndarray:
-        self._num_collectives += 1
+        self.num_collectives += 1
         self._group.board[self.rank] = values.copy()
         self._group.barrier.wait()
         everyone = np.stack([np.asarray(values) for values in self._group.board])
         # Nobody may write the board again before all have read it.
         self._group.barrier.wait()
         return everyone
+
+
+class LocalShards(Host):
+    """One rank's shards, which the others see."""
+
+    def __init__(self, transport: LocalTransport) -> None:
+        self._transport = transport
+
+    def plan(self, layouts: Sequence[Layout]) -> Footprint:
+        self._transport.layouts = tuple(layouts)
+        return Footprint()
+
+    def allocate(self) -> None:
+        group, transport = self._transport._group, self._transport
+        for shards, dtype in (
+            (group.parameters, transport.parameters.dtype),
+            (group.gradients, transport.gradients.dtype),
+        ):
+            shards[transport.rank] = [torch.zeros(layout.shard_numel, dtype=dtype) for layout in transport.layouts]
+
+    def free(self) -> None:
+        self._transport._group.parameters[self._transport.rank].clear()
+        self._transport._group.gradients[self._transport.rank].clear()
+
+
+class LocalParameters(ParameterStore):
+    def __init__(self, transport: LocalTransport, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._transport = transport
+        self.copies = transport.copies
+
+    @property
+    def layouts(self) -> Sequence[Layout]:
+        return self._transport.layouts
+
+    def shard(self, index: int) -> torch.Tensor:
+        return self._transport._group.parameters[self._transport.rank][index]
+
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
+        return self._transport.start_fetch(index, buffer)
+
+    def fetch(self, index: int) -> Fetch:
+        return self._transport.fetch(index)
+
+    def release(self, fetched: torch.Tensor) -> None:
+        self._transport.release(fetched)
+
+
+class LocalGradients(GradientStore):
+    def __init__(self, transport: LocalTransport, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._transport = transport
+
+    def shard(self, index: int) -> torch.Tensor:
+        return self._transport._group.gradients[self._transport.rank][index]
+
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+        return self._transport.accumulate(index, gradient, start)

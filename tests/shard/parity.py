@@ -105,7 +105,7 @@ def train_sharded(
     for step, minibatch in enumerate(minibatches):
         with model.minibatch():
             for i, batch in enumerate(minibatch):
-                if assign(step, i, transport.size) == transport.rank:
+                if assign(step, i, transport.group.size) == transport.group.rank:
                     value = loss(model, batch)
                     value.backward()
                     losses[step, i] = float(value.detach())
@@ -150,7 +150,7 @@ def check_parity(
 
     def work(transport: RecordingTransport) -> Trained:
         model = ShardedModel(
-            copies[transport.rank],
+            copies[transport.group.rank],
             transport,
             units=units,
             activation_checkpointing=activation_checkpointing,

@@ -10,7 +10,7 @@ import torch
 from local_transport import LocalGroup, LocalTransport
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.transport import Layout, Pending
+from odc_mpi.comm.transport import Footprint, Host, Pending
 
 T = TypeVar("T")
 
@@ -35,9 +35,9 @@ class RecordingTransport(LocalTransport):
         """The collective operations in order."""
         return [operation for operation, _ in self.log if operation not in ("fetch", "push")]
 
-    def allocate(self, layouts: Sequence[Layout]) -> None:
+    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
         self.log = [("allocate", "")]
-        super().allocate(layouts)
+        super().reserve(num_arrays, plan)
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
         self.log.append(("fetch", self.layouts[index].name))
@@ -47,17 +47,17 @@ class RecordingTransport(LocalTransport):
         self.log.append(("push", self.layouts[index].name))
         return super().accumulate(index, gradient, start)
 
-    def complete_gradients(self, report: np.ndarray) -> np.ndarray:
+    def gradients_complete(self, report: np.ndarray) -> np.ndarray:
         self.log.append(("A", ""))
-        return super().complete_gradients(report)
+        return super().gradients_complete(report)
 
-    def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:
+    def norm(self, values: np.ndarray) -> np.ndarray:
         self.log.append(("N", ""))
-        return super().sum_over_ranks(values)
+        return super().norm(values)
 
-    def publish_parameters(self) -> None:
+    def parameters_published(self) -> None:
         self.log.append(("B", ""))
-        super().publish_parameters()
+        super().parameters_published()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self.log.append(("broadcast", ""))
@@ -92,10 +92,10 @@ class LateTransport(RecordingTransport):
     fetch_s = 0.001
     push_s = 0.001
 
-    def allocate(self, layouts: Sequence[Layout]) -> None:
-        self.buffers: LatePool = LatePool()
+    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
+        self.parameters.buffers = LatePool()
         self._between_a_and_b = True
-        super().allocate(layouts)
+        super().reserve(num_arrays, plan)
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
         fill = super().start_fetch
@@ -119,19 +119,19 @@ class LateTransport(RecordingTransport):
 
         return Late(arrive)
 
-    def complete_gradients(self, report: np.ndarray) -> np.ndarray:
+    def gradients_complete(self, report: np.ndarray) -> np.ndarray:
         assert not self.buffers.on_the_way, "fetching at point A"
         self._between_a_and_b = True
-        return super().complete_gradients(report)
+        return super().gradients_complete(report)
 
-    def publish_parameters(self) -> None:
+    def parameters_published(self) -> None:
         assert not self.buffers.on_the_way, "fetching at point B"
-        super().publish_parameters()
+        super().parameters_published()
         self._between_a_and_b = False
 
-    def close(self) -> None:
+    def free(self, hosts: Sequence[Host]) -> None:
         assert not self.buffers.on_the_way, "fetching from windows that are freed"
-        super().close()
+        super().free(hosts)
 
 
 class Late:

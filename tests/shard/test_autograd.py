@@ -26,12 +26,12 @@ class Parts:
                 [ParameterSpec(name, shape, kind) for name, (shape, trained) in parameters.items() if trained is kind]
                 for kind in (True, False)
             ]
-            own = [FlatLayout.build(f"u{i}", kind, transport.size) for kind in kinds if kind]
+            own = [FlatLayout.build(f"u{i}", kind, transport.group.size) for kind in kinds if kind]
             self.units.append(Unit(f"u{i}", own, range(len(layouts), len(layouts) + len(own))))
             layouts += own
         transport.allocate(layouts)
         for i in range(len(layouts)):
-            transport.parameter_shard(i).copy_(torch.arange(1.0, layouts[i].shard_numel + 1))
+            transport.parameters.shard(i).copy_(torch.arange(1.0, layouts[i].shard_numel + 1))
         self.pushed: list[tuple[str, dict[str, torch.Tensor | None]]] = []
         self.ready = ReadyUnits(transport)
         self.calls = UnitCalls(self.ready, self.push)
@@ -168,14 +168,14 @@ def test_what_is_saved_is_where_to_look() -> None:
         shapes = 6 * [(3, 3)]
         assert parts.units[0].state is UnitState.SHARDED
         parts.ready.release_all()
-        idle = transport.buffers._idle
-        assert len(idle) == 2 and transport.buffers.peak_bytes == 2 * 9 * 8  # nobody looks, all were used again
+        buffers = transport.parameters.buffers
+        assert len(buffers._idle) == 2 and buffers.peak_bytes == 2 * 9 * 8  # nobody looks, all were used again
         x.sum().backward()
         assert [name for name, _ in parts.pushed] == ["u5", "u4", "u3", "u2", "u1", "u0"]
         assert [tuple(g.shape) for _, gradients in parts.pushed for g in gradients.values()] == shapes
         # The product's first factor needs no gradient, so the first weight is not needed again.
         assert transport.names("fetch") == [f"u{i}" for i in (0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1)]
-        assert transport.buffers.peak_bytes == 2 * 9 * 8
+        assert transport.parameters.buffers.peak_bytes == 2 * 9 * 8
 
     alone(work)
 

@@ -60,7 +60,7 @@ def test_each_microbatch_fetches_the_same(prefetch: int, activation_checkpointin
         for _ in range(2):
             with model.minibatch():
                 for i in range(3):
-                    backward(model, rows=1 + transport.rank + i)
+                    backward(model, rows=1 + transport.group.rank + i)
             model.publish()
         assert operations(transport) == MICROBATCH * 6
         assert transport.most_lent == 2, "more was held than the root and one unit"
@@ -77,7 +77,7 @@ def test_padding_does_the_same_as_a_microbatch() -> None:
         transport.log.clear()
         with model.minibatch() as totals:
             for _ in range(2):
-                if transport.rank == 0:
+                if transport.group.rank == 0:
                     backward(model, rows=4)
                 else:
                     with model.padding():
@@ -99,7 +99,7 @@ def test_what_a_rank_did_between_makes_no_difference_later() -> None:
     def work(transport: RecordingTransport) -> None:
         model = stacked(transport)
         with torch.no_grad():
-            model.module.layers[transport.rank](torch.zeros(1, WIDTH).double())
+            model.module.layers[transport.group.rank](torch.zeros(1, WIDTH).double())
         transport.log.clear()
         with model.minibatch():
             backward(model, rows=2)

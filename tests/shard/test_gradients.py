@@ -14,7 +14,9 @@ SHAPES = {"a": (3, 5), "b": (40,), "c": (), "d": (2, 2, 3), "e": (0, 4)}
 
 
 def make_unit(transport: RecordingTransport) -> Unit:
-    layout = FlatLayout.build("u", [ParameterSpec(name, shape, True) for name, shape in SHAPES.items()], transport.size)
+    layout = FlatLayout.build(
+        "u", [ParameterSpec(name, shape, True) for name, shape in SHAPES.items()], transport.group.size
+    )
     transport.allocate([layout])
     return Unit("u", [layout], [0])
 
@@ -38,11 +40,11 @@ def test_gradients_arrive_where_they_belong(size: int, names: list[str]) -> None
     def work(transport: RecordingTransport) -> tuple[FlatLayout, torch.Tensor]:
         unit, pusher = make_unit(transport), GradientPusher(transport)
         pusher.start()
-        own = gradients[transport.rank]
+        own = gradients[transport.group.rank]
         pusher.push(unit, list("abcde"), [own[name] if name in names else None for name in "abcde"])
         pusher.push(unit, names, [own[name] * 2 for name in names])
         pusher.finish()
-        return unit.layouts[0], transport.gradient_shard(0)
+        return unit.layouts[0], transport.gradients.shard(0)
 
     def settled(transport: RecordingTransport) -> tuple[FlatLayout, torch.Tensor]:
         layout, shard = work(transport)
@@ -72,7 +74,7 @@ def test_whatever_form_a_gradient_has() -> None:
         values = torch.tensor([1.0, 2.0, 4.0])
         pusher.push(unit, ["b"], [torch.sparse_coo_tensor(indices, values, (40,), check_invariants=True)])
         pusher.finish()
-        arrived = reduced([(unit.layouts[0], transport.gradient_shard(0))])
+        arrived = reduced([(unit.layouts[0], transport.gradients.shard(0))])
         assert arrived["a"].dtype == torch.float32
         torch.testing.assert_close(arrived["a"], base.t() * 2)
         twice_indexed = torch.full((40,), 2.5)
@@ -121,7 +123,7 @@ def test_a_push_is_waited_for_before_its_memory_is_used_again(in_thread: bool) -
         pusher.finish()
         assert len(transport.names("push")) == 5
         assert torch.equal(
-            reduced([(unit.layouts[0], transport.gradient_shard(0))])["b"], torch.full((40,), 15.0).double()
+            reduced([(unit.layouts[0], transport.gradients.shard(0))])["b"], torch.full((40,), 15.0).double()
         )
         assert pusher._buffers.peak_bytes == MAX_BUFFERS * 40 * 8 and not pusher._buffers._lent
         pusher.close()
@@ -206,13 +208,13 @@ def test_the_buffer_s_old_content_is_no_gradient() -> None:
         pusher.start()
         pusher.push(unit, ["a", "b", "c", "d"], [torch.full(SHAPES[name], math.nan) for name in "abcd"])
         pusher.finish()
-        transport.gradient_shard(0).zero_()
+        transport.gradients.shard(0).zero_()
         pusher.start()
         for _ in range(3):
             pusher.push(unit, ["d", "a"], [torch.ones(2, 2, 3), torch.ones(3, 5)])
         pusher.finish()
         assert pusher.fullness < 1
-        arrived = reduced([(unit.layouts[0], transport.gradient_shard(0))])
+        arrived = reduced([(unit.layouts[0], transport.gradients.shard(0))])
         assert torch.equal(arrived["a"], torch.full((3, 5), 3.0).double())
         assert not arrived["b"].any() and not arrived["c"].any()
 

@@ -78,10 +78,10 @@ def test_nobody_waits_before_a() -> None:
     def work(transport: RecordingTransport) -> dict[str, torch.Tensor]:
         model = shard(module, transport)
         optimizer = sgd(model.shard_parameters())
-        if transport.rank == 1:
+        if transport.group.rank == 1:
             assert done.wait(10.0), "rank 0 waited for rank 1"
         with model.minibatch():
-            for _ in range(3 if transport.rank == 0 else 1):
+            for _ in range(3 if transport.group.rank == 0 else 1):
                 work_once(model)
             done.set()
         optimizer.step()
@@ -145,7 +145,7 @@ def test_backward_at_the_wrong_time() -> None:
         with pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
             later.backward()
         with model.minibatch():
-            assert not any(transport.gradient_shard(i).any() for i in range(len(transport.layouts)))
+            assert not any(transport.gradients.shard(i).any() for i in range(len(transport.parameters.layouts)))
             with pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
                 latest.backward()
 
@@ -200,9 +200,9 @@ def test_an_optimizer_steps_between_a_and_b_only() -> None:
         assert all(parameter.grad is None for parameter in model.shard_parameters())
         with model.minibatch():
             work_once(model)
-            arrived = [transport.gradient_shard(i).clone() for i in range(len(transport.layouts))]
+            arrived = [transport.gradients.shard(i).clone() for i in range(len(transport.parameters.layouts))]
             optimizer.zero_grad(set_to_none=False)
-            assert all(torch.equal(transport.gradient_shard(i), wanted) for i, wanted in enumerate(arrived))
+            assert all(torch.equal(transport.gradients.shard(i), wanted) for i, wanted in enumerate(arrived))
         model.publish()
 
     run_ranks(1, work)
@@ -282,7 +282,7 @@ class InPlace(RecordingTransport):
     copies = False
 
     def fetch(self, index: int) -> Fetch:
-        return Fetch(self.parameter_shard(index)[: self.layouts[index].numel], Done())
+        return Fetch(self.parameters.shard(index)[: self.layouts[index].numel], Done())
 
     def release(self, fetched: torch.Tensor) -> None:
         pass
@@ -415,8 +415,8 @@ def test_numbers_of_a_minibatch(size: int) -> None:
         for factor in (1.0, 10.0):
             with model.minibatch("loss", "tokens") as minibatch:
                 minibatch.values["tokens"] += 5
-                minibatch.values["loss"] += 0.1 * factor * (transport.rank + 1)
-                minibatch.values["tokens"] += transport.rank
+                minibatch.values["loss"] += 0.1 * factor * (transport.group.rank + 1)
+                minibatch.values["tokens"] += transport.group.rank
             model.publish()
             np.testing.assert_array_equal(minibatch.per_rank("tokens"), 5.0 + np.arange(size))
             np.testing.assert_array_equal(minibatch.per_rank("loss"), 0.1 * factor * np.arange(1, size + 1))
@@ -440,7 +440,7 @@ def test_a_gradient_that_is_not_finite_is_known_to_all(size: int, value: float) 
         before = model.state_dict()
         with model.minibatch() as minibatch:
             loss = squares(model, (INPUT,))
-            (loss * value if transport.rank == size - 1 else loss).backward()
+            (loss * value if transport.group.rank == size - 1 else loss).backward()
         assert minibatch.finite is False
         model.publish()  # without a step
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -464,7 +464,7 @@ def test_finite_gradients_whose_sum_is_not_are_known_to_all(size: int) -> None:
         model = ShardedModel(copy.deepcopy(module), transport, units=[nn.Linear])
         for num_microbatches, finite in ((1, True), (4, False), (1, True)):
             with model.minibatch() as minibatch:
-                for _ in range(num_microbatches // size if num_microbatches > 1 else transport.rank == 0):
+                for _ in range(num_microbatches // size if num_microbatches > 1 else transport.group.rank == 0):
                     (model(batch).sum() * (1e38 / len(batch))).backward()
             gradients = torch.cat([p.grad for p in model.shard_parameters()])
             assert minibatch.finite is finite
@@ -505,7 +505,7 @@ def test_rank_0_s_values_count(size: int) -> None:
     expected = copy.deepcopy(modules[0]).double()
 
     def work(transport: RecordingTransport) -> None:
-        module = modules[transport.rank].double()
+        module = modules[transport.group.rank].double()
         model = ShardedModel(module, transport)
         assert_same_state(model.state_dict(), expected.state_dict(), 0.0)
         assert torch.equal(module.table, expected.table) and torch.equal(module.steps, expected.steps)
@@ -537,7 +537,7 @@ def test_weights_from_elsewhere_are_read_slice_by_slice(size: int, device: str) 
     numels = {name: p.numel() for name, p in modules[0].named_parameters()}
 
     def work(transport: RecordingTransport) -> list[tuple[str, int, int]]:
-        module = modules[transport.rank]
+        module = modules[transport.group.rank]
         drawn = Drawn(module)
         model = ShardedModel(module, transport, weights=drawn)
         assert transport.names("broadcast") == []
@@ -562,7 +562,7 @@ def test_parameters_without_values() -> None:
     def work(transport: RecordingTransport) -> None:
         with pytest.raises(ValueError, match=r"embedding.weight is on the meta device: expected `weights`"):
             ShardedModel(module, transport)
-        assert transport.layouts == ()
+        assert transport.parameters.layouts == ()
 
     run_ranks(1, work)
 
@@ -644,7 +644,7 @@ def test_one_rank_alone_may_ask_for_the_state() -> None:
 
     def work(transport: RecordingTransport) -> None:
         model = shard(module, transport)
-        if transport.rank == 1:
+        if transport.group.rank == 1:
             assert_same_state(model.state_dict(), module.state_dict(), 0.0)
             asked.set()
         assert asked.wait(10.0)
@@ -851,7 +851,7 @@ def test_narrow_parameters_with_fp32_masters(size: int, dtype: torch.dtype, acti
         for step, minibatch in enumerate(minibatches):
             with model.minibatch():
                 for i, batch in enumerate(minibatch):
-                    if in_turn(step, i, size) == transport.rank:
+                    if in_turn(step, i, size) == transport.group.rank:
                         squares(model, batch).backward()
             model.clip_grad_norm_(0.5)
             optimizer.step()
@@ -903,7 +903,7 @@ def test_sums_are_as_precise_as_reduce_dtype() -> None:
         model = shard(module, transport, units=[])
         with model.minibatch():
             for factor in [2.0**24, *[1.0] * 8, -(2.0**24)]:
-                model(torch.full((1, 1), factor, dtype=transport.param_dtype)).sum().backward()
+                model(torch.full((1, 1), factor, dtype=transport.parameters.dtype)).sum().backward()
         return float(torch.cat([p.grad for p in model.shard_parameters()])[0])
 
     assert run_ranks(1, work, torch.float32, torch.float64) == [8.0]
@@ -926,12 +926,12 @@ def test_closing_keeps_the_slices(size: int) -> None:
         model.publish()
         slices = model.shard_parameters()
         before = [p.detach().clone() for p in slices]
-        assert transport.rank or any(p.numel() for p in slices)
+        assert transport.group.rank or any(p.numel() for p in slices)
         transport.publish_parameters()  # all have looked
         model.close()
         assert all(torch.equal(p.detach(), b) and p.grad is None for p, b in zip(slices, before, strict=True))
         assert model.shard_parameters() == []
-        assert transport._group.parameters[transport.rank] == []
+        assert transport._group.parameters[transport.group.rank] == []
         model.close()
         assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in slices]
 
@@ -944,11 +944,11 @@ def test_waiting_is_measured() -> None:
     def work(transport: RecordingTransport) -> None:
         model = shard(module, transport)
         with model.minibatch():
-            if transport.rank == 0:
+            if transport.group.rank == 0:
                 work_once(model)
             else:
                 threading.Event().wait(0.2)
-        if transport.rank == 0:
+        if transport.group.rank == 0:
             assert model.boundary_wait_s > 0.1 and model.fetch_wait_s > 0 and model.accumulate_wait_s > 0
         else:
             assert model.fetch_wait_s == 0 == model.accumulate_wait_s

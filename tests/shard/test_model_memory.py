@@ -39,11 +39,11 @@ class Train:
             self.model.publish()
 
     def layout_bytes(self, name: str) -> int:
-        return ITEM_BYTES * sum(layout.numel for layout in self.transport.layouts if layout.name == name)
+        return ITEM_BYTES * sum(layout.numel for layout in self.transport.parameters.layouts if layout.name == name)
 
     @property
     def shard_bytes(self) -> int:
-        return ITEM_BYTES * sum(layout.shard_numel for layout in self.transport.layouts)
+        return ITEM_BYTES * sum(layout.shard_numel for layout in self.transport.parameters.layouts)
 
     @property
     def bound(self) -> int:
@@ -133,7 +133,7 @@ def test_buffers_are_used_again(prefetch: int, kind: type[RecordingTransport]) -
 
     def work(transport: RecordingTransport) -> None:
         train = Train(transport, module, prefetch=prefetch)
-        pool = transport.buffers
+        pool = transport.parameters.buffers
         seen: set[int] = set()
         fetch = transport.start_fetch
 
@@ -237,10 +237,10 @@ def test_everything_is_released_at_the_end_of_a_minibatch() -> None:
         train = Train(transport, module)
         with train.model.minibatch():
             squares(train.model, (INPUT,)).backward()
-        assert not transport.buffers._lent
+        assert not transport.parameters.buffers._lent
         gc.collect()
-        transport.buffers.clear()
-        assert transport.buffers._held_bytes == 0
+        transport.parameters.buffers.clear()
+        assert transport.parameters.buffers._held_bytes == 0
 
     run_ranks(2, work)
 

@@ -230,7 +230,7 @@ def test_any_order_brings_what_is_required(prefetch: int) -> None:
                 (after,) = use(ready, units, rng.choice("0123456"))
                 assert len(after[1:].replace("s", "")) <= 1 + prefetch
             ready.expire()
-            assert states(units) == "sssssss" and not transport.buffers._lent
+            assert states(units) == "sssssss" and not transport.parameters.buffers._lent
         ready.close()
 
     run_ranks(1, work, transport=LateTransport)
@@ -273,7 +273,11 @@ def test_nothing_comes_after_the_end_of_a_minibatch() -> None:
         assert UnitState.FETCHING in {unit.state for unit in units}
         ready.readable = False
         ready.expire()
-        assert states(units) == "sssss" and not transport.buffers.on_the_way and not transport.buffers._lent
+        assert (
+            states(units) == "sssss"
+            and not transport.parameters.buffers.on_the_way
+            and not transport.parameters.buffers._lent
+        )
         with pytest.raises(RuntimeError, match="between the end of a minibatch and publish"):
             ready.require(units[1])
         assert states(units) == "sssss"
@@ -289,7 +293,7 @@ def threads_of(ready: ReadyUnits) -> int:
 @pytest.mark.parametrize(("copies", "threads", "prefetch"), [(True, True, 0), (False, True, 2), (True, False, 2)])
 def test_no_thread_where_none_is_of_use_or_allowed(copies: bool, threads: bool, prefetch: int) -> None:
     def work(transport: RecordingTransport) -> None:
-        transport.copies, transport.threads = copies, threads
+        transport.parameters.copies, transport.threads = copies, threads
         model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=prefetch)
         for _ in range(2):
             with model.minibatch():
@@ -346,9 +350,9 @@ def test_a_rank_without_a_microbatch_fetches_nothing_and_starts_no_thread() -> N
     def work(transport: LateTransport) -> None:
         model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=1)
         for _ in range(3):
-            step(model, 2 if transport.rank else 0)
-        assert bool(transport.names("fetch", "push")) is bool(transport.rank)
-        assert threads_of(model._ready) == (1 if transport.rank else 0)
+            step(model, 2 if transport.group.rank else 0)
+        assert bool(transport.names("fetch", "push")) is bool(transport.group.rank)
+        assert threads_of(model._ready) == (1 if transport.group.rank else 0)
         model.close()
 
     run_ranks(2, work, transport=LateTransport)
@@ -469,7 +473,7 @@ def test_a_wrong_guess_that_fails_is_told_at_the_end_of_the_minibatch() -> None:
 def test_an_error_on_one_rank_reaches_the_caller() -> None:
     def work(transport: Failing) -> None:
         model = failing(transport)
-        if transport.rank == 1:
+        if transport.group.rank == 1:
             transport.fails = "fetch", "layers.3"
         step(model)
 
@@ -486,10 +490,10 @@ def test_a_model_can_be_closed_while_a_fetch_is_on_its_way() -> None:
             model.module.first(INPUT)
             model.module.layers[0](INPUT)
             raise ZeroDivisionError
-        assert transport.buffers.on_the_way
+        assert transport.parameters.buffers.on_the_way
         model.close()
         model.close()
-        assert not transport.buffers._lent
+        assert not transport.parameters.buffers._lent
         threads = {*model._ready._thread._executor._threads, *model._pusher._thread._executor._threads}
         assert {thread.name for thread in threads} == {"odc_mpi-fetch_0", "odc_mpi-push_0"}
         assert not any(thread.is_alive() for thread in threads)

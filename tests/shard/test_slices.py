@@ -28,8 +28,12 @@ class Table:
 
 def make_slices(transport: RecordingTransport) -> tuple[OwnSlices, list[FlatLayout]]:
     layouts = [
-        FlatLayout.build("t", [ParameterSpec(name, shape, True) for name, shape in SHAPES.items()], transport.size),
-        FlatLayout.build("f", [ParameterSpec(name, shape, False) for name, shape in FROZEN.items()], transport.size),
+        FlatLayout.build(
+            "t", [ParameterSpec(name, shape, True) for name, shape in SHAPES.items()], transport.group.size
+        ),
+        FlatLayout.build(
+            "f", [ParameterSpec(name, shape, False) for name, shape in FROZEN.items()], transport.group.size
+        ),
     ]
     transport.allocate(layouts)
     return OwnSlices(transport, layouts, torch.device("cpu")), layouts
@@ -39,7 +43,7 @@ def whole(transport: RecordingTransport, layouts: list[FlatLayout]) -> dict[str,
     """All parameters as others see them."""
     found = {}
     for i, layout in enumerate(layouts):
-        flat = transport.fetch(i).wait()
+        flat = transport.parameters.fetch(i).wait()
         found |= {slot.spec.name: flat[slot.start : slot.stop].view(slot.spec.shape) for slot in layout.slots}
     return found
 
@@ -100,7 +104,7 @@ def test_the_optimizer_sees_fp32_at_least(param_dtype: torch.dtype, master: torc
             expected = table.values[own.piece.spec.name].flatten()[own.piece.start : own.piece.stop].to(master)
             assert torch.equal(own.parameter.detach(), expected)
             shared = (
-                own.parameter.untyped_storage().data_ptr() == transport.parameter_shard(0).untyped_storage().data_ptr()
+                own.parameter.untyped_storage().data_ptr() == transport.parameters.shard(0).untyped_storage().data_ptr()
             )
             assert shared is (param_dtype == master)
 
@@ -139,19 +143,19 @@ def test_grad_shows_what_has_arrived_and_writing_clears_it(
         slices, layouts = make_slices(transport)
         gradient = torch.arange(float(layouts[0].numel), dtype=reduce_dtype)
         assert all(own.parameter.grad is None for own in slices.trainable)
-        if transport.rank == 0:
-            transport.accumulate(0, gradient)
+        if transport.group.rank == 0:
+            transport.gradients.push(0, gradient)
         transport.publish_parameters()
         slices.attach_gradients()
         for own, slot in zip(slices.trainable, layouts[0].slots, strict=True):
             assert own.parameter.grad.dtype == own.parameter.dtype
             expected = gradient[slot.start + own.piece.start : slot.start + own.piece.stop]
             assert torch.equal(own.parameter.grad, expected.to(own.parameter.dtype))
-            window = transport.gradient_shard(own.index)
+            window = transport.gradients.shard(own.index)
             shared = own.parameter.grad.untyped_storage().data_ptr() == window.untyped_storage().data_ptr()
             assert shared is not casts
         slices.write()
-        assert not transport.gradient_shard(0).any()
+        assert not transport.gradients.shard(0).any()
 
     run_ranks(3, work, param_dtype, reduce_dtype)
 
@@ -164,7 +168,7 @@ def test_detached_slices_keep_their_values_and_let_the_windows_go() -> None:
         slices.attach_gradients()
         before = [p.detach().clone() for p in parameters]
         slices.detach()
-        transport.parameter_shard(0).fill_(float("nan"))
+        transport.parameters.shard(0).fill_(float("nan"))
         assert all(torch.equal(p.detach(), b) for p, b in zip(parameters, before, strict=True))
         assert all(p.grad is None for p in parameters)
         assert slices.trainable == []
@@ -176,11 +180,11 @@ def test_detached_slices_keep_their_values_and_let_the_windows_go() -> None:
 def test_module_weights_are_rank_0_s(size: int) -> None:
     def work(transport: RecordingTransport) -> None:
         transport.allocate([])
-        parameter = nn.Parameter(torch.full((3, 4), float(transport.rank)) + torch.arange(4.0))
-        transposed = nn.Parameter(torch.full((2, 3), float(transport.rank)).t())
+        parameter = nn.Parameter(torch.full((3, 4), float(transport.group.rank)) + torch.arange(4.0))
+        transposed = nn.Parameter(torch.full((2, 3), float(transport.group.rank)).t())
         unit = UnitParameters("u", nn.Linear(1, 1), {"p": parameter, "t": transposed})
-        weights = ModuleWeights([unit], transport)
-        start, stop = 2 + transport.rank, 7 + transport.rank  # each rank its own part
+        weights = ModuleWeights([unit], transport.group)
+        start, stop = 2 + transport.group.rank, 7 + transport.group.rank  # each rank its own part
         assert torch.equal(weights.read("p", start, stop), torch.arange(4.0).repeat(3)[start:stop])
         assert torch.equal(weights.read("t", 0, 0), torch.empty(0))
 

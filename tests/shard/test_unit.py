@@ -20,15 +20,15 @@ def host(transport: RecordingTransport, parts: Sequence[tuple[str, Sequence[list
     units: list[Unit] = []
     layouts: list[FlatLayout] = []
     for name, arrays in parts:
-        own = [FlatLayout.build(name or "(root)", array, transport.size) for array in arrays]
+        own = [FlatLayout.build(name or "(root)", array, transport.group.size) for array in arrays]
         units.append(Unit(name, own, range(len(layouts), len(layouts) + len(own))))
         layouts += own
     transport.allocate(layouts)
     for i, layout in enumerate(layouts):
-        transport.parameter_shard(i).fill_(-1)
-        for piece in layout.slices(transport.rank):
+        transport.parameters.shard(i).fill_(-1)
+        for piece in layout.slices(transport.group.rank):
             values = torch.arange(piece.start, piece.stop) + value_of(piece.spec.name)
-            transport.parameter_shard(i)[piece.offset : piece.offset + piece.numel] = values
+            transport.parameters.shard(i)[piece.offset : piece.offset + piece.numel] = values
     transport.publish_parameters()
     return units
 
@@ -68,10 +68,10 @@ def test_a_unit_s_states() -> None:
     def work(transport: RecordingTransport) -> None:
         (unit,), _ = simple(transport, 0)
         assert unit.is_root and unit.state is UnitState.SHARDED and unit.storage_pointers() == []
-        unit.start_fetch(transport.fetch)
+        unit.start_fetch(transport.parameters.fetch)
         assert unit.state is UnitState.FETCHING
         with pytest.raises(AssertionError):
-            unit.start_fetch(transport.fetch)
+            unit.start_fetch(transport.parameters.fetch)
         with pytest.raises(AssertionError):
             unit.release(transport)
         unit.wait()
@@ -164,7 +164,7 @@ def test_expire_releases_all_and_counts() -> None:
         ready.require(units[0])
         ready.expire()
         assert (states(units), ready.generation) == ("sss", 1)
-        transport.parameter_shard(0).fill_(5)
+        transport.parameters.shard(0).fill_(5)
         ready.require(units[0])
         assert bool((units[0].parameter(".1") == 5).all())
 
@@ -227,7 +227,7 @@ def test_a_released_unit_holds_no_memory() -> None:
         ready.release_all()
         gc.collect()
         assert array() is None
-        transport.buffers.clear()
-        assert transport.buffers._held_bytes == 0
+        transport.parameters.buffers.clear()
+        assert transport.parameters.buffers._held_bytes == 0
 
     run_ranks(1, work)

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
-from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
@@ -43,7 +43,7 @@ class Life:
         make = (
             functools.partial(MailboxReduction, mailbox_bytes=room) if reduction == "mailbox" else AccumulateReduction
         )
-        self.transport = WindowTransport(
+        self.transport = window_transport(
             world, torch.float32, self.dtype, zero_copy=bool(rng.integers(2)), reduction=self._keep(make)
         )
         self.has_thread = bool(rng.integers(2))
@@ -95,15 +95,15 @@ class Life:
         on_the_way = []
         for index, start, values in self.pushes(minibatch, self.world.rank):
             gradient = torch.from_numpy(values).to(self.dtype)
-            on_the_way.append((self.transport.accumulate(index, gradient, start), gradient))
+            on_the_way.append((self.transport.gradients.push(index, gradient, start), gradient))
             time.sleep(whims.choice([0, 1e-4, 2e-3, 5e-2], p=[0.4, 0.3, 0.28, 0.02]))
             if len(on_the_way) > whims.integers(4):
                 pending, gradient = on_the_way.pop(whims.integers(len(on_the_way)))
                 pending.wait()
             index = int(whims.integers(len(self.sizes)))
-            fetched = self.transport.fetch(index).wait()
+            fetched = self.transport.parameters.fetch(index).wait()
             assert torch.equal(fetched, self.parameters(index, minibatch)), f"parameters of {self.name}"
-            self.transport.release(fetched)
+            self.transport.parameters.release(fetched)
         for pending, _ in on_the_way:
             pending.wait()
         self.transport.complete_gradients(np.zeros(1))
@@ -116,9 +116,9 @@ class Life:
         for rank in range(self.world.size):
             for index, start, values in self.pushes(minibatch, rank):
                 wanted[index][start : start + values.size] += values
-        for index, layout in enumerate(self.transport.layouts):
+        for index, layout in enumerate(self.transport.parameters.layouts):
             start, stop = layout.owned(self.world.rank)
-            own = self.transport.gradient_shard(index)
+            own = self.transport.gradients.shard(index)
             assert np.array_equal(own[: stop - start].numpy(), wanted[index][start:stop]), f"sums of {self.name}"
             assert not own[stop - start :].any(), f"padding of {self.name}"
             own.zero_()
@@ -126,9 +126,9 @@ class Life:
 
     def publish(self, minibatch):
         """Write the parameters of a minibatch."""
-        for index, layout in enumerate(self.transport.layouts):
+        for index, layout in enumerate(self.transport.parameters.layouts):
             start, stop = layout.owned(self.world.rank)
-            self.transport.parameter_shard(index)[: stop - start] = self.parameters(index, minibatch)[start:stop]
+            self.transport.parameters.shard(index)[: stop - start] = self.parameters(index, minibatch)[start:stop]
         self.transport.publish_parameters()
 
 

@@ -33,11 +33,9 @@ from odc_mpi.bench.fetch_and_push import (
 )
 from odc_mpi.bench.measure import ratio, seconds, sized_rounds, speeds
 from odc_mpi.bench.transport import slowest
+from odc_mpi.comm.compose import device_transport, staged, window_transport
 from odc_mpi.comm.device.device import Device, Mark
-from odc_mpi.comm.device.device_transport import DeviceTransport
-from odc_mpi.comm.device.staged import StagedTransport
 from odc_mpi.comm.transport import Transport
-from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
 
@@ -89,10 +87,10 @@ class DeviceUnits:
         self.links: dict[str, str] = {}
         for name, reduction in REDUCTIONS.items():
             in_place = name == "mailbox"
-            host = WindowTransport(world, zero_copy=in_place, reduction=reduction)
-            self._add(StagedTransport(host, device), "fetch_host_in_place" if in_place else "fetch_host", "host", name)
+            host = window_transport(world, zero_copy=in_place, reduction=reduction)
+            self._add(staged(host, device), "fetch_host_in_place" if in_place else "fetch_host", "host", name)
         for name in reductions:
-            self._add(DeviceTransport(world, device, reduction=name), "fetch_device", "device", name)
+            self._add(device_transport(world, device, reduction=name), "fetch_device", "device", name)
 
     def free(self) -> None:
         """Free all memory. Collective."""
@@ -142,7 +140,7 @@ class DeviceUnits:
         transport.allocate([self._layout] * self.num_units)
         first, last = self._layout.owned(self._world.rank)
         for i in range(self.num_units):
-            transport.parameter_shard(i)[: last - first].fill_(self._world.rank + 1.0)
+            transport.parameters.shard(i)[: last - first].fill_(self._world.rank + 1.0)
         transport.publish_parameters()
         self.variants.setdefault(fetch, fetches(transport, self._layout, self.num_units))
         push = f"push_{place}_{reduction}"
@@ -153,13 +151,15 @@ class DeviceUnits:
     def _push(self, transport: Transport) -> Variant:
         units = range(self.num_units)
         # Each in memory of its own, as a model's are: what is handed over is known by where it begins.
-        gradients = self._world.agree(lambda: in_memory(lambda: [self._flat(transport.memory) for _ in units]))
+        gradients = self._world.agree(
+            lambda: in_memory(lambda: [self._flat(transport.gradients.memory) for _ in units])
+        )
         for gradient in gradients:
             gradient.fill_(1.0)
 
         def push(i: int) -> None:
-            transport.hand_over(gradients[i])
-            transport.accumulate(i, gradients[i]).wait()
+            transport.gradients.hand_over(gradients[i])
+            transport.gradients.push(i, gradients[i]).wait()
 
         first, last = self._layout.owned(self._world.rank)
         return pushes(transport, self.num_units, push, last - first)

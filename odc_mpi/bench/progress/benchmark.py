@@ -51,8 +51,8 @@ from odc_mpi.bench.fetch_and_push import require_host_memory
 from odc_mpi.bench.measure import Goal
 from odc_mpi.bench.progress import gets, politeness, pushes
 from odc_mpi.bench.progress.computing import find_target, take_one_core_each
+from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES
-from odc_mpi.comm.windows.window import WindowTransport
 from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
 from odc_mpi.wording import format_size
@@ -149,7 +149,7 @@ def _require(world: World, sizes: list[int], push_sizes: list[int]) -> None:
     """Check what the machine has to have. Collective."""
     if world.size == 1:
         raise AgreedError("bench progress: expected two ranks or more, of which one computes, got 1")
-    if not all(world.gather_objects(WindowTransport(world).threads)):
+    if not all(world.gather_objects(window_transport(world).threads)):
         raise AgreedError("bench progress: expected MPI to grant MPI_THREAD_MULTIPLE, which a progress thread needs")
     # Of Gets: a window, and two copies. Of pushes: windows and shards of all sizes, an inbox, what is put, and copies.
     reading, inbox = 3 * max(sizes), DEFAULT_MAILBOX_BYTES

@@ -46,7 +46,8 @@ def measure(world: World, rounds: int, sample_s: float = SAMPLE_S) -> dict[str, 
     step = _training_step()
     step()  # the first is none like the others
     steps = max(world.gather_objects(ceil(sample_s / _step_s(step))))
-    mailbox = MailboxReduction(world, [unit_layout(1, world.size)], torch.float32)
+    mailbox = MailboxReduction(world, torch.float32)
+    mailbox.plan([unit_layout(1, world.size)])
     mailbox.allocate()
     serving: dict[str, Callable[[], bool]] = {"accumulate": lambda: False, "mailbox": mailbox.serve}
     run = partial(_run, world, step, steps)

@@ -49,8 +49,9 @@ class Pushes:
         self._world, self._target, self._sizes = world, target, sizes
         self._layouts = [_layout(num_bytes // 4, world.size) for num_bytes in sizes]
         self._window = Window(world, max(sizes) // 4, torch.float32)
-        self._reductions = {name: make(world, self._layouts, torch.float32) for name, make in REDUCTIONS.items()}
+        self._reductions = {name: make(world, torch.float32) for name, make in REDUCTIONS.items()}
         for reduction in self._reductions.values():
+            reduction.plan(self._layouts)
             reduction.allocate()
         # None but the mailbox leaves its owner a part.
         self._progress = ProgressThread(world, self._reductions["mailbox"].serve)

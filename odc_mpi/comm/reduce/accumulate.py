@@ -1,4 +1,4 @@
-"""How gradients reach their owners: what every way offers, and the plain one, MPI_Accumulate.
+"""Gradient stores over windows: what all of them offer, and the plain one, MPI_Accumulate.
 
     push       between B and A: starts to bring a gradient to its owners. One-sided
     flush      before a rank comes to A: its pushes are in their owners' hands
@@ -8,98 +8,52 @@
 `comm.reduce.mailbox` has the other way, in which owners add.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
 
-from odc_mpi.comm.transport import Layout, Pending
-from odc_mpi.comm.windows.rma import Flush, Memory, Window
+from odc_mpi.comm.transport import Footprint, GradientStore, Host, Layout, Pending
+from odc_mpi.comm.windows.rma import HOST_WINDOWS, Flush, Window, WindowKind
 from odc_mpi.runtime.world import World
 
 #: So many ranks of a node can add at once to an array; more were not measured.
 MAX_WINDOWS_PER_ARRAY = 4
-#: Of all arrays together, if that is to be had: a library may have room for no more (`comm.windows.window`), and those
+#: Of all arrays together, if that is to be had: a library may have room for no more (`comm.group`), and those
 #: of the parameters want some, too.
 MAX_WINDOWS = 800
 
 
-class Reduction(ABC):
+class Reduction(GradientStore, Host):
     """Hosts this rank's gradient shards and brings gradients to those of others. Making one is local.
 
     Args:
         world: The ranks.
-        layouts: Of the flat arrays; those that are trained get a gradient shard, known by its index in this list.
         dtype: In which gradients travel and are summed.
     """
 
     #: What `comm.reduction` calls it.
     name: str
 
-    def __init__(self, world: World, layouts: Sequence[Layout], dtype: torch.dtype) -> None:
+    def __init__(self, world: World, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
         self.world = world
-        self.layouts = tuple(layouts)
-        self.dtype = dtype
+        self.layouts: tuple[Layout, ...] = ()
         # Each rank begins with the next one, so that not all of them turn to rank 0 first.
         self.peers = [(world.rank + 1 + i) % world.size for i in range(world.size)]
-
-    @property
-    @abstractmethod
-    def num_windows(self) -> int:
-        """How many windows it will make. Local."""
-
-    @property
-    @abstractmethod
-    def window_bytes(self) -> int:
-        """Bytes that this rank's windows will take of the host's memory that others can see. Local."""
-
-    @abstractmethod
-    def allocate(self) -> None:
-        """Make the shards and the windows. Collective, once."""
-
-    @abstractmethod
-    def shard(self, index: int) -> torch.Tensor:
-        """Return this rank's gradients, `[shard_numel]` of `dtype`, zero at first. Local.
-
-        Raises:
-            KeyError: The array is not trained.
-        """
-
-    @abstractmethod
-    def push(self, index: int, gradient: torch.Tensor, start: int) -> Pending:
-        """Start to add a gradient into its owners' shards. One-sided.
-
-        Args:
-            index: Of the array.
-            gradient: `[n]` of `dtype`, contiguous, where the shards are; untouched until the push is waited for.
-            start: Of its first element in the flat array.
-        """
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Return when everything this rank pushed is in its owners' hands. One-sided."""
 
     @abstractmethod
     def serve(self) -> bool:
         """Do this owner's part of what has arrived; return whether any has. Local, from any thread."""
 
-    @abstractmethod
-    def complete(self) -> None:
-        """Make the shards hold everything that was pushed, after all ranks have flushed and met. Local."""
+    @property
+    def trained(self) -> dict[int, int]:
+        """Elements of this rank's shards of the arrays that are trained, by index. Local."""
+        return {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
 
-    @abstractmethod
-    def sync(self) -> None:
-        """Make this rank's stores into its shards, such as clearing them, seen before the next push. Local."""
-
-    @abstractmethod
-    def free(self) -> None:
-        """Free the memory; nobody may look at the shards or serve any more. Collective."""
-
-    def values(self, gradient: torch.Tensor) -> Memory:
-        """Return the memory of a gradient as MPI takes it. Local."""
-        assert gradient.dtype == self.dtype
-        return gradient.numpy()
+    def in_place(self) -> list[torch.Tensor]:  # noqa: D102
+        return [self.shard(index) for index in self.trained]
 
     def pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int, slice]]:
         """Cut a gradient among its owners. Local.
@@ -126,32 +80,36 @@ class AccumulateReduction(Reduction):
 
     MPICH serialises all Accumulates of a window on a node, also those to different owners. There an array has several
     windows, and each rank has its shard in one of them: two ranks that push 16 MB at once take half of the time.
+
+    Args:
+        world: The ranks.
+        dtype: In which gradients travel and are summed.
+        kind: Of the windows.
     """
 
     name = "accumulate"
 
-    def __init__(self, world: World, layouts: Sequence[Layout], dtype: torch.dtype) -> None:
-        super().__init__(world, layouts, dtype)
-        self._indices = [index for index, layout in enumerate(layouts) if layout.trainable]
-        self._per_array = windows_per_array(world.mpi_library, world.size, len(self._indices))
+    def __init__(self, world: World, dtype: torch.dtype, kind: WindowKind = HOST_WINDOWS) -> None:
+        super().__init__(world, dtype)
+        self._kind = kind
+        self._per_array = 1
         self._windows: dict[int, list[Window]] = {}
 
-    @property
-    def num_windows(self) -> int:  # noqa: D102
-        return len(self._indices) * self._per_array
-
-    @property
-    def window_bytes(self) -> int:  # noqa: D102
-        return sum(self.layouts[index].shard_numel for index in self._indices) * self.dtype.itemsize
+    def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
+        self.layouts = tuple(layouts)
+        self._per_array = windows_per_array(self.world.mpi_library, self.world.size, len(self.trained))
+        num_bytes = sum(self.trained.values()) * self.dtype.itemsize
+        return Footprint(len(self.trained) * self._per_array, num_bytes if self._kind.on_host else 0)
 
     def allocate(self) -> None:  # noqa: D102
-        self._windows = {index: self._share_out(self.layouts[index].shard_numel) for index in self._indices}
+        self._windows = {index: self._share_out(numel) for index, numel in self.trained.items()}
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._window(index, self.world.rank).tensor
 
-    def push(self, index: int, gradient: torch.Tensor, start: int) -> Pending:  # noqa: D102
-        layout, values, stop = self.layouts[index], self.values(gradient), start + gradient.numel()
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
+        assert gradient.dtype == self.dtype
+        layout, values, stop = self.layouts[index], self._kind.memory(gradient), start + gradient.numel()
         what = f"accumulating the gradient of unit {layout.name}"
         owners = layout.owners(start, stop)
         with self.world.deadline(what, owners):
@@ -183,10 +141,8 @@ class AccumulateReduction(Reduction):
 
     def _share_out(self, numel: int) -> list[Window]:
         own = self.world.rank % self._per_array
-        return [self._make_window(numel if i == own else 0) for i in range(self._per_array)]
-
-    def _make_window(self, numel: int) -> Window:
-        return Window(self.world, numel, self.dtype, same_size=self._per_array == 1)
+        numels = [numel if i == own else 0 for i in range(self._per_array)]
+        return [self._kind.make(self.world, n, self.dtype, same_size=self._per_array == 1) for n in numels]
 
     def _window(self, index: int, owner: int) -> Window:
         return self._windows[index][owner % self._per_array]

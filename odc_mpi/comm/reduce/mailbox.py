@@ -33,7 +33,7 @@ import torch
 
 from odc_mpi.comm.reduce.accumulate import Reduction
 from odc_mpi.comm.reduce.slots import ALIGNMENT, Header, HostSlots, align
-from odc_mpi.comm.transport import Layout, Pending
+from odc_mpi.comm.transport import Footprint, Layout, Pending
 from odc_mpi.comm.windows.rma import Memory, Window
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import SLEEP_S, SPIN_S, World
@@ -51,13 +51,9 @@ class MailboxReduction(Reduction):
 
     Args:
         world: The ranks.
-        layouts: As for any reduction.
-        dtype: As for any reduction.
+        dtype: In which gradients travel and are summed.
         mailbox_bytes: At most so much memory holds what other ranks have pushed to this one and it has not added yet.
         slots: Makes what knows where shards and slots are: on the host, or on a device (`comm.reduce.device_slots`).
-
-    Raises:
-        UserError: `mailbox_bytes` is too little for one element of each peer.
     """
 
     name = "mailbox"
@@ -65,29 +61,15 @@ class MailboxReduction(Reduction):
     def __init__(
         self,
         world: World,
-        layouts: Sequence[Layout],
         dtype: torch.dtype,
         mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
         slots: Callable[[World, torch.dtype], HostSlots] = HostSlots,
     ) -> None:
-        super().__init__(world, layouts, dtype)
+        super().__init__(world, dtype)
+        self._mailbox_bytes = mailbox_bytes
         self._slots = slots(world, dtype)
-        num_rings = world.size - 1
-        smallest = SLOTS_PER_RING * self._slots.alignment
-        if mailbox_bytes < max(1, num_rings * smallest):
-            raise UserError(
-                f"comm.mailbox_bytes must be at least {max(1, num_rings * smallest)} ({smallest} for each of "
-                f"{num_rings} other ranks), got {mailbox_bytes!r}"
-            )
-        trainable = [layout for layout in layouts if layout.trainable]
-        # More than two backward passes put into it would only take room from others.
-        useful = 2 * sum(self._slot_bytes(layout.shard_numel) for layout in trainable)
-        share = mailbox_bytes // max(1, num_rings)
-        self._ring_bytes = max(smallest, min(share, useful)) // smallest * smallest
-        self._max_numel = (self._ring_bytes // SLOTS_PER_RING - self._slots.values_offset) // dtype.itemsize
         # The counters of all pushers come first in an inbox.
         self._counters_bytes = align(world.size * COUNTER_BYTES, ALIGNMENT)
-        self._inbox_bytes = self._counters_bytes + num_rings * self._slots.host_ring_bytes(self._ring_bytes)
         self._rings = {owner: _Ring(owner) for owner in self.peers if owner != world.rank}
         # What the last Put of a counter carried: untouched until that is flushed.
         self._sent = np.zeros(world.size, dtype=np.int64)
@@ -98,13 +80,27 @@ class MailboxReduction(Reduction):
         self._unflushed: list[int] = []
         self._serving = threading.Lock()
 
-    @property
-    def num_windows(self) -> int:  # noqa: D102
-        return 2 + self._slots.num_windows
+    def plan(self, layouts: Sequence[Layout]) -> Footprint:
+        """Divide the memory among the other ranks. Local.
 
-    @property
-    def window_bytes(self) -> int:  # noqa: D102
-        return self._inbox_bytes + self._counters_bytes
+        Raises:
+            UserError: `mailbox_bytes` is too little for one element of each peer.
+        """
+        self.layouts = tuple(layouts)
+        num_rings = self.world.size - 1
+        smallest = SLOTS_PER_RING * self._slots.alignment
+        if self._mailbox_bytes < max(1, num_rings * smallest):
+            raise UserError(
+                f"comm.mailbox_bytes must be at least {max(1, num_rings * smallest)} ({smallest} for each of "
+                f"{num_rings} other ranks), got {self._mailbox_bytes!r}"
+            )
+        # More than two backward passes put into it would only take room from others.
+        useful = 2 * sum(self._slot_bytes(numel) for numel in self.trained.values())
+        share = self._mailbox_bytes // max(1, num_rings)
+        self._ring_bytes = max(smallest, min(share, useful)) // smallest * smallest
+        self._max_numel = (self._ring_bytes // SLOTS_PER_RING - self._slots.values_offset) // self.dtype.itemsize
+        self._inbox_bytes = self._counters_bytes + num_rings * self._slots.host_ring_bytes(self._ring_bytes)
+        return Footprint(2 + self._slots.num_windows, self._inbox_bytes + self._counters_bytes)
 
     def allocate(self) -> None:  # noqa: D102
         # Two, so that no two threads ever put into or flush the same: the one that pushes, and the one that serves.
@@ -113,19 +109,15 @@ class MailboxReduction(Reduction):
         self._arrived_bytes = memoryview(self._inbox.tensor.numpy()[: self._sent.nbytes])  # type: ignore[arg-type]
         self._arrived = self._inbox.tensor.numpy()[: self._sent.nbytes].view(np.int64)
         self._done = self._returns.tensor.numpy()[: self._sent.nbytes].view(np.int64)
-        numels = {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
-        self._slots.allocate(self._inbox, self._counters_bytes, self._ring_bytes, numels)
+        self._slots.allocate(self._inbox, self._counters_bytes, self._ring_bytes, self.trained)
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._slots.shards[index]
 
-    def values(self, gradient: torch.Tensor) -> Memory:  # noqa: D102
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
         assert gradient.dtype == self.dtype
-        return self._slots.values(gradient)
-
-    def push(self, index: int, gradient: torch.Tensor, start: int) -> Pending:  # noqa: D102
         push = _Push(self, self.layouts[index].name, gradient)
-        whole, own = self.values(gradient), []
+        whole, own = self._slots.values(gradient), []
         for owner, begin, part in self.pieces(index, start, start + gradient.numel()):
             if owner == self.world.rank:
                 own.append((begin, part))
@@ -168,9 +160,6 @@ class MailboxReduction(Reduction):
             self._inbox.sync()
             self._drain()
         assert (self._arrived == self._taken).all(), "a rank came to A before its gradients had arrived"
-
-    def sync(self) -> None:
-        """Nothing: shards are private memory. Local."""
 
     def free(self) -> None:  # noqa: D102
         del self._arrived, self._arrived_bytes, self._done

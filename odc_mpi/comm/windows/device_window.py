@@ -6,16 +6,17 @@ then copies through the host, or fails.
 
 Whether an operation on such a window works at all, and for whom it waits, depends on the library: it is used where
 `odc-mpi doctor` has seen it work (`stack.device_probe`), or where a person insists. Only what MPI does is ordered by
-the window; what the device's streams do is ordered by who uses it (`comm.device.device_transport`).
+the window; what the device's streams do is ordered by who uses it (`comm.device.device_stores`).
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.windows.rma import Window
+from odc_mpi.comm.windows.rma import Window, WindowKind
 from odc_mpi.runtime.world import World
 
 #: How the elements of a view are called. What is summed has a type; everything else travels as bytes.
@@ -53,6 +54,11 @@ class DeviceWindow(Window):
         tensor = self._memory.view(dtype)
         memory = by_address(tensor.view(torch.uint8)) if numel else None
         return MPI.Win.Create(memory, dtype.itemsize, info, world.comm), tensor
+
+
+def device_windows(device: Device) -> WindowKind:
+    """Return how windows on this rank's device are made. Local."""
+    return WindowKind(partial(DeviceWindow, device=device), by_address, on_host=False)
 
 
 def by_address(tensor: torch.Tensor) -> memoryview:

@@ -11,7 +11,8 @@ nodes into a `SharedWindow`.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -237,6 +238,27 @@ class SharedWindow:
         if self._far is not None:
             _free(self._far)
         _free(self._shared)
+
+
+@dataclass(frozen=True)
+class WindowKind:
+    """Where the windows of a store are.
+
+    Attributes:
+        make: Makes one of `(world, numel, dtype)`.
+        memory: Returns a flat tensor's memory as MPI takes it, for tensors where the windows are.
+        on_host: Whether they are in the host's memory.
+        in_place: Whether the ranks of a node see each other's.
+    """
+
+    make: Callable[..., Any]
+    memory: Callable[[torch.Tensor], Memory] = torch.Tensor.numpy
+    on_host: bool = True
+    in_place: bool = False
+
+
+HOST_WINDOWS = WindowKind(Window)
+SHARED_WINDOWS = WindowKind(SharedWindow, in_place=True)
 
 
 class Flush:

@@ -1,0 +1,142 @@
+"""The transports there are, each put together from a group, a parameter store and a gradient store.
+
+    window       shards in windows on the host                     the model computes on the host
+    staged       as window, and pinned memory between              ... on a device
+    device       shards in windows on the device                   ... on a device
+    collective   shards in private memory                          ... on the host, or staged
+
+Making one is local; `Transport.allocate` is collective. Each is closed with its world at the latest.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from mpi4py import MPI
+
+from odc_mpi.comm.collective import CollectiveGradients, CollectiveParameters
+from odc_mpi.comm.device.device import Device
+from odc_mpi.comm.device.device_stores import DeviceGradients, DeviceOrder, DeviceParameters
+from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedParameters
+from odc_mpi.comm.group import WorldGroup
+from odc_mpi.comm.reduce.accumulate import AccumulateReduction, Reduction
+from odc_mpi.comm.reduce.device_slots import DeviceSlots
+from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
+from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.windows.device_window import device_windows
+from odc_mpi.comm.windows.parameters import ParameterWindows, WindowParameters
+from odc_mpi.comm.windows.rma import HOST_WINDOWS, SHARED_WINDOWS
+from odc_mpi.runtime.world import World
+
+
+def window_transport(
+    world: World,
+    param_dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
+    *,
+    zero_copy: bool = True,
+    reduction: Callable[[World, torch.dtype], Reduction] = AccumulateReduction,
+    progress: bool = False,
+) -> Transport:
+    """Put together shards in windows on the host. Local.
+
+    Args:
+        world: The ranks that share every array.
+        param_dtype: Of parameters on the way and in the shards.
+        reduce_dtype: Of gradients on the way and in the shards.
+        zero_copy: Whether ranks of a node read each other's parameters in place.
+        reduction: How gradients reach their owners.
+        progress: Whether a thread serves other ranks while this one computes.
+
+    Raises:
+        ValueError: A type cannot travel, or cannot be summed.
+    """
+    gradients = reduction(world, reduce_dtype)
+    group = WorldGroup(world, gradients.serve, progress=progress)
+    windows = ParameterWindows(world, param_dtype, SHARED_WINDOWS if zero_copy else HOST_WINDOWS)
+    parameters = WindowParameters(windows, group.serve)
+    threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    return Transport(group, parameters, gradients, (windows, gradients), threads=threads)
+
+
+def device_transport(
+    world: World,
+    device: Device,
+    param_dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype = torch.float32,
+    *,
+    reduction: str = "accumulate",
+    mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
+    progress: bool = False,
+) -> Transport:
+    """Put together shards in windows on the memory of devices. Local.
+
+    Args:
+        world: The ranks that share every array.
+        device: Of this rank; all ranks have one.
+        param_dtype: As for `window_transport`.
+        reduce_dtype: As for `window_transport`.
+        reduction: accumulate or mailbox.
+        mailbox_bytes: For a mailbox, memory of the device, as `MailboxReduction` has it.
+        progress: As for `window_transport`.
+
+    Raises:
+        ValueError: A type cannot travel, or cannot be summed.
+    """
+    kind = device_windows(device)
+    reductions: dict[str, Callable[[], Reduction]] = {
+        "accumulate": lambda: AccumulateReduction(world, reduce_dtype, kind),
+        "mailbox": lambda: MailboxReduction(world, reduce_dtype, mailbox_bytes, partial(DeviceSlots, device=device)),
+    }
+    gradients = reductions[reduction]()
+    # What other ranks ask of MPI in a thread may concern the device's memory, and libraries ask the driver for the
+    # calling thread's device.
+    world.prepare_threads(device.use)
+    group = WorldGroup(world, gradients.serve, progress=progress, begin_thread=device.use)
+    windows = ParameterWindows(world, param_dtype, kind)
+    return Transport(
+        group,
+        DeviceParameters(windows, device, world.rank, group.serve),
+        DeviceGradients(gradients, device),
+        (DeviceOrder(device), windows, gradients),
+        device=device.torch_device,
+        threads=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+    )
+
+
+def collective_transport(
+    world: World, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
+) -> Transport:
+    """Put together shards in private memory, reached with MPI's collectives: the baseline. Local.
+
+    Args:
+        world: The ranks that share every array.
+        param_dtype: As for `window_transport`.
+        reduce_dtype: As for `window_transport`.
+
+    Raises:
+        ValueError: A type cannot travel, or cannot be summed.
+    """
+    group = WorldGroup(world)
+    parameters = CollectiveParameters(world, group, param_dtype)
+    gradients = CollectiveGradients(world, group, reduce_dtype)
+    return Transport(group, parameters, gradients, (parameters, gradients), threads=False, one_sided=False)
+
+
+def staged(host: Transport, device: Device) -> Transport:
+    """Put pinned memory between a transport on the host and a device where the model computes. Local.
+
+    Args:
+        host: Not allocated yet. Its parts belong to the new transport.
+        device: Where the model computes.
+    """
+    pinned = PinnedMemory(host.hosts, device)
+    return Transport(
+        host.group,
+        StagedParameters(host.parameters, device, pinned),
+        StagedGradients(host.gradients, device, pinned),
+        (*host.hosts, pinned),
+        device=device.torch_device,
+        threads=host.threads,
+        one_sided=host.one_sided,
+    )

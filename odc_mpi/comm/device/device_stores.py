@@ -1,0 +1,119 @@
+"""Where the model computes on a device and the shards are there too, in windows over its memory.
+
+Nothing goes by way of the host: a fetch reads the owners' devices into a buffer on this rank's, and a push leaves from
+there. What MPI does and what the device does know nothing of each other, so this says when each may begin:
+
+    fetch     the kernels that read the buffer's old content are done; Gets from the other owners, meanwhile a copy of
+              the own part on a stream of its own; a flush, and the mark behind the copy. Then it may be read
+    push      the kernels that made the gradient are done; then it is reduced; then its buffer may be written again
+    A         as on the host: all pushes are flushed, then all meet. What kernels are given from then on reads the sums
+    B         what the owner was having written and cleared is done; then all meet. From then on others read and add
+
+Each wait is for a mark behind what was given at one moment (an event), never for the device; fetches and pushes wait in
+the threads that carry them out, beside the computation.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.device.device import Device, Mark, Marks
+from odc_mpi.comm.transport import GradientStore, Host, Later, Layout, ParameterStore, Pending
+from odc_mpi.comm.windows.parameters import ParameterWindows
+
+
+class DeviceParameters(ParameterStore):
+    """Parameters from windows on devices.
+
+    Args:
+        windows: Host the shards, on devices.
+        device: Of this rank.
+        rank: This rank.
+        serve: Called by every fetch: the owner's part of the gradient store.
+    """
+
+    def __init__(self, windows: ParameterWindows, device: Device, rank: int, serve: Callable[[], None]) -> None:
+        # Not torch's memory: MPI may have to show it to another process or to a network card.
+        super().__init__(windows.dtype, BufferPool(device.window_memory))
+        self._windows = windows
+        self._device = device
+        self._rank = rank
+        self._serve = serve
+        self._marks = Marks()
+
+    @property
+    def layouts(self) -> Sequence[Layout]:  # noqa: D102
+        return self._windows.layouts
+
+    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+        return self._windows[index].tensor
+
+    def hand_over(self, buffer: torch.Tensor) -> None:  # noqa: D102
+        self._marks.set(buffer, self._device.mark())
+
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
+        return Later(partial(self._fetch, index, buffer, self._marks.take(buffer)))
+
+    def _fetch(self, index: int, buffer: torch.Tensor, after: Mark) -> None:
+        """Fill a buffer, whose old content is of no use to anybody behind the mark. One-sided."""
+        self._device.use()
+        after.synchronize()
+        self._serve()
+        parts = self._windows.parts(index)
+        pending = self._windows.start_gets(index, [owner for owner in parts if owner != self._rank], buffer)
+        if self._rank in parts:
+            start, stop = parts[self._rank]
+            copied = self._device.copy(buffer[start:stop], self.shard(index)[: stop - start], after)
+            pending.wait()
+            copied.synchronize()
+        else:
+            pending.wait()
+
+
+class DeviceGradients(GradientStore):
+    """Gradients that another store pushes from a device, once the device has made them.
+
+    Args:
+        inner: Pushes from the device's memory.
+        device: Of this rank.
+    """
+
+    def __init__(self, inner: GradientStore, device: Device) -> None:
+        super().__init__(inner.dtype)
+        self._inner = inner
+        self._device = device
+        self._marks = Marks()
+
+    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+        return self._inner.shard(index)
+
+    def memory(self, num_bytes: int) -> torch.Tensor:  # noqa: D102
+        return self._device.window_memory(num_bytes)
+
+    def hand_over(self, gradient: torch.Tensor) -> None:  # noqa: D102
+        self._marks.set(gradient, self._device.mark())
+
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
+        return Later(partial(self._push, index, gradient, start, self._marks.take(gradient)))
+
+    def _push(self, index: int, gradient: torch.Tensor, start: int, after: Mark) -> None:
+        """Bring a gradient, which is there behind the mark, to its owners. One-sided."""
+        self._device.use()
+        after.synchronize()
+        self._inner.push(index, gradient, start).wait()
+
+
+class DeviceOrder(Host):
+    """What a device was given to compute, which has to be done before others read the windows on it.
+
+    Args:
+        device: Of this rank.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def sync(self) -> None:  # noqa: D102
+        self._device.mark().synchronize()

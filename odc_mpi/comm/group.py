@@ -1,0 +1,117 @@
+"""The group over MPI: how ranks meet at A, N and B, and serve each other, whatever moves parameters and gradients.
+
+    A, N    an all-gather of a few numbers
+    B       a barrier
+
+Each is a non-blocking collective that is polled with sleeps in between, in a meeting that names a late rank. Meanwhile,
+in passing, and from a progress thread where one is wanted, the owner's part of the gradient store is done.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from odc_mpi.comm.progress import ProgressThread
+from odc_mpi.comm.transport import Footprint, Group, Host
+from odc_mpi.errors import UserError
+from odc_mpi.runtime.world import World
+
+#: MPICH 5.0.2 crashed between 1600 and 3200 windows.
+MAX_WINDOWS = 1600
+
+
+class WorldGroup(Group):
+    """All ranks of a world. Making one is local.
+
+    Args:
+        world: The ranks.
+        serve: The owner's part of the gradient store, from any thread; returns whether there was something to do.
+        progress: Whether a thread serves other ranks while this one computes.
+        begin_thread: Prepares that thread, which runs it, for calling MPI.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        serve: Callable[[], bool] = lambda: False,
+        *,
+        progress: bool = False,
+        begin_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rank, self.size = world.rank, world.size
+        self._world = world
+        self._serve = serve
+        self._wants_progress = progress
+        self._begin_thread = begin_thread
+        self._progress: ProgressThread | None = None
+        self._num_windows = 0
+
+    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:  # noqa: D102
+        footprint = self._world.agree(lambda: self._checked(num_arrays, plan()))
+        if footprint.shared_bytes:
+            self._world.require_shared_memory(footprint.shared_bytes, "the parameter and gradient windows")
+        self._num_windows = footprint.num_windows
+        self._world.num_windows += self._num_windows
+
+    def open(self, close: Callable[[], None]) -> None:  # noqa: D102
+        self._world.on_close(close)
+        # A communicator for each point: a rank that leaves one out waits at the next, where its deadline names it,
+        # instead of taking the others' numbers for what they are not.
+        with self._world.meeting("duplicating the communicator"):
+            self._at_a, self._at_n, self._at_b = (self._world.comm.Dup() for _ in range(3))
+        if self._wants_progress:
+            self._progress = ProgressThread(self._world, self._serve, self._begin_thread)
+        self.parameters_published()
+
+    def serve(self) -> None:
+        """Do the owner's part in passing, also of what a progress thread did not come to yet. Local."""
+        if self._progress is not None:
+            self._progress.check()
+        self._serve()
+
+    def gradients_complete(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
+        return self._allgather(self._at_a, report, "meeting at point A, gradients complete")
+
+    def norm(self, values: np.ndarray) -> np.ndarray:  # noqa: D102
+        # An all-gather summed here: some libraries' all-reduce adds in an order that differs from rank to rank.
+        return self._allgather(self._at_n, values, "meeting at point N, norm").sum(axis=0)
+
+    def parameters_published(self) -> None:  # noqa: D102
+        self.num_collectives += 1
+        self._world.meet(self._at_b.Ibarrier(), "meeting at point B, parameters published")
+
+    def broadcast(self, tensor: torch.Tensor) -> None:  # noqa: D102
+        self._world.broadcast(tensor)
+
+    def note(self, what: str, microbatch: int = 0) -> None:  # noqa: D102
+        self._world.note(what, microbatch)
+
+    def free(self, hosts: Sequence[Host]) -> None:  # noqa: D102
+        with self._world.meeting("freeing the windows"):
+            if self._progress is not None:
+                self._progress.close()
+            for host in reversed(hosts):
+                host.free()
+            for comm in (self._at_a, self._at_n, self._at_b):
+                comm.Free()
+        self._progress = None
+        self._world.num_windows -= self._num_windows
+
+    def _allgather(self, comm: MPI.Intracomm, values: np.ndarray, what: str) -> np.ndarray:
+        self.num_collectives += 1
+        values = np.ascontiguousarray(values, dtype=np.float64)
+        everyone = np.empty((self.size, values.size))
+        self._world.meet(comm.Iallgather(values, everyone), what, meanwhile=self.serve)
+        return everyone
+
+    def _checked(self, num_arrays: int, footprint: Footprint) -> Footprint:
+        held, number = self._world.num_windows, footprint.num_windows
+        if number and self._world.mpi_library.startswith("MPICH") and held + number > MAX_WINDOWS:
+            beside = f", beside {held} of other models" if held else ""
+            raise UserError(
+                f"units: expected few enough for {MAX_WINDOWS} windows, beyond which MPICH crashes, got {num_arrays} "
+                f"arrays, which take {number}{beside}: choose fewer, larger units, or comm.transport collective"
+            )
+        return footprint

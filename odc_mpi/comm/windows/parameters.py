@@ -1,0 +1,130 @@
+"""Parameters in MPI windows: one window per array, so that a flush concerns that array alone.
+
+    fetch             where all ranks are on one node: a view, nothing moves; else copies from the node's ranks, and a
+                      Get from each other owner, then a flush
+    B                 Sync: what owners wrote is in the windows; then all meet (a barrier), then Sync
+
+`ParameterWindows` hosts the shards, on the host or on a device; `WindowParameters` fetches them to the host, and
+`comm.device.device_stores` to a device. The owner takes no part.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from odc_mpi.comm.transport import Done, Fetch, Footprint, Host, Layout, ParameterStore, Pending
+from odc_mpi.comm.windows.rma import Flush, ReadableWindow, WindowKind
+from odc_mpi.runtime.world import World
+
+
+class ParameterWindows(Host):
+    """A window for this rank's shard of each array. Making one is local.
+
+    Args:
+        world: The ranks that share every array.
+        dtype: Of the shards.
+        kind: Of the windows.
+
+    Attributes:
+        layouts: Of the arrays, once they are known.
+        are_whole: Whether this rank sees the shards of all ranks in place, one after the other, in every window.
+    """
+
+    def __init__(self, world: World, dtype: torch.dtype, kind: WindowKind) -> None:
+        self.dtype = dtype
+        self._world = world
+        self._kind = kind
+        self.layouts: tuple[Layout, ...] = ()
+        self._windows: list[ReadableWindow] = []
+        self.are_whole = False
+        # Each rank begins with the next one, so that not all of them ask rank 0 first.
+        self._peers = [(world.rank + 1 + i) % world.size for i in range(world.size)]
+
+    def __getitem__(self, index: int) -> ReadableWindow:
+        return self._windows[index]
+
+    def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
+        self.layouts = tuple(layouts)
+        num_bytes = sum(layout.shard_numel for layout in layouts) * self.dtype.itemsize
+        per_array = 2 if self._kind.in_place and self._world.num_nodes > 1 else 1
+        return Footprint(len(layouts) * per_array, num_bytes if self._kind.on_host else 0)
+
+    def allocate(self) -> None:  # noqa: D102
+        for layout in self.layouts:
+            self._windows.append(self._kind.make(self._world, layout.shard_numel, self.dtype))
+        self.are_whole = all(window.whole is not None for window in self._windows)
+
+    def parts(self, index: int) -> dict[int, tuple[int, int]]:
+        """Return the owners that have elements of an array, and the first and the end of each one's part. Local."""
+        parts = {owner: self.layouts[index].owned(owner) for owner in self._peers}
+        return {owner: part for owner, part in parts.items() if part[0] < part[1]}
+
+    def start_gets(self, index: int, owners: Sequence[int], buffer: torch.Tensor) -> Pending:
+        """Start to read the parts of these owners into a buffer for the whole array. One-sided."""
+        layout, window, memory = self.layouts[index], self._windows[index], self._kind.memory(buffer.view(torch.uint8))
+        what = f"fetching unit {layout.name}"
+        with self._world.deadline(what, owners):
+            for owner in owners:
+                start, stop = layout.owned(owner)
+                window.get(owner, memory[start * buffer.itemsize : stop * buffer.itemsize])
+        return Flush(self._world, window.flush, what, owners, buffer)
+
+    def sync(self) -> None:  # noqa: D102
+        for window in self._windows:
+            window.sync()
+
+    def in_place(self) -> list[torch.Tensor]:  # noqa: D102
+        return [memory for window in self._windows for memory in window.in_place()]
+
+    def free(self) -> None:  # noqa: D102
+        while self._windows:
+            self._windows.pop().free()
+
+
+class WindowParameters(ParameterStore):
+    """Parameters from windows on host memory, in place where all windows are seen in one piece.
+
+    Args:
+        windows: Host the shards.
+        serve: Called in passing by every fetch: the owner's part of the gradient store.
+    """
+
+    def __init__(self, windows: ParameterWindows, serve: Callable[[], None]) -> None:
+        super().__init__(windows.dtype)
+        self._windows = windows
+        self._serve = serve
+
+    @property
+    def copies(self) -> bool:  # type: ignore[override]
+        """Whether any array is not seen in one piece. Local."""
+        return not self._windows.are_whole
+
+    @property
+    def layouts(self) -> Sequence[Layout]:  # noqa: D102
+        return self._windows.layouts
+
+    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+        return self._windows[index].tensor
+
+    def fetch(self, index: int) -> Fetch:  # noqa: D102
+        if self.copies:
+            return super().fetch(index)
+        self._serve()
+        whole = self._windows[index].whole
+        assert whole is not None
+        return Fetch(whole[: self.layouts[index].numel], Done())
+
+    def release(self, fetched: torch.Tensor) -> None:  # noqa: D102
+        if self.copies:
+            super().release(fetched)
+
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
+        self._serve()
+        parts, window = self._windows.parts(index), self._windows[index]
+        near = {owner: shard for owner in parts if (shard := window.near(owner)) is not None}
+        pending = self._windows.start_gets(index, [owner for owner in parts if owner not in near], buffer)
+        # While those are on their way:
+        for owner, shard in near.items():
+            start, stop = parts[owner]
+            buffer[start:stop].copy_(shard[: stop - start])
+        return pending
