@@ -133,7 +133,7 @@ def test_indices_beyond_32_bits(kernels):
     table["source"][0, 0] = (source.data_ptr() - far * source.itemsize) % 2**64
     table["stop"][0, 0], table["type"][0, 0] = far + 500, native.TYPES[source.dtype]
     largest = torch.zeros((), dtype=torch.float64)
-    target = np.uint64(flat.data_ptr() - far * flat.itemsize)
+    target = np.uint64((flat.data_ptr() - far * flat.itemsize) % 2**64)
     arguments = (table, np.int32(1), np.int64(far), np.int64(far + 510), target)
     kernels.run("flatten", "flatten_float32", flat.device, 1, (*arguments, np.uint64(largest.data_ptr())))
     assert_same(flat[:500], source.float())
