@@ -36,6 +36,6 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, c
     config = configure(dataset_path, **{"run.device": "cuda", "data.balance": "lb_mini"} | changes)
     dataset, metrics, state = run(config, world)
     losses, parameters = expected(configure(dataset_path), dataset)
-    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
     assert_close(state, parameters)
     assert device.copies > 5 * len(metrics)

@@ -56,7 +56,7 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, c
     config = configure(dataset_path, **settings | changes)
     dataset, metrics, state = run(config, world)
     losses, parameters = expected(configure(dataset_path), dataset)
-    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
     assert_close(state, parameters)
     counts = world.gather_objects((device.copies, device.additions))
     assert sum(copies for copies, _ in counts) > 3 * len(metrics), "the own parts of what was fetched"
@@ -71,7 +71,7 @@ def test_bf16_follows_the_fp32_run(world, dataset_path, device, window_device, r
     config = configure(dataset_path, **{"run.device": "cuda", "model.param_dtype": "bfloat16"} | changes)
     dataset, metrics, _ = run(config, world)
     losses, _ = expected(configure(dataset_path), dataset)
-    assert [m.loss for m in metrics] == pytest.approx(losses, rel=2e-2)
+    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=2e-2)
 
 
 def transport_for(world, decision):

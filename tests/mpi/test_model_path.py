@@ -64,5 +64,5 @@ def test_training_from_a_directory_is_the_plain_loop_s(world, dataset_path, dire
     draw = Loader(dataset, minibatch_sequences=7, max_tokens_per_microbatch=64, seed=config.run.seed)
     minibatches = [minibatch.indices for minibatch in itertools.islice(draw, STEPS)]
     losses = plain.train(reference, dataset, minibatches, config.optim)
-    assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
     assert_close(state, reference.state_dict())
