@@ -1,7 +1,6 @@
 """What a machine can check of the wording of docstrings; part of `make lint`.
 
-    python tests/lint_wording.py            every room but those of NOT_YET
-    python tests/lint_wording.py ROOM ...   these rooms, and modules of the top folder, by name
+    python tests/lint_wording.py
 
 A public function or method says who takes part: a sentence of its docstring begins with Collective, One-sided or Local.
 Exempt are properties, which are local, and docstrings that refer to another one: "See `Device`."; methods that
@@ -15,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "odc_mpi"
-#: Rooms that are not checked without being named.
-NOT_YET = {"comm", "shard", "train", "observe", "bench", "report", "simulate", "cli"}
 
 _PARTICIPANTS = re.compile(r"(?:^\s*|[.:?!] )(?:Collective|One-sided|Local)\b", re.MULTILINE)
 _REFERENCE = re.compile(r"See `[\w.]+`")
@@ -56,17 +53,15 @@ def _must_say_who(node: Definition) -> bool:
     return not isinstance(node, ast.ClassDef) and not any(name.endswith("property") for name in decorators)
 
 
-def main(rooms: list[str]) -> int:
+def main() -> int:
     """Print all complaints; 1 if there are any."""
     found = 0
     for path in sorted(PACKAGE.rglob("*.py")):
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if room in rooms if rooms else room not in NOT_YET:
-            for line, fault in complaints(path.read_text(encoding="utf-8")):
-                print(f"{path.relative_to(PACKAGE.parent)}:{line}: {fault}")
-                found += 1
+        for line, fault in complaints(path.read_text(encoding="utf-8")):
+            print(f"{path.relative_to(PACKAGE.parent)}:{line}: {fault}")
+            found += 1
     return min(found, 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

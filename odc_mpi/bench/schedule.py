@@ -185,7 +185,7 @@ class Runner(ABC):
 
     @abstractmethod
     def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:
-        """Yield what this rank is to run, each when the one before it is done."""
+        """Yield this rank's microbatches, each when the one before it is done. Local, or one-sided."""
 
     def prepare_next(self) -> None:  # noqa: B027 - not everybody has to
         """Do what belongs between A and B. Local."""

@@ -69,7 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. What it communicates is its own affair.
+    """Run a command. Collective, if the command is.
 
     Args:
         argv: Arguments, by default those of the process.

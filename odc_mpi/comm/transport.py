@@ -170,7 +170,7 @@ class Host:
         """Make the memory for what was planned, filled with zeros. Collective, once."""
 
     def flush(self) -> None:
-        """Return when everything this rank pushed is in its owners' hands: before A. One-sided."""
+        """Wait until everything that this rank pushed is with its owners: before A. One-sided."""
 
     def complete(self) -> None:
         """Make the shards hold everything that was pushed: after A. Local."""

@@ -66,7 +66,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from None
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append a line at once, so that a run which dies leaves all its finished steps. nan and inf are null."""
+        """Append a line at once: a run that dies leaves all its finished steps. nan and inf are null. Local."""
         line = (json.dumps(_finite(dict(metrics)), allow_nan=False) + "\n").encode()
         begin = self._file.tell()
         try:
@@ -81,7 +81,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             self._warned = True
 
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
+        """Close the file; a second time does nothing. Local."""
         with suppress(OSError):
             self._file.close()
 
@@ -122,7 +122,7 @@ class Summary:
         self._earlier, self._earlier_s = dict(self._values), self._step_s
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Take in one step."""
+        """Add the metrics of one step. Local."""
         self._num_steps += 1
         self._step_s += metrics["step_s"]
         for key, (metric, rule) in self._entries.items():
@@ -137,7 +137,7 @@ class Summary:
                 self._values[key] = value
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of ``summary.json``.
+        """Return the content of ``summary.json``. Local.
 
         Args:
             facts: What the steps do not tell, or tell less well: the sum of an entry since this start, which is then

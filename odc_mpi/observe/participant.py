@@ -89,7 +89,7 @@ class Participant:
         return {}
 
     def state(self) -> Mapping[str, Any]:
-        """Return what the next step depends on, to be kept in checkpoints, as JSON takes it. Local."""
+        """Return the state on which the next step depends, for checkpoints, as JSON takes it. Local."""
         return {}
 
     def load_state(self, about: Mapping[str, Any]) -> None:

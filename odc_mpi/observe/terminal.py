@@ -50,7 +50,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self._print(self._line("step", [column.title for column in columns]), "bold")
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Show one finished step."""
+        """Show one finished step. Local."""
         step = f"{metrics['step']}/{self._total_steps}"
         cells = [column.show(metrics) for column in self._columns]
         if metrics["skipped"]:
@@ -61,12 +61,12 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
             self._bar.update(self._bar.task_ids[0], completed=metrics["step"], refresh=True)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Take the bar away and show the closing table."""
+        """Remove the bar and show the closing table. Local."""
         self.close()
         self.console.print(closing_table(summary))
 
     def close(self) -> None:
-        """Give the terminal back; a second time does nothing."""
+        """Give the terminal back; a second time does nothing. Local."""
         if self._bar:
             self._bar.stop()
             self._bar = None

@@ -76,7 +76,7 @@ def draw(kind: str, name: str, title: str, *parts: Any) -> str:
 
 
 def gantt(charts: Sequence[Chart], looks: Mapping[str, Look]) -> Figure:
-    """Draw who did what when, charts below each other on one axis of time; kinds in the order in which they lie."""
+    """Draw spans of time in lanes, charts below each other; kinds from the back to the front. Local."""
     heights = [0.24 * len(chart.lanes) + 0.1 for chart in charts]
     figure = _figure(sum(heights) + 0.5 * len(charts) + 1.1)
     all_axes = figure.subplots(len(charts), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -130,7 +130,7 @@ def _draw_marks(axes: Axes, chart: Chart) -> None:
 
 
 def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Sequence[float | None]) -> Figure:
-    """Draw bars from left to right, panels beside each other with the same rows; each with a format and a line."""
+    """Draw bars from left to right, panels beside each other, each with a format and a line. Local."""
     rows = next(iter(panels.values()))
     figure = _figure(0.36 * len(rows) + 1.6)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -177,7 +177,7 @@ def _draw_beside(axes: Axes, own: Sequence[Bar]) -> None:
 
 
 def curves(panels: Sequence[Panel], xlabel: str, x_form: Callable[[float], str] | None = None) -> Figure:
-    """Draw curves, panels below each other on one x axis; with `x_form` it is logarithmic."""
+    """Draw curves, panels below each other on one x axis; with `x_form` it is logarithmic. Local."""
     heights = [panel.height for panel in panels]
     figure = _figure(sum(heights) + 0.4 * len(panels) + 0.6)
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -233,7 +233,7 @@ def _apart(heights: Sequence[float], room: float) -> list[float]:
 
 
 def histograms(panels: Sequence[Histogram]) -> Figure:
-    """Draw histograms beside each other."""
+    """Draw histograms beside each other. Local."""
     figure = _figure(3.4)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         axes.set_title(panel.heading)
@@ -258,7 +258,7 @@ def histograms(panels: Sequence[Histogram]) -> Figure:
 def stack(
     x: Sequence[float], parts: Mapping[str, Sequence[float]], looks: Mapping[str, Look], xlabel: str, points: Panel
 ) -> Figure:
-    """Draw what makes up a whole, as bars, below a panel of curves on the same axis."""
+    """Draw the parts of a whole as bars, below a panel of curves on the same axis. Local."""
     figure = _figure(5.2)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.4])
     above.set_title(points.heading)

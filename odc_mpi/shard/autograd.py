@@ -37,7 +37,7 @@ class WholeParameters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, unit: Unit, names: Sequence[str], push: Push) -> Any:
-        """Return the whole parameters of these names.
+        """Return the whole parameters of these names. One-sided, as a fetch is.
 
         Args:
             ctx: Autograd's.

@@ -109,18 +109,18 @@ class FlatLayout:
         )
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """Return the first and one past the last element of the flat array that a rank owns; equal if it owns none."""
+        """Return the first and one past the last element of the flat array of a rank; equal if it owns none. Local."""
         start = min(rank * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
 
     def owners(self, start: int, stop: int) -> range:
-        """Return the ranks that own some element of `[start, stop)`."""
+        """Return the ranks that own some element of `[start, stop)`. Local."""
         if start >= stop:
             return range(0)
         return range(start // self.shard_numel, (stop - 1) // self.shard_numel + 1)
 
     def slices(self, rank: int) -> tuple[Slice, ...]:
-        """Return a rank's part of every parameter, in order; an empty slice where it owns nothing."""
+        """Return a rank's part of every parameter, in order; an empty slice where it owns nothing. Local."""
         first, last = self.owned(rank)
         slices = []
         for slot in self.slots:

@@ -60,7 +60,7 @@ class Minibatch:
         self._reports = np.empty((0, 0))
 
     def report(self, fullness: float) -> np.ndarray:
-        """Return what this rank tells, `[1 + num_values]` float64. Local."""
+        """Return the numbers that this rank tells at A, `[1 + num_values]` float64. Local."""
         return np.array([fullness, *self.values.values()])
 
     def receive(self, reports: np.ndarray) -> None:
@@ -185,7 +185,7 @@ class ShardedModel:
         return {name: slot.spec.shape for unit in self.units for name, (_, slot) in unit.slots.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Refuse: the module's own parameters are placeholders, which training would not change."""
+        """Refuse: the module's own parameters are placeholders, which training would not change. Local."""
         raise TypeError("a sharded model has no parameters() of its own; give the optimizer model.shard_parameters()")
 
     @contextmanager

@@ -32,7 +32,7 @@ class UnitParameters:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def specs(self, requires_grad: bool) -> list[ParameterSpec]:
-        """Describe the trainable or the frozen parameters."""
+        """Describe the trainable or the frozen parameters. Local."""
         return [
             ParameterSpec(name, tuple(parameter.shape), requires_grad)
             for name, parameter in self.parameters.items()

@@ -22,7 +22,7 @@ class Weights(Protocol):
     """Where initial parameters come from, slice by slice: files, a seeded draw, a module that has them."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements `[start, stop)` of a flattened parameter, in any floating-point type.
+        """Return elements `[start, stop)` of a flattened parameter, in any floating-point type. Local, or collective.
 
         Every rank reads every parameter once, empty slices too, all in the same order.
         """

@@ -216,7 +216,7 @@ class ReadyUnits:
             self._release(unit)
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
-        """Return which ready unit, and which of its arrays, a tensor looks into; None if it does not. Local."""
+        """Return the ready unit and its array that a tensor is a view of; None if there is none. Local."""
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         return self._by_pointer.get(tensor.untyped_storage().data_ptr())

@@ -119,7 +119,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         return {key: value for each in reversed(self.participants) for key, value in each.finish().items()}
 
     def state(self) -> dict[str, Any]:
-        """Return what the next step depends on besides model and optimizer, as JSON takes it. Local."""
+        """Return the state of the run besides model and optimizer, as JSON takes it. Local."""
         return {key: value for each in self.participants for key, value in each.state().items()}
 
     def load_state(self, about: Mapping[str, Any]) -> None:

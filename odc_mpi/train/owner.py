@@ -88,7 +88,7 @@ class Owner(AbstractContextManager["Owner"]):
             time.sleep(0.1)
 
     def _read(self) -> dict[str, Any]:
-        """Return what the file says; nothing if there is none, or what it says makes no sense."""
+        """Return the content of the file; nothing if there is no file, or no sense in it."""
         try:
             record = json.loads(self._path.read_text(encoding="utf-8", errors="replace"))
         except (FileNotFoundError, ValueError):
@@ -120,7 +120,7 @@ def _is_alive(other: Mapping[str, Any]) -> bool:
 
 
 def _start_of(pid: object) -> str | None:
-    """Return when a process began, in the kernel's ticks since this boot; None if it is not there, or is a zombie."""
+    """Return the start of a process, in the kernel's ticks since this boot; None for no process, or a zombie."""
     try:
         fields = Path(f"/proc/{int(str(pid))}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
         state, started = fields.split()[0], fields.split()[19]

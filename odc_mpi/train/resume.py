@@ -107,7 +107,7 @@ class PatientWeights:
         """Check that all that was read is what was written. Local.
 
         Raises:
-            UserError: It is not.
+            UserError: Some of it is damaged.
         """
         if self._error:
             raise self._error

@@ -197,7 +197,7 @@ def _restore(trainer: Trainer, origin: Origin, rank: int) -> None:
 
 
 def _opening(config: Config, world: World, decision: Decision, origin: Origin | None) -> str:
-    """Return what to print before the first step: the ranks, their nodes, and where the run begins."""
+    """Return the lines before the first step: the ranks, their nodes, and where the run begins."""
     line = f"{world.mpi_library}, ranks {world.size}, nodes {world.num_nodes}: {decision.one_line()}"
     if decision.reduction.choice == "mailbox":
         line += f"; mailbox of {config.comm.mailbox_bytes >> 10:,} KiB per rank at most"
@@ -206,7 +206,7 @@ def _opening(config: Config, world: World, decision: Decision, origin: Origin | 
 
 
 def _facts(config: Config, world: World, decision: Decision, model: ShardedModel) -> dict[str, Any]:
-    """Return what the run ran on, for the summary."""
+    """Return the facts of the machine and the model, for the summary."""
     return {
         "world_size": world.size,
         "num_nodes": world.num_nodes,

@@ -77,7 +77,7 @@ class Saving(Participant):
         self._num_waits = 0
 
     def tell(self) -> tuple[float, float, float]:
-        """Return which checkpoint this rank has written. Local."""
+        """Return the last checkpoint that this rank has written, in numbers. Local."""
         return self._saver.report()
 
     def hear(self, step: Step, told: sharded.Minibatch) -> None:
@@ -148,7 +148,7 @@ class Saving(Participant):
 
 
 def about_run(config: Config, module: Any, data_digest: str, origin: str | None) -> dict[str, Any]:
-    """Return what a checkpoint tells of its run besides its state, as JSON takes it. Local."""
+    """Return the description of a run that a checkpoint holds besides the state, as JSON takes it. Local."""
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     return {
         "config": asdict(config),

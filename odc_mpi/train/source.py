@@ -92,7 +92,7 @@ class LearnedCost(Participant):
             self._fitted.observe(self._lengths[ran.batch.indices], ran.own_s)
 
     def tell(self) -> list[float]:
-        """Return what this rank observed. Local."""
+        """Return the times that this rank observed. Local."""
         row: list[float] = self._fitted.report().tolist()
         return row
 
@@ -102,7 +102,7 @@ class LearnedCost(Participant):
         self._loader.cost = self._fitted.cost
 
     def state(self) -> dict[str, Any]:
-        """Return what was learned. Local."""
+        """Return the learned cost. Local."""
         return {"cost": self._fitted.state_dict()}
 
     def load_state(self, about: Mapping[str, Any]) -> None:

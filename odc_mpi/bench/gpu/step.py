@@ -102,7 +102,7 @@ def comparable(config: Config) -> Config:
 
 
 def write_data(path: Path, num_sequences: int = SEQUENCES, length: int = LENGTH, vocab_size: int = 32000) -> None:
-    """Write a data set of sequences of one length, their tokens drawn by Zipf's law: a loss falls, but not at once."""
+    """Write a data set of sequences of one length, their tokens drawn by Zipf's law: a loss falls slowly. Local."""
     rng = np.random.default_rng(0)
     with DatasetWriter(path, vocab_size=vocab_size, tokenizer="none", source="Zipf's law") as writer:
         for _ in range(num_sequences):

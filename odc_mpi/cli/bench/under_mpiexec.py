@@ -27,7 +27,7 @@ def add_rounds(parser: argparse.ArgumentParser, repeats: int) -> None:
 
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
-    """Add what is asked of a command that starts mpiexec itself."""
+    """Add the options of a command that starts mpiexec itself. Local."""
     parser.add_argument(
         "--timeout-s", type=positive, default=900, metavar="SECONDS", help="until all ends; default: 900"
     )

@@ -26,7 +26,7 @@ class Mark(Protocol):
     """A place behind everything that a device had been given so far. `torch.cuda.Event` is one."""
 
     def synchronize(self) -> None:
-        """Return when the device has done all of it. Local; leaves the core and the GIL to others."""
+        """Wait until the device has done all of it. Local; leaves the core and the GIL to others."""
 
 
 class Device(Protocol):

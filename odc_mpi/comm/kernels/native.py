@@ -133,7 +133,7 @@ def add_slots_with_torch(shard: torch.Tensor, slots: Sequence[Piece]) -> None:
 
 
 def why_no_kernels(device: torch.device) -> str | None:
-    """Return why torch's operators serve for tensors on a device; None if kernels do. Local.
+    """Return the reason for torch's operators instead of kernels on a device; None if kernels run. Local.
 
     Raises:
         RuntimeError: CuPy is installed, but cannot be imported.

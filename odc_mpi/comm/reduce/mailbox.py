@@ -168,7 +168,7 @@ class MailboxReduction(Reduction):
         self._inbox.free()
 
     def _wait(self, push: "_Push") -> None:
-        """Return when a push is in its owners' rings."""
+        """Wait until a push is in its owners' rings."""
         while push.numel:
             owner = next(ring.owner for ring in self._rings.values() if any(p.push is push for p in ring.pieces))
             with self.world.deadline(f"waiting for room to push the gradient of unit {push.name}", [owner]):
@@ -194,7 +194,7 @@ class MailboxReduction(Reduction):
         return bool(filled)
 
     def _confirm(self) -> None:
-        """Return when every owner's memory shows what was sent to it. After a flush."""
+        """Wait until every owner's memory shows the counter that was sent to it. After a flush."""
         late = np.flatnonzero(self._confirmed != self._sent).tolist()
         while late:
             for owner in late:
@@ -242,7 +242,7 @@ class MailboxReduction(Reduction):
                 self._unflushed.append(pusher)
 
     def _headers(self, pusher: int, taken: int, sent: int) -> tuple[list[Header], int]:
-        """Return what the headers of one pusher's slots say, from `taken` on, and where the last slot ends."""
+        """Return the headers of one pusher's slots, from `taken` on, and the end of the last slot."""
         self._inbox.sync()  # no load of a slot may come before that of the counter
         headers = []
         # The last one may end behind `sent`, whose bytes may not have come all at once.
@@ -268,7 +268,7 @@ class _Push:
     numel: int = 0
 
     def wait(self) -> None:
-        """Return when all are, serving meanwhile. One-sided, but as slow as the slowest owner where rings are full."""
+        """Wait until all elements are in rings, serving meanwhile. One-sided; full rings wait for their owners."""
         self.reduction._wait(self)
 
 

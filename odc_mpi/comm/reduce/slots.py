@@ -55,7 +55,7 @@ class HostSlots:
         self._adding = threading.Lock()
 
     def host_ring_bytes(self, ring_bytes: int) -> int:
-        """Return what a ring takes of the inbox. Local."""
+        """Return the bytes that a ring takes of the inbox. Local."""
         return ring_bytes
 
     def allocate(self, inbox: Window, rings_start: int, ring_bytes: int, numels: Mapping[int, int]) -> None:
@@ -91,7 +91,7 @@ class HostSlots:
         self._inbox.put(owner, at + HEADER_BYTES, values.view(np.uint8))
 
     def flush(self, owner: int | None = None) -> None:
-        """Return when what was put is at its owner, or at all. One-sided."""
+        """Wait until all puts are at an owner, or at all owners. One-sided."""
         self._inbox.flush(owner)
 
     def header(self, pusher: int, place: int) -> list[int]:
