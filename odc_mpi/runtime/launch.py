@@ -40,6 +40,8 @@ _END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 #: The failure of a child that neither crashed nor finished.
 ENDED_BY_LAUNCHER = "ended by the launcher"
+#: How a failure begins that is a time-out.
+NO_ANSWER = "no answer within"
 
 
 def is_launched() -> bool:
@@ -128,7 +130,7 @@ def _until_known(
             return Ending(child.news, ENDED_BY_LAUNCHER, child.last_words())
         if time.monotonic() > min(deadline, quiet_until):
             limit_s = quiet_s if quiet_until < deadline else deadline_s
-            return Ending(child.news, f"no answer within {limit_s:g} s", child.last_words())
+            return Ending(child.news, f"{NO_ANSWER} {limit_s:g} s", child.last_words())
 
 
 def _until_not_needed(child: "_Child", notes: "_Notes", ended: threading.Event, deadline_s: float) -> Ending:

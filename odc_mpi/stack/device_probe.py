@@ -22,10 +22,11 @@ from mpi4py import MPI
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.windows.device_window import DeviceWindow, by_address
 from odc_mpi.errors import UserError
+from odc_mpi.runtime.launch import NO_ANSWER
 from odc_mpi.runtime.world import World
 from odc_mpi.stack import cache, gpu
 from odc_mpi.stack.operations import Buffer, HostBuffer
-from odc_mpi.stack.report import DEVICE_OPERATIONS, NO_ANSWER, Report
+from odc_mpi.stack.report import DEVICE_OPERATIONS, Report
 from odc_mpi.stack.trial import LARGE_BYTES, Budget, Trials
 
 #: There are six operations for each kind of peer.

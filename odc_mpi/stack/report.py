@@ -7,8 +7,6 @@ from typing import Any
 PEER_KINDS = ("same_node", "other_node")
 #: The problem of an operation that completed with a wrong result.
 WRONG = "what arrived is not what was sent"
-#: The beginning of the problem of an operation that did not complete in time.
-NO_ANSWER = "no answer within"
 #: Operations, as fields of `Peer`, in the order in which a probe tries them: the one most likely to fail comes last.
 OPERATIONS = ("get", "put", "fetch_and_op", "accumulate")
 #: Operations on windows on a device, and from which memory of their origin, as fields of `DeviceWindows`, in the order

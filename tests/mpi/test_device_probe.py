@@ -1,5 +1,6 @@
 """Windows on devices are tried with all peers and from both kinds of memory; host memory stands in for a device."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -102,6 +103,20 @@ def test_a_kept_verdict_serves_all_ranks_in_the_same_layout_only(world, tmp_path
         assert kept_verdict(world, device) is None
     monkeypatch.setattr(world, "node", world.node + world.rank)
     assert (kept_verdict(world, device) is None) == (world.size > 1)
+
+
+def test_a_verdict_that_is_a_time_out_is_kept_for_a_shorter_time(world, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device, now_s = LateDevice(), time.time()
+    key = verdict_key(world, device)
+    tried = Report(nodes=1, ranks_per_node=(world.size,)).with_device(window=True)
+    for problem, after_two_days in (("crashed (SIGSEGV on rank 1)", True), ("no answer within 12 s", False)):
+        if world.rank == 0:
+            cache.store(key, tried.with_problem(f"from_device same_node get: {problem}"))
+        assert kept_verdict(world, device) is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.time, "time", lambda: now_s + 2 * 24 * 3600)
+            assert (kept_verdict(world, device) is not None) == after_two_days
 
 
 def test_no_device_unless_every_rank_has_one(world, monkeypatch):

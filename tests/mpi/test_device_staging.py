@@ -1,10 +1,13 @@
 """Training on a device, with host memory in its place: through pinned memory to windows and back."""
 
 import pytest
+import torch
 from late_device import LateDevice
 from test_parity import assert_close, configure, expected, run
 
 from odc_mpi import api
+from odc_mpi.comm.compose import staged, window_transport
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = pytest.mark.mpi
 
@@ -39,3 +42,23 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, c
     assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
     assert_close(state, parameters)
     assert device.copies > 5 * len(metrics)
+
+
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("registers", [True, False])
+def test_a_fetch_is_copied_straight_from_windows_that_the_driver_takes(world, registers):
+    device = LateDevice(can_register=registers)
+    transport = staged(window_transport(world), device)
+    layout = FlatLayout.build("unit", [ParameterSpec("weight", (50, 7), True)], world.size)
+    transport.allocate([layout])
+    assert bool(device.registered) == registers
+    first, last = layout.owned(world.rank)
+    transport.parameters.shard(0)[: last - first] = torch.arange(first, last, dtype=torch.float32)
+    transport.publish_parameters()
+    fetched = transport.parameters.fetch(0).wait()
+    assert torch.equal(fetched, torch.arange(350.0))
+    # Nothing lies in between: on one node a fetch is a view of the windows.
+    assert (transport.hosts[-1].pool.peak_bytes == 0) == registers
+    transport.parameters.release(fetched)
+    transport.close()
+    assert device.registered == [], "memory goes after the driver has let go of it"

@@ -6,6 +6,7 @@ from late_device import LateDevice
 
 from odc_mpi.comm.windows import rma
 from odc_mpi.comm.windows.device_window import DeviceWindow, by_address
+from odc_mpi.errors import AgreedError, UserError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -81,3 +82,14 @@ def test_memory_stays_as_long_as_somebody_looks_at_it(world, device):
     kept.fill_(3)
     window.free()
     assert kept.sum() == 2970
+
+
+def test_too_little_memory_on_one_rank_is_an_error_on_all(world, device):
+    def window_memory(num_bytes):
+        if world.rank == world.size - 1:
+            raise UserError("there is too little memory")
+        return device.memory(num_bytes)
+
+    device.window_memory = window_memory
+    with pytest.raises(AgreedError, match="there is too little memory"):
+        DeviceWindow(world, 1000, torch.float32, device)

@@ -1,8 +1,10 @@
 """What ranks do while they wait for each other outside of training."""
 
+import threading
 import time
 
 import pytest
+from mpi4py import MPI
 
 LATE_S = 2.0
 
@@ -19,3 +21,19 @@ def test_who_waits_for_a_late_rank_leaves_it_the_core(world):
     if world.rank:
         assert waited_s > LATE_S / 4
         assert cpu_s < waited_s / 2
+
+
+def test_ranks_of_a_host_share_its_cores_whatever_mpi_takes_for_a_node(world, monkeypatch):
+    assert (world.host_rank, world.host_size) == (world.rank, world.size), "all tests run on one host"
+    cores = world.cores_per_rank()
+    monkeypatch.setattr(world, "node", world.rank)  # as under MPIR_CVAR_NOLOCAL
+    monkeypatch.setattr(world, "local_size", 1)
+    assert world.cores_per_rank() == cores
+
+
+@pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="the thread runs under MPI_THREAD_MULTIPLE")
+def test_the_world_s_own_thread_is_prepared_before_it_calls_mpi(world):
+    prepared = threading.Event()
+    world.prepare_threads(prepared.set)
+    assert prepared.wait(5.0)
+    world.prepare_threads(lambda: None)
