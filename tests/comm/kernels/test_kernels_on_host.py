@@ -128,7 +128,10 @@ def test_one_element_among_many_threads_shows(kernels, value):
 def test_indices_beyond_32_bits(kernels):
     """Arrays that only would be as large: nothing is touched but the end of them."""
     far = 5 * 2**31 + 32
-    source, flat = random_values(np.random.default_rng(1), (500,), torch.bfloat16), torch.full((600,), -7.0)
+    # Mapped memory lies high: below that of a small heap there are no addresses for the rest of the arrays.
+    source, flat = before_a_hole(500, torch.bfloat16), before_a_hole(600, torch.float32)
+    source.copy_(random_values(np.random.default_rng(1), (500,), torch.bfloat16))
+    flat.fill_(-7.0)
     table = np.zeros(1, dtype=native._TABLE)
     table["source"][0, 0] = (source.data_ptr() - far * source.itemsize) % 2**64
     table["stop"][0, 0], table["type"][0, 0] = far + 500, native.TYPES[source.dtype]
