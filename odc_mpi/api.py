@@ -7,7 +7,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from odc_mpi.comm.compose import collective_transport, device_transport, staged, window_transport
+from odc_mpi.comm.compose import (
+    alone_transport,
+    collective_transport,
+    device_transport,
+    staged,
+    window_transport,
+)
 from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction, Reduction
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
@@ -170,7 +176,10 @@ def _transport(
         host = collective_transport(world, param_dtype, reduce_dtype)
         return host if device is None else staged(host, device)
     reduction, progress = decision.reduction.choice, decision.progress.choice == "thread"
+    zero_copy = decision.zero_copy.choice == "on"
     if device is not None and decision.window_device is not None and decision.window_device.choice == "cuda":
+        if zero_copy:
+            return alone_transport(world, device, param_dtype, reduce_dtype)
         return device_transport(
             world,
             device,
@@ -188,7 +197,7 @@ def _transport(
         world,
         param_dtype,
         reduce_dtype,
-        zero_copy=decision.zero_copy.choice == "on",
+        zero_copy=zero_copy,
         reduction=reductions[reduction],
         progress=progress,
     )

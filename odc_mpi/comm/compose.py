@@ -3,6 +3,7 @@
     window       shards in windows on the host                     the model computes on the host
     staged       as window, and pinned memory between              ... on a device
     device       shards in windows on the device                   ... on a device
+    alone        one rank, its shards in memory of the device      ... on a device
     collective   shards in private memory                          ... on the host, or staged
 
 Making one is local; `Transport.allocate` is collective. Each is closed with its world at the latest.
@@ -15,6 +16,7 @@ import torch
 from mpi4py import MPI
 
 from odc_mpi.comm.collective import CollectiveGradients, CollectiveParameters
+from odc_mpi.comm.device.alone import OwnGradients, OwnParameters
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.device.device_stores import DeviceGradients, DeviceOrder, DeviceParameters
 from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedParameters
@@ -102,6 +104,27 @@ def device_transport(
         device=device.torch_device,
         threads=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
     )
+
+
+def alone_transport(
+    world: World, device: Device, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
+) -> Transport:
+    """Put together the shards of a single rank in a device's memory, where nothing travels. Local.
+
+    Args:
+        world: Of one rank.
+        device: Of this rank.
+        param_dtype: As for `window_transport`.
+        reduce_dtype: As for `window_transport`.
+
+    Raises:
+        ValueError: A type cannot travel, or cannot be summed.
+    """
+    assert world.size == 1
+    parameters, gradients = OwnParameters(param_dtype, device), OwnGradients(reduce_dtype, device)
+    group, hosts = WorldGroup(world), (parameters, gradients)
+    # No thread of ours computes on the device: what it is given there has no order with what the others give it.
+    return Transport(group, parameters, gradients, hosts, device=device.torch_device, threads=False)
 
 
 def collective_transport(

@@ -308,6 +308,8 @@ class ShardedModel:
         self._check_handle.remove()
         self._pusher.close()
         self._ready.close()
+        for unit in self.units:
+            unit.forget()
         self._slices.detach()
         self._transport.close()
 

@@ -109,10 +109,15 @@ class Unit:
         """Give the whole parameters up. Local."""
         assert self.state is UnitState.READY
         arrays, self._arrays = self._arrays, []
-        self._handed_out = {}
+        if transport.parameters.copies:
+            self._handed_out = {}  # they keep the buffer; what is a view is in the same place the next time
         self.state = UnitState.SHARDED
         for array in arrays:
             transport.parameters.release(array)
+
+    def forget(self) -> None:
+        """Let go of all memory of a unit that will not be fetched again. Local."""
+        self._handed_out = {}
 
     def storage_pointers(self) -> list[int]:
         """Return the addresses of the memory that a ready unit's arrays occupy. Local."""

@@ -28,6 +28,9 @@ LEAST_SHARE_OF_PUT = 0.25
 #: A thread that serves peers calls MPI beside the one that computes.
 THREADS_NEEDED = "MPI_THREAD_MULTIPLE"
 
+#: The reason for zero-copy where there is nobody else.
+ALONE = "the only rank of its node reads its own memory"
+
 _WHERE = {"same_node": "on the same node", "other_node": "on the other node"}
 _NAMES = {"get": "Get", "put": "Put", "accumulate": "Accumulate", "fetch_and_op": "Fetch_and_op"}
 _SETTINGS = {
@@ -198,11 +201,17 @@ def _on_device(report: Report, proof: Proof, wishes: Wishes, window_device: Choi
     reduction = _reduction_on_device(proof, wishes.reduction)
     return Decision(
         window=Choice("create", "Win.Create over memory of the GPUs"),
-        zero_copy=Choice("off", "nothing is read in place on another GPU"),
+        zero_copy=_zero_copy_on_device(report, wishes.zero_copy),
         reduction=reduction,
         progress=_progress(report, proof.peers, wishes.progress, reduction.choice),
         window_device=window_device,
     )
+
+
+def _zero_copy_on_device(report: Report, wish: str) -> Choice:
+    if report.kinds:
+        return Choice("off", "nothing is read in place on another GPU")
+    return Choice("on", ALONE) if wish == "auto" else Choice(wish, "set by comm.zero_copy")
 
 
 def _reduction_on_device(proof: Proof, wish: str) -> Choice:
@@ -228,7 +237,7 @@ def _zero_copy(report: Report, wish: str) -> Choice:
     if not shared.contiguous:
         return Choice("off", "the ranks' pieces of shared memory do not lie side by side")
     if shared.load_s is None:
-        return Choice("on", "the only rank of its node reads its own memory")
+        return Choice("on", ALONE)
     return Choice("on", f"a node's ranks read each other in place, 64 bytes in {format_seconds(shared.load_s)}")
 
 

@@ -135,7 +135,9 @@ def doctor(job: Job, ranks: int) -> int | Skipped:
 
 def bench(job: Job, part: str) -> int | Skipped:
     """Measure; the object is a figure."""
-    code, output = job.call(ODC_MPI, "bench", "gpu", "--parts", part, "--timeout-s", int(STAGE_S) - 20, "--json")
+    options = ("--ranks", 1, "--steps", 2, "--repeats", 3) if part == "step" else ()
+    limit = ("--timeout-s", int(STAGE_S) - 20)
+    code, output = job.call(ODC_MPI, "bench", "gpu", "--parts", part, *options, *limit, "--json")
     _keep_object(job, output)
     return code
 

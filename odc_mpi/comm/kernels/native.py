@@ -19,6 +19,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -222,11 +223,29 @@ def _launch(
 def _run(file: str, kernel: str, device: torch.device, num_blocks: int, arguments: tuple[Any, ...]) -> None:
     cupy = _cupy()
     assert cupy is not None
-    stream = cupy.cuda.Stream.from_external(_Stream(torch.cuda.current_stream(device).cuda_stream))
+    stream = _stream(torch.cuda.current_stream(device).cuda_stream)
     most = BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device)
-    # Both devices: torch has to find the one again that it left, whatever CuPy takes for the one before.
-    with torch.cuda.device(device), cupy.cuda.Device(device.index), stream:
+    with _on(device, cupy), stream:
         _kernel(file, kernel)((min(num_blocks, most),), (THREADS,), arguments)
+
+
+def _on(device: torch.device, cupy: ModuleType) -> AbstractContextManager[object]:
+    """Make a device the current one meanwhile. As a rule it is, and nothing is done: a launch takes long enough."""
+    if torch.cuda.current_device() == device.index:
+        return nullcontext()
+    both = ExitStack()
+    # Both: torch has to find the one again that it left, whatever CuPy takes for the one before.
+    both.enter_context(torch.cuda.device(device))
+    both.enter_context(cupy.cuda.Device(device.index))
+    return both
+
+
+@functools.cache
+def _stream(address: int) -> Any:
+    """Return CuPy's name of a stream; torch has few, and keeps them as long as the process lasts."""
+    cupy = _cupy()
+    assert cupy is not None
+    return cupy.cuda.Stream.from_external(_Stream(address))
 
 
 @functools.cache

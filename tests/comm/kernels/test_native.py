@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
@@ -129,23 +129,28 @@ def test_a_kernel_that_cannot_be_built_is_told_of(monkeypatch):
         native._kernel("flatten", "flatten_float32")
 
 
+@pytest.mark.parametrize("current", [0, 3])
 @pytest.mark.parametrize(("num_blocks", "launched"), [(1, 1), (1000, 320)])
-def test_a_launch_goes_to_torch_s_stream_and_device(monkeypatch, num_blocks, launched):
+def test_a_launch_goes_to_torch_s_stream_and_device(monkeypatch, num_blocks, launched, current):
     """What is handed to CuPy; whether it is right tells a GPU only."""
     cupy, cuda = MagicMock(), MagicMock()
     cuda.current_stream.return_value.cuda_stream = 4711
+    cuda.current_device.return_value = current
     cuda.get_device_properties.return_value.multi_processor_count = 10
     monkeypatch.setattr(native, "_cupy", lambda: cupy)
     monkeypatch.setattr(torch, "cuda", cuda)
     native._kernel.cache_clear()
+    native._stream.cache_clear()
     gpu, arguments = torch.device("cuda", 3), (np.zeros(1, dtype=native._TABLE), np.int32(0))
     native._run("flatten", "flatten_float32", gpu, num_blocks, arguments)
     native._kernel.cache_clear()
+    native._stream.cache_clear()
     ((stream,), _) = cupy.cuda.Stream.from_external.call_args
     assert stream.__cuda_stream__() == (0, 4711)
     cupy.cuda.Stream.from_external.return_value.__enter__.assert_called_once()
-    cuda.device.assert_called_once_with(gpu)
-    cupy.cuda.Device.assert_called_once_with(3)
+    # It is left as it is where it is the current one.
+    assert cuda.device.mock_calls[:1] == ([] if current == 3 else [call(gpu)])
+    assert cupy.cuda.Device.mock_calls[:1] == ([] if current == 3 else [call(3)])
     cupy.RawModule.assert_called_once_with(code=native.read_source("flatten"), options=("-std=c++17",))
     get_function = cupy.RawModule.return_value.get_function
     get_function.assert_called_once_with("flatten_float32")
