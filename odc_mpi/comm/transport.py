@@ -199,6 +199,9 @@ class ParameterStore(ABC):
 
     #: Whether a fetch moves bytes; if not, it is a view of memory that is there already, and nothing is fetched ahead.
     copies: bool = True
+    #: Whether what was fetched may be looked at until B, and its memory for ever, given back or not: then a graph may
+    #: keep it.
+    stays: bool = False
 
     def __init__(self, dtype: torch.dtype, buffers: BufferPool | None = None) -> None:
         self.dtype = dtype

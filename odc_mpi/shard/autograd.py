@@ -8,7 +8,8 @@ Note: saved parameters
     The forward saves weights for the backward. Saved as they are, they would keep every unit's buffer alive until the
     backward has passed, the very memory that sharding is to save. `SavedTensors` saves instead where a tensor looked,
     and looks again, fetching the unit if need be, when the backward asks. A tensor that other hooks saved (activation
-    checkpointing, offloading) keeps its memory, so it stays right; it only costs more.
+    checkpointing, offloading) keeps its memory, so it stays right; it only costs more. Where a fetch is a view of memory
+    that stays, a graph keeps it as any other: to look at every saved tensor takes Python's time.
 
 Note: recomputation
     Activation checkpointing runs a unit's forward again inside the backward, under hooks of its own that must see every
@@ -20,6 +21,7 @@ Note: recomputation
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,8 +108,12 @@ class UnitCalls:
 
     def _tensors(self, unit: Unit, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         self._ready.require(unit)
-        tensors = WholeParameters.apply(self._anchor, unit, names, self._push)
+        tensors = WholeParameters.apply(self._anchor, unit, names, partial(self._push_of, self._ready.generation))
         return dict(zip(names, tensors, strict=True))
+
+    def _push_of(self, generation: int, unit: Unit, *gradients: Any) -> None:
+        self._ready.check_current(generation)
+        self._push(unit, *gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +142,8 @@ class SavedTensors:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Save this way in the enclosed forward. Local; does nothing inside itself or a backward."""
-        if self._active or in_backward():
+        """Save this way in the enclosed forward. Local; does nothing inside itself or a backward, or needlessly."""
+        if self._active or self._ready.stay or in_backward():
             yield
             return
         self._active = True
@@ -166,7 +172,6 @@ class SavedTensors:
                     f"it is at version {tensor._version}, saved was version {version}"
                 )
             return tensor
-        if saved.generation != self._ready.generation:
-            raise RuntimeError("backward after publish(): the parameters that its forward used are gone")
+        self._ready.check_current(saved.generation)
         self._ready.require(saved.unit)
         return saved.unit.look(saved.array, saved.dtype, saved.offset, saved.shape, saved.stride)

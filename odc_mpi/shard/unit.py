@@ -168,6 +168,7 @@ class ReadyUnits:
         activity: Tells the other ranks which unit is in use.
         generation: Counts publications: what was fetched before the last one is stale.
         readable: Whether parameters may be fetched: not between A and B, when their owners write them.
+        stay: Whether what units show may be kept, released or not.
     """
 
     def __init__(self, transport: Transport, prefetch: int = 0, spans: Spans | None = None) -> None:
@@ -185,6 +186,7 @@ class ReadyUnits:
         self._by_pointer: dict[int, tuple[Unit, int]] = {}
         self.generation = 0
         self.readable = True
+        self.stay = transport.parameters.stays
 
     def require(self, unit: Unit) -> None:
         """Make a unit ready, and start to fetch those that come next. One-sided."""
@@ -237,6 +239,12 @@ class ReadyUnits:
         """Release every unit because parameters are about to change. One-sided, as `release_all`."""
         self.release_all()
         self.generation += 1
+
+    def check_current(self, generation: int) -> None:
+        """Refuse a backward whose forward saw other parameters, or some that are being written. Local."""
+        if generation != self.generation:
+            raise RuntimeError("backward after publish(): the parameters that its forward used are gone")
+        self._check_readable()
 
     def check_unchanged(self) -> None:
         """Refuse that a parameter of a ready unit was changed in place. Local."""

@@ -22,6 +22,7 @@ class OwnParameters(ParameterStore, Host):
     """
 
     copies = False
+    stays = True
 
     def __init__(self, dtype: torch.dtype, device: Device) -> None:
         super().__init__(dtype)
