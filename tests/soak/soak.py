@@ -2,16 +2,27 @@
 
     mpiexec -n RANKS python tests/soak/soak.py --minibatches 500
 
-Arrays, sizes, dtypes, the reduction, the room in the mailbox, and whether a thread serves: all are drawn anew every
-few minibatches. Ranks sleep at random, push different numbers of gradients, also none, and have several on their way.
-Values are integers, so that sums are exact in any order; every rank knows from the seed what all others push.
+Arrays, sizes, dtypes, the reduction, the room in the mailbox, whether a thread serves, and who works off which
+microbatch (by turns, all by one rank, or whoever draws its ticket): all are drawn anew every few minibatches. Ranks
+sleep at random, push different numbers of gradients, also none, and have several on their way. Values are integers, so
+that sums are exact in any order; every rank knows from the seed what all microbatches push.
+
+On two hosts, by network namespaces:
+
+    python tests/hosts/two_hosts.py --ranks-per-host 2,1 -- tests/soak/soak.py --minibatches 500
+
+A run by hand also says how much memory the ranks hold after a fifth of the minibatches and at the end, and what it left
+in /dev/shm.
 """
 
 import argparse
 import functools
+import os
+import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,25 +30,36 @@ import torch
 from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.tickets import Tickets
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 MINIBATCHES_PER_LIFE = 20
 MAX_NUMEL = 200_000
-MAX_PUSHES = 8
+#: Of one microbatch.
+MAX_PUSHES = 4
+#: Of a minibatch, for each rank.
+MAX_MICROBATCHES = 3
+BALANCES = ("by turns", "all by one rank", "tickets")
 SMALLEST_RING = 256
 
 
 class Life:
-    """A transport with random arrays, and its minibatches."""
+    """A transport with random arrays, and its minibatches.
 
-    def __init__(self, world, seed, reduction):
+    Attributes:
+        num_checked: Sums that were compared.
+        num_sent: Pieces of gradients that this rank brought to other ranks.
+    """
+
+    def __init__(self, world, seed, reduction, tickets):
         # The same draw on every rank.
-        self.world, self.seed = world, seed
+        self.world, self.seed, self.tickets = world, seed, tickets
         rng = np.random.default_rng(seed)
         self.sizes = np.exp(rng.uniform(0, np.log(MAX_NUMEL), size=rng.integers(1, 6))).astype(int).tolist()
         self.dtype = [torch.float32, torch.float64][rng.integers(2)]
-        self.num_checked = 0
+        self.num_checked = self.num_sent = 0
+        self.balance = BALANCES[rng.integers(len(BALANCES))]
         # From a 64th of all gradients to more than is of use.
         room = max(SMALLEST_RING * world.size, int(sum(self.sizes) * 8 * 4 ** rng.uniform(-3, 1)))
         make = (
@@ -50,7 +72,8 @@ class Life:
         specs = [[ParameterSpec("p", (numel,), True)] for numel in self.sizes]
         self.transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
         self.name = (
-            f"{reduction}, {room if reduction == 'mailbox' else 0} bytes, {self.sizes}, thread {self.has_thread}"
+            f"{reduction}, {room if reduction == 'mailbox' else 0} bytes, {self.sizes}, thread {self.has_thread}, "
+            f"microbatches: {self.balance}"
         )
 
     def _keep(self, make):
@@ -77,9 +100,22 @@ class Life:
         if self.has_thread:
             thread.join()
 
-    def pushes(self, minibatch, rank):
-        """What a rank pushes: `(array, start, values)` each."""
-        rng = np.random.default_rng([*self.seed, minibatch, rank])
+    def num_microbatches(self, minibatch):
+        """How many microbatches there are for all ranks."""
+        return int(np.random.default_rng([*self.seed, minibatch]).integers(MAX_MICROBATCHES * self.world.size + 1))
+
+    def own(self, minibatch):
+        """The microbatches of this rank, one after the other."""
+        count, size = self.num_microbatches(minibatch), self.world.size
+        if self.balance == "tickets":
+            return self.tickets.draw(count)
+        if self.balance == "by turns":
+            return range(self.world.rank, count, size)
+        return range(count if minibatch % size == self.world.rank else 0)
+
+    def pushes(self, minibatch, microbatch):
+        """What a microbatch pushes: `(array, start, values)` each."""
+        rng = np.random.default_rng([*self.seed, minibatch, microbatch])
         for _ in range(rng.integers(0, MAX_PUSHES + 1)):
             index = int(rng.integers(len(self.sizes)))
             start, stop = sorted(rng.integers(0, self.sizes[index] + 1, size=2).tolist())
@@ -93,8 +129,11 @@ class Life:
         """Push, fetch, pass A, check, pass B."""
         whims = np.random.default_rng()  # nobody else needs to know when this rank sleeps and what it fetches
         on_the_way = []
-        for index, start, values in self.pushes(minibatch, self.world.rank):
+        drawn = (push for microbatch in self.own(minibatch) for push in self.pushes(minibatch, microbatch))
+        for index, start, values in drawn:
             gradient = torch.from_numpy(values).to(self.dtype)
+            owners = self.transport.parameters.layouts[index].owners(start, start + values.size)
+            self.num_sent += sum(owner != self.world.rank for owner in owners)
             on_the_way.append((self.transport.gradients.push(index, gradient, start), gradient))
             time.sleep(whims.choice([0, 1e-4, 2e-3, 5e-2], p=[0.4, 0.3, 0.28, 0.02]))
             if len(on_the_way) > whims.integers(4):
@@ -107,14 +146,15 @@ class Life:
         for pending, _ in on_the_way:
             pending.wait()
         self.transport.complete_gradients(np.zeros(1))
+        self.tickets.reset()
         self.check(minibatch)
         self.publish(minibatch + 1)
 
     def check(self, minibatch):
         """Compare this rank's shards with the exact sums, then clear them."""
         wanted = [np.zeros(numel) for numel in self.sizes]
-        for rank in range(self.world.size):
-            for index, start, values in self.pushes(minibatch, rank):
+        for microbatch in range(self.num_microbatches(minibatch)):
+            for index, start, values in self.pushes(minibatch, microbatch):
                 wanted[index][start : start + values.size] += values
         for index, layout in enumerate(self.transport.parameters.layouts):
             start, stop = layout.owned(self.world.rank)
@@ -132,16 +172,17 @@ class Life:
         self.transport.publish_parameters()
 
 
-def soak(world, num_minibatches, seed, reductions=("accumulate", "mailbox")):
+def soak(world, num_minibatches, seed, reductions=("accumulate", "mailbox"), after_life=lambda life, num_done: None):
     """Run lives until there were enough minibatches, with the reductions by turns; return how many values were checked.
 
     Raises:
         AssertionError: A gradient or parameter on this rank is not what it should be.
     """
     num_done = num_checked = 0
+    tickets = Tickets(world)
     while num_done < num_minibatches:
         number = num_done // MINIBATCHES_PER_LIFE
-        life = Life(world, [seed, number], reductions[number % len(reductions)])
+        life = Life(world, [seed, number], reductions[number % len(reductions)], tickets)
         with life.serving():
             life.publish(0)
             for minibatch in range(min(MINIBATCHES_PER_LIFE, num_minibatches - num_done)):
@@ -149,7 +190,26 @@ def soak(world, num_minibatches, seed, reductions=("accumulate", "mailbox")):
                 num_done += 1
         num_checked += life.num_checked
         life.transport.close()
+        after_life(life, num_done)
+    tickets.close()
     return num_checked
+
+
+class Memory:
+    """What this process holds after a fifth of the minibatches and at the end, and how much was sent in between."""
+
+    def __init__(self, num_minibatches):
+        self.num_minibatches, self.num_sent, self.held = num_minibatches, 0, []
+
+    def look(self, life, num_done):
+        if self.held:
+            self.num_sent += life.num_sent
+        if num_done >= self.num_minibatches or (not self.held and 5 * num_done >= self.num_minibatches):
+            self.held.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+
+    def told(self):
+        """Bytes at the first look, growth since, and pieces sent since."""
+        return self.held[0], self.held[-1] - self.held[0], self.num_sent
 
 
 def main():
@@ -160,15 +220,25 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     reductions = (arguments.reduction,) if arguments.reduction else ("accumulate", "mailbox")
+    memory = Memory(arguments.minibatches)
     with World(timeout_s=120) as world:
         began = time.perf_counter()
-        num_checked = sum(world.gather_objects(soak(world, arguments.minibatches, arguments.seed, reductions)))
-        if world.rank == 0:
-            print(
-                f"soak: {arguments.minibatches} minibatches on {world.size} ranks, {' and '.join(reductions)}: "
-                f"{num_checked:,} sums exact, {time.perf_counter() - began:.0f} s, {world.mpi_library}"
-            )
+        shared = set(os.listdir("/dev/shm"))  # with what MPI itself made there
+        checked = soak(world, arguments.minibatches, arguments.seed, reductions, memory.look)
+        told = world.gather_objects((checked, set(os.listdir("/dev/shm")) - shared, *memory.told()))
+        if world.rank:
+            return 0
+        left = set().union(*(files for _, files, *_ in told))
+        print(
+            f"soak: {arguments.minibatches} minibatches on {world.size} ranks of {world.num_nodes} nodes, seed "
+            f"{arguments.seed}, {' and '.join(reductions)}: {sum(checked for checked, *_ in told):,} sums exact, "
+            f"{time.perf_counter() - began:.0f} s, {world.mpi_library}"
+        )
+        for rank, (_, _, before, growth, sent) in enumerate(told):
+            print(f"  rank {rank}: {before / 2**20:.0f} MiB, {growth / 2**20:+.1f} since, {sent:,} pieces sent since")
+        print(f"  left in /dev/shm: {', '.join(sorted(left)) or 'nothing'}")
+        return int(bool(left))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
