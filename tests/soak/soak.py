@@ -223,9 +223,9 @@ def main():
     memory = Memory(arguments.minibatches)
     with World(timeout_s=120) as world:
         began = time.perf_counter()
-        shared = set(os.listdir("/dev/shm"))  # with what MPI itself made there
+        shared = set(Path("/dev/shm").iterdir())  # with what MPI itself made there
         checked = soak(world, arguments.minibatches, arguments.seed, reductions, memory.look)
-        told = world.gather_objects((checked, set(os.listdir("/dev/shm")) - shared, *memory.told()))
+        told = world.gather_objects((checked, set(Path("/dev/shm").iterdir()) - shared, *memory.told()))
         if world.rank:
             return 0
         left = set().union(*(files for _, files, *_ in told))
@@ -236,7 +236,7 @@ def main():
         )
         for rank, (_, _, before, growth, sent) in enumerate(told):
             print(f"  rank {rank}: {before / 2**20:.0f} MiB, {growth / 2**20:+.1f} since, {sent:,} pieces sent since")
-        print(f"  left in /dev/shm: {', '.join(sorted(left)) or 'nothing'}")
+        print(f"  left in /dev/shm: {', '.join(sorted(map(str, left))) or 'nothing'}")
         return int(bool(left))
 
 
