@@ -11,8 +11,7 @@ On two hosts, by network namespaces:
 
     python tests/hosts/two_hosts.py --ranks-per-host 2,1 -- tests/soak/soak.py --minibatches 500
 
-A run by hand also says how much memory the ranks hold after a fifth of the minibatches and at the end, and what it left
-in /dev/shm.
+A run by hand also says how much memory the ranks hold after each fifth of the minibatches, and what it left in /dev/shm.
 """
 
 import argparse
@@ -196,7 +195,7 @@ def soak(world, num_minibatches, seed, reductions=("accumulate", "mailbox"), aft
 
 
 class Memory:
-    """What this process holds after a fifth of the minibatches and at the end, and how much was sent in between."""
+    """What this process holds, in MiB, after each fifth of the minibatches, and what it sent after the first."""
 
     def __init__(self, num_minibatches):
         self.num_minibatches, self.num_sent, self.held = num_minibatches, 0, []
@@ -204,12 +203,9 @@ class Memory:
     def look(self, life, num_done):
         if self.held:
             self.num_sent += life.num_sent
-        if num_done >= self.num_minibatches or (not self.held and 5 * num_done >= self.num_minibatches):
-            self.held.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-
-    def told(self):
-        """Bytes at the first look, growth since, and pieces sent since."""
-        return self.held[0], self.held[-1] - self.held[0], self.num_sent
+        if 5 * num_done >= (len(self.held) + 1) * self.num_minibatches:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            self.held.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
 
 
 def main():
@@ -225,17 +221,18 @@ def main():
         began = time.perf_counter()
         shared = set(Path("/dev/shm").iterdir())  # with what MPI itself made there
         checked = soak(world, arguments.minibatches, arguments.seed, reductions, memory.look)
-        told = world.gather_objects((checked, set(Path("/dev/shm").iterdir()) - shared, *memory.told()))
+        told = world.gather_objects((checked, set(Path("/dev/shm").iterdir()) - shared, memory))
         if world.rank:
             return 0
-        left = set().union(*(files for _, files, *_ in told))
+        left = set().union(*(files for _, files, _ in told))
         print(
             f"soak: {arguments.minibatches} minibatches on {world.size} ranks of {world.num_nodes} nodes, seed "
             f"{arguments.seed}, {' and '.join(reductions)}: {sum(checked for checked, *_ in told):,} sums exact, "
             f"{time.perf_counter() - began:.0f} s, {world.mpi_library}"
         )
-        for rank, (_, _, before, growth, sent) in enumerate(told):
-            print(f"  rank {rank}: {before / 2**20:.0f} MiB, {growth / 2**20:+.1f} since, {sent:,} pieces sent since")
+        for rank, (_, _, seen) in enumerate(told):
+            held = ", ".join(f"{held:.1f}" for held in seen.held)
+            print(f"  rank {rank}: {held} MiB; {seen.num_sent:,} pieces sent after the first")
         print(f"  left in /dev/shm: {', '.join(sorted(map(str, left))) or 'nothing'}")
         return int(bool(left))
 
