@@ -238,6 +238,7 @@ class MailboxReduction(Reduction):
                 headers, end = self._headers(pusher, int(self._taken[pusher]), int(self._arrived[pusher]))
                 self._slots.add(pusher, headers)
                 self._taken[pusher] = end
+                self._inbox.sync()  # nor may one come after the Put that lets the pusher overwrite the slot
                 self._returns.put(pusher, self.world.rank * COUNTER_BYTES, _counter(self._taken, pusher))
                 self._unflushed.append(pusher)
 

@@ -5,7 +5,8 @@
                    those of other nodes read it with one-sided operations
 
 `comm.windows.device_window` has the one over a device's memory. All hold one passive epoch, Lock_all(NOCHECK), for
-all their life (MPI-4.1, 12.5.3). Over `Win.Create` on host memory both MPICH and Open MPI make a Get from the same
+all their life (MPI-4.1, 12.5.3), and are of the unified memory model: owners read and write their memory with plain
+loads and stores. Over `Win.Create` on host memory both MPICH and Open MPI make a Get from the same
 node wait until its target calls MPI. So there it serves only where no same-node peer uses it: for the way from other
 nodes into a `SharedWindow`.
 """
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from odc_mpi.errors import UserError
+from odc_mpi.runtime.library import memory_model
 from odc_mpi.runtime.world import World
 
 #: Flat memory that an operation reads or fills: of the host an array, of a device a view that knows its address and
@@ -84,9 +87,11 @@ class Window:
             info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
             self._win, self.tensor = self._make(world, numel, dtype, info)
             info.Free()
-            self._win.Lock_all(MPI.MODE_NOCHECK)
+            _open(self._win, world)
         # Also the first touch, which would otherwise slow down the first fetch.
         self.tensor.zero_()
+        # Once the ranks have met, others may read it, or add to it.
+        self.sync()
 
     def near(self, target: int) -> torch.Tensor | None:
         """Return this rank's own shard; None for others. Local."""
@@ -188,7 +193,7 @@ class SharedWindow:
         num_bytes = numel * dtype.itemsize
         with world.meeting("allocating a shared window"):
             self._shared = MPI.Win.Allocate_shared(num_bytes, dtype.itemsize, MPI.INFO_NULL, world.node_comm)
-            self._shared.Lock_all(MPI.MODE_NOCHECK)
+            _open(self._shared, world)
         shards = [self._shared.Shared_query(local_rank)[0] for local_rank in range(world.local_size)]
         self._near = {
             rank: torch.frombuffer(shard, dtype=dtype, count=numel)
@@ -205,7 +210,8 @@ class SharedWindow:
         if world.num_nodes > 1:
             with world.meeting("opening a shared window to other nodes"):
                 self._far = MPI.Win.Create(shards[world.local_rank], dtype.itemsize, MPI.INFO_NULL, world.comm)
-                self._far.Lock_all(MPI.MODE_NOCHECK)
+                _open(self._far, world)
+        self.sync()
 
     def near(self, target: int) -> torch.Tensor | None:
         """Return the shard of a rank of this node; None for others. Local."""
@@ -291,6 +297,22 @@ def _get(win: MPI.Win, target: int, buffer: Memory, itemsize: int, start: int = 
     for first in range(0, len(buffer), step):
         piece = buffer[first : first + step]
         win.Get([piece, MPI.BYTE], target, (start + first // itemsize, len(piece), MPI.BYTE))
+
+
+def _open(win: MPI.Win, world: World) -> None:
+    """Begin the epoch of a window, or free it. Collective in the latter case.
+
+    Raises:
+        UserError: Loads and stores of its owner do not see what others do to it.
+    """
+    model = memory_model(win)
+    if model != "unified":
+        win.Free()
+        raise UserError(
+            f"expected windows of the unified memory model (MPI_WIN_UNIFIED), got {model} ones under "
+            f"{world.mpi_library}: set comm.transport to collective, or use another MPI library"
+        )
+    win.Lock_all(MPI.MODE_NOCHECK)
 
 
 def _free(win: MPI.Win) -> None:
