@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 from mpi4py import MPI
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.library import memory_model
@@ -60,7 +61,7 @@ class ReadableWindow(Protocol):
         """Make loads and stores and one-sided accesses see each other. Local."""
 
     def free(self) -> None:
-        """Free the memory; nothing may look at it any more. Collective."""
+        """Free the memory; who still looks at it sees a copy. Collective."""
 
 
 class Window:
@@ -162,9 +163,9 @@ class Window:
         self._win.Sync()
 
     def free(self) -> None:
-        """End the epoch and free the memory; nothing may look at `tensor` any more. Collective."""
-        self.tensor = torch.empty(0)
-        _free(self._win)
+        """End the epoch and free the memory; who still looks at `tensor` sees a copy. Collective."""
+        seen, self.tensor = StorageWeakRef(self.tensor.untyped_storage()), torch.empty(0)
+        _free(self._win, [seen])
 
     def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> tuple[MPI.Win, torch.Tensor]:
         """Make the memory and the window over it, within a meeting. Collective."""
@@ -238,12 +239,13 @@ class SharedWindow:
             self._far.Sync()
 
     def free(self) -> None:
-        """End the epochs and free the memory; nothing may look at it any more. Collective."""
+        """End the epochs and free the memory; who still looks at it sees a copy. Collective."""
+        seen = [StorageWeakRef(memory.untyped_storage()) for memory in (*self._near.values(), *self.in_place())]
         self.tensor, self.whole = torch.empty(0), None
         self._near.clear()
         if self._far is not None:
             _free(self._far)
-        _free(self._shared)
+        _free(self._shared, seen)
 
 
 @dataclass(frozen=True)
@@ -315,6 +317,11 @@ def _open(win: MPI.Win, world: World) -> None:
     win.Lock_all(MPI.MODE_NOCHECK)
 
 
-def _free(win: MPI.Win) -> None:
+def _free(win: MPI.Win, seen: Iterable[StorageWeakRef] = ()) -> None:
+    """Free a window; a tensor that somebody holds longer would crash the process, so it gets memory of its own."""
+    for reference in seen:
+        held = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        if held is not None and hasattr(held, "_swap_data_ptr_"):  # older versions of torch have no such function
+            held._swap_data_ptr_(held.clone())
     win.Unlock_all()
     win.Free()
