@@ -17,6 +17,7 @@ from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.data.tokenizer import directory_beside, tokenizer_files, write_files
 from odc_mpi.errors import UserError, in_one_line
+from odc_mpi.files import sync_directory, sync_file
 
 #: Bytes of weights in one file; a larger tensor has a file of its own.
 FILE_BYTES = 1 << 30
@@ -53,7 +54,11 @@ def export(checkpoint: Checkpoint, out: Path, dtype: str | None = None, file_byt
             _write_json(made / _CONFIG, _config(about, dtype))
             write_files(_tokenizer_of(about["config"]), made)
             names = sorted(path.name for path in made.iterdir())
+            for path in made.iterdir():
+                sync_file(path)
+            sync_directory(made)
             made.replace(out)
+        sync_directory(out.parent)
     except (OSError, SafetensorError) as error:  # safetensors tells of a full disk in its own way
         reason = getattr(error, "strerror", None) or in_one_line(error)
         raise UserError(f"expected OUT in a folder that can be written, got {out}: {reason}") from error

@@ -7,6 +7,11 @@
 The files of a checkpoint are written into a hidden directory, the index and the manifest last; then the directory gets
 its name. So a directory with the name is complete. A checkpoint that some rank could not write is removed, and the
 training goes on.
+
+Note: a crash at any moment
+    A checkpoint that is replaced or pruned is first retired, under a hidden name. One that is replaced is removed only
+    when the new one has the name, on the disk too. Its manifest is removed first: so a retired directory with a
+    manifest is whole, and `restore` gives it its name back if no other has it.
 """
 
 import os
@@ -255,10 +260,16 @@ def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
     sync_directory(directory)
     if goal.exists():
         _retire(goal)
-    directory.rename(goal)
+    try:
+        directory.rename(goal)
+    except OSError:
+        restore(goal.parent)
+        raise
     sync_directory(goal.parent)
     # The names of the directories above may be new as well.
     sync_directory(goal.parent.parent)
+    for retired in goal.parent.glob(f"{_RETIRED}{goal.name}.*"):
+        _remove(retired)
 
 
 def prune(directory: Path, keep: int) -> None:
@@ -266,22 +277,46 @@ def prune(directory: Path, keep: int) -> None:
     complete = [path for path in steps_in(directory).values() if (path / MANIFEST).exists()]
     for path in complete[:-keep]:
         with suppress(OSError):
-            _retire(path)
+            _remove(_retire(path))
+
+
+def restore(directory: Path) -> None:
+    """Give retired checkpoints their names back where a killed run has not come to use the names. Local.
+
+    Call it before a search for checkpoints: one of these may be the newest.
+
+    Raises:
+        OSError: A directory cannot be renamed.
+    """
+    for retired in sorted(directory.glob(f"{_RETIRED}*")):
+        goal = directory / retired.name.removeprefix(_RETIRED).partition(".")[0]
+        if (retired / MANIFEST).exists() and not goal.exists():
+            retired.rename(goal)
+            sync_directory(directory)
 
 
 def clean(directory: Path) -> int:
     """Remove the incomplete checkpoints of killed runs; return their number. Local; nobody may be writing there."""
+    restore(directory)
     left = [path for start in (_UNFINISHED, _RETIRED) for path in directory.glob(f"{start}*")]
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
     return len(left)
 
 
-def _retire(path: Path) -> None:
-    """Remove a checkpoint so that an interruption leaves nothing that looks like a checkpoint."""
+def _retire(path: Path) -> Path:
+    """Take a checkpoint's name away; return its hidden name."""
     retired = path.with_name(f"{_RETIRED}{path.name}.{os.getpid()}")
     path.rename(retired)
-    shutil.rmtree(retired, ignore_errors=True)
+    return retired
+
+
+def _remove(retired: Path) -> None:
+    """Remove a retired checkpoint; an interruption leaves nothing that looks like a checkpoint."""
+    with suppress(OSError):
+        (retired / MANIFEST).unlink(missing_ok=True)
+        sync_directory(retired)
+        shutil.rmtree(retired)
 
 
 def _check_seen(path: Path, record: FileRecord, rank: int) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.runtime.lateness import Status
+from odc_mpi.runtime.library import memory_model
 
 #: Bytes of a slot, and of a rank's page.
 SLOT_BYTES = 256
@@ -132,6 +133,7 @@ class StatusWindow:
 
     Attributes:
         page: This rank's, to write.
+        memory_model: Memory model of the window; it stands for those of all windows of the library.
         prepare: Called in the thread that reads pages and drives progress, before the thread calls MPI.
         attentive: Whether a thread enters MPI now and then, so that other ranks can read the page over any network.
     """
@@ -144,9 +146,11 @@ class StatusWindow:
         info = MPI.Info.Create({"same_size": "true", "same_disp_unit": "true"})
         self._win: MPI.Win | None = MPI.Win.Allocate(PAGE_BYTES, 1, info, comm)
         info.Free()
+        self.memory_model = memory_model(self._win)
         self._win.Lock_all(MPI.MODE_NOCHECK)
         self.page = StatusPage(memoryview(self._win.tomemory()))  # type: ignore[arg-type]
         self.page.write("starting up")
+        self._win.Sync()
         # Memory that a request not yet answered may still be written to.
         self._unanswered: list[np.ndarray] = []
         # Reading has a thread of its own: asking a dead host may not come back.

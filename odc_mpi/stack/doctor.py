@@ -37,6 +37,11 @@ DEVICE_S = 60.0
 _TITLES = {"get": "Get", "put": "Put", "accumulate": "Accumulate", "fetch_and_op": "Fetch_and_op"}
 _KINDS = {"same_node": "same node", "other_node": "other node"}
 _ORIGINS = {"from_device": "device", "from_host": "host"}
+_MODELS = {
+    "unified": "unified",
+    "separate": "separate: no windows, set comm.transport to collective",
+    None: "no answer",
+}
 _TOLD = {True: "yes", False: "no", None: "no answer"}
 _ALONE = "there is no peer to try: run mpiexec -n 2 odc-mpi doctor"
 
@@ -122,6 +127,7 @@ def _print(report: Report, decision: Decision | None, on_device: Decision | None
     facts = Table.grid(padding=(0, 3))
     facts.add_row("MPI library", report.library)
     facts.add_row("thread level", report.thread_level)
+    facts.add_row("memory model", _MODELS[report.memory_model])
     facts.add_row("nodes, ranks", f"{report.nodes}, {layout}")
     facts.add_row("/dev/shm", room)
     console.print(facts, "", sep="\n")

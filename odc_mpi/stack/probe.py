@@ -76,6 +76,7 @@ def probe(
     report = Report(
         library=world.mpi_library,
         thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+        memory_model=world.memory_model,
         nodes=world.num_nodes,
         ranks_per_node=tuple(nodes.count(node) for node in range(world.num_nodes)),
         shm_bytes=_free_shared_memory(world),
@@ -101,6 +102,7 @@ def bare_report(world: World) -> Report:
     return Report(
         library=world.mpi_library,
         thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+        memory_model=world.memory_model,
         nodes=world.num_nodes,
         ranks_per_node=tuple(num_ranks for _, num_ranks in world.layout),
     )

@@ -101,6 +101,7 @@ class Report:
     Attributes:
         library: Name and version of the MPI library.
         thread_level: The thread level that MPI granted, by its name in the standard.
+        memory_model: Memory model of the library's windows: unified or separate.
         nodes: Number of nodes.
         ranks_per_node: Number of ranks of each node.
         shm_bytes: Free bytes in /dev/shm on the node with the least; None without /dev/shm.
@@ -112,6 +113,7 @@ class Report:
 
     library: str | None = None
     thread_level: str | None = None
+    memory_model: str | None = None
     nodes: int = 0
     ranks_per_node: tuple[int, ...] = ()
     shm_bytes: int | None = None
@@ -183,6 +185,7 @@ _NESTED |= dict.fromkeys(OPERATIONS, Operation)
 _TYPES: dict[str, tuple[type, ...]] = {
     "library": (str,),
     "thread_level": (str,),
+    "memory_model": (str,),
     "nodes": (int,),
     "shm_bytes": (int,),
     "one_sided": (bool,),

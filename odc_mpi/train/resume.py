@@ -11,6 +11,7 @@ import torch
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
 from odc_mpi.checkpoint.reader import Checkpoint, directories
+from odc_mpi.checkpoint.saver import restore
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_optimizer, restore_buffers
 from odc_mpi.errors import AgreedError, UserError, warn
 from odc_mpi.observe.terminal import terminal_width
@@ -176,7 +177,7 @@ def _find(config: Config, world: World) -> Origin | None:
     job = slurm_job()
     if wish == "never" and not job.get("slurm_restarts"):
         return None
-    candidates = world.agree(lambda: _own_checkpoints(run_dir))
+    candidates = world.agree(lambda: _own_checkpoints(run_dir, world.rank))
     if wish == "never":
         own = _newest(world, candidates)
         # The same run, which the scheduler started once more; another's checkpoint is none of it.
@@ -205,8 +206,10 @@ def _find(config: Config, world: World) -> Origin | None:
     return Origin(found, found.directory.resolve().parent == (run_dir / CHECKPOINTS).resolve(), path)
 
 
-def _own_checkpoints(run_dir: Path) -> list[Path]:
+def _own_checkpoints(run_dir: Path, rank: int) -> list[Path]:
     try:
+        if rank == 0:
+            restore(run_dir / CHECKPOINTS)
         return list(steps_in(run_dir / CHECKPOINTS).values())
     except OSError as error:
         raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from error

@@ -32,7 +32,7 @@ def open_run_directory(path: Path, config_text: str) -> None:
         if (path / CHECKPOINTS).is_dir() and not any((path / CHECKPOINTS).iterdir()):
             (path / CHECKPOINTS).rmdir()
         _set_aside(path, [path / name for name in RECORDS if (path / name).exists()])
-        (path / _CONFIG).write_text(config_text, encoding="utf-8")
+        replace_text(path / _CONFIG, config_text)
 
     _tell(path, make_ready)
 

@@ -1,7 +1,9 @@
 """What is exported is in transformers the same to the last bit, and computes the same."""
 
 import json
+import os
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,3 +142,18 @@ def test_nothing_is_left_of_an_export_that_failed(saved, tmp_path):
     with Checkpoint(directory) as checkpoint, pytest.raises(UserError, match=r"rank_00001\.h5 is damaged"):
         export(checkpoint, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_it_is_on_the_disk_before_it_has_its_name(saved, tmp_path, monkeypatch):
+    flushed, fsync = set(), os.fsync
+
+    def watch(descriptor):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if not (tmp_path / "out").exists():
+            flushed.add(path.name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    with Checkpoint(saved[0]) as checkpoint:
+        names = export(checkpoint, tmp_path / "out")
+    assert flushed >= {*names, "model"}

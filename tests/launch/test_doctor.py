@@ -102,6 +102,7 @@ def test_json(ranks):
     assert found["ranks_per_node"] == [max(1, ranks)]
     assert found["nodes"] == 1
     assert found["thread_level"] == "MPI_THREAD_MULTIPLE"
+    assert found["memory_model"] == "unified"
     assert found["problems"] == []
     assert found["decision"].keys() == {"window", "zero_copy", "reduction", "progress"}
     assert all(made.keys() == {"choice", "reason"} for made in found["decision"].values())

@@ -190,6 +190,10 @@ def test_other_ranks_train_on_the_same_data(config, tmp_path):
         done = odc_mpi(ranks, "train", "--config", config, *settings, "--run.steps", steps)
         assert done.code == 0, done.err
         assert ("beginning anew: no checkpoint in" in done.out) == (steps == 3)
+        if steps == 3:
+            # As a crash leaves it that comes while the step is saved a second time.
+            saved = tmp_path / "run" / "checkpoints" / "step_00000003"
+            saved.rename(saved.with_name(f".retired_{saved.name}.17"))
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 

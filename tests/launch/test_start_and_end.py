@@ -1,11 +1,11 @@
-"""What no deadline of ours can watch: a rank that stops while MPI starts, or while it ends."""
+"""A rank that stops while MPI starts, or while it ends, which no deadline of ours can watch; and what outlasts the end."""
 
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from mpi_launch import finish, left_behind, start
+from mpi_launch import finish, launch, left_behind, start
 
 #: Waits before MPI is up, as a rank would that was stopped there; the others wait for it in MPI_Init.
 LATE_START = """
@@ -121,3 +121,31 @@ def test_a_limit_that_is_none_is_the_usual_one(words, monkeypatch):
         assert limits.START_S - 5 < left <= limits.START_S
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) == before
+
+
+KEEPS = """
+import torch
+import odc_mpi
+
+world = odc_mpi.World(timeout_s=30)
+model = odc_mpi.shard_model(torch.nn.Linear(64, 64), world)
+seen = []
+model.module.register_forward_hook(lambda module, inputs, output: seen.append(module.weight.detach()))
+with model.minibatch():
+    model(torch.ones(1, 64)).sum().backward()
+(whole,) = seen
+part = whole[3:5].view(torch.int32)
+before = whole.clone()
+model.close()
+assert torch.equal(whole, before) and torch.equal(part, before[3:5].view(torch.int32))
+whole.zero_()
+assert not part.any()
+print("still there", flush=True)
+"""
+
+
+def test_a_parameter_that_is_kept_beyond_the_end_of_its_model(tmp_path):
+    """With zero-copy it lies in the window's memory, which is gone then."""
+    (tmp_path / "keeps.py").write_text(KEEPS)
+    done = launch(2, tmp_path / "keeps.py")
+    assert done.code == 0 and done.out.count("still there") == 2, done.err

@@ -11,8 +11,8 @@ from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
 from odc_mpi.comm.windows import rma
-from odc_mpi.comm.windows.rma import SharedWindow
-from odc_mpi.errors import AgreedError
+from odc_mpi.comm.windows.rma import SharedWindow, Window
+from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
@@ -224,3 +224,27 @@ def test_windows_of_several_models_are_counted_together(world, monkeypatch):
     first.close()
     third.allocate(layouts)
     third.close()
+
+
+@pytest.mark.sizes(2)
+def test_a_window_is_cleared_before_others_see_it(world, monkeypatch):
+    """By the memory barrier of the standard, MPI_Win_sync, before the ranks meet."""
+    synced = []
+    for kind in (Window, SharedWindow):
+        sync = kind.sync
+        monkeypatch.setattr(kind, "sync", lambda self, sync=sync: (synced.append(self.tensor.clone()), sync(self)))
+        window = kind(world, 3, torch.int64)
+        (values,) = synced
+        assert not values.any()
+        synced.clear()
+        with world.meeting("freeing a window"):
+            window.free()
+
+
+@pytest.mark.sizes(2)
+def test_windows_whose_owner_does_not_see_what_others_put_are_refused(world, monkeypatch):
+    assert world.memory_model == "unified"
+    monkeypatch.setattr(rma, "memory_model", lambda win: "separate")
+    for kind in (Window, SharedWindow):
+        with pytest.raises(UserError, match=r"MPI_WIN_UNIFIED\), got separate ones under .*comm\.transport to coll"):
+            kind(world, 3, torch.int64)

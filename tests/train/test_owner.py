@@ -1,6 +1,8 @@
 """Which of two runs may write in a directory."""
 
+import errno
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -101,3 +103,62 @@ def test_a_directory_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"^run\.dir: expected a directory to write in"):
         take(tmp_path / "file" / "run", TIMEOUT_S)
+
+
+def start_at_once(run_dirs, meet, results):
+    """Take one directory after the other, each at the same moment as another process."""
+    for run_dir in run_dirs:
+        meet.wait()
+        try:
+            owner = Owner(run_dir, 0)
+        except UserError as error:
+            results.put((run_dir, str(error)))
+            owner = None
+        meet.wait()
+        if owner:
+            owner.require()
+            results.put((run_dir, "taken"))
+        meet.wait()
+        if owner:
+            owner.__exit__()
+
+
+def test_of_two_starts_at_the_same_moment_one_is_refused(tmp_path):
+    """Whether the directory is new, or a killed run has left its file there."""
+    run_dirs = [tmp_path / f"run{number}" for number in range(60)]
+    for run_dir in run_dirs[::2]:
+        left_by(run_dir, pid=1 << 30, started="before this boot/17")
+    context = multiprocessing.get_context("fork")
+    meet, results = context.Barrier(2), context.Queue()
+    starts = [context.Process(target=start_at_once, args=(run_dirs, meet, results)) for _ in range(2)]
+    for start in starts:
+        start.start()
+    outcomes = {run_dir: [] for run_dir in run_dirs}
+    try:
+        for _ in range(2 * len(run_dirs)):
+            run_dir, outcome = results.get(timeout=20)
+            outcomes[run_dir].append(outcome)
+    except BaseException:
+        meet.abort()
+        raise
+    finally:
+        for start in starts:
+            start.join()
+    for told in outcomes.values():
+        refused, taken = sorted(told)
+        assert taken == "taken" and "where another run (process" in refused, told
+    assert not [path for run_dir in run_dirs for path in run_dir.iterdir()]
+
+
+@pytest.mark.parametrize("reason", [errno.EPERM, errno.ENOTSUP])
+def test_a_file_system_without_hard_links(tmp_path, monkeypatch, another, reason):
+    def refuse(*_):
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with take(tmp_path, TIMEOUT_S) as owner:
+        owner.require()
+    assert not list(tmp_path.iterdir())
+    left_by(tmp_path, pid=another.pid, started=module._start_of(another.pid))
+    with pytest.raises(UserError, match=f"process {another.pid} on"):
+        take(tmp_path, TIMEOUT_S)

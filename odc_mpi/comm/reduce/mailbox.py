@@ -19,7 +19,9 @@ the order of ranks, and each rank's slots in the order in which they were pushed
 Why a counter may be read at any time: everything below the new value was complete before the value was sent, so any
 value up to it is safe. On shared memory eight aligned bytes are stored at once. A network that wrote them one by one
 would show the lower bytes of the new value below the upper ones of the old, on a little-endian machine: at most the new
-value, at times less than the old one. A `sent` like that is no news, a `done` like that is less room.
+value, at times less than the old one. A `sent` like that is no news, a `done` like that is less room. MPI itself
+promises eight bytes at once for Accumulate(MPI_REPLACE) alone; but a mailbox is chosen where Accumulate waits for its
+target, is slow, or gives no answer, so it has to do without (docs/windows.md has the figures).
 """
 
 import threading
@@ -238,6 +240,7 @@ class MailboxReduction(Reduction):
                 headers, end = self._headers(pusher, int(self._taken[pusher]), int(self._arrived[pusher]))
                 self._slots.add(pusher, headers)
                 self._taken[pusher] = end
+                self._inbox.sync()  # nor may one come after the Put that lets the pusher overwrite the slot
                 self._returns.put(pusher, self.world.rank * COUNTER_BYTES, _counter(self._taken, pusher))
                 self._unflushed.append(pusher)
 

@@ -47,6 +47,7 @@ class DeviceWindow(Window):
 
     def free(self) -> None:
         """End the epoch and let go of the memory, which goes when nobody looks at it any more. Collective."""
+        self.tensor = torch.empty(0)
         super().free()
         self._memory = torch.empty(0)  # MPI knows it no more
 

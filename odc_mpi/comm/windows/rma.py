@@ -5,7 +5,8 @@
                    those of other nodes read it with one-sided operations
 
 `comm.windows.device_window` has the one over a device's memory. All hold one passive epoch, Lock_all(NOCHECK), for
-all their life (MPI-4.1, 12.5.3). Over `Win.Create` on host memory both MPICH and Open MPI make a Get from the same
+all their life (MPI-4.1, 12.5.3), and are of the unified memory model: owners read and write their memory with plain
+loads and stores. Over `Win.Create` on host memory both MPICH and Open MPI make a Get from the same
 node wait until its target calls MPI. So there it serves only where no same-node peer uses it: for the way from other
 nodes into a `SharedWindow`.
 """
@@ -17,7 +18,10 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 from mpi4py import MPI
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from odc_mpi.errors import UserError
+from odc_mpi.runtime.library import memory_model
 from odc_mpi.runtime.world import World
 
 #: Flat memory that an operation reads or fills: of the host an array, of a device a view that knows its address and
@@ -57,7 +61,7 @@ class ReadableWindow(Protocol):
         """Make loads and stores and one-sided accesses see each other. Local."""
 
     def free(self) -> None:
-        """Free the memory; nothing may look at it any more. Collective."""
+        """Free the memory; who still looks at it sees a copy. Collective."""
 
 
 class Window:
@@ -84,9 +88,11 @@ class Window:
             info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
             self._win, self.tensor = self._make(world, numel, dtype, info)
             info.Free()
-            self._win.Lock_all(MPI.MODE_NOCHECK)
+            _open(self._win, world)
         # Also the first touch, which would otherwise slow down the first fetch.
         self.tensor.zero_()
+        # Once the ranks have met, others may read it, or add to it.
+        self.sync()
 
     def near(self, target: int) -> torch.Tensor | None:
         """Return this rank's own shard; None for others. Local."""
@@ -157,9 +163,9 @@ class Window:
         self._win.Sync()
 
     def free(self) -> None:
-        """End the epoch and free the memory; nothing may look at `tensor` any more. Collective."""
-        self.tensor = torch.empty(0)
-        _free(self._win)
+        """End the epoch and free the memory; who still looks at `tensor` sees a copy. Collective."""
+        seen, self.tensor = StorageWeakRef(self.tensor.untyped_storage()), torch.empty(0)
+        _free(self._win, [seen])
 
     def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> tuple[MPI.Win, torch.Tensor]:
         """Make the memory and the window over it, within a meeting. Collective."""
@@ -188,7 +194,7 @@ class SharedWindow:
         num_bytes = numel * dtype.itemsize
         with world.meeting("allocating a shared window"):
             self._shared = MPI.Win.Allocate_shared(num_bytes, dtype.itemsize, MPI.INFO_NULL, world.node_comm)
-            self._shared.Lock_all(MPI.MODE_NOCHECK)
+            _open(self._shared, world)
         shards = [self._shared.Shared_query(local_rank)[0] for local_rank in range(world.local_size)]
         self._near = {
             rank: torch.frombuffer(shard, dtype=dtype, count=numel)
@@ -205,7 +211,8 @@ class SharedWindow:
         if world.num_nodes > 1:
             with world.meeting("opening a shared window to other nodes"):
                 self._far = MPI.Win.Create(shards[world.local_rank], dtype.itemsize, MPI.INFO_NULL, world.comm)
-                self._far.Lock_all(MPI.MODE_NOCHECK)
+                _open(self._far, world)
+        self.sync()
 
     def near(self, target: int) -> torch.Tensor | None:
         """Return the shard of a rank of this node; None for others. Local."""
@@ -232,12 +239,13 @@ class SharedWindow:
             self._far.Sync()
 
     def free(self) -> None:
-        """End the epochs and free the memory; nothing may look at it any more. Collective."""
+        """End the epochs and free the memory; who still looks at it sees a copy. Collective."""
+        seen = [StorageWeakRef(memory.untyped_storage()) for memory in (*self._near.values(), *self.in_place())]
         self.tensor, self.whole = torch.empty(0), None
         self._near.clear()
         if self._far is not None:
             _free(self._far)
-        _free(self._shared)
+        _free(self._shared, seen)
 
 
 @dataclass(frozen=True)
@@ -293,6 +301,27 @@ def _get(win: MPI.Win, target: int, buffer: Memory, itemsize: int, start: int = 
         win.Get([piece, MPI.BYTE], target, (start + first // itemsize, len(piece), MPI.BYTE))
 
 
-def _free(win: MPI.Win) -> None:
+def _open(win: MPI.Win, world: World) -> None:
+    """Begin the epoch of a window, or free it. Collective in the latter case.
+
+    Raises:
+        UserError: Loads and stores of its owner do not see what others do to it.
+    """
+    model = memory_model(win)
+    if model != "unified":
+        win.Free()
+        raise UserError(
+            f"expected windows of the unified memory model (MPI_WIN_UNIFIED), got {model} ones under "
+            f"{world.mpi_library}: set comm.transport to collective, or use another MPI library"
+        )
+    win.Lock_all(MPI.MODE_NOCHECK)
+
+
+def _free(win: MPI.Win, seen: Iterable[StorageWeakRef] = ()) -> None:
+    """Free a window; a tensor that somebody holds longer would crash the process, so it gets memory of its own."""
+    for reference in seen:
+        held = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        if held is not None and hasattr(held, "_swap_data_ptr_"):  # older versions of torch have no such function
+            held._swap_data_ptr_(held.clone())
     win.Unlock_all()
     win.Free()

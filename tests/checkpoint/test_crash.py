@@ -1,0 +1,186 @@
+"""A crash before each system call that changes names or flushes them: the next start finds a whole checkpoint."""
+
+import os
+import shutil
+from dataclasses import replace
+
+import pytest
+from saved import save
+
+from odc_mpi.checkpoint.manifest import CHECKPOINTS, read_manifest, shard_name, step_name, steps_in
+from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.checkpoint.saver import clean, prune, publish
+from odc_mpi.train.resume import _own_checkpoints
+from odc_mpi.train.rundir import open_run_directory, reopen_run_directory
+
+CALLS = ("rename", "replace", "link", "unlink", "rmdir", "mkdir", "fsync")
+SIZE = 2
+
+
+class CrashError(BaseException):
+    """As no handler of the package's expects it."""
+
+
+class Crashing:
+    """Runs functions that end before their n-th system call; from then on none is made."""
+
+    def __init__(self, monkeypatch):
+        self._left, self._calls = None, {name: getattr(os, name) for name in CALLS}
+        for name in CALLS:
+            monkeypatch.setattr(os, name, lambda *args, name=name, **options: self._call(name, args, options))
+
+    def _call(self, name, args, options):
+        if self._left is not None:
+            if self._left == 0:
+                raise CrashError
+            self._left -= 1
+        return self._calls[name](*args, **options)
+
+    def completes(self, function, number):
+        """Return whether the function came to its end within so many calls."""
+        self._left = number
+        try:
+            function()
+        except CrashError:
+            return False
+        finally:
+            self._left = None
+        return True
+
+
+@pytest.fixture
+def crashing(monkeypatch):
+    return Crashing(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Whole checkpoints of steps 2, 4 and 6."""
+    directory = tmp_path_factory.mktemp("saved") / CHECKPOINTS
+    for step in (2, 4, 6):
+        save(directory, SIZE, step=step)
+    return directory
+
+
+@pytest.fixture
+def run_dir(saved, tmp_path):
+    """Makes a run directory with these checkpoints, and what a save of step 4 has written so far."""
+    turn = 0
+
+    def make():
+        nonlocal turn
+        turn += 1
+        path = tmp_path / f"run{turn}"
+        shutil.copytree(saved, path / CHECKPOINTS)
+        unfinished = path / CHECKPOINTS / f".{step_name(4)}.t"
+        unfinished.mkdir()
+        for rank in range(SIZE):
+            shutil.copy(saved / step_name(4) / shard_name(4, rank), unfinished)
+        return path
+
+    return make
+
+
+def publish_again(run_dir):
+    """Publish step 4, of which there is a checkpoint."""
+    directory = run_dir / CHECKPOINTS
+    old = read_manifest(directory / step_name(4))
+    ranks_files = {name: record for name, record in old.files.items() if "rank" in name}
+    publish(
+        directory / f".{step_name(4)}.t", replace(old, files=ranks_files, about={"is": "new"}), directory / step_name(4)
+    )
+
+
+def found_at_start(run_dir):
+    """Return the checkpoints that a start finds, by step, after it has read every byte of each."""
+    found = _own_checkpoints(run_dir, 0)
+    for path in found:
+        with Checkpoint(path) as checkpoint:
+            assert list(checkpoint.damage()) == [], path
+    return {int(path.name.removeprefix("step_")): path for path in found}
+
+
+def whole_below(run_dir):
+    return sorted(path.parent.name for path in run_dir.rglob("step_*/manifest.json"))
+
+
+def test_a_step_saved_twice_is_there_at_any_moment(run_dir, crashing):
+    for number in range(100):
+        path = run_dir()
+        completes = crashing.completes(lambda: publish_again(path), number)  # noqa: B023 - called at once
+        assert list(found_at_start(path)) == [2, 4, 6], f"crash before call {number}"
+        clean(path / CHECKPOINTS)
+        about = read_manifest(path / CHECKPOINTS / step_name(4)).about
+        assert about in ({}, {"is": "new"}), about
+        assert not list((path / CHECKPOINTS).glob(".*"))
+        if completes:
+            break
+    assert about == {"is": "new"} and number > 6
+
+
+def test_a_start_that_crashes_after_a_crash(run_dir, crashing):
+    """The next one finds as much."""
+    for number in range(3, 10):
+        for second in range(100):
+            path = run_dir()
+            if crashing.completes(lambda: publish_again(path), number):  # noqa: B023 - called at once
+                break
+            completes = crashing.completes(lambda: (found_at_start(path), clean(path / CHECKPOINTS)), second)  # noqa: B023
+            assert list(found_at_start(path)) == [2, 4, 6], f"crashes before calls {number}, {second}"
+            clean(path / CHECKPOINTS)
+            assert not list((path / CHECKPOINTS).glob(".*"))
+            if completes:
+                break
+            shutil.rmtree(path)
+
+
+def test_a_checkpoint_that_cannot_get_its_name_leaves_the_old_one(run_dir, monkeypatch):
+    path, rename = run_dir(), os.rename
+
+    def fail(source, goal, **options):
+        if os.fspath(source).endswith(".t"):
+            raise OSError(5, "Input/output error")
+        rename(source, goal, **options)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        publish_again(path)
+    assert list(steps_in(path / CHECKPOINTS)) == [2, 4, 6]
+
+
+def test_pruning_leaves_whole_ones_at_any_moment(run_dir, crashing):
+    for number in range(100):
+        path = run_dir()
+        completes = crashing.completes(lambda: prune(path / CHECKPOINTS, 1), number)  # noqa: B023 - called at once
+        assert list(found_at_start(path))[-1] == 6, f"crash before call {number}"
+        clean(path / CHECKPOINTS)
+        if completes:
+            break
+    assert list(found_at_start(path)) == [6] and number > 6
+
+
+@pytest.mark.parametrize(
+    "ready", [lambda path: open_run_directory(path, "new\n"), lambda path: reopen_run_directory(path, "new\n", 2)]
+)
+def test_making_a_run_directory_ready_loses_nothing(run_dir, crashing, ready):
+    for number in range(100):
+        path = run_dir()
+        (path / "config.yaml").write_text("old\n")
+        (path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 5}\n')
+        completes = crashing.completes(lambda: ready(path), number)  # noqa: B023 - called at once
+        assert whole_below(path) == [step_name(step) for step in (2, 4, 6)], f"crash before call {number}"
+        assert {file.read_text() for file in path.rglob("config.yaml")} <= {"old\n", "new\n"}
+        found_at_start(path)
+        ready(path)
+        if completes:
+            break
+    assert (path / "config.yaml").read_text() == "new\n"
+
+
+def test_a_retired_one_that_was_half_removed_stays_away(run_dir):
+    path = run_dir()
+    retired = path / CHECKPOINTS / f".retired_{step_name(8)}.17"
+    (path / CHECKPOINTS / step_name(6)).rename(retired)
+    (retired / "manifest.json").unlink()
+    assert list(found_at_start(path)) == [2, 4]
+    assert clean(path / CHECKPOINTS) == 2
