@@ -17,6 +17,17 @@ if world.rank == 1:
 world.gather_objects(None)
 """
 
+LATE_ON_ITS_NODE = """
+import time
+from odc_mpi import World
+world = World(timeout_s=2)
+node = world.split("node")
+if world.rank == 1:
+    world.note("doing something else")
+    time.sleep(60)
+node.gather_objects(None)
+"""
+
 RAISES = """
 from odc_mpi import World
 world = World(timeout_s=15)
@@ -94,6 +105,13 @@ def test_a_late_rank_ends_the_job_at_the_deadline(tmp_path):
     assert "rank 0" in done.err
     assert "waited more than 2 s while gathering from all ranks" in done.err
     assert "comm.timeout_s" in done.err
+
+
+def test_a_rank_that_is_late_among_those_of_its_node_is_named(tmp_path):
+    done = launch(2, script(tmp_path, LATE_ON_ITS_NODE), timeout_s=50)
+    assert done.code != 0
+    assert "while gathering from all ranks: it waits for rank 1 on" in done.err
+    assert "doing something else" in done.err
 
 
 @pytest.mark.quick
