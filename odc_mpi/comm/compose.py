@@ -54,7 +54,7 @@ def window_transport(
     gradients = reduction(world, reduce_dtype)
     group = WorldGroup(world, gradients.serve, progress=progress)
     windows = ParameterWindows(world, param_dtype, SHARED_WINDOWS if zero_copy else HOST_WINDOWS)
-    parameters = WindowParameters(windows, group.serve)
+    parameters = WindowParameters(windows, gradients.serve)
     threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
     return Transport(group, parameters, gradients, (windows, gradients), threads=threads)
 
@@ -96,7 +96,7 @@ def device_transport(
     windows = ParameterWindows(world, param_dtype, kind)
     return Transport(
         group,
-        DeviceParameters(windows, device, world.rank, group.serve),
+        DeviceParameters(windows, device, world.rank, gradients.serve),
         DeviceGradients(gradients, device),
         (DeviceOrder(device), windows, gradients),
         device=device.torch_device,

@@ -65,12 +65,6 @@ class WorldGroup(Group):
             self._progress = ProgressThread(self._world, self._serve, self._begin_thread)
         self.parameters_published()
 
-    def serve(self) -> None:
-        """Do the owner's part in passing, also of what a progress thread did not come to yet. Local."""
-        if self._progress is not None:
-            self._progress.check()
-        self._serve()
-
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
         return self._allgather(self._at_a, report, "meeting at point A, gradients complete")
 
@@ -103,7 +97,7 @@ class WorldGroup(Group):
         self.num_collectives += 1
         values = np.ascontiguousarray(values, dtype=np.float64)
         everyone = np.empty((self.size, values.size))
-        self._world.meet(comm.Iallgather(values, everyone), what, meanwhile=self.serve)
+        self._world.meet(comm.Iallgather(values, everyone), what, meanwhile=self._serve)
         return everyone
 
     def _checked(self, num_arrays: int, footprint: Footprint) -> Footprint:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from mpi4py import MPI
 
-from odc_mpi.runtime.abort import abort, install_excepthook
+from odc_mpi.runtime.abort import abort, install_excepthooks
 from odc_mpi.runtime.deadline import Watchdog
 from odc_mpi.runtime.lateness import Status, Wait, compare, say_late, say_status, stranded
 from odc_mpi.runtime.status import StatusWindow
@@ -44,7 +44,7 @@ class Job:
         self._limit = limit
         self._hosts: Sequence[str] = ()
         self._watchdog = Watchdog(timeout_s, self._expired, self._beat)
-        install_excepthook()
+        install_excepthooks()
 
     @property
     def timeout_s(self) -> float:

@@ -43,7 +43,7 @@ class World:
     """The ranks of this job, or some of them. Creating a world is collective.
 
     An exception that leaves the main program on any rank ends the whole job with that rank's traceback; without this
-    the other ranks would wait for ever.
+    the other ranks would wait for ever. So does one that ends a thread of this package, but not a thread of the user's.
 
     Args:
         comm: Communicator to duplicate; all ranks of the job by default.
