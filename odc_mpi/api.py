@@ -76,7 +76,7 @@ def shard_model(
         reduce_dtype = torch.promote_types(param_dtype, torch.float32)
     decision = decision or decide_for(world, device=device)
     transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes)
-    model = ShardedModel(
+    return ShardedModel(
         module,
         transport,
         units=units,
@@ -85,9 +85,6 @@ def shard_model(
         prefetch=prefetch,
         optimizer_device=transport.device if optimizer_device == "cuda" else None,
     )
-    # Before the windows go, the slices must let go of them.
-    world.on_close(model.close)
-    return model
 
 
 def decide_for(

@@ -57,6 +57,7 @@ class WorldGroup(Group):
 
     def open(self, close: Callable[[], None]) -> None:  # noqa: D102
         self._world.on_close(close)
+        self._close = close
         # A communicator for each point: a rank that leaves one out waits at the next, where its deadline names it,
         # instead of taking the others' numbers for what they are not.
         with self._world.meeting("duplicating the communicator"):
@@ -92,6 +93,7 @@ class WorldGroup(Group):
                 comm.Free()
         self._progress = None
         self._world.num_windows -= self._num_windows
+        self._world.forget(self._close)
 
     def _allgather(self, comm: MPI.Intracomm, values: np.ndarray, what: str) -> np.ndarray:
         self.num_collectives += 1

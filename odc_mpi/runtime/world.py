@@ -107,17 +107,18 @@ class World:
         self.num_nodes = len(leaders)
         ranks = Counter(leader for leader, _ in everyone)
         self.layout = [(self.hosts[leader], ranks[leader]) for leader in leaders]
-        self._resources: list[Callable[[], None]] = [self.comm.Free, self.node_comm.Free]
+        # In order, as keys.
+        self._resources: dict[Callable[[], None], None] = dict.fromkeys([self.comm.Free, self.node_comm.Free])
         self.num_windows = 0
         self._closed = False
         if job is None:
-            self._resources.append(self._job.hide)
+            self.on_close(self._job.hide)
             atexit.register(self._leave)
 
     def split(self, by: str) -> "World":
         """Return a world of the ranks that share something with this one; waits for them have the same limit.
 
-        Collective, as is closing that world, which comes before this world's own closing.
+        Collective, as is closing that world; it closes with this world at the latest.
 
         Args:
             by: node.
@@ -127,11 +128,11 @@ class World:
         """
         if by != "node":
             raise ValueError(f"split: expected node, got {by!r}")
-        return World(self.node_comm, job=self._job)
+        return self._part(self.node_comm)
 
     def alone(self) -> "World":
-        """Return a world of this rank only, with the same limit. Local; the caller closes it before this world."""
-        return World(MPI.COMM_SELF, job=self._job)
+        """Return a world of this rank only, with the same limit. Local; it closes with this world at the latest."""
+        return self._part(MPI.COMM_SELF)
 
     @property
     def timeout_s(self) -> float:
@@ -309,8 +310,15 @@ class World:
         self.agree(lambda: check_room(int(wanted[0]), self.local_size, what))
 
     def on_close(self, free: Callable[[], None]) -> None:
-        """Register a function that frees a resource when this world closes, the last registered first. Local."""
-        self._resources.append(free)
+        """Register a function that frees a resource when this world closes, the last registered first. Local.
+
+        A resource that is freed before has to be forgotten (`forget`), or it would be kept.
+        """
+        self._resources[free] = None
+
+    def forget(self, free: Callable[[], None]) -> None:
+        """Take back `on_close`, of the same function. Local; does nothing if it was taken back."""
+        self._resources.pop(free, None)
 
     def close(self) -> None:
         """Free the registered resources, then the communicators. Collective; a second call does nothing."""
@@ -321,7 +329,7 @@ class World:
             self._meet_before_leaving()
         with self.deadline("closing the world"):
             while self._resources:
-                self._resources.pop()()
+                self._resources.popitem()[0]()
         if self._members is None:
             self._job.close()
 
@@ -337,6 +345,12 @@ class World:
         """Called when the program ends; what is left for it is MPI_Finalize."""
         self.close()
         end_within(self.timeout_s)
+
+    def _part(self, comm: MPI.Intracomm) -> "World":
+        part = World(comm, job=self._job)
+        self.on_close(part.close)
+        part.on_close(lambda: self.forget(part.close))
+        return part
 
     def _meet_before_leaving(self) -> None:
         with self._job.leaving() as check_stranded:
