@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from mpi4py import MPI
 
 from odc_mpi.comm.collective import CollectiveGradients, CollectiveParameters
 from odc_mpi.comm.device.device import Device
@@ -26,6 +25,7 @@ from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import device_windows
 from odc_mpi.comm.windows.parameters import ParameterWindows, WindowParameters
 from odc_mpi.comm.windows.rma import HOST_WINDOWS, SHARED_WINDOWS
+from odc_mpi.runtime.library import threads_may_call_together
 from odc_mpi.runtime.world import World
 
 
@@ -55,8 +55,7 @@ def window_transport(
     group = WorldGroup(world, gradients.serve, progress=progress)
     windows = ParameterWindows(world, param_dtype, SHARED_WINDOWS if zero_copy else HOST_WINDOWS)
     parameters = WindowParameters(windows, gradients.serve)
-    threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    return Transport(group, parameters, gradients, (windows, gradients), threads=threads)
+    return Transport(group, parameters, gradients, (windows, gradients), threads=threads_may_call_together())
 
 
 def device_transport(
@@ -100,7 +99,7 @@ def device_transport(
         DeviceGradients(gradients, device),
         (DeviceOrder(device), windows, gradients),
         device=device.torch_device,
-        threads=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+        threads=threads_may_call_together(),
     )
 
 

@@ -294,7 +294,7 @@ class Transport:
         gradients: Over memory of `hosts`.
         hosts: In the order in which their memory is made; freed in reverse.
         device: Where fetched arrays land and pushed gradients lie: where the model computes.
-        threads: Whether several threads may fetch and push at a time.
+        threads: Whether several threads may fetch and push at a time. If not, the thread that computes does.
         one_sided: Whether fetches and pushes need nothing of other ranks. If not, they are collective: every rank makes
             the same ones in the same order, so that what is fetched must not depend on what happens to be there still.
 

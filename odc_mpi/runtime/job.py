@@ -8,15 +8,18 @@ A process has one, which all its groups of ranks (`runtime.world`) share. Commun
 freed collectively by all ranks; the rest is local or one-sided.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from mpi4py import MPI
 
+from odc_mpi.errors import UserError
 from odc_mpi.runtime.abort import abort, install_excepthooks
 from odc_mpi.runtime.deadline import Watchdog
 from odc_mpi.runtime.lateness import Status, Wait, compare, say_late, say_status, stranded
+from odc_mpi.runtime.library import any_thread_may_call, thread_level
 from odc_mpi.runtime.status import StatusWindow
 
 #: Seconds between the two readings of the other ranks, more than twice the longest pause of a watchdog. A rank without
@@ -42,6 +45,7 @@ class Job:
         self.rank = MPI.COMM_WORLD.Get_rank()
         self.status: StatusWindow | None = None
         self._limit = limit
+        self._main_thread_only = not any_thread_may_call()
         self._hosts: Sequence[str] = ()
         self._watchdog = Watchdog(timeout_s, self._expired, self._beat)
         install_excepthooks()
@@ -71,7 +75,17 @@ class Job:
             self.status.page.write(what, microbatch)
 
     def watch(self, wait: Wait) -> AbstractContextManager[None]:
-        """Give the enclosed wait a deadline. Local."""
+        """Give the enclosed wait, or any other use of MPI, a deadline. Local.
+
+        Raises:
+            UserError: MPI does not let this thread call it.
+        """
+        if self._main_thread_only and not MPI.Is_thread_main():
+            raise UserError(
+                f"{wait.what}: MPI lets the main thread alone call it ({thread_level()}), this is thread "
+                f"{threading.current_thread().name}: expected an MPI library that grants MPI_THREAD_SERIALIZED, and "
+                "mpi4py.rc.thread_level at its default"
+            )
         return self._watchdog.watch(wait)
 
     @contextmanager
