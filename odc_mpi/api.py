@@ -19,6 +19,7 @@ from odc_mpi.comm.reduce.accumulate import AccumulateReduction, Reduction
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
+from odc_mpi.runtime.library import any_thread_may_call, thread_level
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
@@ -82,7 +83,7 @@ def shard_model(
         reduce_dtype = torch.promote_types(param_dtype, torch.float32)
     decision = decision or decide_for(world, device=device)
     transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes)
-    model = ShardedModel(
+    return ShardedModel(
         module,
         transport,
         units=units,
@@ -91,9 +92,6 @@ def shard_model(
         prefetch=prefetch,
         optimizer_device=transport.device if optimizer_device == "cuda" else None,
     )
-    # Before the windows go, the slices must let go of them.
-    world.on_close(model.close)
-    return model
 
 
 def decide_for(
@@ -149,6 +147,11 @@ def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None
             raise UserError(f"{setting}: expected cpu or cuda, got {value}")
     if optimizer_device == "cuda" and device == "cpu":
         raise UserError("optim.device: cuda goes with run.device cuda, got run.device cpu: set optim.device to cpu")
+    if device == "cuda" and not any_thread_may_call():
+        raise UserError(
+            "run.device: cuda needs MPI_THREAD_SERIALIZED, as torch runs a backward on a GPU in a thread of its own; "
+            f"this MPI grants {thread_level()}: set it to cpu, or leave mpi4py.rc.thread_level at its default"
+        )
     return find_device(device, host_rank)
 
 

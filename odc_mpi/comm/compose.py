@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from mpi4py import MPI
 
 from odc_mpi.comm.collective import CollectiveGradients, CollectiveParameters
 from odc_mpi.comm.device.alone import OwnGradients, OwnParameters
@@ -28,6 +27,7 @@ from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import device_windows
 from odc_mpi.comm.windows.parameters import ParameterWindows, WindowParameters
 from odc_mpi.comm.windows.rma import HOST_WINDOWS, SHARED_WINDOWS
+from odc_mpi.runtime.library import threads_may_call_together
 from odc_mpi.runtime.world import World
 
 
@@ -56,9 +56,8 @@ def window_transport(
     gradients = reduction(world, reduce_dtype)
     group = WorldGroup(world, gradients.serve, progress=progress)
     windows = ParameterWindows(world, param_dtype, SHARED_WINDOWS if zero_copy else HOST_WINDOWS)
-    parameters = WindowParameters(windows, group.serve)
-    threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    return Transport(group, parameters, gradients, (windows, gradients), threads=threads)
+    parameters = WindowParameters(windows, gradients.serve)
+    return Transport(group, parameters, gradients, (windows, gradients), threads=threads_may_call_together())
 
 
 def device_transport(
@@ -98,11 +97,11 @@ def device_transport(
     windows = ParameterWindows(world, param_dtype, kind)
     return Transport(
         group,
-        DeviceParameters(windows, device, world.rank, group.serve),
+        DeviceParameters(windows, device, world.rank, gradients.serve),
         DeviceGradients(gradients, device),
         (DeviceOrder(device), windows, gradients),
         device=device.torch_device,
-        threads=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+        threads=threads_may_call_together(),
     )
 
 

@@ -57,6 +57,7 @@ class WorldGroup(Group):
 
     def open(self, close: Callable[[], None]) -> None:  # noqa: D102
         self._world.on_close(close)
+        self._close = close
         # A communicator for each point: a rank that leaves one out waits at the next, where its deadline names it,
         # instead of taking the others' numbers for what they are not.
         with self._world.meeting("duplicating the communicator"):
@@ -64,12 +65,6 @@ class WorldGroup(Group):
         if self._wants_progress:
             self._progress = ProgressThread(self._world, self._serve, self._begin_thread)
         self.parameters_published()
-
-    def serve(self) -> None:
-        """Do the owner's part in passing, also of what a progress thread did not come to yet. Local."""
-        if self._progress is not None:
-            self._progress.check()
-        self._serve()
 
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
         return self._allgather(self._at_a, report, "meeting at point A, gradients complete")
@@ -98,12 +93,13 @@ class WorldGroup(Group):
                 comm.Free()
         self._progress = None
         self._world.num_windows -= self._num_windows
+        self._world.forget(self._close)
 
     def _allgather(self, comm: MPI.Intracomm, values: np.ndarray, what: str) -> np.ndarray:
         self.num_collectives += 1
         values = np.ascontiguousarray(values, dtype=np.float64)
         everyone = np.empty((self.size, values.size))
-        self._world.meet(comm.Iallgather(values, everyone), what, meanwhile=self.serve)
+        self._world.meet(comm.Iallgather(values, everyone), what, meanwhile=self._serve)
         return everyone
 
     def _checked(self, num_arrays: int, footprint: Footprint) -> Footprint:

@@ -38,7 +38,7 @@ SWITCH_INTERVAL_S = 0.5e-3
 class ProgressThread:
     """Drives MPI's progress in the background. Starting and closing one is collective.
 
-    While one runs, the interpreter's switch interval is short.
+    While one runs, the interpreter's switch interval is short. An exception that ends the thread ends the job.
 
     Args:
         world: The ranks; must have been granted MPI_THREAD_MULTIPLE.
@@ -54,7 +54,6 @@ class ProgressThread:
         self._serve, self._begin = serve, begin
         with world.meeting("duplicating the communicator of the progress thread"):
             self._comm = world.comm.Dup()
-        self._failure: BaseException | None = None
         self._closed = threading.Event()
         if ProgressThread._num_running == 0:
             ProgressThread._usual_switch_interval_s = sys.getswitchinterval()
@@ -62,11 +61,6 @@ class ProgressThread:
         ProgressThread._num_running += 1
         self._thread = threading.Thread(target=self._run, name="odc_mpi-progress", daemon=True)
         self._thread.start()
-
-    def check(self) -> None:
-        """Raise what ended the thread, if anything did. Local."""
-        if self._failure is not None:
-            raise RuntimeError(f"the progress thread failed: {self._failure}") from self._failure
 
     def close(self) -> None:
         """Stop and free the communicator. Collective; a second call does nothing."""
@@ -78,25 +72,21 @@ class ProgressThread:
         if ProgressThread._num_running == 0:
             sys.setswitchinterval(ProgressThread._usual_switch_interval_s)
         self._comm.Free()
-        self.check()
 
     def _run(self) -> None:
-        try:
-            self._begin()
-            worked, looks = -IDLE_AFTER_S, 0
-            while not self._closed.is_set():
-                began = time.thread_time()
-                self._comm.Iprobe()
-                took_s = time.thread_time() - began
-                looks += 1
-                if self._serve() or took_s > BUSY_LOOK_S:
-                    worked = time.perf_counter()
-                    if looks < MAX_LOOKS_IN_A_ROW:
-                        continue
-                looks = 0
-                time.sleep(_sleep_s(time.perf_counter() - worked))
-        except BaseException as error:  # raised by `check` in the main thread: this one has nobody to tell
-            self._failure = error
+        self._begin()
+        worked, looks = -IDLE_AFTER_S, 0
+        while not self._closed.is_set():
+            began = time.thread_time()
+            self._comm.Iprobe()
+            took_s = time.thread_time() - began
+            looks += 1
+            if self._serve() or took_s > BUSY_LOOK_S:
+                worked = time.perf_counter()
+                if looks < MAX_LOOKS_IN_A_ROW:
+                    continue
+            looks = 0
+            time.sleep(_sleep_s(time.perf_counter() - worked))
 
 
 def _sleep_s(since_work_s: float) -> float:

@@ -75,6 +75,7 @@ class Tickets:
             self._offsets = []
             with self._world.meeting("freeing the ticket counters"):
                 self._window.free()
+            self._world.forget(self.close)
 
     def _next(self, node: int) -> int:
         host, offsets = self._host(node), self._offsets[node]

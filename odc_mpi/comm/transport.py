@@ -297,7 +297,7 @@ class Transport:
         gradients: Over memory of `hosts`.
         hosts: In the order in which their memory is made; freed in reverse.
         device: Where fetched arrays land and pushed gradients lie: where the model computes.
-        threads: Whether several threads may fetch and push at a time.
+        threads: Whether several threads may fetch and push at a time. If not, the thread that computes does.
         one_sided: Whether fetches and pushes need nothing of other ranks. If not, they are collective: every rank makes
             the same ones in the same order, so that what is fetched must not depend on what happens to be there still.
 
@@ -329,15 +329,21 @@ class Transport:
         self.one_sided = one_sided
         self._is_open = False
 
-    def allocate(self, layouts: Sequence[Layout]) -> None:
-        """Host zero-filled shards of these arrays, known by their index from here on. Collective, once."""
+    def allocate(self, layouts: Sequence[Layout], close: Callable[[], None] | None = None) -> None:
+        """Host zero-filled shards of these arrays, known by their index from here on. Collective, once.
+
+        Args:
+            layouts: The arrays.
+            close: Called when the ranks part, if the transport is not closed before; `close` of the transport by
+                default, and to call it in any case.
+        """
         assert not self.parameters.layouts, "a transport allocates once"
         self.group.reserve(len(layouts), lambda: sum((host.plan(layouts) for host in self.hosts), Footprint()))
         for host in self.hosts:
             host.allocate()
         # Nobody may push into memory that its owner is still clearing.
         self._sync()
-        self.group.open(self.close)
+        self.group.open(close or self.close)
         self._sync()
         self._is_open = True
 

@@ -3,13 +3,14 @@
 import faulthandler
 import os
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mpi4py import MPI
 
@@ -21,6 +22,8 @@ ABORT_GRACE_S = 10.0
 #: A launcher drops what it has not forwarded when the job is aborted; of a traceback once came the first line only.
 FORWARD_S = 0.3
 STDERR = 2
+#: How the names of all threads of this package begin.
+OUR_THREADS = "odc_mpi"
 
 
 def abort(message: str, code: int = 1) -> NoReturn:
@@ -54,18 +57,36 @@ def run_child(main: Callable[[list[str]], None]) -> None:
         os._exit(1)
 
 
-def install_excepthook() -> None:
-    """Let an exception that leaves the main program end the job, after whoever reported it before. Local."""
-    report = sys.excepthook
-    if MPI.COMM_WORLD.Get_size() == 1 or getattr(report, "ends_the_job", False):
+def install_excepthooks() -> None:
+    """Let an exception that ends the main program, or a thread of this package, end the job. Local.
+
+    The job ends after the hook that was there before has reported the exception. Without its threads the package would
+    go on in silence, and no wait would have a deadline any more. A user's own thread is the user's affair, as under
+    plain Python: its exception is printed, and the main program goes on.
+    """
+    report, report_of_thread = sys.excepthook, threading.excepthook
+    if getattr(report_of_thread, "ends_the_job", False):
         return
 
-    def report_and_abort(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> Any:
-        if MPI.Is_finalized():
-            return report(kind, error, tb)
-        print(f"odc_mpi: rank {MPI.COMM_WORLD.Get_rank()} failed:", file=sys.stderr)
-        report(kind, error, tb)
-        return abort("ending all ranks")
+    def main_failed(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        with _ending(MPI.COMM_WORLD.Get_size() > 1, "failed"):
+            report(kind, error, tb)
 
-    report_and_abort.ends_the_job = True  # type: ignore[attr-defined]
-    sys.excepthook = report_and_abort
+    def thread_failed(failed: threading.ExceptHookArgs) -> None:
+        name = failed.thread.name if failed.thread is not None else ""
+        with _ending(name.startswith(OUR_THREADS), f"failed in its thread {name}"):
+            report_of_thread(failed)
+
+    thread_failed.ends_the_job = True  # type: ignore[attr-defined]
+    sys.excepthook, threading.excepthook = main_failed, thread_failed
+
+
+@contextmanager
+def _ending(ends_the_job: bool, what: str) -> Iterator[None]:
+    """Enclose the report of an exception, after which the job ends if it is to."""
+    ends_the_job = ends_the_job and not MPI.Is_finalized()
+    if ends_the_job:
+        print(f"odc_mpi: rank {MPI.COMM_WORLD.Get_rank()} {what}:", file=sys.stderr)
+    yield
+    if ends_the_job:
+        abort("ending all ranks")

@@ -18,12 +18,14 @@ class Wait:
     Attributes:
         what: The operation in words that follow "while", such as "fetching unit layers.3".
         owners: The ranks whose memory the operation reads or adds to; empty for a collective.
-        meeting: The number of the collective, from 1; 0 for other operations.
+        meeting: The number of the collective, from 1; 0 for other operations, and for collectives of some ranks only.
+        among: The ranks that may be late; None for all.
     """
 
     what: str
     owners: tuple[int, ...] = ()
     meeting: int = 0
+    among: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,16 @@ def late_ranks(wait: Wait, peers: Mapping[int, Status | None]) -> list[int]:
         wait: The wait.
         peers: All other ranks; None for one that does not answer.
     """
+    if wait.among is not None:
+        peers = {rank: status for rank, status in peers.items() if rank in wait.among}
     lifeless = [rank for rank, status in peers.items() if status is None or status.silent]
     if wait.meeting:
         late = [rank for rank, status in peers.items() if rank in lifeless or (status and _misses(status, wait))]
     else:
-        # Where no owner is named any rank may be the late one: a rank without a heartbeat, if there is one.
-        late = [rank for rank in peers if rank in wait.owners] or lifeless or list(peers)
+        # Where no owner is named any rank may be the late one: a rank without a heartbeat, if there is one, or one that
+        # does something else.
+        busy = [rank for rank, status in peers.items() if status and status.what != wait.what]
+        late = [rank for rank in peers if rank in wait.owners] or lifeless or busy or list(peers)
     return sorted(late, key=lambda rank: _innocence(peers[rank]))
 
 

@@ -23,7 +23,11 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.runtime.lateness import Status
+<<<<<<< HEAD
 from odc_mpi.runtime.library import memory_model
+=======
+from odc_mpi.runtime.library import threads_may_call_together
+>>>>>>> life
 
 #: Bytes of a slot, and of a rank's page.
 SLOT_BYTES = 256
@@ -156,8 +160,8 @@ class StatusWindow:
         # Reading has a thread of its own: asking a dead host may not come back.
         self._readings: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="odc_mpi-status", daemon=True)
-        # Below this level only the main thread may call MPI, and that one waits: nobody can be read.
-        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        # Else the only thread that may call MPI at that moment is the one that waits: nobody can be read.
+        if threads_may_call_together():
             self._thread.start()
         # The first Get from a peer sets up a connection, which has to be there before the peer is in trouble.
         comm.Barrier()

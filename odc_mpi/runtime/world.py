@@ -1,8 +1,8 @@
-"""`World`, the ranks of a job: communicators, ranks, nodes, deadlines, and the end of a job that cannot go on.
+"""`World`, the ranks of a job and where they are: communicators, ranks, nodes; the whole job, or a part of it.
 
 Communication: creating a `World` is collective (a duplicate of the communicator, a split by node). Afterwards a world
 offers the few collectives that happen outside the training step: `agree` and `broadcast` at start-up, `gather_objects`
-at the end.
+at the end. Every wait in them has a deadline, which `runtime.job` watches for all worlds of a process.
 """
 
 import atexit
@@ -19,15 +19,12 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.errors import AgreedError, UserError, unusable
-from odc_mpi.runtime.abort import install_excepthook
-from odc_mpi.runtime.alarm import Alarm
-from odc_mpi.runtime.deadline import Watchdog
+from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import Wait
 from odc_mpi.runtime.library import library_name
 from odc_mpi.runtime.limits import end_within
 from odc_mpi.runtime.pmi import check_launcher
 from odc_mpi.runtime.shared_memory import check_room, startup_memory, unlink
-from odc_mpi.runtime.status import StatusWindow
 
 if TYPE_CHECKING:
     import torch
@@ -43,18 +40,20 @@ STRANDED_LOOK_S = 0.5
 
 
 class World:
-    """The ranks of this job. Creating a world is collective.
+    """The ranks of this job, or some of them. Creating a world is collective.
 
     An exception that leaves the main program on any rank ends the whole job with that rank's traceback; without this
-    the other ranks would wait for ever.
+    the other ranks would wait for ever. So does one that ends a thread of this package, but not a thread of the user's.
 
     Args:
         comm: Communicator to duplicate; all ranks of the job by default.
         timeout_s: Seconds that any single wait for another rank may last before the job ends with an error.
         limit: The setting to name in that error.
+        job: The life of the job that the ranks are a part of. By default the ranks are all of a job that begins here
+            and ends when this world closes.
 
     Attributes:
-        rank: This process's number in the job, from 0.
+        rank: This process's number among these ranks, from 0.
         size: Number of ranks.
         local_rank: This process's number on its node, from 0.
         local_size: Ranks on this node.
@@ -62,31 +61,31 @@ class World:
             rank for a node of its own (MPIR_CVAR_NOLOCAL).
         host_size: Ranks on this host.
         node: This node's number, from 0, in the order of its lowest rank.
-        num_nodes: Nodes of the job.
+        num_nodes: Nodes of these ranks.
         hosts: The host name of every rank.
         layout: Host name and number of ranks of each node.
         num_windows: Windows that this world's transports hold; libraries limit their number.
         node_ranks: The ranks of this node, by local rank.
-        comm: All ranks; this world's own.
+        comm: These ranks; this world's own.
         node_comm: The ranks of this node.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm | None = None, *, timeout_s: float = 600.0, limit: str = "comm.timeout_s"
+        self,
+        comm: MPI.Intracomm | None = None,
+        *,
+        timeout_s: float = 600.0,
+        limit: str = "comm.timeout_s",
+        job: Job | None = None,
     ) -> None:
         if not timeout_s > 0:
             raise UserError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-        try:
-            check_launcher(self.mpi_library, MPI.COMM_WORLD.Get_size())
-        except UserError:
-            unlink(startup_memory())  # this process's own, as MPI sees no other
-            raise
-        self._alarm = Alarm(MPI.COMM_WORLD.Get_rank(), limit)
-        self._watchdog = Watchdog(timeout_s, self._expired, self._beat)
-        install_excepthook()
+        self._job = job or _begin(timeout_s, limit)
+        # The job's numbers of a part's ranks; None for the whole job, which has the same.
+        self._members: tuple[int, ...] | None = None
         with self.deadline("starting up"):
             self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
-            self.rank = self._alarm.rank = self.comm.Get_rank()
+            self.rank = self.comm.Get_rank()
             self.size = self.comm.Get_size()
             self.node_comm = MPI.Intracomm(self.comm.Split_type(MPI.COMM_TYPE_SHARED))
             self.local_rank = self.node_comm.Get_rank()
@@ -95,13 +94,12 @@ class World:
             leader = self.node_comm.bcast(self.rank)
             everyone = self.comm.allgather((leader, MPI.Get_processor_name()))
             self.node_ranks = self.node_comm.allgather(self.rank)
-            self.hosts = self._alarm.hosts = [host for _, host in everyone]
-            self._alarm.status = StatusWindow(self.comm)
-            # Each has spoken with each of its node, so all have mapped what the library made at its start.
-            self.node_comm.alltoall([None] * self.local_size)
-            mapped = self.node_comm.allgather(startup_memory())
-        # Each of them: one that stood in for all might be killed before it came to it.
-        unlink(set.intersection(*mapped))
+            self.hosts = [host for _, host in everyone]
+            if job is None:
+                self._job.show(self.comm, self.hosts)
+                self._forget_names()
+            else:
+                self._members = tuple(self.comm.allgather(job.rank))
         leaders = sorted({leader for leader, _ in everyone})
         self.node = leaders.index(leader)
         self.host_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
@@ -109,19 +107,41 @@ class World:
         self.num_nodes = len(leaders)
         ranks = Counter(leader for leader, _ in everyone)
         self.layout = [(self.hosts[leader], ranks[leader]) for leader in leaders]
-        self._resources: list[Callable[[], None]] = []
+        # In order, as keys.
+        self._resources: dict[Callable[[], None], None] = dict.fromkeys([self.comm.Free, self.node_comm.Free])
         self.num_windows = 0
         self._closed = False
-        atexit.register(self._leave)
+        if job is None:
+            self.on_close(self._job.hide)
+            atexit.register(self._leave)
+
+    def split(self, by: str) -> "World":
+        """Return a world of the ranks that share something with this one; waits for them have the same limit.
+
+        Collective, as is closing that world; it closes with this world at the latest.
+
+        Args:
+            by: node.
+
+        Raises:
+            ValueError: The ranks cannot be split like that.
+        """
+        if by != "node":
+            raise ValueError(f"split: expected node, got {by!r}")
+        return self._part(self.node_comm)
+
+    def alone(self) -> "World":
+        """Return a world of this rank only, with the same limit. Local; it closes with this world at the latest."""
+        return self._part(MPI.COMM_SELF)
 
     @property
     def timeout_s(self) -> float:
         """Seconds that any single wait may last; may be set, for waits that begin later. Local."""
-        return self._watchdog.timeout_s
+        return self._job.timeout_s
 
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
-        self._watchdog.timeout_s = seconds
+        self._job.timeout_s = seconds
 
     @property
     def mpi_library(self) -> str:
@@ -143,13 +163,12 @@ class World:
             what: Words that follow "was last seen", such as "forward of unit layers.3".
             microbatch: Number of the microbatch in this minibatch, from 1; 0 outside of microbatches.
         """
-        if self._alarm.status is not None:
-            self._alarm.status.page.write(what, microbatch)
+        self._job.note(what, microbatch)
 
     def prepare_threads(self, prepare: Callable[[], None]) -> None:
         """Have a function run in this world's own thread before the thread calls MPI, such as choosing a GPU. Local."""
-        assert self._alarm.status is not None
-        self._alarm.status.prepare = prepare
+        assert self._job.status is not None
+        self._job.status.prepare = prepare
 
     @contextmanager
     def inattentive(self) -> Iterator[None]:
@@ -157,7 +176,7 @@ class World:
 
         At other times a thread enters MPI twice a second for some milliseconds, so that others can read the status.
         """
-        status = self._alarm.status
+        status = self._job.status
         assert status is not None
         status.attentive = False
         try:
@@ -172,7 +191,9 @@ class World:
             what: The operation in words that follow "while", such as "fetching unit layers.3".
             owners: The ranks whose memory the operation needs; by default any.
         """
-        return self._watchdog.watch(Wait(what, tuple(owners)))
+        if self._members is not None:
+            owners = [self._members[rank] for rank in owners]
+        return self._job.watch(Wait(what, tuple(owners), among=self._members))
 
     @contextmanager
     def meeting(self, what: str) -> Iterator[None]:
@@ -184,18 +205,9 @@ class World:
         Args:
             what: The operation in words that follow "while", such as "allocating a window".
         """
-        with self._arrival(what):
+        with self._job.arrival(what, self._members):
             _complete(self.comm.Ibarrier())
             yield
-
-    @contextmanager
-    def _arrival(self, what: str) -> Iterator[None]:
-        """Enclose a collective wait of any kind: counted, within a deadline that names the ranks that are late."""
-        status = self._alarm.status
-        number = status.page.arrive(what) if status is not None else 0
-        with self._watchdog.watch(Wait(what, meeting=number)):
-            yield
-        self.note(f"after {what}")
 
     def wait(self, request: MPI.Request, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Wait for a non-blocking operation within the deadline, leaving the core to others. Local.
@@ -213,12 +225,8 @@ class World:
 
     def meet(self, request: MPI.Request, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Wait for a non-blocking collective operation as `wait` does; a `meeting` as well. Collective."""
-        with self._arrival(what):
+        with self._job.arrival(what, self._members):
             _complete(request, meanwhile)
-
-    def alone(self) -> "World":
-        """Return a world of this rank only, with the same limit. Local; the caller closes it before this world."""
-        return World(MPI.COMM_SELF, timeout_s=self.timeout_s, limit=self._alarm.limit)
 
     def agree(self, function: Callable[[], T]) -> T:
         """Call a local function on every rank and fail together. Collective.
@@ -308,28 +316,28 @@ class World:
         self.agree(lambda: check_room(int(wanted[0]), self.local_size, what))
 
     def on_close(self, free: Callable[[], None]) -> None:
-        """Register a function that frees a resource when this world closes, the last registered first. Local."""
-        self._resources.append(free)
+        """Register a function that frees a resource when this world closes, the last registered first. Local.
+
+        A resource that is freed before has to be forgotten (`forget`), or it would be kept.
+        """
+        self._resources[free] = None
+
+    def forget(self, free: Callable[[], None]) -> None:
+        """Take back `on_close`, of the same function. Local; does nothing if it was taken back."""
+        self._resources.pop(free, None)
 
     def close(self) -> None:
         """Free the registered resources, then the communicators. Collective; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
-        assert self._alarm.status is not None
-        self._alarm.status.page.leaving = True
-        with self._arrival("leaving"):
-            request = self.comm.Ibarrier()
-            while not _complete(request, patience_s=STRANDED_LOOK_S):
-                self._alarm.check_stranded()
+        if self._members is None:
+            self._meet_before_leaving()
         with self.deadline("closing the world"):
             while self._resources:
-                self._resources.pop()()
-            status, self._alarm.status = self._alarm.status, None
-            status.free()
-            self.node_comm.Free()
-            self.comm.Free()
-        self._watchdog.close()
+                self._resources.popitem()[0]()
+        if self._members is None:
+            self._job.close()
 
     def __enter__(self) -> "World":
         return self
@@ -344,15 +352,34 @@ class World:
         self.close()
         end_within(self.timeout_s)
 
-    def _expired(self, wait: Wait) -> None:
-        """Called from the watchdog's thread."""
-        self._alarm.expired(wait, self.timeout_s)
+    def _part(self, comm: MPI.Intracomm) -> "World":
+        part = World(comm, job=self._job)
+        self.on_close(part.close)
+        part.on_close(lambda: self.forget(part.close))
+        return part
 
-    def _beat(self) -> None:
-        """Called from the watchdog's thread."""
-        status = self._alarm.status  # `close` takes it away in another thread
-        if status is not None:
-            status.page.beat()
+    def _meet_before_leaving(self) -> None:
+        with self._job.leaving() as check_stranded:
+            request = self.comm.Ibarrier()
+            while not _complete(request, patience_s=STRANDED_LOOK_S):
+                check_stranded()
+
+    def _forget_names(self) -> None:
+        """Remove the names of the shared memory that MPI made at its start: nobody else will map it. Collective."""
+        # Each has spoken with each of its node, so all have mapped what the library made at its start.
+        self.node_comm.alltoall([None] * self.local_size)
+        # Each of them: one that stood in for all might be killed before it came to it.
+        unlink(set.intersection(*self.node_comm.allgather(startup_memory())))
+
+
+def _begin(timeout_s: float, limit: str) -> Job:
+    """Begin the life of a job, where the launcher and the MPI library fit together. Local."""
+    try:
+        check_launcher(library_name(MPI.Get_library_version()), MPI.COMM_WORLD.Get_size())
+    except UserError:
+        unlink(startup_memory())  # this process's own, as MPI sees no other
+        raise
+    return Job(timeout_s, limit)
 
 
 def _complete(

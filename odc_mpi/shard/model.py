@@ -11,22 +11,21 @@ Nothing else here communicates, but for `ShardedModel()`, which is collective, a
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.layout import FlatLayout, Slice
 from odc_mpi.shard.modules import place_on_demand, replicate, wrap_forward
-from odc_mpi.shard.optim import clip_coefficient, require_elementwise, squared_norm
+from odc_mpi.shard.optim import StepGuard, clip_coefficient, require_elementwise, squared_norm
 from odc_mpi.shard.partition import UnitChoice, UnitParameters, partition
 from odc_mpi.shard.slices import ModuleWeights, OwnSlices, Weights
 from odc_mpi.shard.spans import Spans
@@ -122,10 +121,16 @@ class ShardedModel:
         self._phase = Phase.COMPLETE
         self.spans = Spans()
         self.units, layouts = _layouts(parts, transport.group.size)
-        transport.allocate(layouts)
+        # Freed in reverse: before the windows go, the slices must let go of them.
+        self._resources = ExitStack()
+        self._resources.callback(transport.close)
+        transport.allocate(layouts, self.close)
         self._slices = OwnSlices(transport, layouts, optimizer_device or torch.device("cpu"))
+        self._resources.callback(self._slices.detach)
         self._ready = ReadyUnits(transport, prefetch, self.spans)
+        self._resources.callback(self._ready.close)
         self._pusher = GradientPusher(transport, in_thread=prefetch > 0, spans=self.spans)
+        self._resources.callback(self._pusher.close)
         calls, saved = UnitCalls(self._ready, self._push), SavedTensors(self._ready)
         self._slices.load(weights or ModuleWeights(parts, transport.group))
         replicate(module, transport)
@@ -133,7 +138,8 @@ class ShardedModel:
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, calls, saved, activation_checkpointing)
         module.register_forward_pre_hook(lambda *_: self._ready.start_microbatch())
-        self._check_handle = register_optimizer_step_pre_hook(self._check_optimizer)
+        guarded = [*self.shard_parameters(), *self._placeholders.tensors()]
+        self._resources.callback(StepGuard(guarded, self._check_optimizer).close)
         self.publish()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -305,6 +311,7 @@ class ShardedModel:
 
     def close(self) -> None:
         """Free the windows; slices keep their values. Collective; a second call does nothing."""
+<<<<<<< HEAD
         self._check_handle.remove()
         self._pusher.close()
         self._ready.close()
@@ -312,6 +319,9 @@ class ShardedModel:
             unit.forget()
         self._slices.detach()
         self._transport.close()
+=======
+        self._resources.close()
+>>>>>>> life
 
     def _push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
         self._ready.activity.tell("backward of", unit.name)
@@ -328,10 +338,8 @@ class ShardedModel:
         self.spans.add(point, began)
         return result
 
-    def _check_optimizer(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Called before any optimizer's step."""
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before the step of an optimizer that has slices, or what stands in the module for parameters."""
         given = [p for group in optimizer.param_groups for p in group["params"]]
         self._placeholders.check_trained(given)
         own = {id(parameter) for parameter in self.shard_parameters()}

@@ -62,6 +62,11 @@ class Placeholders:
         self._originals = {id(parameter): (name, weakref.ref(parameter)) for name, parameter in originals.items()}
         self._trained = {name: parameter.requires_grad for name, parameter in shown.items()}
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the placeholders, and the parameters that they stand for as far as there still are any. Local."""
+        originals = [original() for _, original in self._originals.values()]
+        return [*self._shown.values(), *(original for original in originals if original is not None)]
+
     def check_trained(self, parameters: Iterable[torch.Tensor]) -> None:
         """Refuse that an optimizer has placeholders, or what they stand for: neither is trained. Local."""
         for parameter in parameters:

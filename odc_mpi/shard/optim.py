@@ -5,11 +5,15 @@ and wrong for those which look at a parameter as a matrix or at its norm.
 """
 
 import math
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 #: torch's own optimizers that update each element from that element's gradients alone.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
@@ -49,6 +53,56 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
     name = type(optimizer).__name__
     reason = _REASONS.get(name, "it is not known to be element-wise; if it is, set `elementwise = True` on its class")
     raise ValueError(f"{name} cannot train sharded parameters, of which a rank sees flat slices: {reason}")
+
+
+class StepGuard:
+    """Checks every optimizer that has one of some parameters, before each of its steps.
+
+    torch has such hooks for all optimizers of a process only. So all guards share one hook, which finds the guards that
+    an optimizer concerns by its parameters: a step takes no longer where more models are open.
+
+    Args:
+        parameters: The parameters; not kept alive.
+        check: Called with the optimizer.
+    """
+
+    _guarded: ClassVar[dict[int, tuple[weakref.ref[torch.Tensor], "StepGuard"]]] = {}
+    _hook: ClassVar[RemovableHandle | None] = None
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, parameters: Sequence[torch.Tensor], check: Callable[[optim.Optimizer], None]) -> None:
+        self.check = check
+        with StepGuard._lock:
+            self._keys = [id(parameter) for parameter in parameters]
+            StepGuard._guarded |= {id(parameter): (weakref.ref(parameter), self) for parameter in parameters}
+            if StepGuard._hook is None:
+                StepGuard._hook = register_optimizer_step_pre_hook(_check_step)
+
+    def close(self) -> None:
+        """Check no more. Local; a second call does nothing."""
+        with StepGuard._lock:
+            for key in self._keys:
+                if StepGuard._guarded.get(key, (None, None))[1] is self:
+                    del StepGuard._guarded[key]
+            if not StepGuard._guarded and StepGuard._hook is not None:
+                StepGuard._hook.remove()
+                StepGuard._hook = None
+
+    @classmethod
+    def of(cls, optimizer: optim.Optimizer) -> list["StepGuard"]:
+        """Return the guards of an optimizer's parameters, each once. Local."""
+        found: dict[StepGuard, None] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            reference, guard = cls._guarded.get(id(parameter), (None, None))
+            # An address may be used again.
+            if guard is not None and reference is not None and reference() is parameter:
+                found[guard] = None
+        return list(found)
+
+
+def _check_step(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for guard in StepGuard.of(optimizer):
+        guard.check(optimizer)
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> float:

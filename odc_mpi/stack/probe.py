@@ -24,6 +24,7 @@ from mpi4py import MPI
 
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.abort import run_child
+from odc_mpi.runtime.library import thread_level
 from odc_mpi.runtime.world import World
 from odc_mpi.stack import cache
 from odc_mpi.stack.gpu import has_gpu
@@ -40,13 +41,6 @@ FULL = Budget(idle_s=0.2, busy_s=0.5, bandwidth_s=1.5)
 QUICK = Budget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.15)
 #: Seconds after which the program ends by itself; normally the doctor ends it before and still has the answer.
 PROGRAM_S = 150.0
-
-_THREAD_LEVELS = {
-    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
-    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
-    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
-    MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
-}
 
 #: Called with the report so far and the next trial: "shared_memory", "KIND.OPERATION", or None at the end.
 Listener = Callable[[Report, str | None], None]
@@ -75,7 +69,7 @@ def probe(
     nodes = world.gather_objects(world.node)
     report = Report(
         library=world.mpi_library,
-        thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+        thread_level=thread_level(),
         memory_model=world.memory_model,
         nodes=world.num_nodes,
         ranks_per_node=tuple(nodes.count(node) for node in range(world.num_nodes)),
@@ -101,7 +95,7 @@ def bare_report(world: World) -> Report:
     """Return the report before any trial: library, nodes and ranks. Local."""
     return Report(
         library=world.mpi_library,
-        thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+        thread_level=thread_level(),
         memory_model=world.memory_model,
         nodes=world.num_nodes,
         ranks_per_node=tuple(num_ranks for _, num_ranks in world.layout),
@@ -121,7 +115,7 @@ def quick_report(world: World, cache_it: bool = True) -> Report:
         kept = world.comm.bcast(kept)
     if kept is not None:
         # What belongs to this start, not to the stack.
-        return replace(kept, thread_level=_THREAD_LEVELS[MPI.Query_thread()], shm_bytes=_free_shared_memory(world))
+        return replace(kept, thread_level=thread_level(), shm_bytes=_free_shared_memory(world))
     report = probe(world, QUICK)
     if cache_it and world.rank == 0 and not report.problems:
         cache.store(key, report)

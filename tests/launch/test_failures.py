@@ -17,12 +17,51 @@ if world.rank == 1:
 world.gather_objects(None)
 """
 
+LATE_ON_ITS_NODE = """
+import time
+from odc_mpi import World
+world = World(timeout_s=2)
+node = world.split("node")
+if world.rank == 1:
+    world.note("doing something else")
+    time.sleep(60)
+node.gather_objects(None)
+"""
+
 RAISES = """
 from odc_mpi import World
 world = World(timeout_s=15)
 if world.rank == 1:
     raise KeyError("my own mistake")
 world.gather_objects(None)
+"""
+
+#: A thread of ours ends on the last rank while all others wait for that rank; with a limit that nobody waits for.
+THREAD_FAILS = """
+import time
+from odc_mpi import World
+from odc_mpi.comm.progress import ProgressThread
+from odc_mpi.runtime.status import StatusPage
+world = World(timeout_s=100)
+def fail(*_):
+    raise KeyError("my own mistake")
+work = fail if world.rank == world.size - 1 else lambda *_: None
+{hand_over}
+if world.rank == world.size - 1:
+    time.sleep(30)
+world.gather_objects(None)
+"""
+USER_THREAD_FAILS = """
+import threading
+from odc_mpi import World
+world = World(timeout_s=20)
+def fail():
+    raise KeyError("my own mistake")
+thread = threading.Thread(target=fail)
+thread.start()
+thread.join()
+world.gather_objects(None)
+print("fine")
 """
 
 LAUNCHER_STOPPED = """
@@ -96,6 +135,13 @@ def test_a_late_rank_ends_the_job_at_the_deadline(tmp_path):
     assert "comm.timeout_s" in done.err
 
 
+def test_a_rank_that_is_late_among_those_of_its_node_is_named(tmp_path):
+    done = launch(2, script(tmp_path, LATE_ON_ITS_NODE), timeout_s=50)
+    assert done.code != 0
+    assert "while gathering from all ranks: it waits for rank 1 on" in done.err
+    assert "doing something else" in done.err
+
+
 @pytest.mark.quick
 def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
     done = launch(2, script(tmp_path, RAISES), timeout_s=50)
@@ -103,6 +149,29 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
     assert "rank 1 failed" in done.err
     assert 'raise KeyError("my own mistake")' in done.err
     assert done.seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("thread", "ranks", "hand_over"),
+    [
+        ("watchdog", 2, "StatusPage.beat = work"),
+        ("watchdog", 1, "StatusPage.beat = work"),
+        ("status", 2, "world.prepare_threads(work)"),
+        ("progress", 2, "ProgressThread(world, work)"),
+    ],
+)
+def test_a_thread_of_ours_that_ends_ends_the_job_with_its_traceback(tmp_path, thread, ranks, hand_over):
+    done = launch(ranks, script(tmp_path, THREAD_FAILS.format(hand_over=hand_over)), timeout_s=50)
+    assert done.code != 0 and done.seconds < 25
+    assert f"rank {ranks - 1} failed in its thread odc_mpi-{thread}:" in done.err
+    assert 'raise KeyError("my own mistake")' in done.err
+
+
+def test_a_thread_of_the_user_s_that_ends_does_not_end_the_job(tmp_path):
+    done = launch(2, script(tmp_path, USER_THREAD_FAILS), timeout_s=50)
+    assert done.code == 0, done.err
+    assert done.out.count("fine") == 2
+    assert done.err.count('raise KeyError("my own mistake")') == 2
 
 
 def has_ended(process):

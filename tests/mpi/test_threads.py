@@ -1,11 +1,16 @@
 """Fetches and pushes from two threads beside the main thread's own: nothing is lost, nothing comes half."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
 
+from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.compose import window_transport
+from odc_mpi.errors import UserError
+from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.prefetch import CommunicationThread
 
@@ -44,6 +49,35 @@ def test_both_libraries_let_several_threads_in(transport):
 def test_without_leave_of_the_library_there_are_no_threads(world, monkeypatch):
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
     assert not window_transport(world).threads
+
+
+def in_a_thread(work):
+    """Return the result of a function in a thread that is not the main one, or raise what it raised."""
+    with ThreadPoolExecutor(1, thread_name_prefix="autograd") as executor:
+        return executor.submit(work).result()
+
+
+def test_serialized_calls_may_come_from_any_thread(monkeypatch):
+    """As in a backward on a GPU, which torch runs in a thread of its own."""
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    with World(timeout_s=60) as world:
+        assert in_a_thread(lambda: world.gather_objects(world.rank)) == list(range(world.size))
+
+
+@pytest.mark.parametrize("level", ["MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED"])
+def test_another_thread_is_refused_where_mpi_lets_the_main_thread_alone_call_it(monkeypatch, level):
+    monkeypatch.setattr(MPI, "Query_thread", lambda: getattr(MPI, level.removeprefix("MPI_")))
+    with World(timeout_s=60) as world:
+        decision = decide_for(world, zero_copy="off", reduction="accumulate", progress="off")
+        model = shard_model(torch.nn.Linear(2, 2), world, decision=decision)
+        refused = pytest.raises(UserError, match=rf"MPI lets the main thread alone call it \({level}\), .* autograd_0")
+        with model.minibatch():
+            loss = model(torch.ones(1, 2)).sum()
+            with refused:
+                in_a_thread(loss.backward)
+        model.publish()
+        with pytest.raises(UserError, match=f"run.device: cuda needs MPI_THREAD_SERIALIZED, .* grants {level}"):
+            shard_model(torch.nn.Linear(2, 2), world, decision=decision, device="cuda")
 
 
 def test_three_threads_fetch_and_push_at_a_time(transport, threads, world):

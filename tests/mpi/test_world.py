@@ -37,3 +37,26 @@ def test_the_world_s_own_thread_is_prepared_before_it_calls_mpi(world):
     world.prepare_threads(prepared.set)
     assert prepared.wait(5.0)
     world.prepare_threads(lambda: None)
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_a_world_splits_into_those_of_its_nodes(world):
+    before = threading.active_count()
+    with world.split("node") as node:
+        assert (node.rank, node.size, node.num_nodes) == (world.local_rank, world.local_size, 1)
+        assert node.gather_objects(world.rank) == world.node_ranks
+        assert threading.active_count() == before, "one watchdog and one status thread for the job"
+        with node.split("node") as again:
+            assert again.gather_objects(world.rank) == world.node_ranks
+    with pytest.raises(ValueError, match="expected node, got 'core'"):
+        world.split("core")
+
+
+@pytest.mark.sizes(1, 2)
+def test_a_rank_alone_meets_nobody(world):
+    """Each rank as often as it likes, and the ranks of the job still agree on their number of collectives."""
+    with world.alone() as alone:
+        assert (alone.rank, alone.size, alone.timeout_s) == (0, 1, world.timeout_s)
+        for _ in range(world.rank + 1):
+            assert alone.gather_objects(world.rank) == [world.rank]
+    assert len(set(world.gather_objects(world._job.status.page.num_meetings))) == 1

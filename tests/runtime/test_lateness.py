@@ -40,6 +40,13 @@ def test_where_no_owner_is_named_who_shows_no_life_is_late_or_else_anybody() -> 
     assert late_ranks(Wait("closing"), {**alive, 2: None, 3: at(3, silent=True)}) == [2, 3]
 
 
+def test_of_some_ranks_that_meet_who_is_not_there_is_late() -> None:
+    there, busy = at(3, "gathering from all ranks"), at(5, "forward of unit x")
+    peers = {0: busy, 2: there, 3: busy, 4: there}
+    assert late_ranks(Wait("gathering from all ranks", among=(1, 2, 3)), peers) == [3]
+    assert say_late(Wait("gathering from all ranks", among=(1,)), peers, HOSTS, now=100.0).startswith("all ranks have")
+
+
 def test_the_sentence_for_one_late_rank() -> None:
     status = Status("backward of unit layers.1", microbatch=3, num_meetings=6, told_at=93.9)
     said = say_late(Wait(AT_A, meeting=7), {1: at(7), 2: status}, HOSTS, now=100.0)

@@ -11,7 +11,8 @@ On two hosts, by network namespaces:
 
     python tests/hosts/two_hosts.py --ranks-per-host 2,1 -- tests/soak/soak.py --minibatches 500
 
-A run by hand also says how much memory the ranks hold after each fifth of the minibatches, and what it left in /dev/shm.
+A run by hand also says how much memory the ranks hold after each fifth of the minibatches, and what is left
+in /dev/shm.
 """
 
 import argparse

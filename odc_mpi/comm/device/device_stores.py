@@ -34,7 +34,7 @@ class DeviceParameters(ParameterStore):
         serve: Called by every fetch: the owner's part of the gradient store.
     """
 
-    def __init__(self, windows: ParameterWindows, device: Device, rank: int, serve: Callable[[], None]) -> None:
+    def __init__(self, windows: ParameterWindows, device: Device, rank: int, serve: Callable[[], object]) -> None:
         # Not torch's memory: MPI may have to show it to another process or to a network card.
         super().__init__(windows.dtype, BufferPool(device.window_memory))
         self._windows = windows

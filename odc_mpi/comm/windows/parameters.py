@@ -89,7 +89,7 @@ class WindowParameters(ParameterStore):
         serve: Called in passing by every fetch: the owner's part of the gradient store.
     """
 
-    def __init__(self, windows: ParameterWindows, serve: Callable[[], None]) -> None:
+    def __init__(self, windows: ParameterWindows, serve: Callable[[], object]) -> None:
         super().__init__(windows.dtype)
         self._windows = windows
         self._serve = serve

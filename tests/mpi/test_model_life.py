@@ -1,0 +1,77 @@
+"""Models that come and go: what the process keeps of them, and of how many a step takes notice."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+from odc_mpi.api import decide_for, shard_model
+from odc_mpi.comm.tickets import Tickets
+from odc_mpi.shard.optim import StepGuard
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
+
+
+@pytest.fixture
+def decision(world):
+    return decide_for(world, zero_copy="off", reduction="accumulate", progress="off")
+
+
+def kept(world):
+    return len(world._resources), len(hooks), len(StepGuard._guarded), threading.active_count(), world.num_windows
+
+
+def step_once(model):
+    optimizer = torch.optim.SGD(model.shard_parameters(), lr=0.1)
+    with model.minibatch():
+        model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    model.publish()
+    return optimizer
+
+
+def test_nothing_stays_of_models_that_are_closed(world, decision):
+    before, references = kept(world), []
+    for _ in range(50):
+        model = shard_model(torch.nn.Linear(2, 2), world, decision=decision)
+        step_once(model)
+        references.append(weakref.ref(model))
+        model.close()
+        model.close()
+        assert kept(world) == before
+    del model
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+def test_models_that_are_open_together_do_not_slow_each_other_s_steps(world, decision):
+    before = kept(world)
+    models = [shard_model(torch.nn.Linear(2, 2), world, decision=decision) for _ in range(4)]
+    assert len(hooks) == before[1] + 1
+    for model in models:
+        assert [guard.check.__self__ for guard in StepGuard.of(step_once(model))] == [model]
+    for model in models:
+        model.close()
+    assert kept(world) == before
+
+
+def test_nothing_stays_of_tickets_and_parts_that_are_closed(world):
+    before = kept(world)
+    Tickets(world).close()
+    world.split("node").close()
+    world.alone().close()
+    assert kept(world) == before
+
+
+def test_what_is_open_closes_with_its_world(world, decision):
+    with world.split("node") as part:
+        model = shard_model(torch.nn.Linear(2, 2), part, decision=decision)
+        slices = model.shard_parameters()
+        step_once(model)
+        values = [p.tolist() for p in slices]
+        inner = part.alone()
+    assert part.num_windows == 0 and [p.tolist() for p in slices] == values
+    assert inner._closed
