@@ -1,9 +1,4 @@
-<<<<<<< HEAD
-"""Which MPI library this is, and which memory model its windows have."""
-
-from mpi4py import MPI
-=======
-"""The MPI library: its name, and which threads may call it.
+"""The MPI library: its name, the memory model of its windows, and which threads may call it.
 
 mpi4py asks for MPI_THREAD_MULTIPLE when it starts MPI, unless a program has set `mpi4py.rc.thread_level`, and so does
 `runtime.pmi`. The library may grant less:
@@ -22,7 +17,6 @@ _THREAD_LEVELS = {
     MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
     MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
 }
->>>>>>> life
 
 
 def library_name(version: str) -> str:
@@ -35,11 +29,11 @@ def library_name(version: str) -> str:
     return " ".join(words[: end + 1])
 
 
-<<<<<<< HEAD
 def memory_model(win: MPI.Win) -> str:
     """Return the memory model of a window (MPI-4.1, 12.4): unified or separate. Local."""
     return "unified" if win.model == MPI.WIN_UNIFIED else "separate"
-=======
+
+
 def thread_level() -> str:
     """Return the thread level that the library granted, by its name in the standard. Local."""
     return _THREAD_LEVELS[MPI.Query_thread()]
@@ -53,4 +47,3 @@ def threads_may_call_together() -> bool:
 def any_thread_may_call() -> bool:
     """Tell whether other threads than the main one may call MPI, one at a time at least. Local."""
     return MPI.Query_thread() >= MPI.THREAD_SERIALIZED
->>>>>>> life

@@ -23,11 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.runtime.lateness import Status
-<<<<<<< HEAD
-from odc_mpi.runtime.library import memory_model
-=======
-from odc_mpi.runtime.library import threads_may_call_together
->>>>>>> life
+from odc_mpi.runtime.library import memory_model, threads_may_call_together
 
 #: Bytes of a slot, and of a rank's page.
 SLOT_BYTES = 256

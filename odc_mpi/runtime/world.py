@@ -151,8 +151,8 @@ class World:
     @property
     def memory_model(self) -> str:
         """Memory model of the windows of this MPI library: unified or separate. Local."""
-        assert self._alarm.status is not None
-        return self._alarm.status.memory_model
+        assert self._job.status is not None
+        return self._job.status.memory_model
 
     def note(self, what: str, microbatch: int = 0) -> None:
         """Publish the activity of this rank, for the message of a rank whose wait for this one expires. Local.

@@ -8,8 +8,8 @@ Note: saved parameters
     The forward saves weights for the backward. Saved as they are, they would keep every unit's buffer alive until the
     backward has passed, the very memory that sharding is to save. `SavedTensors` saves instead where a tensor looked,
     and looks again, fetching the unit if need be, when the backward asks. A tensor that other hooks saved (activation
-    checkpointing, offloading) keeps its memory, so it stays right; it only costs more. Where a fetch is a view of memory
-    that stays, a graph keeps it as any other: to look at every saved tensor takes Python's time.
+    checkpointing, offloading) keeps its memory, so it stays right; it only costs more. Where a fetch is a view of
+    memory that stays, a graph keeps it as any other: to look at every saved tensor takes Python's time.
 
 Note: recomputation
     Activation checkpointing runs a unit's forward again inside the backward, under hooks of its own that must see every

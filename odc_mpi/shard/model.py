@@ -127,6 +127,8 @@ class ShardedModel:
         transport.allocate(layouts, self.close)
         self._slices = OwnSlices(transport, layouts, optimizer_device or torch.device("cpu"))
         self._resources.callback(self._slices.detach)
+        for unit in self.units:
+            self._resources.callback(unit.forget)
         self._ready = ReadyUnits(transport, prefetch, self.spans)
         self._resources.callback(self._ready.close)
         self._pusher = GradientPusher(transport, in_thread=prefetch > 0, spans=self.spans)
@@ -311,17 +313,7 @@ class ShardedModel:
 
     def close(self) -> None:
         """Free the windows; slices keep their values. Collective; a second call does nothing."""
-<<<<<<< HEAD
-        self._check_handle.remove()
-        self._pusher.close()
-        self._ready.close()
-        for unit in self.units:
-            unit.forget()
-        self._slices.detach()
-        self._transport.close()
-=======
         self._resources.close()
->>>>>>> life
 
     def _push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
         self._ready.activity.tell("backward of", unit.name)

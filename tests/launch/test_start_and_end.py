@@ -1,4 +1,4 @@
-"""A rank that stops while MPI starts, or while it ends, which no deadline of ours can watch; and what outlasts the end."""
+"""A rank that stops while MPI starts or ends, which no deadline of ours can watch; and what outlasts the end."""
 
 import signal
 import time

@@ -1,8 +1,8 @@
 """One rank whose shards are on a device: they are whole arrays, nobody else looks, and nothing travels.
 
-    fetch     a view of the array
-    push      the device adds the gradient, in the order of what it was given to compute
-    A, B      nothing: the optimizer's work is behind the backward's, and before the next forward's, in the same order
+fetch     a view of the array
+push      the device adds the gradient, in the order of what it was given to compute
+A, B      nothing: the optimizer's work is behind the backward's, and before the next forward's, in the same order
 """
 
 from collections.abc import Sequence
