@@ -89,6 +89,7 @@ class _Pending:
     step: int
     writing: Task[FileRecord]
     manifest: Manifest | None
+    spared: int | None
 
 
 class Saver:
@@ -147,16 +148,17 @@ class Saver:
         if self._pending:
             self._pending[-1].writing.wait()
 
-    def start(self, step: int, entries: Sequence[Entry], manifest: Manifest | None) -> None:
+    def start(self, step: int, entries: Sequence[Entry], manifest: Manifest | None, spared: int | None = None) -> None:
         """Write this rank's file of a checkpoint in a thread. Local; call `wait_until_written` before.
 
         Args:
             step: Step of the checkpoint, the same on every rank.
             entries: Content of the file; not to be changed until it is written.
             manifest: The manifest without its files, on rank 0; None elsewhere.
+            spared: A step whose checkpoint is kept beyond the newest.
         """
         assert not self._pending or self._pending[-1].writing.done, "two checkpoints at a time"
-        self._pending.append(_Pending(step, Task(lambda: self._write(step, entries)), manifest))
+        self._pending.append(_Pending(step, Task(lambda: self._write(step, entries)), manifest, spared))
 
     def report(self) -> tuple[float, float, float]:
         """Return the report for the other ranks: the oldest written step, the file's bytes and checksum. Local.
@@ -238,7 +240,7 @@ class Saver:
         if self._keep:
             with suppress(OSError):
                 self._check()
-                prune(self._directory, self._keep)
+                prune(self._directory, self._keep, head.spared)
 
     def _unfinished(self, step: int) -> Path:
         return self._directory / f".{step_name(step)}.{self._token}"
@@ -272,10 +274,16 @@ def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
         _remove(retired)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove the oldest checkpoints until `keep` are left. Local; a checkpoint that cannot be removed stays."""
-    complete = [path for path in steps_in(directory).values() if (path / MANIFEST).exists()]
-    for path in complete[:-keep]:
+def prune(directory: Path, keep: int, spared: int | None = None) -> None:
+    """Remove the oldest checkpoints until `keep` are left. Local; a checkpoint that cannot be removed stays.
+
+    Args:
+        directory: Of the checkpoints.
+        keep: How many of the newest stay.
+        spared: A step whose checkpoint stays in any case.
+    """
+    complete = [(step, path) for step, path in steps_in(directory).items() if (path / MANIFEST).exists()]
+    for path in (path for step, path in complete[:-keep] if step != spared):
         with suppress(OSError):
             _remove(_retire(path))
 

@@ -38,12 +38,12 @@ class Entry(NamedTuple):
 
     Attributes:
         metric: Its name.
-        rule: The sum; the mean, in which each second weighs the same; the first or the last of the steps that were not
-            skipped.
+        rule: The sum; the mean, in which each second weighs the same; the first, the last or the least of the steps
+            that were not skipped.
     """
 
     metric: str
-    rule: Literal["sum", "mean", "first", "last"]
+    rule: Literal["sum", "mean", "first", "last", "least"]
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
@@ -115,7 +115,7 @@ class Summary:
         self._entries = entries
         self._num_steps, self._step_s = 0, 0.0
         self._values: dict[str, Any] = {
-            key: None if rule in ("first", "last") else 0 for key, (_, rule) in entries.items()
+            key: 0 if rule in ("sum", "mean") else None for key, (_, rule) in entries.items()
         }
         for line in earlier:
             self.add(line)
@@ -133,7 +133,7 @@ class Summary:
                 self._values[key] = before + value
             elif rule == "mean":
                 self._values[key] = before + value * metrics["step_s"]
-            elif not metrics["skipped"] and (rule == "last" or before is None):
+            elif not metrics["skipped"] and (before is None or rule == "last" or (rule == "least" and value < before)):
                 self._values[key] = value
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What takes part in a step of a run: told of each stage of it, and heard at point A. Nothing here imports torch.
 
+    start              before the first step
     begin              before the first microbatch
     after_microbatch   after each of this rank's
     tell               before A: this rank's numbers
@@ -7,7 +8,7 @@
     after_step         after B: also what takes communication of its own, as a save or an evaluation may
     finish             after the last step
 
-All of it is local but for `after_step` and `finish`, which may be collective.
+All of it is local but for `start`, `after_step` and `finish`, which may be collective.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,9 @@ class Participant:
     columns: ClassVar[Sequence[Column]] = ()
     summary: ClassVar[Mapping[str, Entry]] = {}
 
+    def start(self, done: int) -> None:
+        """Prepare for the steps to come, after `done` steps of a run before. Collective, if need be."""
+
     def begin(self, step: Step) -> None:
         """Prepare for a step. Local."""
 
@@ -98,3 +102,6 @@ class Participant:
         Raises:
             UserError: The state does not fit the run.
         """
+
+    def close(self) -> None:
+        """Close what is open, however the run ends. Local."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from odc_mpi.data.dataset import Dataset, vocabulary_digest
 from odc_mpi.data.loader import Loader
+from odc_mpi.data.plan.balance import check_fit
 from odc_mpi.data.plan.cost import Cost, flops_cost, named_cost
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
@@ -20,6 +21,13 @@ class Inputs:
     dataset: Dataset
     model: models.BuiltModel
     loader: Loader
+    evaluation: Dataset | None = None
+
+    @property
+    def datasets(self) -> dict[str, Dataset]:
+        """The data sets by their settings. Local."""
+        own = {"data.path": self.dataset}
+        return own if self.evaluation is None else own | {"data.eval_path": self.evaluation}
 
 
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
@@ -38,16 +46,8 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
             "data.balance: dynamic hands out microbatches while ranks run, got comm.transport collective, under which "
             "all run each together: set data.balance to lb_micro, or comm.transport to window"
         )
-    dataset = Dataset(config.data.path)
     built = build_model(config.model, config.run.seed)
-    _check_vocabulary(config, dataset, built)
-    longest = int(dataset.lengths.max())
-    positions = getattr(built.module.config, "max_position_embeddings", None)
-    if positions is not None and longest > positions:
-        raise UserError(
-            f"data.path: {config.data.path} has a sequence of {longest} tokens, the model's max_position_embeddings is "
-            f"{positions}: prepare the data with --max-length {positions}"
-        )
+    dataset = _open_dataset("data.path", config.data.path, config.model, built)
     loader = Loader(
         dataset,
         minibatch_sequences=config.data.minibatch_sequences,
@@ -58,7 +58,7 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
         size=size,
         cost=_first_cost(config.data, built),
     )
-    return Inputs(dataset, built, loader)
+    return Inputs(dataset, built, loader, _open_evaluation(config, built))
 
 
 def remove_staged(path: str) -> None:
@@ -70,32 +70,53 @@ def remove_staged(path: str) -> None:
         Path(path).unlink(missing_ok=True)
 
 
+def _open_evaluation(config: Config, built: models.BuiltModel) -> Dataset | None:
+    if config.data.eval_path is None:
+        return None
+    dataset = _open_dataset("data.eval_path", config.data.eval_path, config.model, built)
+    check_fit(dataset.lengths[: config.data.eval_sequences or None], config.data.max_tokens_per_microbatch)
+    return dataset
+
+
+def _open_dataset(setting: str, path: str, model: ModelConfig, built: models.BuiltModel) -> Dataset:
+    dataset = Dataset(path)
+    _check_vocabulary(setting, dataset, model, built)
+    longest = int(dataset.lengths.max())
+    positions = getattr(built.module.config, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"{setting}: {path} has a sequence of {longest} tokens, the model's max_position_embeddings is "
+            f"{positions}: prepare the data with --max-length {positions}"
+        )
+    return dataset
+
+
 def _first_cost(config: DataConfig, built: models.BuiltModel) -> Cost:
     flops = flops_cost(built.num_multiplying, built.num_layers, built.attention_size)
     name = "flops" if config.cost == "fitted" else config.cost  # nothing was measured yet
     return named_cost(name, flops=flops, linear=config.cost_linear, quadratic=config.cost_quadratic)
 
 
-def _check_vocabulary(config: Config, dataset: Dataset, built: models.BuiltModel) -> None:
-    path = config.model.path
+def _check_vocabulary(setting: str, dataset: Dataset, model: ModelConfig, built: models.BuiltModel) -> None:
+    path = model.path
     has_tokenizer = path is not None and dataset.vocabulary and (Path(path) / "tokenizer.json").is_file()
     # Without the model's tokenizer the numbers of tokens are all there is to compare. With it, a token that it lists
     # beyond the embedding does no harm unless the data has it.
     if dataset.vocab_size > built.vocab_size and not has_tokenizer:
         raise UserError(
-            f"data.path: {config.data.path} was prepared with a tokenizer of {dataset.vocab_size} tokens, the model "
+            f"{setting}: {dataset.path} was prepared with a tokenizer of {dataset.vocab_size} tokens, the model "
             f"knows {built.vocab_size}: prepare it with the model's own tokenizer, or raise model.config.vocab_size"
         )
     if dataset.max_token_id >= built.vocab_size:
         raise UserError(
-            f"data.path: {config.data.path} has a token of number {dataset.max_token_id}, the model knows "
+            f"{setting}: {dataset.path} has a token of number {dataset.max_token_id}, the model knows "
             f"{built.vocab_size}, from 0: prepare it with the model's own tokenizer, or raise model.config.vocab_size"
         )
     if path is None or not has_tokenizer:
         return
     if vocabulary_digest(load_tokenizer(Path(path)).get_vocab()) != dataset.vocabulary:
         raise UserError(
-            f"data.path: {config.data.path} was prepared with another tokenizer than that in model.path: prepare it "
+            f"{setting}: {dataset.path} was prepared with another tokenizer than that in model.path: prepare it "
             f"with --tokenizer {path}"
         )
 

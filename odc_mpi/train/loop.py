@@ -38,9 +38,6 @@ class Source(Participant, ABC):
         """Yield microbatches that count nothing, for a transport under which all ranks run as many. Local."""
         return ()
 
-    def close(self) -> None:
-        """Close what is open. Local."""
-
 
 class Objective(Participant, ABC):
     """What is minimized.
@@ -64,7 +61,7 @@ class Objective(Participant, ABC):
 
 
 class Trainer(AbstractContextManager["Trainer"]):
-    """A model in training; leaving it as a context closes the source.
+    """A model in training; leaving it as a context closes the participants.
 
     Args:
         model: After point B.
@@ -114,6 +111,11 @@ class Trainer(AbstractContextManager["Trainer"]):
             participant.after_step(step)
         return step.metrics
 
+    def start(self) -> None:
+        """Have all participants prepare for the steps to come. Collective, as `Participant.start` is."""
+        for participant in self.participants:
+            participant.start(self.done)
+
     def finish(self) -> dict[str, Any]:
         """End all participants, the last first, and return what they tell of the run. Collective."""
         return {key: value for each in reversed(self.participants) for key, value in each.finish().items()}
@@ -128,7 +130,8 @@ class Trainer(AbstractContextManager["Trainer"]):
             participant.load_state(about)
 
     def __exit__(self, *_: object) -> None:
-        self._source.close()
+        for participant in self.participants:
+            participant.close()
 
     def _run_microbatches(self, step: Step) -> bool:
         """Run forward and backward of this rank's microbatches; return whether all ranks' gradients are finite.

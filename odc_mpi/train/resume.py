@@ -21,7 +21,7 @@ from odc_mpi.train.inputs import Inputs
 from odc_mpi.train.owner import Owner, take
 from odc_mpi.train.rundir import has_records, open_run_directory, reopen_run_directory
 from odc_mpi.train.saving import model_config
-from odc_mpi.train.settings import Config, dump
+from odc_mpi.train.settings import Config, defaults, dump
 
 #: torch's classes of optim.optimizer.
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
@@ -75,7 +75,8 @@ class Origin:
 
     def one_line(self, config: Config) -> str:
         """Say where the run begins, and which settings are others than before. Local."""
-        before, now = _leaves(self.about["config"]), _leaves(asdict(config))
+        # A version before may not have had a setting, and did what is its default now.
+        before, now = defaults() | _leaves(self.about["config"]), _leaves(asdict(config))
         changed = [
             f"{key} {before.get(key)} -> {now.get(key)}"
             for key in sorted(before.keys() | now.keys())

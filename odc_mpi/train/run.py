@@ -5,8 +5,10 @@ steps     `train.loop`
 finish    collective: the last checkpoint is waited for, every rank's totals are gathered
 """
 
+import math
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.comm.tickets import Tickets
+from odc_mpi.data.dataset import Dataset
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.observe.log import Log
 from odc_mpi.observe.participant import Participant
@@ -24,6 +27,7 @@ from odc_mpi.runtime.allocation import describe, slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.stack.decision import Decision
+from odc_mpi.train.evaluation import Evaluation
 from odc_mpi.train.inputs import Inputs, open_inputs, remove_staged
 from odc_mpi.train.loop import Trainer
 from odc_mpi.train.objectives.sft import SupervisedFineTuning
@@ -60,6 +64,7 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
     world.timeout_s = config.comm.timeout_s
     _set_threads(config, world)
     inputs = _open_inputs(config, world)
+    config = with_steps(config, inputs.dataset)
     _check_stop(stop, world)
     origin = find_origin(config, world, inputs)
     if origin and origin.step >= config.run.steps:
@@ -81,7 +86,8 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
             return {**about, "cost": None, **trainer.state()}  # None: unless a participant learns the cost
 
         state = TrainingState(trainer.model, trainer.update.optimizer, world.rank)
-        saving = Saving(config, world, state, about_now, stop, owner)
+        best = origin.about.get("best") if origin and origin.own else None
+        saving = Saving(config, world, state, about_now, stop, owner, best)
         trace = Trace(
             world, run_dir, trainer.model.spans, config.run.trace_steps, config.data.max_tokens_per_microbatch
         )
@@ -90,6 +96,7 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
         # it, in which case nothing is saved any more.
         trainer.participants += [trace, log, limit, stop, saving]
         try:
+            trainer.start()
             while trainer.done < config.run.steps and not stop.agreed:
                 trainer.step()
         except TrainingError:
@@ -99,6 +106,15 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
         summary = log.summarize(_facts(config, world, decision, trainer.model) | trainer.finish())
         saving.check_end(trainer.done)
         return summary
+
+
+def with_steps(config: Config, dataset: Dataset) -> Config:
+    """Return a configuration with its number of steps, where it has passes over the data instead. Local."""
+    epochs = config.run.num_train_epochs
+    if epochs is None:
+        return config
+    steps = math.ceil(epochs * math.ceil(len(dataset) / config.data.minibatch_sequences))
+    return replace(config, run=replace(config.run, steps=steps, num_train_epochs=None))
 
 
 def decide(config: Config, world: World) -> Decision:
@@ -141,6 +157,9 @@ def build_trainer(
     participants: list[Participant] = [Timing(world, model, clock)]
     if config.data.cost == "fitted":
         participants.append(LearnedCost(inputs.dataset, inputs.loader))
+    if inputs.evaluation is not None:
+        cost = inputs.loader.cost
+        participants.append(Evaluation(config, world, model, inputs.evaluation, cost, one_sided=one_sided))
     update = Update(model, optimizer, config)
     done = origin.step if origin else 0
     trainer = Trainer(model, source, SupervisedFineTuning(), update, participants, clock, done)
@@ -158,7 +177,8 @@ def _set_threads(config: Config, world: World) -> None:
 def _open_inputs(config: Config, world: World) -> Inputs:
     world.require_same(dump(config), "the configuration")
     inputs = world.agree(lambda: open_inputs(config, world.rank, world.size))
-    world.require_same(inputs.dataset.digest(), f"data.path: {config.data.path}")
+    for setting, dataset in inputs.datasets.items():
+        world.require_same(dataset.digest(), f"{setting}: {dataset.path}")
     if world.local_rank == 0:
         remove_staged(config.data.path)
     return inputs

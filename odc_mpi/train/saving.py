@@ -9,6 +9,7 @@ at the end collective: all wait for the last checkpoint, within comm.timeout_s
 
 import importlib.metadata
 import json
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -44,6 +45,7 @@ class Saving(Participant):
         about: Returns what else belongs into a checkpoint; called on rank 0.
         stop: Whether a rank was asked to stop.
         owner: On rank 0: without it nothing is saved any more.
+        best: The best checkpoint of the run so far, as `state` returned it.
     """
 
     names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -56,6 +58,7 @@ class Saving(Participant):
         about: Callable[[], dict[str, Any]],
         stop: StopWish,
         owner: Owner | None,
+        best: dict[str, Any] | None = None,
     ) -> None:
         self._run = config.run
         self._world = world
@@ -73,6 +76,7 @@ class Saving(Participant):
             check=owner.require if owner else lambda: None,
         )
         self._last: int | None = None
+        self._best = best
         self._pause_s = self._wait_s = 0.0
         self._num_waits = 0
 
@@ -88,7 +92,12 @@ class Saving(Participant):
         """Save, if that is due. Local, after point B, unless the last save is not complete: `_settle`."""
         every, number = self._run.checkpoint_every, step.number
         if self._stop.agreed or (every and (number % every == 0 or number == self._run.steps)):
+            self._compare(step)
             self._save(number)
+
+    def state(self) -> dict[str, Any]:
+        """Return the best checkpoint so far, its step and its loss. Local."""
+        return {"best": self._best}
 
     def finish(self) -> dict[str, Any]:
         """Wait for the last checkpoint. Collective.
@@ -109,6 +118,7 @@ class Saving(Participant):
             "checkpoint_waits": waits,
             "checkpoint_wait_s": wait_s,
             "checkpoint_pause_s": pause_s,
+            "best_checkpoint": self._best["step"] if self._best else None,
         }
 
     def check_end(self, step: int) -> None:
@@ -133,6 +143,12 @@ class Saving(Participant):
         with self._world.deadline(f"publishing the checkpoint of step {self._last}"):
             self._saver.wait_until_published()
 
+    def _compare(self, step: Step) -> None:
+        """Note a step whose evaluation was better than those of all checkpoints before."""
+        loss = step.metrics.get("eval_loss")
+        if loss is not None and math.isfinite(loss) and (self._best is None or loss < self._best["eval_loss"]):
+            self._best = {"step": step.number, "eval_loss": loss}
+
     def _save(self, step: int) -> None:
         began = time.perf_counter()
         self._num_waits += self._saver.busy
@@ -141,7 +157,7 @@ class Saving(Participant):
         waited = time.perf_counter()
         entries = self._state.snapshot()
         manifest = self._state.describe(step, self._about()) if self._world.rank == 0 else None
-        self._saver.start(step, entries, manifest)
+        self._saver.start(step, entries, manifest, self._best["step"] if self._run.keep_best and self._best else None)
         self._last = step
         self._wait_s += waited - began
         self._pause_s += time.perf_counter() - waited

@@ -69,6 +69,8 @@ class DataConfig:
     cost_quadratic: Annotated[float, "data.cost quadratic: of a squared length", _NOT_NEGATIVE] = 0.0
     minibatch_sequences: Annotated[int, "sequences per step, over all ranks", _ONE_OR_MORE] = 16
     max_tokens_per_microbatch: Annotated[int, "tokens in one forward and backward on one rank", _TOKENS] = 4096
+    eval_path: Annotated[str | None, "data set to evaluate on, held out; as data.path", _NOT_EMPTY] = None
+    eval_sequences: Annotated[int, "at most so many of its sequences, the first; 0: all", _NOT_NEGATIVE] = 0
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,9 @@ class RunConfig:
     """How long a run lasts, where it writes, and on what it runs."""
 
     steps: Annotated[int, "optimizer steps, one per minibatch", _ONE_OR_MORE] = 100
+    num_train_epochs: Annotated[float | None, "instead of run.steps: passes over the data, also 0.5", _POSITIVE] = None
+    eval_every: Annotated[int, "steps between evaluations; one comes after the last step", _NOT_NEGATIVE] = 0
+    eval_on_start: Annotated[bool, "evaluate before the first step, too"] = False
     dir: Annotated[str, "directory for everything the run writes", _NOT_EMPTY] = "runs/run"
     log_dir: Annotated[str | None, "directory for a small file per rank: its host and cores, warnings", _NOT_EMPTY] = (
         None
@@ -130,6 +135,7 @@ class RunConfig:
     ] = 10
     checkpoint_every: Annotated[int, "steps between checkpoints, one after the last step; 0: none", _NOT_NEGATIVE] = 0
     keep_checkpoints: Annotated[int, "how many of them to keep, the newest; 0: all", _NOT_NEGATIVE] = 0
+    keep_best: Annotated[bool, "keep the checkpoint of the lowest evaluation loss besides"] = False
     resume: Annotated[str, "auto: from the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = (
         "auto"
     )
@@ -179,6 +185,11 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 def dump(config: Config) -> str:
     """Write a configuration as YAML, all values with the defaults, such that `load` reads an equal one. Local."""
     return dialect.write(asdict(config))
+
+
+def defaults() -> dict[str, Any]:
+    """Return the values of settings that are not given, by their names; without those that must be. Local."""
+    return {key: setting.default for key, setting in _settings().items() if setting.default is not MISSING}
 
 
 def help_text() -> str:
@@ -288,7 +299,7 @@ def _checked(source: str, key: str, value: Any) -> Any:
     for check in setting.checks:
         if value is not None and not check.holds(value):
             raise UserError(f"{expected}, {check.words}, got {_show(value)}")
-    return float(value) if float in kinds else value
+    return float(value) if float in kinds and value is not None else value
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
@@ -328,4 +339,22 @@ def _check_together(values: dict[str, Any], source: str) -> None:
     if given == ["model.config"] and not isinstance(values["model.config"].get("model_type"), str):
         raise UserError(
             f"{source}: model.config: expected a model_type, as in --model.config.model_type qwen2, got none"
+        )
+    if values.get("run.num_train_epochs") is not None and "run.steps" in values:
+        raise UserError(f"{source}: expected one of run.steps and run.num_train_epochs, got both: leave one out")
+    _check_evaluation(values, source)
+
+
+def _check_evaluation(values: dict[str, Any], source: str) -> None:
+    if values.get("data.eval_path") is None:
+        for key in ("data.eval_sequences", "run.eval_every", "run.eval_on_start", "run.keep_best"):
+            if values.get(key):
+                raise UserError(f"{source}: {key} goes with data.eval_path, got none: give the data to evaluate on")
+    if not values.get("run.keep_best"):
+        return
+    saved, evaluated = (values.get(key, 0) for key in ("run.checkpoint_every", "run.eval_every"))
+    if not saved or not evaluated or saved % evaluated:
+        raise UserError(
+            f"{source}: run.keep_best compares checkpoints: expected run.checkpoint_every above 0 and a multiple of "
+            f"run.eval_every, so that each is evaluated, got {saved} and {evaluated}"
         )

@@ -197,6 +197,16 @@ def test_old_ones_go(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+def test_one_that_is_spared_stays_beside_the_newest(tmp_path):
+    ranks = Ranks(tmp_path, 1)
+    for step in (1, 2, 3, 4):
+        ranks.start(step)
+        ranks.wait()
+        ranks.boundary()
+    prune(tmp_path, 1, spared=2)
+    assert ranks.steps() == [2, 4]
+
+
 def test_pruning_counts_complete_ones(tmp_path):
     ranks = Ranks(tmp_path, 1)
     ranks.start(1)

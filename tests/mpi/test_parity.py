@@ -49,7 +49,7 @@ def configure(dataset_path, **changes):
     if "model.path" not in changes:
         settings |= {f"model.config.{key}": value for key, value in QWEN2.items()}
     settings |= changes
-    return configuration.load(None, [f"--{key}={value}" for key, value in settings.items()])
+    return configuration.load(None, [f"--{key}={value}" for key, value in settings.items() if value is not None])
 
 
 #: Results of plain loops, by all that they depend on: many tests differ in what must not change them.

@@ -97,7 +97,10 @@ def random_config(rng: random.Random) -> Config:
     model = replace(sections["model"], path=None, config={"model_type": "qwen2", **tree})
     fractions = {name: rng.random() for name in ("adam_beta1", "adam_beta2", "momentum")}
     comm = replace(sections["comm"], timeout_s=1 + rng.random() * 10.0 ** rng.randint(0, 300))
-    return Config(**{**sections, "model": model, "comm": comm, "optim": replace(sections["optim"], **fractions)})
+    data = replace(sections["data"], eval_path=rng.choice([*AWKWARD, None]) or "held out")
+    run = replace(sections["run"], num_train_epochs=None, keep_best=False)
+    optim = replace(sections["optim"], **fractions)
+    return Config(model=model, data=data, comm=comm, optim=optim, run=run)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -243,6 +246,21 @@ def test_arguments_for_text_are_taken_as_they_are(write):
         ("run: {steps: 1}\nrun: {dir: a}", "job.yaml, line 2: expected YAML, got: run is given twice"),
         ("model: {path: m}", "job.yaml: data.path is missing: expected "),
         ("data: {path: d}", "job.yaml: expected exactly one of model.path and model.config, got neither"),
+        (
+            "data: {path: d}\nmodel: {path: m}\nrun: {steps: 9, num_train_epochs: 0.5}",
+            "job.yaml: expected one of run.steps and run.num_train_epochs, got both: leave one out",
+        ),
+        ("run: {num_train_epochs: 0}", "job.yaml: run.num_train_epochs: expected a finite number or null, above 0"),
+        (
+            "data: {path: d}\nmodel: {path: m}\nrun: {eval_every: 5}",
+            "job.yaml: run.eval_every goes with data.eval_path, got none",
+        ),
+        (
+            "data: {path: d, eval_path: e}\nmodel: {path: m}\n"
+            "run: {eval_every: 4, checkpoint_every: 6, keep_best: true}",
+            "job.yaml: run.keep_best compares checkpoints: expected run.checkpoint_every above 0 and a multiple of "
+            "run.eval_every, so that each is evaluated, got 6 and 4",
+        ),
         (
             "data: {path: d}\nmodel: {path: m, config: {model_type: a}}",
             "job.yaml: expected exactly one of model.path and model.config, got both",

@@ -1,0 +1,125 @@
+"""The loss over held-out sequences, beside the training.
+
+An evaluation comes between two steps, when parameters are published: forwards alone, without a graph. Over windows a
+rank fetches what it needs when it needs it and draws one microbatch after the other, so nobody waits for another but at
+the end, where the sums of all ranks meet. With collectives each rank has its part beforehand, and all run as many.
+
+Every trained token of the set weighs the same. (transformers' `Trainer` takes the mean over batches, each by its number
+of sequences: with sequences of different lengths that is another number.)
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from odc_mpi.comm.tickets import Tickets
+from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.loader import Batch, Minibatch
+from odc_mpi.data.plan.balance import BALANCES
+from odc_mpi.data.plan.cost import Cost
+from odc_mpi.observe.metrics import Column, Entry
+from odc_mpi.observe.participant import Participant, Step
+from odc_mpi.runtime.world import World
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.train.settings import Config
+
+
+class Evaluation(Participant):
+    """Evaluates every `run.eval_every` steps and after the last one. Making one is collective.
+
+    Args:
+        config: Of the run.
+        world: The ranks.
+        model: In training.
+        dataset: Held out; closed with the run.
+        cost: Of a sequence.
+        one_sided: Whether ranks may run different numbers of microbatches.
+    """
+
+    columns: ClassVar = (Column("eval", 8, lambda line: f"{line['eval_loss']:.4f}" if "eval_loss" in line else ""),)
+    summary: ClassVar = {
+        "eval_loss_start": Entry("eval_loss_start", "first"),
+        "eval_loss": Entry("eval_loss", "last"),
+        "eval_perplexity": Entry("eval_perplexity", "last"),
+        "eval_loss_best": Entry("eval_loss", "least"),
+        "eval_s": Entry("eval_s", "sum"),
+    }
+
+    def __init__(
+        self, config: Config, world: World, model: ShardedModel, dataset: Dataset, cost: Cost, *, one_sided: bool
+    ) -> None:
+        self._run, self._world, self._model = config.run, world, model
+        count = min(config.data.eval_sequences or len(dataset), len(dataset))
+        self._all = _plan(dataset, count, world, config.data.max_tokens_per_microbatch, cost, one_sided=one_sided)
+        self._tickets = Tickets(world) if one_sided else None
+        self._at_start: dict[str, float] = {}
+
+    def evaluate(self) -> float:
+        """Return the mean loss of a trained token, the same on every rank. Collective at the end, else one-sided."""
+        own, training = 0.0, self._model.module.training
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                for batch in self._batches():
+                    own += self._loss(batch)
+                for batch in () if self._tickets else self._all.padding():
+                    self._loss(batch)
+        finally:
+            self._model.train(training)
+        total = sum(self._world.gather_objects(own))
+        if self._tickets:
+            self._tickets.reset()  # all have drawn; nobody draws again before the next B
+        return total / self._all.num_tokens
+
+    def start(self, done: int) -> None:
+        """Evaluate before the first step of a run, if that is asked for. Collective."""
+        if self._run.eval_on_start and not done:
+            self._at_start = {"eval_loss_start": self.evaluate()}
+
+    def after_step(self, step: Step) -> None:
+        """Evaluate, if that is due. Collective."""
+        step.metrics |= self._at_start
+        self._at_start = {}
+        every, number = self._run.eval_every, step.number
+        if number == self._run.steps or (every and number % every == 0):
+            step.metrics |= self._figures()
+
+    def close(self) -> None:
+        """Close the data set. Local."""
+        self._all.dataset.close()
+
+    def _figures(self) -> dict[str, float]:
+        began = time.perf_counter()
+        loss = self.evaluate()
+        try:
+            perplexity = math.exp(loss)
+        except OverflowError:
+            perplexity = math.inf
+        return {"eval_loss": loss, "eval_perplexity": perplexity, "eval_s": time.perf_counter() - began}
+
+    def _batches(self) -> Iterator[Batch]:
+        return self._all.batches(self._tickets.draw) if self._tickets else iter(self._all)
+
+    def _loss(self, batch: Batch) -> float:
+        """Return the sum of the losses of a microbatch's trained tokens. One-sided."""
+        return float(self._model(**batch.to(self._model.device).inputs).loss) * batch.num_tokens
+
+
+def _plan(dataset: Dataset, count: int, world: World, max_tokens: int, cost: Cost, *, one_sided: bool) -> Minibatch:
+    """Return the first sequences of a data set as one minibatch: drawn by whoever is free, or dealt out evenly."""
+    indices = np.arange(count)
+    balance = BALANCES["dynamic" if one_sided else "lb_micro"]
+    return Minibatch(
+        data_epoch=0,
+        position=0,
+        indices=indices,
+        num_tokens=int(dataset.num_trained_tokens[indices].sum()),
+        num_input_tokens=int(dataset.lengths[indices].sum()),
+        plan=balance(dataset.lengths[indices], world.size, max_tokens, cost),
+        rank=world.rank,
+        dataset=dataset,
+    )
