@@ -2,9 +2,12 @@
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from mpi4py import MPI
+
+from odc_mpi.runtime import world as worlds
 
 LATE_S = 2.0
 
@@ -37,3 +40,16 @@ def test_the_world_s_own_thread_is_prepared_before_it_calls_mpi(world):
     world.prepare_threads(prepared.set)
     assert prepared.wait(5.0)
     world.prepare_threads(lambda: None)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_name_of_memory_goes_when_every_rank_has_mapped_it(world, monkeypatch, tmp_path):
+    """A library that opened it by name later would find it until then."""
+    name = world.gather_objects(str(tmp_path / "memory"))[0]
+    for mapped_by, stays in (([0], True), (range(world.size), False)):
+        if world.rank == 0:
+            Path(name).touch()
+        monkeypatch.setattr(worlds, "startup_memory", lambda: {name} if world.rank in mapped_by else set())  # noqa: B023
+        worlds.World(world.comm).close()
+        assert Path(name).exists() == stays
+        world.gather_objects(None)
