@@ -2,9 +2,12 @@
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from mpi4py import MPI
+
+from odc_mpi.runtime import world as worlds
 
 LATE_S = 2.0
 
@@ -60,3 +63,16 @@ def test_a_rank_alone_meets_nobody(world):
         for _ in range(world.rank + 1):
             assert alone.gather_objects(world.rank) == [world.rank]
     assert len(set(world.gather_objects(world._job.status.page.num_meetings))) == 1
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_name_of_memory_goes_when_every_rank_has_mapped_it(world, monkeypatch, tmp_path):
+    """A library that opened it by name later would find it until then."""
+    name = world.gather_objects(str(tmp_path / "memory"))[0]
+    for mapped_by, stays in (([0], True), (range(world.size), False)):
+        if world.rank == 0:
+            Path(name).touch()
+        monkeypatch.setattr(worlds, "startup_memory", lambda: {name} if world.rank in mapped_by else set())  # noqa: B023
+        worlds.World(world.comm).close()
+        assert Path(name).exists() == stays
+        world.gather_objects(None)

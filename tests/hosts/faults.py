@@ -1,0 +1,250 @@
+"""A run on two hosts at whose ranks and network things go wrong at random moments; it ends as it should, and goes on.
+
+    python tests/hosts/faults.py --faults 100 --seed 7
+
+A run saves every third step. A rank is killed, or stopped, for a moment or for good; or the second host is cut off from
+the network, for a moment or until somebody says so. What outlasts that goes on to the next fault. What does not ends
+with a line that names the rank, and is started once more. In the end the losses are those of one process.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE), str(HERE.parent / "launch")]  # for a run by hand
+import crash_soak  # noqa: E402
+import mpi_launch  # noqa: E402
+import two_hosts  # noqa: E402
+
+from odc_mpi.checkpoint.commands import verify  # noqa: E402
+
+EVERY = 3
+#: A wait of this length ends a run; a fault for a moment is shorter.
+TIMEOUT_S = 8.0
+MOMENT_S = 3.0
+#: The same while MPI starts, where ranks wait for each other's imports.
+START_TIMEOUT_S = 60.0
+#: Kinds of faults, by how often they come: those for good end a run, and most of these take TIMEOUT_S and more.
+KINDS = {"kill": 6, "stop for a moment": 3, "stop": 2, "cut for a moment": 3, "cut": 1}
+#: So many of the faults come while a run starts.
+EARLY = 0.15
+#: Seconds until a run has done the next steps, or has ended after a fault; a busy machine takes most of it to start.
+PATIENCE_S = 120.0
+#: Steps while there are faults, and after the last one.
+ENDLESS, STEPS_LEFT = 100_000, 3
+SETTINGS = ("--optim.lr_scheduler_type", "constant", "--optim.adam_epsilon", 1e-3)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, at which rank, and when: so many steps later, None at once; and so many seconds after."""
+
+    kind: str
+    rank: int
+    steps: int | None
+    after_s: float
+
+    def __str__(self):
+        when = "at once" if self.steps is None else f"{self.steps} steps on"
+        return f"{self.kind} rank {self.rank}, {when} and {self.after_s:.2f} s"
+
+
+def draw(random_numbers, ranks):
+    early = random_numbers.random() < EARLY
+    return Fault(
+        random_numbers.choices(list(KINDS), list(KINDS.values()))[0],
+        random_numbers.randrange(ranks),
+        None if early else random_numbers.randrange(1, 2 * EVERY + 1),
+        random_numbers.uniform(0, 4 if early else 0.3),
+    )
+
+
+class Run:
+    """A start of the run on two hosts, what it says, and its ranks' processes."""
+
+    def __init__(self, config, steps):
+        train = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.checkpoint_every", EVERY)
+        train += ("--comm.timeout_s", TIMEOUT_S, *SETTINGS)
+        self._process = two_hosts.start(1, *train, ODC_MPI_START_TIMEOUT_S=START_TIMEOUT_S)
+        self.said = {"stdout": [], "stderr": []}
+        self._threads = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in self.said]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def text(self):
+        return "".join(self.said["stdout"] + self.said["stderr"])
+
+    @property
+    def step(self):
+        """The last step that it has told."""
+        steps = re.findall(r"^ *(\d+)/\d+ ", "".join(self.said["stdout"]), re.MULTILINE)
+        return int(steps[-1]) if steps else 0
+
+    @property
+    def is_over(self):
+        return self._process.poll() is not None
+
+    def wait_until(self, is_so, patience_s=PATIENCE_S):
+        """Wait for something, or for the end; return whether it came to be so."""
+        ends = time.monotonic() + patience_s
+        while not (so := is_so()) and not self.is_over and time.monotonic() < ends:
+            time.sleep(0.02)
+        return so
+
+    def ranks(self, count=2):
+        """The processes of the ranks, by rank; fewer if the run ends meanwhile."""
+        found = {}
+
+        def all_are_there():
+            for pid in crash_soak._descendants(self._process.pid):
+                with suppress(OSError):
+                    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                    told = Path(f"/proc/{pid}/environ").read_bytes()
+                    rank = re.search(rb"(?:^|\0)(?:PMI_RANK|OMPI_COMM_WORLD_RANK)=(\d+)", told)
+                    if rank and words[1:3] == [b"-m", b"odc_mpi"]:
+                        found[int(rank[1])] = pid
+            return len(found) == count
+
+        self.wait_until(all_are_there)
+        return found
+
+    def finish(self):
+        """Wait for the end; return the exit code, None if it had to be killed."""
+        self.wait_until(lambda: False)
+        in_time = self.is_over
+        self.end()
+        return self._process.returncode if in_time else None
+
+    def end(self):
+        """Kill what is left of the run, and read the last that it said."""
+        two_hosts.end(self._process)
+        for thread in self._threads:
+            thread.join(20)
+        for name in self.said:
+            getattr(self._process, name).close()
+
+    def _read(self, name):
+        for line in getattr(self._process, name):
+            self.said[name].append(line)
+
+
+def inflict(run, fault, pids):
+    """Do what a fault says; what is for a moment, or hinders the end of the run, is made good again."""
+    pid = pids[fault.rank]
+    if fault.kind == "kill":
+        os.kill(pid, signal.SIGKILL)
+    elif fault.kind.startswith("stop"):
+        os.kill(pid, signal.SIGSTOP)
+        if fault.kind != "stop":
+            time.sleep(MOMENT_S)
+            os.kill(pid, signal.SIGCONT)
+    else:
+        network = ["nsenter", "--net", "--target", str(pids[1]), "ip", "link", "set", "eth0"]
+        subprocess.run([*network, "down"], check=True)
+        if fault.kind == "cut":
+            # A launcher cannot end ranks that it does not reach: so until the line is said.
+            run.wait_until(lambda: named(run.text, None))
+        time.sleep(MOMENT_S)
+        if not run.is_over:
+            subprocess.run([*network, "up"], check=True)
+
+
+def named(text, rank):
+    """Whether a line names a rank, or any rank: of this package, or of a launcher that saw it die.
+
+    MPICH's launcher names its process and its host, of which it is the only rank, and leaves the others no time to say.
+    """
+    number = r"\d" if rank is None else rank
+    by_launcher = rf"PID \d+ RUNNING AT node{number}\b"
+    return re.search(rf"\brank {number}\b[^\n]*(?:node\d|waited|signal|PID)|{by_launcher}", text) is not None
+
+
+def losses(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def endure(directory, num_faults, seed):
+    """Let so many faults happen to a run; return the losses, and those of one process.
+
+    Raises:
+        AssertionError: A run ended in another way than with a line that names the rank, or did not end.
+    """
+    runs, config = [], crash_soak._config(directory)
+    try:
+        _inflict_all(runs, config, num_faults, seed)
+        if not runs[-1].is_over:
+            runs[-1].wait_until(lambda: runs[-1].step)
+            os.kill(runs[-1].ranks()[0], signal.SIGUSR1)
+            assert runs[-1].finish() == 75, f"seed {seed}: {runs[-1].text}"
+        steps = crash_soak._last_step(directory / "run") + STEPS_LEFT
+        one = ("-m", "odc_mpi", "train", "--config", config, "--run.steps", steps, "--run.dir", directory / "alone")
+        alone = mpi_launch.start(0, *one, *SETTINGS)
+        runs.append(Run(config, steps))
+        assert runs[-1].finish() == 0, f"seed {seed}: {runs[-1].text}"
+        done = mpi_launch.finish(alone)
+        assert done.code == 0, done.err
+    finally:
+        mpi_launch.end_all()
+        for run in runs:
+            run.end()
+    lines, damaged = verify(directory / "run")
+    assert damaged == 0, lines
+    return losses(directory / "run"), losses(directory / "alone")
+
+
+def _inflict_all(runs, config, num_faults, seed):
+    """Start the run, and once more after each fault that ended it, until all faults have happened."""
+    random_numbers = random.Random(seed)
+    for number in range(1, num_faults + 1):
+        if not runs or runs[-1].is_over:
+            runs.append(Run(config, ENDLESS))
+        run, fault = runs[-1], draw(random_numbers, 2)
+        pids = run.ranks()
+        target = run.step + fault.steps if fault.steps else 0
+        came = run.wait_until(lambda: run.step >= target)  # noqa: B023 - called at once
+        assert came and not run.is_over, f"seed {seed}: before fault {number}: {run.text}"
+        time.sleep(fault.after_s)
+        before = run.step
+        with suppress(ProcessLookupError):
+            inflict(run, fault, pids)
+        ending = "went on"
+        outlasted = fault.kind.endswith("moment") and run.wait_until(lambda: run.step > before + 1)  # noqa: B023
+        if not outlasted:
+            code = run.finish()
+            ending = f"ended with {code} at step {run.step}"
+            told = f"seed {seed}, fault {number}, {fault}: {ending}: {run.text}"
+            assert code not in (None, 0), told
+            # Of two hosts either is cut off from the other; and nobody knows who is late before MPI is up.
+            is_known = run.step and "cut" not in fault.kind
+            assert named(run.text, fault.rank if is_known else None), told
+        print(f"seed {seed}, fault {number} of {num_faults}, {fault}: {ending}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        ours, theirs = endure(Path(directory), arguments.faults, arguments.seed)
+    worst = max(abs(our - their) / their for our, their in zip(ours, theirs, strict=True))
+    print(f"{arguments.faults} faults, {len(ours)} steps, losses differ by {worst:.1e} at most")
+
+
+if __name__ == "__main__":
+    main()
