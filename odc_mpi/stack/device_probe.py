@@ -22,7 +22,7 @@ from mpi4py import MPI
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.windows.device_window import DeviceWindow, by_address
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.launch import NO_ANSWER
+from odc_mpi.runtime.launch import FailureKind
 from odc_mpi.runtime.world import World
 from odc_mpi.stack import cache, gpu
 from odc_mpi.stack.operations import Buffer, HostBuffer
@@ -100,7 +100,7 @@ def kept_verdict(world: World, device: Device) -> Report | None:
     """
     key = verdict_key(world, device)
     kept = cache.load(key, KEPT_S) if world.rank == 0 else None
-    if kept is not None and any(NO_ANSWER in problem for problem in kept.problems):
+    if kept is not None and any(FailureKind.NO_ANSWER.value in problem for problem in kept.problems):
         kept = cache.load(key, NO_ANSWER_KEPT_S)
     with world.meeting("hearing what a doctor found about device windows"):
         return world.comm.bcast(kept)

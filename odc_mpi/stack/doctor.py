@@ -17,7 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from odc_mpi.runtime.launch import ENDED_BY_LAUNCHER, Ending, launched_rank, take_part
+from odc_mpi.runtime.launch import Ending, FailureKind, launched_rank, take_part
 from odc_mpi.runtime.pmi import hint
 from odc_mpi.stack import cache
 from odc_mpi.stack.decision import Decision, decide
@@ -73,22 +73,20 @@ def _tell(ending: Ending, as_json: bool) -> int:
         print(json.dumps(found | ({"device_decision": on_device.to_dict()} if on_device else {})), flush=True)
     else:
         _print(report, decision, on_device)
-    if ending.failure:
-        print(f"The last lines of the failed process:\n{ending.last_words or '(none)'}", file=sys.stderr, flush=True)
+    ending.show_last_words()
     return 0 if decision else 1
 
 
 def _report(ending: Ending) -> Report:
     """Return the last report of the child, with the failure that ended the child."""
-    news = ending.news or {}
-    report = Report.from_dict(news["report"]) if "report" in news else Report()
-    doing = news.get("doing", "starting MPI")
-    if ending.failure is None and doing is None:
+    report = Report.from_dict(ending.news["report"]) if "report" in ending.news else Report()
+    if ending.trouble is None:
         return report
-    failure = ending.failure or "ended early"
-    if "SIGBUS" in failure:
-        failure += f". /dev/shm is probably too small: it has {_free_mib()} MiB free (docker --shm-size)"
-    return report.with_problem(f"{(doing or 'closing').replace('.', ' ')}: {failure}")
+    doing, failure = ending.trouble
+    told = str(failure)
+    if failure.how == "SIGBUS":
+        told += f". /dev/shm is probably too small: it has {_free_mib()} MiB free (docker --shm-size)"
+    return report.with_problem(f"{doing.replace('.', ' ')}: {told}")
 
 
 def _keep(ending: Ending, report: Report) -> None:
@@ -97,8 +95,9 @@ def _keep(ending: Ending, report: Report) -> None:
     Windows on devices: also after a crash, since no run tries them, but not if the launcher ended the probe. The other
     findings: only if there was no problem.
     """
-    keys = (ending.news or {}).get("keys", {})
-    if report.device is not None and ending.failure != ENDED_BY_LAUNCHER:
+    keys = ending.news.get("keys", {})
+    by_launcher = ending.failure is not None and ending.failure.kind is FailureKind.ENDED_BY_LAUNCHER
+    if report.device is not None and not by_launcher:
         cache.store(keys["device"], report)
     if keys and not report.problems:
         cache.store(keys["host"], replace(report, device=None))

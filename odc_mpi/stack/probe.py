@@ -3,17 +3,15 @@
 Communication: the ranks gather their hosts; the ranks of each node try shared memory; then one pair for each kind of
 peer tries the operations in turn (trial.py). All ranks have the same report at every moment.
 
-As a program, `python -m odc_mpi.stack.probe FD`, this is one rank of the probe. Rank 0 writes the report so far to the
-file descriptor, a JSON line before each operation and at the end; `odc-mpi doctor` reads the lines.
+As a program this is one rank of the probe, a child of `odc-mpi doctor` (`runtime.launch`). Rank 0 tells the report
+so far before each operation and at the end.
 """
 
-import json
-import os
 import shutil
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.abort import run_child
+from odc_mpi.runtime.launch import News, run_child
 from odc_mpi.runtime.library import thread_level
 from odc_mpi.runtime.world import World
 from odc_mpi.stack import cache
@@ -248,10 +246,10 @@ def own_device(world: World) -> "Device | None":
     return device if all(world.gather_objects(device is not None)) else None
 
 
-def main(argv: list[str]) -> None:
-    """Probe, and write the report to the file descriptor in the argument. Collective."""
-    with os.fdopen(int(argv[0]), "w") as out, World(timeout_s=PROGRAM_S) as world:
-        # Before the first line is written: loading CuPy may take longer than the deadline of an operation.
+def main(arguments: Sequence[str], tell: Callable[[News], None]) -> None:
+    """Probe, and tell the report. Collective."""
+    with World(timeout_s=PROGRAM_S) as world:
+        # Before the first news: loading CuPy may take longer than the deadline of an operation.
         device = own_device(world)
         keys = {"host": report_key(world)}
         if device is not None:
@@ -259,12 +257,10 @@ def main(argv: list[str]) -> None:
 
             keys["device"] = verdict_key(world, device)
 
-        def tell(report: Report, doing: str | None) -> None:
-            if world.rank == 0:
-                out.write(json.dumps({"report": report.to_dict(), "doing": doing, "keys": keys}) + "\n")
-                out.flush()
+        def listen(report: Report, doing: str | None) -> None:
+            tell({"report": report.to_dict(), "doing": doing, "keys": keys})
 
-        probe(world, FULL, listen=tell, device=device)
+        probe(world, FULL, listen=listen, device=device)
 
 
 if __name__ == "__main__":

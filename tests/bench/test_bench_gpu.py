@@ -14,7 +14,7 @@ from odc_mpi.bench.gpu import windows as gpu_windows
 from odc_mpi.bench.measure import times_in
 from odc_mpi.bench.train import Round
 from odc_mpi.cli.main import parser
-from odc_mpi.runtime.launch import Ending
+from odc_mpi.runtime.launch import Ending, Failure, FailureKind
 from odc_mpi.stack.device_decision import RUN_DOCTOR
 from odc_mpi.stack.report import WRONG, DeviceWindows, Operation, Peer, Peers, Report
 
@@ -165,13 +165,13 @@ def ending(failure=None, **news):
 
 def test_windows_on_gpus_may_end_it():
     assert gpu_command.outcome(ending()) == ({"sizes": [1], "left_out": {}}, None)
-    doing, crash = "units of 4M with windows on GPUs", "crashed (SIGSEGV on rank 1)"
+    doing, crash = "units of 4M with windows on GPUs", Failure(FailureKind.CRASHED, "SIGSEGV", 1)
     found, failure = gpu_command.outcome(ending(crash, doing=doing, may_end=True))
-    assert found["left_out"] == {"device_windows": f"{doing}: {crash}"} and failure is None
+    assert found["left_out"] == {"device_windows": f"{doing}: crashed (SIGSEGV on rank 1)"} and failure is None
     found, failure = gpu_command.outcome(ending(crash, doing="kernels on shards of 4M"))
     assert found["left_out"] == {} and failure == f"kernels on shards of 4M: {crash}"
     assert gpu_command.outcome(ending(doing="steps"))[1] == "steps: ended early"
-    assert gpu_command.outcome(Ending(None, crash, "")) == ({}, f"starting MPI: {crash}")
+    assert gpu_command.outcome(Ending({}, crash, "")) == ({}, f"starting MPI: {crash}")
 
 
 def test_the_child_is_asked_for_the_same():
