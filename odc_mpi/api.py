@@ -157,7 +157,7 @@ def _with_verdict(report: Report, world: World, device: Device) -> Report:
     kept = kept_verdict(world, device)
     if kept is None:
         return report
-    problems = [problem for problem in kept.problems if problem.startswith(("device ", "from_device "))]
+    problems = [problem for problem in kept.problems if problem.where[:1] in (("device",), ("from_device",))]
     return replace(report, device=kept.device, problems=(*report.problems, *problems))
 
 

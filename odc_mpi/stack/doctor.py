@@ -22,7 +22,7 @@ from odc_mpi.runtime.pmi import hint
 from odc_mpi.stack import cache
 from odc_mpi.stack.decision import Decision, decide
 from odc_mpi.stack.gpu import has_gpu
-from odc_mpi.stack.report import DEVICE_OPERATIONS, OPERATIONS, DeviceWindows, Operation, Report
+from odc_mpi.stack.report import DEVICE_OPERATIONS, OPERATIONS, Cause, DeviceWindows, Operation, Problem, Report
 from odc_mpi.wording import format_seconds
 
 #: The command of the child, which takes part in MPI.
@@ -83,10 +83,13 @@ def _report(ending: Ending) -> Report:
     if ending.trouble is None:
         return report
     doing, failure = ending.trouble
+    where = tuple(doing.replace(".", " ").split())
+    if failure.kind is FailureKind.NO_ANSWER:
+        return report.with_problem(Problem(where, Cause.NO_ANSWER, failure.how))
     told = str(failure)
     if failure.how == "SIGBUS":
         told += f". /dev/shm is probably too small: it has {_free_mib()} MiB free (docker --shm-size)"
-    return report.with_problem(f"{doing.replace('.', ' ')}: {told}")
+    return report.with_problem(Problem(where, Cause.OTHER, told))
 
 
 def _keep(ending: Ending, report: Report) -> None:
@@ -149,11 +152,10 @@ def _operations(report: Report) -> Table:
     for title in ("target idle", "target busy", "GB/s"):
         table.add_column(title, justify="right")
     table.add_column("one-sided")
-    problems = dict(problem.split(": ", 1) for problem in report.problems)
     for kind in report.kinds:
         for name in OPERATIONS:
             operation = getattr(getattr(report.peers, kind), name, Operation())
-            table.add_row(_KINDS[kind], _TITLES[name], *_cells(operation, problems.get(f"{kind} {name}", "not tried")))
+            table.add_row(_KINDS[kind], _TITLES[name], *_cells(operation, report.problem(kind, name)))
     return table
 
 
@@ -168,17 +170,16 @@ def _device(report: Report, device: DeviceWindows) -> tuple[Table, Table]:
     for title in ("target idle", "target busy", "GB/s"):
         table.add_column(title, justify="right")
     table.add_column("one-sided")
-    problems = dict(problem.split(": ", 1) for problem in report.problems)
     for kind in report.kinds:
         for name, origin in DEVICE_OPERATIONS:
             operation = getattr(getattr(getattr(device, origin), kind), name, Operation())
-            without = problems.get(f"{origin} {kind} {name}", "not tried")
-            table.add_row(_KINDS[kind], _TITLES[name], _ORIGINS[origin], *_cells(operation, without))
+            cells = _cells(operation, report.problem(origin, kind, name))
+            table.add_row(_KINDS[kind], _TITLES[name], _ORIGINS[origin], *cells)
     return facts, table
 
 
-def _cells(operation: Operation, without: str) -> tuple[str, ...]:
+def _cells(operation: Operation, problem: Problem | None) -> tuple[str, ...]:
     if operation.idle_s is None or operation.busy_s is None or operation.gb_per_s is None:
-        return "", "", "", without
+        return "", "", "", problem.what if problem else "not tried"
     verdict = {True: "yes", False: "no: waits", None: "unsure"}[operation.one_sided]
     return format_seconds(operation.idle_s), format_seconds(operation.busy_s), f"{operation.gb_per_s:.2g}", verdict

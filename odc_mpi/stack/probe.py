@@ -27,7 +27,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.stack import cache
 from odc_mpi.stack.gpu import has_gpu
 from odc_mpi.stack.operations import COUNTER_BYTES
-from odc_mpi.stack.report import OPERATIONS, PEER_KINDS, Report, SharedMemory
+from odc_mpi.stack.report import OPERATIONS, PEER_KINDS, Problem, Report, SharedMemory
 from odc_mpi.stack.trial import LARGE_BYTES, Allocate, Budget, Trials, allocate, allocate_shared
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def _try_pairs(
             result = (far_reads if (kind, name) == ("other_node", "get") else trials).run(name, kind)
             report = report.with_operation(kind, name, result.operation)
             if result.problem:
-                report = report.with_problem(f"{kind} {name}: {result.problem}")
+                report = report.with_problem(Problem((kind, name), result.problem))
     if far:
         far_reads.close()
     trials.close()

@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from odc_mpi.runtime.world import SLEEP_S, World
 from odc_mpi.stack import operations
-from odc_mpi.stack.report import WRONG, Operation
+from odc_mpi.stack.report import Cause, Operation
 
 #: The kind of an origin's memory by default.
 HOST = "from_host"
@@ -60,7 +60,7 @@ class Result:
     """The figures of a trial and its problem, the same on all ranks."""
 
     operation: Operation
-    problem: str | None
+    problem: Cause | None
 
 
 #: Makes the window to probe, of so many bytes on this rank, in units of one byte; second in the list comes the window
@@ -143,9 +143,9 @@ class Trials:
         self._world.meet(self._comm.Ibcast(numbers, root=origin), what)
         idle_s, busy_s, gb_per_s, one_sided, is_sure, is_right = numbers.tolist()
         if not is_right:
-            return Result(Operation(), WRONG)
+            return Result(Operation(), Cause.WRONG)
         if not is_sure:
-            return Result(Operation(None, idle_s, busy_s, gb_per_s), "the machine is too busy to tell if it waits")
+            return Result(Operation(None, idle_s, busy_s, gb_per_s), Cause.UNSURE)
         return Result(Operation(bool(one_sided), idle_s, busy_s, gb_per_s), None)
 
     def close(self) -> None:
