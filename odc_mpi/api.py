@@ -1,16 +1,14 @@
 """Shard a module over the ranks of a world: the choice of transport, and the call that users make."""
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from odc_mpi.comm.compose import collective_transport, device_transport, staged, window_transport
+from odc_mpi.comm.compose import collective_transport, device_transport, reductions, staged, window_transport
 from odc_mpi.comm.device.device import Device, find_device
-from odc_mpi.comm.reduce.accumulate import AccumulateReduction, Reduction
-from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
+from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.library import any_thread_may_call, thread_level
@@ -183,16 +181,12 @@ def _transport(
             mailbox_bytes=mailbox_bytes,
             progress=progress,
         )
-    reductions: dict[str, Callable[[World, torch.dtype], Reduction]] = {
-        "accumulate": AccumulateReduction,
-        "mailbox": functools.partial(MailboxReduction, mailbox_bytes=mailbox_bytes),
-    }
     host = window_transport(
         world,
         param_dtype,
         reduce_dtype,
         zero_copy=decision.zero_copy.choice == "on",
-        reduction=reductions[reduction],
+        reduction=reductions(mailbox_bytes)[reduction],
         progress=progress,
     )
     return host if device is None else staged(host, device)

@@ -10,7 +10,6 @@ so far before each operation and at the end.
 import shutil
 import socket
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +26,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.stack import cache
 from odc_mpi.stack.gpu import has_gpu
 from odc_mpi.stack.operations import COUNTER_BYTES
+from odc_mpi.stack.repeat import timed
 from odc_mpi.stack.report import OPERATIONS, PEER_KINDS, Problem, Report, SharedMemory
 from odc_mpi.stack.trial import LARGE_BYTES, Allocate, Budget, Trials, allocate, allocate_shared
 
@@ -188,12 +188,7 @@ def _try_shared_memory(world: World) -> SharedMemory:
 
 def _time_of_a_load(piece: np.ndarray) -> float:
     """Return the median seconds to copy 64 bytes out of another rank's memory, numpy's own time included."""
-    times = []
-    for _ in range(20):
-        began = time.perf_counter()
-        piece[:64].copy()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return statistics.median(timed(lambda: piece[:64].copy()) for _ in range(20))
 
 
 def _try_pairs(
