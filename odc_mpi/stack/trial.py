@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from mpi4py import MPI
 
-from odc_mpi.runtime.world import SLEEP_S, World
+from odc_mpi.runtime.deadline import SLEEP_S
+from odc_mpi.runtime.world import World
 from odc_mpi.stack import operations
 from odc_mpi.stack.repeat import each_for, timed
 from odc_mpi.stack.report import Cause, Operation
