@@ -1,7 +1,6 @@
 """Shard a module over the ranks of a world: the choice of transport, and the call that users make."""
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -11,12 +10,12 @@ from odc_mpi.comm.compose import (
     alone_transport,
     collective_transport,
     device_transport,
+    reductions,
     staged,
     window_transport,
 )
 from odc_mpi.comm.device.device import Device, find_device
-from odc_mpi.comm.reduce.accumulate import AccumulateReduction, Reduction
-from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
+from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.library import any_thread_may_call, thread_level
@@ -163,7 +162,7 @@ def _with_verdict(report: Report, world: World, device: Device) -> Report:
     kept = kept_verdict(world, device)
     if kept is None:
         return report
-    problems = [problem for problem in kept.problems if problem.startswith(("device ", "from_device "))]
+    problems = [problem for problem in kept.problems if problem.where[:1] in (("device",), ("from_device",))]
     return replace(report, device=kept.device, problems=(*report.problems, *problems))
 
 
@@ -192,16 +191,12 @@ def _transport(
             mailbox_bytes=mailbox_bytes,
             progress=progress,
         )
-    reductions: dict[str, Callable[[World, torch.dtype], Reduction]] = {
-        "accumulate": AccumulateReduction,
-        "mailbox": functools.partial(MailboxReduction, mailbox_bytes=mailbox_bytes),
-    }
     host = window_transport(
         world,
         param_dtype,
         reduce_dtype,
         zero_copy=zero_copy,
-        reduction=reductions[reduction],
+        reduction=reductions(mailbox_bytes)[reduction],
         progress=progress,
     )
     return host if device is None else staged(host, device)

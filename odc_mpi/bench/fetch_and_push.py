@@ -16,16 +16,15 @@ import torch
 
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.comm.collective import Collectives
-from odc_mpi.comm.compose import window_transport
-from odc_mpi.comm.reduce.accumulate import AccumulateReduction, Reduction
-from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.compose import MakeReduction, reductions, window_transport
+from odc_mpi.comm.reduce.accumulate import Reduction
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 #: How gradients reach their owners, by the name that `comm.reduction` has for it.
-REDUCTIONS: Mapping[str, type[Reduction]] = {"accumulate": AccumulateReduction, "mailbox": MailboxReduction}
+REDUCTIONS = reductions()
 
 #: There are so many units that they hold at least so much, more than the cache of a core ...
 UNITS_BYTES = 16 << 20
@@ -222,7 +221,7 @@ class Units:
             [partial(all_gather, shard, self._whole) for shard in self._own], is_right, gloo="gloo_all_gather"
         )
 
-    def _push(self, reduction: type[Reduction]) -> Variant:
+    def _push(self, reduction: MakeReduction) -> Variant:
         transport = window_transport(self._world, reduction=reduction)
         gradients = transport.gradients
         assert isinstance(gradients, Reduction)

@@ -56,19 +56,6 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
     return (perf_counter() - start) / times
 
 
-def each_for(budget_s: float, sample: Callable[[], T]) -> list[T]:
-    """Take samples, at least one, until `budget_s` are over. Local, if they are.
-
-    Returns:
-        Their results.
-    """
-    end = perf_counter() + budget_s
-    samples = [sample()]
-    while perf_counter() < end:
-        samples.append(sample())
-    return samples
-
-
 def times_in(one_s: float, sample_s: float, most: int) -> int:
     """Return the number of operations of `one_s` seconds in a sample of `sample_s`, from 1 to `most`. Local."""
     return max(1, min(most, round(sample_s / max(one_s, sample_s / most))))

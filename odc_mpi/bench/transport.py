@@ -51,10 +51,11 @@ import torch
 
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.fetch_and_push import Units, Variant, check
-from odc_mpi.bench.measure import Goal, each_for, interleaved, ratio, seconds, speeds
+from odc_mpi.bench.measure import Goal, interleaved, ratio, seconds, speeds
 from odc_mpi.bench.progress.computing import kinds_of_work
 from odc_mpi.comm.collective import Collectives
 from odc_mpi.runtime.world import World
+from odc_mpi.stack.repeat import each_for
 from odc_mpi.wording import format_size
 
 #: A sample moves at least this much, so that beginning together and meeting at A (up to 0.4 ms) do not show in it ...

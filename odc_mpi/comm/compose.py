@@ -9,7 +9,7 @@
 Making one is local; `Transport.allocate` is collective. Each is closed with its world at the latest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -30,6 +30,28 @@ from odc_mpi.comm.windows.rma import HOST_WINDOWS, SHARED_WINDOWS
 from odc_mpi.runtime.library import threads_may_call_together
 from odc_mpi.runtime.world import World
 
+#: Makes the gradient store of a world, for elements of a type.
+MakeReduction = Callable[[World, torch.dtype], Reduction]
+
+
+def reductions(mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None = None) -> Mapping[str, MakeReduction]:
+    """Return the ways of gradients to their owners, by the values of `comm.reduction`. Local.
+
+    Args:
+        mailbox_bytes: Memory of a mailbox, as `MailboxReduction` has it.
+        device: Of this rank, for windows on devices; None for windows on hosts.
+    """
+    if device is None:
+        return {
+            "accumulate": AccumulateReduction,
+            "mailbox": partial(MailboxReduction, mailbox_bytes=mailbox_bytes),
+        }
+    slots = partial(DeviceSlots, device=device)
+    return {
+        "accumulate": partial(AccumulateReduction, kind=device_windows(device)),
+        "mailbox": partial(MailboxReduction, mailbox_bytes=mailbox_bytes, slots=slots),
+    }
+
 
 def window_transport(
     world: World,
@@ -37,7 +59,7 @@ def window_transport(
     reduce_dtype: torch.dtype = torch.float32,
     *,
     zero_copy: bool = True,
-    reduction: Callable[[World, torch.dtype], Reduction] = AccumulateReduction,
+    reduction: MakeReduction = AccumulateReduction,
     progress: bool = False,
 ) -> Transport:
     """Put together shards in windows on the host. Local.
@@ -47,7 +69,7 @@ def window_transport(
         param_dtype: Of parameters on the way and in the shards.
         reduce_dtype: Of gradients on the way and in the shards.
         zero_copy: Whether ranks of a node read each other's parameters in place.
-        reduction: How gradients reach their owners.
+        reduction: How gradients reach their owners: one of `reductions`.
         progress: Whether a thread serves other ranks while this one computes.
 
     Raises:
@@ -77,24 +99,19 @@ def device_transport(
         device: Of this rank; all ranks have one.
         param_dtype: As for `window_transport`.
         reduce_dtype: As for `window_transport`.
-        reduction: accumulate or mailbox.
+        reduction: One of `reductions`.
         mailbox_bytes: For a mailbox, memory of the device, as `MailboxReduction` has it.
         progress: As for `window_transport`.
 
     Raises:
         ValueError: A type cannot travel, or cannot be summed.
     """
-    kind = device_windows(device)
-    reductions: dict[str, Callable[[], Reduction]] = {
-        "accumulate": lambda: AccumulateReduction(world, reduce_dtype, kind),
-        "mailbox": lambda: MailboxReduction(world, reduce_dtype, mailbox_bytes, partial(DeviceSlots, device=device)),
-    }
-    gradients = reductions[reduction]()
+    gradients = reductions(mailbox_bytes, device)[reduction](world, reduce_dtype)
     # What other ranks ask of MPI in a thread may concern the device's memory, and libraries ask the driver for the
     # calling thread's device.
     world.prepare_threads(device.use)
     group = WorldGroup(world, gradients.serve, progress=progress, begin_thread=device.use)
-    windows = ParameterWindows(world, param_dtype, kind)
+    windows = ParameterWindows(world, param_dtype, device_windows(device))
     return Transport(
         group,
         DeviceParameters(windows, device, world.rank, gradients.serve),

@@ -5,16 +5,13 @@ import os
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from mpi4py import MPI
-
-from odc_mpi.errors import UserError
 
 #: A launcher that does not answer ends nobody, and MPI_Abort hangs then (Open MPI) or returns (MPICH): after so many
 #: seconds the process ends by itself.
@@ -41,20 +38,6 @@ def abort(message: str, code: int = 1) -> NoReturn:
     MPI.COMM_WORLD.Abort(code)
     time.sleep(ABORT_GRACE_S / 2)
     os._exit(code)
-
-
-def run_child(main: Callable[[list[str]], None]) -> None:
-    """Run the main function of a process that does its parent's part in a job; an error ends this process alone.
-
-    Not the job: by way of MPI_Abort it would end the parents, which are to tell the answer. Local, but for what the
-    function does.
-    """
-    try:
-        main(sys.argv[1:])
-    except Exception as error:
-        traceback.print_exception(error, limit=0 if isinstance(error, UserError) else None)
-        sys.stderr.flush()
-        os._exit(1)
 
 
 def install_excepthooks() -> None:

@@ -1,4 +1,4 @@
-"""A deadline for every wait.
+"""A deadline for every wait, and a wait that leaves its core to others.
 
 A blocking MPI call cannot be interrupted from its own thread, and MPI has no time-outs. So one daemon thread looks at
 what this rank is waiting for; a wait that outlasts its deadline ends the job with a sentence that says which one it
@@ -6,11 +6,17 @@ was. mpi4py releases the GIL in the calls that wait, so the thread gets to look.
 """
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+#: A wait polls without pause for this long (a boundary among punctual ranks takes tens of microseconds) ...
+SPIN_S = 200e-6
+#: ... then sleeps between looks, so that a waiting rank leaves its core to those that compute.
+SLEEP_S = 200e-6
 
 #: The description of a wait.
 W = TypeVar("W")
@@ -65,3 +71,32 @@ class Watchdog(Generic[W]):
             if late:
                 self._on_expiry(late[0])
                 return
+
+
+class Request(Protocol):
+    """An operation of MPI on its way."""
+
+    def Test(self) -> bool:  # noqa: N802 - MPI's own name
+        """Tell whether the operation is complete. Local."""
+
+
+def complete(request: Request, meanwhile: Callable[[], object] = lambda: None, patience_s: float = math.inf) -> bool:
+    """Poll an operation until it is complete, or patience is at its end. Local.
+
+    Args:
+        request: The request of the operation.
+        meanwhile: Called again and again.
+        patience_s: The most seconds; by default any.
+
+    Returns:
+        Whether the operation is complete.
+    """
+    start = time.perf_counter()
+    while not request.Test():
+        meanwhile()
+        passed = time.perf_counter() - start
+        if passed > patience_s:
+            return False
+        if passed > SPIN_S:
+            time.sleep(SLEEP_S)
+    return True

@@ -19,7 +19,9 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.abort import abort, install_excepthooks
 from odc_mpi.runtime.deadline import Watchdog
 from odc_mpi.runtime.lateness import Status, Wait, compare, say_late, say_status, stranded
-from odc_mpi.runtime.library import any_thread_may_call, thread_level
+from odc_mpi.runtime.library import any_thread_may_call, library_name, thread_level
+from odc_mpi.runtime.pmi import check_launcher
+from odc_mpi.runtime.shared_memory import startup_memory, unlink
 from odc_mpi.runtime.status import StatusWindow
 
 #: Seconds between the two readings of the other ranks, more than twice the longest pause of a watchdog. A rank without
@@ -36,12 +38,20 @@ class Job:
         timeout_s: Seconds that any single wait for another rank may last.
         limit: The setting that this deadline comes from, by its name.
 
+    Raises:
+        UserError: The launcher and the MPI library do not fit together.
+
     Attributes:
         rank: This rank.
         status: The status pages of all ranks; None while their window does not exist: then no rank can be named.
     """
 
     def __init__(self, timeout_s: float, limit: str) -> None:
+        try:
+            check_launcher(library_name(MPI.Get_library_version()), MPI.COMM_WORLD.Get_size())
+        except UserError:
+            unlink(startup_memory())  # this process's own, as MPI sees no other
+            raise
         self.rank = MPI.COMM_WORLD.Get_rank()
         self.status: StatusWindow | None = None
         self._limit = limit

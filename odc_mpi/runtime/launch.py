@@ -1,7 +1,10 @@
 """Processes beside MPI: a parent that survives the crash of its child, which takes the rank's place in the job.
 
-`take_part` starts the child; the parent never starts MPI. Launchers end all ranks when one of their processes dies,
-MPICH's with SIGKILL, so
+    parent   `take_part` starts the child and hears its news; the parent never starts MPI
+    child    `run_child` runs its main function, which tells the news of rank 0: a JSON object in a line each, on a file
+             descriptor. The key `doing` says what the child does next, in words; null when all is done
+
+Launchers end all ranks when one of their processes dies, MPICH's with SIGKILL, so
 
 - a parent stays when its child has crashed, until rank 0 has printed the answer,
 - it withholds the child's request to abort the job from the launcher (PMI of MPICH and Slurm; not possible with PMIx),
@@ -15,13 +18,19 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
+
+from odc_mpi.errors import UserError
+from odc_mpi.runtime.pmi import PmiRelay
 
 #: Variables by which launchers tell a process its rank: PMI (MPICH, Slurm), PMIx (Open MPI).
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
@@ -33,15 +42,12 @@ _LOOK_S = 0.03
 _LAST_NEWS_S = 0.1
 #: Seconds that a parent stays after its child's crash where it cannot see whether rank 0 still needs it.
 _STAY_S = 20.0
-#: Seconds for the launcher to forward printed lines before it is asked to end the job.
-_FORWARD_S = 0.2
 #: Seconds that a child may take to end after rank 0's child has ended.
 _END_S = 2.0
 _PR_SET_PDEATHSIG = 1
-#: The failure of a child that neither crashed nor finished.
-ENDED_BY_LAUNCHER = "ended by the launcher"
-#: How a failure begins that is a time-out.
-NO_ANSWER = "no answer within"
+
+#: What a child tells its parent.
+News = Mapping[str, Any]
 
 
 def is_launched() -> bool:
@@ -56,19 +62,85 @@ def launched_rank() -> int:
     return next((int(rank) for rank in told if rank.isdecimal() and rank != "0"), 0)
 
 
+class FailureKind(Enum):
+    """How a child may fail, in words."""
+
+    CRASHED = "crashed"
+    NO_ANSWER = "no answer within"
+    ENDED_BY_LAUNCHER = "ended by the launcher"
+    ENDED_EARLY = "ended early"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of a child.
+
+    Attributes:
+        kind: Its kind.
+        how: Of a crash: "SIGSEGV", "exit code 1" or "MPI_Abort"; without an answer: the time limit.
+        rank: Of a crash: the rank.
+    """
+
+    kind: FailureKind
+    how: str = ""
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        how = self.how if self.rank is None else f"({self.how} on rank {self.rank})"
+        return f"{self.kind.value} {how}".rstrip()
+
+
 @dataclass(frozen=True)
 class Ending:
     """The end of a child.
 
     Attributes:
-        news: The last line of news, decoded; None if there was none.
-        failure: The failure in words, such as "crashed (SIGSEGV on rank 1)"; None if the child finished.
+        news: The last news; empty if there were none.
+        failure: Its failure; None if the child finished.
         last_words: The last lines of the failed child's standard streams.
     """
 
-    news: Any
-    failure: str | None
+    news: News
+    failure: Failure | None
     last_words: str
+
+    @property
+    def trouble(self) -> tuple[str, Failure] | None:
+        """What the child was doing when it failed, and the failure; None if it had done all. Local."""
+        doing = self.news.get("doing", "starting MPI")
+        if self.failure is None and doing is None:
+            return None
+        return doing or "closing", self.failure or Failure(FailureKind.ENDED_EARLY)
+
+    def show_last_words(self) -> None:
+        """Print the last lines of a child that failed, on standard error. Local."""
+        if self.failure:
+            print(f"The last lines of the failed process:\n{self.last_words or '(none)'}", file=sys.stderr, flush=True)
+
+
+def run_child(main: Callable[[Sequence[str], Callable[[News], None]], None]) -> None:
+    """Run the main function of a process that `take_part` started; an error ends this process alone.
+
+    Not the job: by way of MPI_Abort it would end the parents, which are to tell the answer. Local, but for what the
+    function does.
+
+    Args:
+        main: Called with the arguments of the command, and with a function that tells the parent news, on rank 0.
+    """
+    *arguments, descriptor = sys.argv[1:]
+    try:
+        with os.fdopen(int(descriptor), "w") as out:
+
+            def tell(news: News) -> None:
+                if launched_rank() == 0:
+                    out.write(json.dumps(news) + "\n")
+                    out.flush()
+
+            main(arguments, tell)
+    except Exception as error:
+        traceback.print_exception(error, limit=0 if isinstance(error, UserError) else None)
+        sys.stderr.flush()
+        os._exit(1)
 
 
 @contextmanager
@@ -77,14 +149,14 @@ def take_part(
     rank: int,
     deadline_s: float,
     quiet_s: float,
-    hear: Callable[[Any], object] = lambda news: None,
+    hear: Callable[[News], object] = lambda news: None,
 ) -> Iterator[Ending]:
     """Run a child in this process's place in the job until it ends. Local; the child communicates.
 
     Print the answer within the block: the child is ended after the block, which may end the job.
 
     Args:
-        command: The child's command; one argument is added: the file descriptor for news, a JSON object per line.
+        command: The child's command; one argument is added: the file descriptor for news.
         rank: Rank of this process. Rank 0 returns with the answer, other ranks when they are not needed any more.
         deadline_s: Seconds for the whole run; then the child is ended.
         quiet_s: The most seconds between two lines of news on rank 0; then the child is ended.
@@ -111,9 +183,9 @@ def _until_known(
     ended: threading.Event,
     deadline_s: float,
     quiet_s: float,
-    hear: Callable[[Any], object],
+    hear: Callable[[News], object],
 ) -> Ending:
-    deadline, known = time.monotonic() + deadline_s, None
+    deadline, known = time.monotonic() + deadline_s, child.news
     quiet_until = deadline
     while True:
         child.listen(_LOOK_S)
@@ -127,10 +199,10 @@ def _until_known(
         if child.is_done():
             return Ending(child.news, None, "")
         if ended.is_set():
-            return Ending(child.news, ENDED_BY_LAUNCHER, child.last_words())
+            return Ending(child.news, Failure(FailureKind.ENDED_BY_LAUNCHER), child.last_words())
         if time.monotonic() > min(deadline, quiet_until):
             limit_s = quiet_s if quiet_until < deadline else deadline_s
-            return Ending(child.news, f"{NO_ANSWER} {limit_s:g} s", child.last_words())
+            return Ending(child.news, Failure(FailureKind.NO_ANSWER, f"{limit_s:g} s"), child.last_words())
 
 
 def _until_not_needed(child: "_Child", notes: "_Notes", ended: threading.Event, deadline_s: float) -> Ending:
@@ -156,12 +228,12 @@ class _Child:
 
     def __init__(self, command: Sequence[str], rank: int) -> None:
         self._rank = rank
-        self.news: Any = None
+        self.news: News = {}
         self._read, write = os.pipe()
         os.set_inheritable(write, True)
         self._rest = b""
         self._noise = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
-        self._pmi = _PmiRelay()
+        self._pmi = PmiRelay()
         libc = ctypes.CDLL(None)
         self._process = subprocess.Popen(
             [*command, str(write)],
@@ -197,13 +269,13 @@ class _Child:
         """Whether the child has ended and all its news were read. Local."""
         return self._process.poll() is not None and self._read < 0
 
-    def crash(self) -> tuple[str, str] | None:
-        """Return the child's crash in words and its last lines; None if it did not crash. Local."""
+    def crash(self) -> tuple[Failure, str] | None:
+        """Return the child's crash and its last lines; None if it did not crash. Local."""
         code = self._process.poll()
         if not code and not self._pmi.abort_was_asked:
             return None
         how = "MPI_Abort" if not code else signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"crashed ({how} on rank {self._rank})", self.last_words()
+        return Failure(FailureKind.CRASHED, how, self._rank), self.last_words()
 
     def last_words(self, num_lines: int = 25) -> str:
         """Return the last lines of the child's standard streams. Local."""
@@ -221,63 +293,6 @@ class _Child:
             os.close(self._read)
 
 
-class _PmiRelay:
-    """Stands between the child and a launcher that speaks PMI over a socket, and swallows requests to abort the job.
-
-    Each message of either version of PMI is written at once and answered before the next. PMIx does without: there the
-    environment stays as it is.
-    """
-
-    def __init__(self) -> None:
-        self.abort_was_asked = False
-        self.environment: dict[str, str] = {}
-        self._is_open = False
-        self._sockets: tuple[socket.socket, socket.socket] | None = None
-        with suppress(ValueError, OSError):
-            self._launcher = int(os.environ.get("PMI_FD", ""))
-            os.set_inheritable(self._launcher, False)
-            self._sockets = socket.socketpair()
-            self._sockets[1].set_inheritable(True)
-            self.environment = {"PMI_FD": str(self._sockets[1].fileno())}
-
-    def start(self) -> None:
-        """Begin to relay, once the child has its end of the connection. Local."""
-        if self._sockets is not None:
-            self._sockets[1].close()
-            child = self._sockets[0].fileno()
-            for source, sink in ((child, self._launcher), (self._launcher, child)):
-                threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
-
-    def leave(self, rank: int) -> None:
-        """Close the PMI connection in order if the child could not; else the launcher reports a failure. Local."""
-        if not self._is_open:
-            return
-        message = b"cmd=finalize\n"
-        if rank == 0 and os.environ.get("MPI_LOCALNRANKS") != os.environ.get("PMI_SIZE"):
-            # Ranks on other nodes do not see that they are no longer needed.
-            message = b"cmd=abort exitcode=0\n"
-            time.sleep(_FORWARD_S)
-        with suppress(OSError):
-            os.write(self._launcher, message)
-
-    def _relay(self, source: int, sink: int) -> None:
-        with suppress(OSError):  # the other side has ended
-            while message := os.read(source, 1 << 16):
-                if source == self._launcher:
-                    os.write(sink, message)
-                elif b"cmd=abort" in message:
-                    self.abort_was_asked = True
-                else:
-                    self._follow(message)
-                    os.write(sink, message)
-
-    def _follow(self, message: bytes) -> None:
-        if message.startswith(b"cmd=init pmi_version=1 "):
-            self._is_open = True
-        elif message.startswith(b"cmd=finalize"):
-            self._is_open = False
-
-
 class _Notes:
     """A socket by which the parents of one node report a crash to rank 0's; named by their launcher's process id."""
 
@@ -290,21 +305,21 @@ class _Notes:
             with suppress(OSError):
                 self._socket.bind(self._name)
 
-    def write(self, how: str, last_words: str) -> None:
+    def write(self, crash: Failure, last_words: str) -> None:
         """Report a crash to rank 0's parent, if it is on this node. Local."""
         with suppress(OSError):
-            self._socket.sendto(json.dumps([how, last_words]).encode(), self._name)
+            self._socket.sendto(json.dumps([crash.how, crash.rank, last_words]).encode(), self._name)
 
     def is_heard(self) -> bool:
         """Whether rank 0's parent is on this node and still listens. Local."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
             return other.connect_ex(self._name) == 0
 
-    def read(self) -> tuple[str, str] | None:
+    def read(self) -> tuple[Failure, str] | None:
         """Return the crash that another parent reported, None if there is none. Local."""
         with suppress(OSError, ValueError):
-            how, last_words = json.loads(self._socket.recv(1 << 16))
-            return how, last_words
+            how, rank, last_words = json.loads(self._socket.recv(1 << 16))
+            return Failure(FailureKind.CRASHED, how, rank), last_words
         return None
 
     def close(self) -> None:

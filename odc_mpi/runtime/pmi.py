@@ -4,11 +4,15 @@ Processes find each other through their launcher: by PMI (MPICH's mpiexec, srun 
 mpiexec, srun --mpi=pmix). A library with the wrong protocol, or none, takes its process for a job of its own: every
 process is rank 0 of 1, and all write over each other. MPICH under PMIx ends its processes and does not say what to do;
 so the launcher is checked before MPI starts.
+
+`PmiRelay` stands between a launcher and a process that takes another's place in the job (`runtime.launch`).
 """
 
 import os
-
-import mpi4py
+import socket
+import threading
+import time
+from contextlib import suppress
 
 from odc_mpi.errors import UserError
 
@@ -18,6 +22,8 @@ SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 _SLURM_SIZE = "SLURM_STEP_NUM_TASKS"
 _PMI = ("PMI_FD", "PMI_RANK", "PMI_PORT")
+#: Seconds for the launcher to forward printed lines before it is asked to end the job.
+_FORWARD_S = 0.2
 
 
 def check_before_start() -> None:
@@ -29,6 +35,8 @@ def check_before_start() -> None:
     if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):
         return
     # Importing would start MPI, which is what may fail. Afterwards all is as if it had.
+    import mpi4py
+
     mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
     from mpi4py import MPI
 
@@ -65,6 +73,8 @@ def hint() -> str | None:
 
 def srun_mpi() -> str:
     """Return the value of srun --mpi for the MPI library of this environment. Local; does not start MPI."""
+    import mpi4py
+
     mpi4py.rc.initialize = False
     try:
         from mpi4py import MPI
@@ -90,3 +100,60 @@ def _cure(library: str) -> str:
 
 def _is_slurm() -> bool:
     return "SLURM_JOB_ID" in os.environ
+
+
+class PmiRelay:
+    """Stands between the child and a launcher that speaks PMI over a socket, and swallows requests to abort the job.
+
+    Each message of either version of PMI is written at once and answered before the next. PMIx does without: there the
+    environment stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self.abort_was_asked = False
+        self.environment: dict[str, str] = {}
+        self._is_open = False
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        with suppress(ValueError, OSError):
+            self._launcher = int(os.environ.get("PMI_FD", ""))
+            os.set_inheritable(self._launcher, False)
+            self._sockets = socket.socketpair()
+            self._sockets[1].set_inheritable(True)
+            self.environment = {"PMI_FD": str(self._sockets[1].fileno())}
+
+    def start(self) -> None:
+        """Begin to relay, once the child has its end of the connection. Local."""
+        if self._sockets is not None:
+            self._sockets[1].close()
+            child = self._sockets[0].fileno()
+            for source, sink in ((child, self._launcher), (self._launcher, child)):
+                threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
+
+    def leave(self, rank: int) -> None:
+        """Close the PMI connection in order if the child could not; else the launcher reports a failure. Local."""
+        if not self._is_open:
+            return
+        message = b"cmd=finalize\n"
+        if rank == 0 and os.environ.get("MPI_LOCALNRANKS") != os.environ.get("PMI_SIZE"):
+            # Ranks on other nodes do not see that they are no longer needed.
+            message = b"cmd=abort exitcode=0\n"
+            time.sleep(_FORWARD_S)
+        with suppress(OSError):
+            os.write(self._launcher, message)
+
+    def _relay(self, source: int, sink: int) -> None:
+        with suppress(OSError):  # the other side has ended
+            while message := os.read(source, 1 << 16):
+                if source == self._launcher:
+                    os.write(sink, message)
+                elif b"cmd=abort" in message:
+                    self.abort_was_asked = True
+                else:
+                    self._follow(message)
+                    os.write(sink, message)
+
+    def _follow(self, message: bytes) -> None:
+        if message.startswith(b"cmd=init pmi_version=1 "):
+            self._is_open = True
+        elif message.startswith(b"cmd=finalize"):
+            self._is_open = False

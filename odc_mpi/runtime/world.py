@@ -6,9 +6,7 @@ at the end. Every wait in them has a deadline, which `runtime.job` watches for a
 """
 
 import atexit
-import math
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,11 +17,11 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.errors import AgreedError, UserError, unusable
+from odc_mpi.runtime.deadline import complete
 from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import Wait
 from odc_mpi.runtime.library import library_name
 from odc_mpi.runtime.limits import end_within
-from odc_mpi.runtime.pmi import check_launcher
 from odc_mpi.runtime.shared_memory import check_room, startup_memory, unlink
 
 if TYPE_CHECKING:
@@ -31,10 +29,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: A wait polls without pause for this long (a boundary among punctual ranks takes tens of microseconds) ...
-SPIN_S = 200e-6
-#: ... then sleeps between looks, so that a waiting rank leaves its core to those that compute.
-SLEEP_S = 200e-6
 #: Seconds between checks of a rank that leaves for ranks that wait for it in another collective.
 STRANDED_LOOK_S = 0.5
 
@@ -80,7 +74,7 @@ class World:
     ) -> None:
         if not timeout_s > 0:
             raise UserError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-        self._job = job or _begin(timeout_s, limit)
+        self._job = job or Job(timeout_s, limit)
         # The job's numbers of a part's ranks; None for the whole job, which has the same.
         self._members: tuple[int, ...] | None = None
         with self.deadline("starting up"):
@@ -206,7 +200,7 @@ class World:
             what: The operation in words that follow "while", such as "allocating a window".
         """
         with self._job.arrival(what, self._members):
-            _complete(self.comm.Ibarrier())
+            complete(self.comm.Ibarrier())
             yield
 
     def wait(self, request: MPI.Request, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
@@ -221,12 +215,12 @@ class World:
             meanwhile: Called again and again while this rank waits.
         """
         with self.deadline(what):
-            _complete(request, meanwhile)
+            complete(request, meanwhile)
 
     def meet(self, request: MPI.Request, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Wait for a non-blocking collective operation as `wait` does; a `meeting` as well. Collective."""
         with self._job.arrival(what, self._members):
-            _complete(request, meanwhile)
+            complete(request, meanwhile)
 
     def agree(self, function: Callable[[], T]) -> T:
         """Call a local function on every rank and fail together. Collective.
@@ -361,7 +355,7 @@ class World:
     def _meet_before_leaving(self) -> None:
         with self._job.leaving() as check_stranded:
             request = self.comm.Ibarrier()
-            while not _complete(request, patience_s=STRANDED_LOOK_S):
+            while not complete(request, patience_s=STRANDED_LOOK_S):
                 check_stranded()
 
     def _forget_names(self) -> None:
@@ -370,28 +364,3 @@ class World:
         self.node_comm.alltoall([None] * self.local_size)
         # Each of them: one that stood in for all might be killed before it came to it.
         unlink(set.intersection(*self.node_comm.allgather(startup_memory())))
-
-
-def _begin(timeout_s: float, limit: str) -> Job:
-    """Begin the life of a job, where the launcher and the MPI library fit together. Local."""
-    try:
-        check_launcher(library_name(MPI.Get_library_version()), MPI.COMM_WORLD.Get_size())
-    except UserError:
-        unlink(startup_memory())  # this process's own, as MPI sees no other
-        raise
-    return Job(timeout_s, limit)
-
-
-def _complete(
-    request: MPI.Request, meanwhile: Callable[[], object] = lambda: None, patience_s: float = math.inf
-) -> bool:
-    """Poll an operation until it is complete, or patience is at its end. Local."""
-    start = time.perf_counter()
-    while not request.Test():
-        meanwhile()
-        passed = time.perf_counter() - start
-        if passed > patience_s:
-            return False
-        if passed > SPIN_S:
-            time.sleep(SLEEP_S)
-    return True

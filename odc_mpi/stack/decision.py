@@ -141,10 +141,11 @@ def refuse_wrong_data(report: Report, decision: Decision, *, tickets: bool = Fal
         UserError: An operation in use delivered wrong data.
     """
     on_device = decision.window_device is not None and decision.window_device.choice == "cuda"
-    before, cure = ("from_device ", "comm.window_device to cpu") if on_device else ("", "comm.transport to collective")
+    origin = ("from_device",) if on_device else ()
+    cure = "comm.window_device to cpu" if on_device else "comm.transport to collective"
     for kind in report.kinds:
         for name in ("get", "put" if decision.reduction.choice == "mailbox" else "accumulate"):
-            if report.is_wrong(before + kind, name):
+            if report.is_wrong(*origin, kind, name):
                 where = f"{_WHERE[kind]}, on devices," if on_device else _WHERE[kind]
                 raise UserError(
                     f"{_NAMES[name]} with a peer {where} delivers wrong data under {report.library}: expected "

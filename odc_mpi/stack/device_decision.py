@@ -66,17 +66,16 @@ def _peer(device: DeviceWindows | None, kind: str) -> Peer:
 def _against_windows(report: Report, device: DeviceWindows) -> str | None:
     if device.window:
         return None
-    problems = [problem for problem in report.problems if problem.startswith(("device memory", "device window"))]
-    return f"no window on a GPU could be made ({problems[0] if problems else 'no answer'})"
+    problem = report.problem("device", "memory") or report.problem("device", "window")
+    return f"no window on a GPU could be made ({problem or 'no answer'})"
 
 
 def _unproved(report: Report, peers: Mapping[str, Peer], name: str) -> str | None:
     """Say with which peers an operation was not seen to work, and its problem there; None if it worked with all."""
     for kind, peer in peers.items():
         if getattr(peer, name).idle_s is None:
-            before = f"from_device {kind} {name}: "
-            told = [problem.removeprefix(before) for problem in report.problems if problem.startswith(before)]
-            return f"{_NAMES[name]} with a peer {_WHERE[kind]}, on GPUs: {told[0] if told else 'not tried'}"
+            problem = report.problem("from_device", kind, name)
+            return f"{_NAMES[name]} with a peer {_WHERE[kind]}, on GPUs: {problem.what if problem else 'not tried'}"
     return None
 
 

@@ -22,11 +22,10 @@ from mpi4py import MPI
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.windows.device_window import DeviceWindow, by_address
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.launch import NO_ANSWER
 from odc_mpi.runtime.world import World
 from odc_mpi.stack import cache, gpu
 from odc_mpi.stack.operations import Buffer, HostBuffer
-from odc_mpi.stack.report import DEVICE_OPERATIONS, Report
+from odc_mpi.stack.report import DEVICE_OPERATIONS, Cause, Problem, Report
 from odc_mpi.stack.trial import LARGE_BYTES, Budget, Trials
 
 #: There are six operations for each kind of peer.
@@ -64,7 +63,7 @@ def try_device(
     listen(report, "device.memory")
     troubles = [trouble for trouble in world.gather_objects(_try_memory(device)) if trouble]
     if troubles:
-        return report.with_problem(f"device memory: {troubles[0]}")
+        return report.with_problem(Problem(("device", "memory"), Cause.OTHER, troubles[0]))
     listen(report, "device.window")
     _try_window(world, device)
     report = report.with_device(window=True)
@@ -100,7 +99,7 @@ def kept_verdict(world: World, device: Device) -> Report | None:
     """
     key = verdict_key(world, device)
     kept = cache.load(key, KEPT_S) if world.rank == 0 else None
-    if kept is not None and any(NO_ANSWER in problem for problem in kept.problems):
+    if kept is not None and any(problem.cause is Cause.NO_ANSWER for problem in kept.problems):
         kept = cache.load(key, NO_ANSWER_KEPT_S)
     with world.meeting("hearing what a doctor found about device windows"):
         return world.comm.bcast(kept)
@@ -199,7 +198,7 @@ def _try_pairs(
             result = trials.run(name, kind, origin)
             report = report.with_device_operation(origin, kind, name, result.operation)
             if result.problem:
-                report = report.with_problem(f"{origin} {kind} {name}: {result.problem}")
+                report = report.with_problem(Problem((origin, kind, name), result.problem))
     trials.close()
     return report
 

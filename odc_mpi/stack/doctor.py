@@ -17,12 +17,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from odc_mpi.runtime.launch import ENDED_BY_LAUNCHER, Ending, launched_rank, take_part
+from odc_mpi.runtime.launch import Ending, FailureKind, launched_rank, take_part
 from odc_mpi.runtime.pmi import hint
 from odc_mpi.stack import cache
 from odc_mpi.stack.decision import Decision, decide
 from odc_mpi.stack.gpu import has_gpu
-from odc_mpi.stack.report import DEVICE_OPERATIONS, OPERATIONS, DeviceWindows, Operation, Report
+from odc_mpi.stack.report import DEVICE_OPERATIONS, OPERATIONS, Cause, DeviceWindows, Operation, Problem, Report
 from odc_mpi.wording import format_seconds
 
 #: The command of the child, which takes part in MPI.
@@ -78,22 +78,23 @@ def _tell(ending: Ending, as_json: bool) -> int:
         print(json.dumps(found | ({"device_decision": on_device.to_dict()} if on_device else {})), flush=True)
     else:
         _print(report, decision, on_device)
-    if ending.failure:
-        print(f"The last lines of the failed process:\n{ending.last_words or '(none)'}", file=sys.stderr, flush=True)
+    ending.show_last_words()
     return 0 if decision else 1
 
 
 def _report(ending: Ending) -> Report:
     """Return the last report of the child, with the failure that ended the child."""
-    news = ending.news or {}
-    report = Report.from_dict(news["report"]) if "report" in news else Report()
-    doing = news.get("doing", "starting MPI")
-    if ending.failure is None and doing is None:
+    report = Report.from_dict(ending.news["report"]) if "report" in ending.news else Report()
+    if ending.trouble is None:
         return report
-    failure = ending.failure or "ended early"
-    if "SIGBUS" in failure:
-        failure += f". /dev/shm is probably too small: it has {_free_mib()} MiB free (docker --shm-size)"
-    return report.with_problem(f"{(doing or 'closing').replace('.', ' ')}: {failure}")
+    doing, failure = ending.trouble
+    where = tuple(doing.replace(".", " ").split())
+    if failure.kind is FailureKind.NO_ANSWER:
+        return report.with_problem(Problem(where, Cause.NO_ANSWER, failure.how))
+    told = str(failure)
+    if failure.how == "SIGBUS":
+        told += f". /dev/shm is probably too small: it has {_free_mib()} MiB free (docker --shm-size)"
+    return report.with_problem(Problem(where, Cause.OTHER, told))
 
 
 def _keep(ending: Ending, report: Report) -> None:
@@ -102,8 +103,9 @@ def _keep(ending: Ending, report: Report) -> None:
     Windows on devices: also after a crash, since no run tries them, but not if the launcher ended the probe. The other
     findings: only if there was no problem.
     """
-    keys = (ending.news or {}).get("keys", {})
-    if report.device is not None and ending.failure != ENDED_BY_LAUNCHER:
+    keys = ending.news.get("keys", {})
+    by_launcher = ending.failure is not None and ending.failure.kind is FailureKind.ENDED_BY_LAUNCHER
+    if report.device is not None and not by_launcher:
         cache.store(keys["device"], report)
     if keys and not report.problems:
         cache.store(keys["host"], replace(report, device=None))
@@ -156,11 +158,10 @@ def _operations(report: Report) -> Table:
     for title in ("target idle", "target busy", "GB/s"):
         table.add_column(title, justify="right")
     table.add_column("one-sided")
-    problems = dict(problem.split(": ", 1) for problem in report.problems)
     for kind in report.kinds:
         for name in OPERATIONS:
             operation = getattr(getattr(report.peers, kind), name, Operation())
-            table.add_row(_KINDS[kind], _TITLES[name], *_cells(operation, problems.get(f"{kind} {name}", "not tried")))
+            table.add_row(_KINDS[kind], _TITLES[name], *_cells(operation, report.problem(kind, name)))
     return table
 
 
@@ -175,17 +176,16 @@ def _device(report: Report, device: DeviceWindows) -> tuple[Table, Table]:
     for title in ("target idle", "target busy", "GB/s"):
         table.add_column(title, justify="right")
     table.add_column("one-sided")
-    problems = dict(problem.split(": ", 1) for problem in report.problems)
     for kind in report.kinds:
         for name, origin in DEVICE_OPERATIONS:
             operation = getattr(getattr(getattr(device, origin), kind), name, Operation())
-            without = problems.get(f"{origin} {kind} {name}", "not tried")
-            table.add_row(_KINDS[kind], _TITLES[name], _ORIGINS[origin], *_cells(operation, without))
+            cells = _cells(operation, report.problem(origin, kind, name))
+            table.add_row(_KINDS[kind], _TITLES[name], _ORIGINS[origin], *cells)
     return facts, table
 
 
-def _cells(operation: Operation, without: str) -> tuple[str, ...]:
+def _cells(operation: Operation, problem: Problem | None) -> tuple[str, ...]:
     if operation.idle_s is None or operation.busy_s is None or operation.gb_per_s is None:
-        return "", "", "", without
+        return "", "", "", problem.what if problem else "not tried"
     verdict = {True: "yes", False: "no: waits", None: "unsure"}[operation.one_sided]
     return format_seconds(operation.idle_s), format_seconds(operation.busy_s), f"{operation.gb_per_s:.2g}", verdict

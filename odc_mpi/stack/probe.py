@@ -3,17 +3,14 @@
 Communication: the ranks gather their hosts; the ranks of each node try shared memory; then one pair for each kind of
 peer tries the operations in turn (trial.py). All ranks have the same report at every moment.
 
-As a program, `python -m odc_mpi.stack.probe FD`, this is one rank of the probe. Rank 0 writes the report so far to the
-file descriptor, a JSON line before each operation and at the end; `odc-mpi doctor` reads the lines.
+As a program this is one rank of the probe, a child of `odc-mpi doctor` (`runtime.launch`). Rank 0 tells the report
+so far before each operation and at the end.
 """
 
-import json
-import os
 import shutil
 import socket
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,13 +20,14 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.abort import run_child
+from odc_mpi.runtime.launch import News, run_child
 from odc_mpi.runtime.library import thread_level
 from odc_mpi.runtime.world import World
 from odc_mpi.stack import cache
 from odc_mpi.stack.gpu import has_gpu
 from odc_mpi.stack.operations import COUNTER_BYTES
-from odc_mpi.stack.report import OPERATIONS, PEER_KINDS, Report, SharedMemory
+from odc_mpi.stack.repeat import timed
+from odc_mpi.stack.report import OPERATIONS, PEER_KINDS, Problem, Report, SharedMemory
 from odc_mpi.stack.trial import LARGE_BYTES, Allocate, Budget, Trials, allocate, allocate_shared
 
 if TYPE_CHECKING:
@@ -192,12 +190,7 @@ def _try_shared_memory(world: World) -> SharedMemory:
 
 def _time_of_a_load(piece: np.ndarray) -> float:
     """Return the median seconds to copy 64 bytes out of another rank's memory, numpy's own time included."""
-    times = []
-    for _ in range(20):
-        began = time.perf_counter()
-        piece[:64].copy()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return statistics.median(timed(lambda: piece[:64].copy()) for _ in range(20))
 
 
 def _try_pairs(
@@ -222,7 +215,7 @@ def _try_pairs(
             result = (far_reads if (kind, name) == ("other_node", "get") else trials).run(name, kind)
             report = report.with_operation(kind, name, result.operation)
             if result.problem:
-                report = report.with_problem(f"{kind} {name}: {result.problem}")
+                report = report.with_problem(Problem((kind, name), result.problem))
     if far:
         far_reads.close()
     trials.close()
@@ -250,10 +243,10 @@ def own_device(world: World) -> "Device | None":
     return device if all(world.gather_objects(device is not None)) else None
 
 
-def main(argv: list[str]) -> None:
-    """Probe, and write the report to the file descriptor in the argument. Collective."""
-    with os.fdopen(int(argv[0]), "w") as out, World(timeout_s=PROGRAM_S) as world:
-        # Before the first line is written: loading CuPy may take longer than the deadline of an operation.
+def main(arguments: Sequence[str], tell: Callable[[News], None]) -> None:
+    """Probe, and tell the report. Collective."""
+    with World(timeout_s=PROGRAM_S) as world:
+        # Before the first news: loading CuPy may take longer than the deadline of an operation.
         device = own_device(world)
         keys = {"host": report_key(world)}
         if device is not None:
@@ -261,12 +254,10 @@ def main(argv: list[str]) -> None:
 
             keys["device"] = verdict_key(world, device)
 
-        def tell(report: Report, doing: str | None) -> None:
-            if world.rank == 0:
-                out.write(json.dumps({"report": report.to_dict(), "doing": doing, "keys": keys}) + "\n")
-                out.flush()
+        def listen(report: Report, doing: str | None) -> None:
+            tell({"report": report.to_dict(), "doing": doing, "keys": keys})
 
-        probe(world, FULL, listen=tell, device=device)
+        probe(world, FULL, listen=listen, device=device)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """The report of a probe of the MPI stack, as plain values that travel as JSON. Local; knows no MPI."""
 
 from dataclasses import asdict, dataclass, fields, replace
+from enum import Enum
 from typing import Any
 
 #: Kinds of peers, as fields of `Peers`.
 PEER_KINDS = ("same_node", "other_node")
-#: The problem of an operation that completed with a wrong result.
-WRONG = "what arrived is not what was sent"
 #: Operations, as fields of `Peer`, in the order in which a probe tries them: the one most likely to fail comes last.
 OPERATIONS = ("get", "put", "fetch_and_op", "accumulate")
 #: Operations on windows on a device, and from which memory of their origin, as fields of `DeviceWindows`, in the order
@@ -94,6 +93,46 @@ class DeviceWindows:
     from_host: Peers = Peers()
 
 
+class Cause(Enum):
+    """The cause of a problem: the words with which its sentence begins."""
+
+    WRONG = "what arrived is not what was sent"
+    UNSURE = "the machine is too busy to tell if it waits"
+    NO_ANSWER = "no answer within"
+    OTHER = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem of a trial. Shown, and stored in JSON, as a sentence.
+
+    Attributes:
+        where: The trial in words: ("same_node", "put"), with the origin's memory before it for windows on devices:
+            ("from_device", "same_node", "put"); ("device", "memory"), ("device", "window"), ("closing",) and others.
+        cause: Its cause.
+        detail: More about the cause: the time limit; of other causes all there is to say.
+    """
+
+    where: tuple[str, ...]
+    cause: Cause
+    detail: str = ""
+
+    @property
+    def what(self) -> str:
+        """Return the sentence without the trial. Local."""
+        return f"{self.cause.value} {self.detail}".strip()
+
+    def __str__(self) -> str:
+        return f"{' '.join(self.where)}: {self.what}"
+
+    @classmethod
+    def read(cls, sentence: str) -> "Problem":
+        """Return the problem of a sentence, as `str` made it. Local."""
+        where, _, what = sentence.partition(": ")
+        cause = next(cause for cause in Cause if what.startswith(cause.value))
+        return cls(tuple(where.split()), cause, what.removeprefix(cause.value).strip())
+
+
 @dataclass(frozen=True)
 class Report:
     """All findings of a probe.
@@ -108,7 +147,7 @@ class Report:
         shared_memory: Shared memory on all nodes together.
         peers: The operations, for each kind of peer.
         device: Windows on devices; None unless every rank has a device.
-        problems: Problems, a sentence each.
+        problems: What went wrong.
     """
 
     library: str | None = None
@@ -120,7 +159,7 @@ class Report:
     shared_memory: SharedMemory = SharedMemory()
     peers: Peers = Peers()
     device: DeviceWindows | None = None
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -146,22 +185,22 @@ class Report:
         peers = getattr(self.device or DeviceWindows(), origin)
         return self.with_device(**{origin: _with_operation(peers, kind, name, operation)})
 
-    def with_problem(self, problem: str) -> "Report":
+    def with_problem(self, problem: Problem) -> "Report":
         """Return the report with a problem added. Local."""
         return replace(self, problems=(*self.problems, problem))
 
-    def is_wrong(self, kind: str, name: str) -> bool:
-        """Return whether an operation towards a kind of peer delivered wrong data. Local.
+    def problem(self, *where: str) -> Problem | None:
+        """Return the problem of a trial (`Problem.where`), None if it had none. Local."""
+        return next((problem for problem in self.problems if problem.where == where), None)
 
-        Args:
-            kind: A kind of peer; for windows on devices with the origin's memory before it, "from_device same_node".
-            name: Name of the operation.
-        """
-        return f"{kind} {name}: {WRONG}" in self.problems
+    def is_wrong(self, *where: str) -> bool:
+        """Return whether an operation (`Problem.where`) delivered wrong data. Local."""
+        problem = self.problem(*where)
+        return problem is not None and problem.cause is Cause.WRONG
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as values for JSON. Local."""
-        return asdict(self)
+        return asdict(self) | {"problems": tuple(map(str, self.problems))}
 
     @classmethod
     def from_dict(cls, data: Any) -> "Report":
@@ -170,7 +209,8 @@ class Report:
         Raises:
             ValueError: A field is missing, unknown or of another type.
         """
-        return _build(cls, data)
+        report: Report = _build(cls, data)
+        return replace(report, problems=tuple(Problem.read(sentence) for sentence in data["problems"]))
 
 
 def _with_operation(peers: Peers, kind: str, name: str, operation: Operation) -> Peers:

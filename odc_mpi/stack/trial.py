@@ -15,14 +15,15 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from odc_mpi.runtime.world import SLEEP_S, World
+from odc_mpi.runtime.deadline import SLEEP_S
+from odc_mpi.runtime.world import World
 from odc_mpi.stack import operations
-from odc_mpi.stack.report import WRONG, Operation
+from odc_mpi.stack.repeat import each_for, timed
+from odc_mpi.stack.report import Cause, Operation
 
 #: The kind of an origin's memory by default.
 HOST = "from_host"
@@ -60,7 +61,7 @@ class Result:
     """The figures of a trial and its problem, the same on all ranks."""
 
     operation: Operation
-    problem: str | None
+    problem: Cause | None
 
 
 #: Makes the window to probe, of so many bytes on this rank, in units of one byte; second in the list comes the window
@@ -143,9 +144,9 @@ class Trials:
         self._world.meet(self._comm.Ibcast(numbers, root=origin), what)
         idle_s, busy_s, gb_per_s, one_sided, is_sure, is_right = numbers.tolist()
         if not is_right:
-            return Result(Operation(), WRONG)
+            return Result(Operation(), Cause.WRONG)
         if not is_sure:
-            return Result(Operation(None, idle_s, busy_s, gb_per_s), "the machine is too busy to tell if it waits")
+            return Result(Operation(None, idle_s, busy_s, gb_per_s), Cause.UNSURE)
         return Result(Operation(bool(one_sided), idle_s, busy_s, gb_per_s), None)
 
     def close(self) -> None:
@@ -194,7 +195,7 @@ class Trials:
                 break
             times: list[float] = []
             while len(times) < LARGE_RUNS and (not times or min(times) < left_s):
-                times.append(_timed(lambda: tried.run(num_bytes)))  # noqa: B023 - called at once
+                times.append(timed(lambda: tried.run(num_bytes)))  # noqa: B023 - called at once
                 left_s -= times[-1]
             gb_per_s = num_bytes / min(times) / 1e9
             next_s = min(times) * (LARGE_BYTES[1] // LARGE_BYTES[0])
@@ -223,22 +224,11 @@ class Trials:
 
 def _compute(seconds: float) -> None:
     """Compute for so long without entering MPI. Not a sleep: training takes cores, also those of MPI's own threads."""
-    end = time.perf_counter() + seconds
     matrix = np.ones((32, 32), dtype=np.float32)
-    while time.perf_counter() < end:
-        matrix @ matrix
+    product = np.empty_like(matrix)
+    each_for(seconds, lambda: np.matmul(matrix, matrix, out=product))
 
 
-def _timed(function: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
-
-
-def _median(function: Callable[[], Any], budget_s: float) -> float:
+def _median(function: Callable[[], object], budget_s: float) -> float:
     """Return the median time of several calls, of fewer if these take all the time, but of one at least."""
-    end = time.perf_counter() + budget_s
-    times = [_timed(function)]
-    while len(times) < SMALL_RUNS and time.perf_counter() < end:
-        times.append(_timed(function))
-    return statistics.median(times)
+    return statistics.median(each_for(budget_s, lambda: timed(function), SMALL_RUNS))

@@ -14,9 +14,9 @@ from odc_mpi.bench.gpu import windows as gpu_windows
 from odc_mpi.bench.measure import times_in
 from odc_mpi.bench.train import Round
 from odc_mpi.cli.main import parser
-from odc_mpi.runtime.launch import Ending
+from odc_mpi.runtime.launch import Ending, Failure, FailureKind
 from odc_mpi.stack.device_decision import RUN_DOCTOR
-from odc_mpi.stack.report import WRONG, DeviceWindows, Operation, Peer, Peers, Report
+from odc_mpi.stack.report import Cause, DeviceWindows, Operation, Peer, Peers, Problem, Report
 
 FAST = Operation(one_sided=True, idle_s=2e-6, busy_s=2e-6, gb_per_s=10.0)
 MOVED = {"copy": 8 << 20, "add_fp32": 24 << 20, "add_fp32_torch": 24 << 20}
@@ -87,6 +87,7 @@ def test_overhead_is_of_the_same_round_and_the_first_does_not_count():
 
 def report(*problems, **operations):
     device = DeviceWindows(("GPU",), window=True, own_accumulate=True, from_device=Peers(Peer(**operations)))
+    problems = tuple(map(Problem.read, problems))
     host = Peers(Peer(FAST, FAST, FAST, FAST))
     return Report(nodes=1, ranks_per_node=(2,), peers=host, device=device, problems=problems)
 
@@ -103,8 +104,12 @@ ALL = {"get": FAST, "put": FAST, "accumulate": FAST}
         (Report(nodes=1, ranks_per_node=(2,)), "auto", {"accumulate": RUN_DOCTOR, "mailbox": RUN_DOCTOR}),
         (Report(nodes=1, ranks_per_node=(2,)), "cuda", {}),
         (report(), "cuda", {}),
-        (report(f"from_device same_node accumulate: {WRONG}"), "cuda", {"accumulate": "wrong data"}),
-        (report(f"from_device same_node get: {WRONG}"), "cuda", {"accumulate": "wrong data", "mailbox": "wrong data"}),
+        (report(f"from_device same_node accumulate: {Cause.WRONG.value}"), "cuda", {"accumulate": "wrong data"}),
+        (
+            report(f"from_device same_node get: {Cause.WRONG.value}"),
+            "cuda",
+            {"accumulate": "wrong data", "mailbox": "wrong data"},
+        ),
         (report(**ALL), "cpu", {"accumulate": gpu.SET, "mailbox": gpu.SET}),
     ],
 )
@@ -165,13 +170,13 @@ def ending(failure=None, **news):
 
 def test_windows_on_gpus_may_end_it():
     assert gpu_command.outcome(ending()) == ({"sizes": [1], "left_out": {}}, None)
-    doing, crash = "units of 4M with windows on GPUs", "crashed (SIGSEGV on rank 1)"
+    doing, crash = "units of 4M with windows on GPUs", Failure(FailureKind.CRASHED, "SIGSEGV", 1)
     found, failure = gpu_command.outcome(ending(crash, doing=doing, may_end=True))
-    assert found["left_out"] == {"device_windows": f"{doing}: {crash}"} and failure is None
+    assert found["left_out"] == {"device_windows": f"{doing}: crashed (SIGSEGV on rank 1)"} and failure is None
     found, failure = gpu_command.outcome(ending(crash, doing="kernels on shards of 4M"))
     assert found["left_out"] == {} and failure == f"kernels on shards of 4M: {crash}"
     assert gpu_command.outcome(ending(doing="steps"))[1] == "steps: ended early"
-    assert gpu_command.outcome(Ending(None, crash, "")) == ({}, f"starting MPI: {crash}")
+    assert gpu_command.outcome(Ending({}, crash, "")) == ({}, f"starting MPI: {crash}")
 
 
 def test_the_child_is_asked_for_the_same():

@@ -1,6 +1,6 @@
 import pytest
 
-from odc_mpi.bench.measure import DEFAULT_SIZES, each_for, interleaved, parse_sizes, ratio, seconds
+from odc_mpi.bench.measure import DEFAULT_SIZES, interleaved, parse_sizes, ratio, seconds
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.spread import Spread
 from odc_mpi.wording import format_size
@@ -34,18 +34,6 @@ def test_operations_take_turns_and_the_end_is_timed_too(monkeypatch):
     operations = [lambda: take("x", 1.0), lambda: take("y", 2.0)]
     assert seconds(operations, 5, lambda: take("end", 3.0)) == (1 + 2 + 1 + 2 + 1 + 3) / 5
     assert order == ["x", "y", "x", "y", "x", "end"]
-
-
-def test_samples_until_the_time_is_over(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("odc_mpi.bench.measure.perf_counter", lambda: now[0])
-
-    def sample():
-        now[0] += 0.4
-        return now[0]
-
-    assert each_for(1.0, sample) == pytest.approx([0.4, 0.8, 1.2])
-    assert len(each_for(0.0, sample)) == 1, "one sample even without time"
 
 
 def test_ratio_is_of_rounds_not_of_medians():

@@ -19,10 +19,11 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 #: A child on host memory, of which one rank goes wrong at the last size.
 CHILD = """
-import os, signal, sys, traceback
+import os, signal
 from late_device import LateDevice
 from odc_mpi import api
 from odc_mpi.bench.gpu import child as gpu_child, kernels as gpu_kernels, windows as gpu_windows
+from odc_mpi.runtime.launch import run_child
 device = LateDevice(copy_s=0.0)
 api.find_device = lambda *_: device
 gpu_child.find = lambda _: device
@@ -34,12 +35,7 @@ def failing(world, device, num_bytes, repeats, reductions=()):
         {fault}
     return measure_size(world, device, num_bytes, repeats, reductions)
 gpu_windows.measure_size = failing
-try:
-    gpu_child.main(sys.argv[1:])
-except Exception:
-    traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(1)
+run_child(gpu_child.main)
 """
 SEGFAULT = "os.kill(os.getpid(), signal.SIGSEGV)"
 RAISE = "raise RuntimeError('made to fail')"

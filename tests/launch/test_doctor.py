@@ -23,6 +23,7 @@ sys.exit(doctor("--json" in sys.argv, probe=probe, deadline_s=deadline_s, operat
 BAD = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
+from odc_mpi.runtime import launch
 from odc_mpi.stack import probe, trial
 run, tried = trial.Trials.run, []
 def failing(self, name, kind):
@@ -34,10 +35,7 @@ trial.Trials.run = failing
 Path(f"{pids}/{{probe.MPI.COMM_WORLD.rank}}").write_text(str(os.getpid()))
 print("noise on standard output")
 print("some last words", file=sys.stderr, flush=True)
-try:
-    probe.main(sys.argv[1:])
-except Exception:
-    os._exit(1)
+launch.run_child(probe.main)
 """
 
 SEGFAULT = "os.kill(os.getpid(), signal.SIGSEGV)"
@@ -206,6 +204,7 @@ DEVICE = """
 import os, signal, sys, time
 sys.path.insert(0, {stand_in!r})
 from late_device import LateDevice
+from odc_mpi.runtime.launch import run_child
 from odc_mpi.stack import probe, trial
 probe.own_device = lambda world: LateDevice()
 probe.FULL = probe.QUICK
@@ -215,7 +214,7 @@ def failing(self, name, kind, memory="from_host"):
         {fault}
     return run(self, name, kind, memory)
 trial.Trials.run = failing
-probe.main(sys.argv[1:])
+run_child(probe.main)
 """
 
 

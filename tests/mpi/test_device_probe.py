@@ -9,7 +9,7 @@ from late_device import LateDevice
 from odc_mpi.errors import UserError
 from odc_mpi.stack import cache, device_probe, operations, probe, trial
 from odc_mpi.stack.device_probe import kept_verdict, verdict_key
-from odc_mpi.stack.report import DEVICE_OPERATIONS, WRONG, Report
+from odc_mpi.stack.report import DEVICE_OPERATIONS, Cause, Problem, Report
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -62,8 +62,8 @@ def test_wrong_data_is_told_of_the_memory_it_came_from(world, monkeypatch, less,
     pairs = probe.find_pairs(world.gather_objects(world.node))
     monkeypatch.setattr(kind, "_run", forgetful)
     found = device_probe.try_device(world, Report(), pairs, LateDevice(), lambda *_: None)
-    assert found.problems == (f"{origin} same_node {name}: {WRONG}",)
-    assert found.is_wrong(f"{origin} same_node", name) and not found.is_wrong("same_node", name)
+    assert list(map(str, found.problems)) == [f"{origin} same_node {name}: {Cause.WRONG.value}"]
+    assert found.is_wrong(origin, "same_node", name) and not found.is_wrong("same_node", name)
     for other, memory in DEVICE_OPERATIONS:
         answered = getattr(getattr(found.device, memory).same_node, other).idle_s is not None
         assert answered == ((other, memory) != (name, origin))
@@ -76,7 +76,7 @@ def test_without_memory_for_windows_nothing_is_tried(world):
 
     device = NoCupy() if world.rank == world.size - 1 else LateDevice()
     found = device_probe.try_device(world, Report(), {}, device, lambda *_: None)
-    assert found.problems == ("device memory: no CuPy",)
+    assert list(map(str, found.problems)) == ["device memory: no CuPy"]
     assert found.device.window is None
 
 
@@ -112,7 +112,7 @@ def test_a_verdict_that_is_a_time_out_is_kept_for_a_shorter_time(world, tmp_path
     tried = Report(nodes=1, ranks_per_node=(world.size,)).with_device(window=True)
     for problem, after_two_days in (("crashed (SIGSEGV on rank 1)", True), ("no answer within 12 s", False)):
         if world.rank == 0:
-            cache.store(key, tried.with_problem(f"from_device same_node get: {problem}"))
+            cache.store(key, tried.with_problem(Problem.read(f"from_device same_node get: {problem}")))
         assert kept_verdict(world, device) is not None
         with monkeypatch.context() as patch:
             patch.setattr(cache.time, "time", lambda: now_s + 2 * 24 * 3600)

@@ -16,7 +16,7 @@ from odc_mpi.stack import cache
 from odc_mpi.stack.decision import decide
 from odc_mpi.stack.device_decision import RUN_DOCTOR
 from odc_mpi.stack.device_probe import verdict_key
-from odc_mpi.stack.report import Operation, Peer, Peers, Report
+from odc_mpi.stack.report import Operation, Peer, Peers, Problem, Report
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -89,7 +89,9 @@ def keep_verdict(world, device, **operations):
     if world.rank == 0:
         peers = Peers(same_node=Peer(**operations)) if world.size > 1 else Peers()
         report = Report(nodes=1, ranks_per_node=(world.size,)).with_device(window=True, from_device=peers)
-        cache.store(key, report.with_problem("from_device same_node accumulate: crashed (SIGSEGV on rank 1)"))
+        cache.store(
+            key, report.with_problem(Problem.read("from_device same_node accumulate: crashed (SIGSEGV on rank 1)"))
+        )
 
 
 def test_a_run_has_windows_on_its_device_where_a_doctor_has_proved_them(world, device):

@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from odc_mpi.stack import cache, operations, probe
-from odc_mpi.stack.report import OPERATIONS, Peers
+from odc_mpi.stack.report import OPERATIONS, Cause, Peers, Problem
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -88,7 +88,7 @@ def test_wrong_data_is_told(world, monkeypatch, name):
 
     monkeypatch.setattr(kind, "_run", forgetful)
     report, _ = timed_probe(world, probe.QUICK)
-    assert report.problems == (f"same_node {name}: what arrived is not what was sent",)
+    assert list(map(str, report.problems)) == [f"same_node {name}: what arrived is not what was sent"]
     answered = {other for other in OPERATIONS if getattr(report.peers.same_node, other).idle_s is not None}
     assert answered == set(OPERATIONS) - {name}
 
@@ -124,10 +124,11 @@ def test_a_kept_report_serves_all_ranks(world, shared_dir, tmp_path, monkeypatch
     files = list(cache.folder().glob("*.json"))
     assert len(files) == (1 if world.rank == 0 else 0)
     assert replace(probe.quick_report(world), shm_bytes=None) == replace(first, shm_bytes=None)
-    monkeypatch.setattr(probe, "probe", lambda *_: first.with_problem("probed"))
+    probed = first.with_problem(Problem(("probed",), Cause.OTHER))
+    monkeypatch.setattr(probe, "probe", lambda *_: probed)
     assert probe.quick_report(world).problems == ()
-    assert probe.quick_report(world, cache_it=False).problems == ("probed",)
+    assert probe.quick_report(world, cache_it=False).problems == probed.problems
     if files:
         files[0].write_text("damaged")
-    assert probe.quick_report(world).problems == ("probed",)
-    assert probe.quick_report(world).problems == ("probed",), "a report with problems was kept"
+    assert probe.quick_report(world).problems == probed.problems
+    assert probe.quick_report(world).problems == probed.problems, "a report with problems was kept"

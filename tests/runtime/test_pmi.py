@@ -1,5 +1,6 @@
 """The sentence about a launcher that the MPI library does not know; real ones are in tests/slurm."""
 
+import mpi4py
 import pytest
 
 from odc_mpi.errors import UserError
@@ -43,12 +44,12 @@ def test_helpers_that_an_mpiexec_started_with_srun_do_not_count(monkeypatch):
 
 
 def test_without_pmix_nothing_is_done_before_the_start(monkeypatch):
-    monkeypatch.setattr(pmi.mpi4py.rc, "initialize", "as it was")
+    monkeypatch.setattr(mpi4py.rc, "initialize", "as it was")
     pmi.check_before_start()
     monkeypatch.setenv("PMIX_RANK", "0")
     monkeypatch.setenv("PMI_FD", "5")
     pmi.check_before_start()
-    assert pmi.mpi4py.rc.initialize == "as it was"
+    assert mpi4py.rc.initialize == "as it was"
 
 
 def test_a_hint_within_slurm_alone(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from odc_mpi.errors import UserError
 from odc_mpi.stack.decision import Wishes, decide, decide_collective, refuse_wrong_data
-from odc_mpi.stack.report import WRONG, Operation, Peer, Peers, Report, SharedMemory
+from odc_mpi.stack.report import Cause, Operation, Peer, Peers, Problem, Report, SharedMemory
 
 FAST = Operation(one_sided=True, idle_s=2e-6, busy_s=2e-6, gb_per_s=10.0)
 WAITS = Operation(one_sided=False, idle_s=2e-4, busy_s=3.1, gb_per_s=1.0)
@@ -103,7 +103,9 @@ def test_no_answer_counts_against_an_operation():
 
 def test_a_peer_that_gave_no_answer_at_all_is_still_there():
     """As when a library crashes in the first operation that it is asked for."""
-    crashed = replace(report(None, NODE), peers=Peers()).with_problem("other_node get: no answer within 12 s")
+    crashed = replace(report(None, NODE), peers=Peers()).with_problem(
+        Problem.read("other_node get: no answer within 12 s")
+    )
     made = decide(crashed)
     assert choices(made)[2:] == ("accumulate", "thread")
     assert made.reduction.reason == "Accumulate to a peer on the other node gave no answer, nor did Put"
@@ -175,9 +177,41 @@ def test_reasons_have_the_figures():
 
 
 def test_a_report_travels_as_json():
-    found = report(other_node=replace(TCP, get=NO_ANSWER), problems=("other_node get: no answer within 12 s",))
+    found = report(
+        other_node=replace(TCP, get=NO_ANSWER), problems=(Problem.read("other_node get: no answer within 12 s"),)
+    )
     assert Report.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert Report.from_dict(json.loads(json.dumps(Report().to_dict()))) == Report()
+
+
+@pytest.mark.parametrize(
+    ("sentence", "problem"),
+    [
+        (
+            "other_node get: what arrived is not what was sent",
+            Problem(("other_node", "get"), Cause.WRONG),
+        ),
+        (
+            "from_device same_node put: no answer within 12 s",
+            Problem(("from_device", "same_node", "put"), Cause.NO_ANSWER, "12 s"),
+        ),
+        (
+            "same_node accumulate: the machine is too busy to tell if it waits",
+            Problem(("same_node", "accumulate"), Cause.UNSURE),
+        ),
+        (
+            "from_device same_node get: crashed (SIGSEGV on rank 1)",
+            Problem(("from_device", "same_node", "get"), Cause.OTHER, "crashed (SIGSEGV on rank 1)"),
+        ),
+        (
+            "device memory: out of memory: asked for 4 MiB",
+            Problem(("device", "memory"), Cause.OTHER, "out of memory: asked for 4 MiB"),
+        ),
+        ("closing: ended early", Problem(("closing",), Cause.OTHER, "ended early")),
+    ],
+)
+def test_sentences_about_problems_in_kept_reports_are_read(sentence, problem):
+    assert Problem.read(sentence) == problem and str(problem) == sentence
 
 
 @pytest.mark.parametrize(
@@ -215,7 +249,9 @@ def test_a_damaged_report_is_refused(damage):
     ],
 )
 def test_what_delivers_wrong_data_is_not_used(name, reduction, refused):
-    found = report(other_node=replace(NODE, **{name: NO_ANSWER})).with_problem(f"other_node {name}: {WRONG}")
+    found = report(other_node=replace(NODE, **{name: NO_ANSWER})).with_problem(
+        Problem(("other_node", name), Cause.WRONG)
+    )
     decision = decide(found, Wishes(reduction=reduction))
     words = f"{name.title()} with a peer on the other node delivers wrong data under MPICH 5.0.2"
     with pytest.raises(UserError, match=words) if refused else nullcontext():
@@ -224,7 +260,9 @@ def test_what_delivers_wrong_data_is_not_used(name, reduction, refused):
 
 @pytest.mark.parametrize("tickets", [False, True])
 def test_nobody_draws_from_counters_that_are_wrong(tickets):
-    found = report(replace(NODE, fetch_and_op=NO_ANSWER)).with_problem(f"same_node fetch_and_op: {WRONG}")
+    found = report(replace(NODE, fetch_and_op=NO_ANSWER)).with_problem(
+        Problem(("same_node", "fetch_and_op"), Cause.WRONG)
+    )
     refused = pytest.raises(UserError, match=r"Fetch_and_op with a peer on the same .* set data\.balance to lb_mini")
     with refused if tickets else nullcontext():
         refuse_wrong_data(found, decide(found), tickets=tickets)
@@ -233,7 +271,7 @@ def test_nobody_draws_from_counters_that_are_wrong(tickets):
 def test_where_neither_sums_nor_puts_are_right_nothing_is_left():
     found = report(replace(NODE, accumulate=NO_ANSWER, put=NO_ANSWER))
     for name in ("accumulate", "put"):
-        found = found.with_problem(f"same_node {name}: {WRONG}")
+        found = found.with_problem(Problem(("same_node", name), Cause.WRONG))
     with pytest.raises(UserError, match=r"Accumulate .* delivers wrong data"):
         refuse_wrong_data(found, decide(found))
 

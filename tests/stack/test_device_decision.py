@@ -9,7 +9,7 @@ import pytest
 from odc_mpi.errors import UserError
 from odc_mpi.stack.decision import Wishes, decide, decide_collective, refuse_wrong_data
 from odc_mpi.stack.device_decision import RUN_DOCTOR, prove
-from odc_mpi.stack.report import WRONG, DeviceWindows, Operation, Peer, Peers, Report, SharedMemory
+from odc_mpi.stack.report import Cause, DeviceWindows, Operation, Peer, Peers, Problem, Report, SharedMemory
 
 FAST = Operation(one_sided=True, idle_s=2e-6, busy_s=2e-6, gb_per_s=10.0)
 WAITS = Operation(one_sided=False, idle_s=2e-4, busy_s=3.1, gb_per_s=10.0)
@@ -77,11 +77,11 @@ def test_without_a_gpu_nothing_is_said_of_windows_there():
 def test_a_crash_is_the_reason():
     crash = "crashed (SIGSEGV on rank 1)"
     found = report(Peer(get=FAST, put=FAST), own_accumulate=None)
-    found = found.with_problem(f"from_device same_node accumulate: {crash}")
+    found = found.with_problem(Problem.read(f"from_device same_node accumulate: {crash}"))
     decision = made(found)
     assert choices(decision) == ("cuda", "mailbox")
     assert decision.reduction.reason == f"Accumulate with a peer on the same node, on GPUs: {crash}"
-    found = report(Peer()).with_problem(f"from_device same_node get: {crash}")
+    found = report(Peer()).with_problem(Problem.read(f"from_device same_node get: {crash}"))
     decision = made(found)
     assert choices(decision) == ("cpu", "accumulate")
     assert crash in decision.window_device.reason
@@ -89,11 +89,13 @@ def test_a_crash_is_the_reason():
 
 @pytest.mark.parametrize(("name", "wanted"), [("get", "cpu"), ("put", "cuda"), ("accumulate", "cuda")])
 def test_wrong_data_is_not_used(name, wanted):
-    found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(f"from_device same_node {name}: {WRONG}")
+    found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(
+        Problem(("from_device", "same_node", name), Cause.WRONG)
+    )
     decision = made(found)
     assert choices(decision) == (wanted, {"accumulate": "mailbox"}.get(name, "accumulate"))
     reason = {"get": decision.window_device, "accumulate": decision.reduction}.get(name)
-    assert reason is None or WRONG in reason.reason
+    assert reason is None or Cause.WRONG.value in reason.reason
     refuse_wrong_data(found, decision)
 
 
@@ -102,7 +104,9 @@ def test_wrong_data_is_not_used(name, wanted):
     [("get", "auto", True), ("put", "mailbox", True), ("put", "accumulate", False), ("accumulate", "mailbox", False)],
 )
 def test_wrong_data_is_refused_even_to_who_insists(name, reduction, refused):
-    found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(f"from_device same_node {name}: {WRONG}")
+    found = report(replace(PROVED, **{name: NO_ANSWER})).with_problem(
+        Problem(("from_device", "same_node", name), Cause.WRONG)
+    )
     decision = made(found, window_device="cuda", reduction=reduction)
     words = f"{name.title()} with a peer on the same node, on devices, delivers wrong data .* comm.window_device to cpu"
     with pytest.raises(UserError, match=words) if refused else nullcontext():
@@ -110,9 +114,9 @@ def test_wrong_data_is_refused_even_to_who_insists(name, reduction, refused):
 
 
 def test_wrong_data_between_devices_is_no_matter_where_windows_are_on_the_host():
-    found = report().with_problem(f"from_device same_node get: {WRONG}")
+    found = report().with_problem(Problem(("from_device", "same_node", "get"), Cause.WRONG))
     refuse_wrong_data(found, made(found, window_device="cpu"))
-    on_host = report().with_problem(f"same_node get: {WRONG}")
+    on_host = report().with_problem(Problem(("same_node", "get"), Cause.WRONG))
     refuse_wrong_data(on_host, made(on_host))
     with pytest.raises(UserError, match=r"Get .* wrong data .* comm.transport to collective"):
         refuse_wrong_data(on_host, made(on_host, window_device="cpu"))
@@ -152,7 +156,7 @@ def test_accumulate_has_to_work_in_the_own_window():
 
 
 def test_where_no_window_can_be_made_the_reason_is_told():
-    found = report(window=None).with_problem("device memory: CuPy does not import")
+    found = report(window=None).with_problem(Problem.read("device memory: CuPy does not import"))
     assert made(found).window_device.reason == (
         "no window on a GPU could be made (device memory: CuPy does not import)"
     )

@@ -56,6 +56,7 @@ from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.runtime.world import World
 from odc_mpi.stack.device_decision import prove
 from odc_mpi.stack.device_probe import kept_verdict
+from odc_mpi.stack.probe import bare_report
 from odc_mpi.stack.report import Report
 from odc_mpi.train.settings import Config
 from odc_mpi.wording import format_size
@@ -154,7 +155,7 @@ def against_reductions(world: World, device: Device, wish: str) -> dict[str, str
         wish: As `Options.window_device`.
     """
     kept = kept_verdict(world, device)
-    against = judge(kept if kept is not None else world_report(world), wish)
+    against = judge(kept if kept is not None else bare_report(world), wish)
     if len(against) == len(REDUCTIONS):
         return against
     troubles = [trouble for trouble in world.gather_objects(_memory_trouble(device)) if trouble]
@@ -177,7 +178,7 @@ def judge(report: Report, wish: str) -> dict[str, str]:
     against = {}
     for kind in report.kinds:
         for name, operation in (("accumulate", "accumulate"), ("mailbox", "put")):
-            if report.is_wrong(f"from_device {kind}", operation) or report.is_wrong(f"from_device {kind}", "get"):
+            if any(report.is_wrong("from_device", kind, needed) for needed in (operation, "get")):
                 against[name] = "odc-mpi doctor has seen it deliver wrong data"
     return against
 
@@ -188,11 +189,6 @@ def left_out(against: dict[str, str]) -> dict[str, str]:
     if len(against) == len(REDUCTIONS):
         reasons = {"fetch_device": next(iter(against.values())), **reasons}
     return reasons
-
-
-def world_report(world: World) -> Report:
-    """Return the report of a layout in which no doctor has run. Local."""
-    return Report(nodes=world.num_nodes, ranks_per_node=tuple(count for _, count in world.layout))
 
 
 class _Parts:

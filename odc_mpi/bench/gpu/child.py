@@ -1,14 +1,11 @@
-"""The ranks of `odc-mpi bench gpu`: they measure, and tell the process that started them what they find.
+"""The ranks of `odc-mpi bench gpu`: children (`runtime.launch`) that measure, and tell what they find.
 
-    python -m odc_mpi.bench.gpu.child OPTIONS FD
-
-A line of JSON on the file descriptor before each part and at the end, from rank 0: `result` so far, `doing` (null at
-the end), `may_end`: whether that may end the process, and `error`: the one line for a person who asked for what cannot
-be.
+Before each part and at the end rank 0 tells `result` so far, `doing`, `may_end`: whether what it does next may end the
+process, and `error`: the one line for a person who asked for what cannot be.
 """
 
 import json
-import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,40 +13,38 @@ import torch
 from odc_mpi.bench.gpu.benchmark import Options, measure
 from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.errors import AgreedError, UserError
-from odc_mpi.runtime.abort import run_child
+from odc_mpi.runtime.launch import News, run_child
 from odc_mpi.runtime.world import World
 
 
-def main(argv: list[str]) -> None:
+def main(arguments: Sequence[str], tell: Callable[[News], None]) -> None:
     """Measure. Collective.
 
     Args:
-        argv: The options as JSON, and the file descriptor.
+        arguments: The options as JSON.
+        tell: Tells the parent news.
     """
-    options = Options(**json.loads(argv[0]))
-    with os.fdopen(int(argv[1]), "w") as out, World(timeout_s=options.timeout_s, limit="--timeout-s") as world:
+    options = Options(**json.loads(arguments[0]))
+    known: dict[str, Any] = {}
 
-        def tell(result: dict[str, Any], doing: str | None, may_end: bool = False, error: str | None = None) -> None:
-            if world.rank == 0:
-                told = {"result": result, "doing": doing, "may_end": may_end, "error": error}
-                out.write(json.dumps(told) + "\n")
-                out.flush()
+    def say(doing: str | None, may_end: bool = False, error: str | None = None) -> None:
+        tell({"result": known, "doing": doing, "may_end": may_end, "error": error})
 
-        known: dict[str, Any] = {}
+    def listen(result: dict[str, Any], doing: str, may_end: bool) -> None:
+        known.update(result)
+        say(doing, may_end)
 
-        def listen(result: dict[str, Any], doing: str, may_end: bool) -> None:
-            known.update(result)
-            tell(result, doing, may_end)
-
-        tell({}, "starting")
+    with World(timeout_s=options.timeout_s, limit="--timeout-s") as world:
+        say("starting")
         try:
             if options.ranks not in (None, world.size):
                 told = f"--ranks {options.ranks}: mpiexec started {world.size}, leave --ranks out under it"
                 raise AgreedError(told)
             device = world.agree(lambda: find(world.host_rank))
-            tell(measure(world, device, options, listen), None)
+            known.update(measure(world, device, options, listen))
+            say(None)
         except AgreedError as error:
-            tell(known, None, error=str(error))
+            say(None, error=str(error))
 
 
 def find(host_rank: int) -> Device:

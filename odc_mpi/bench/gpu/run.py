@@ -83,15 +83,14 @@ def outcome(ending: Ending) -> tuple[dict[str, Any], str | None]:
     Args:
         ending: Of the child.
     """
-    news = ending.news or {}
-    result, doing = news.get("result", {}), news.get("doing", "starting MPI")
-    if ending.failure is None and doing is None:
+    result = ending.news.get("result", {})
+    if ending.trouble is None:
         return result, None
-    failure = f"{doing or 'closing'}: {ending.failure or 'ended early'}"
-    if news.get("may_end"):
-        result["left_out"][ENDED] = failure
+    doing, failure = ending.trouble
+    if ending.news.get("may_end"):
+        result["left_out"][ENDED] = f"{doing}: {failure}"
         return result, None
-    return result, failure
+    return result, f"{doing}: {failure}"
 
 
 def _tell(ending: Ending, as_json: bool) -> int:
@@ -99,9 +98,8 @@ def _tell(ending: Ending, as_json: bool) -> int:
     result, failure = outcome(ending)
     if result.get("sizes") or result.get("kernels") or result.get("step"):
         show(result, as_json)
-    if ending.failure:
-        print(f"The last lines of the failed process:\n{ending.last_words or '(none)'}", file=sys.stderr, flush=True)
-    error = (ending.news or {}).get("error")
+    ending.show_last_words()
+    error = ending.news.get("error")
     if error is not None:
         raise UserError(error)
     if failure is not None:

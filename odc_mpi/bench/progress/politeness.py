@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from odc_mpi.bench.fetch_and_push import unit_layout
-from odc_mpi.bench.measure import each_for, interleaved
+from odc_mpi.bench.measure import interleaved
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.spread import Spread
+from odc_mpi.stack.repeat import each_for
 
 #: A sample takes about so long: a hundred looks of the thread.
 SAMPLE_S = 0.25

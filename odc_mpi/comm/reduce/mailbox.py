@@ -38,7 +38,8 @@ from odc_mpi.comm.reduce.slots import ALIGNMENT, Header, HostSlots, align
 from odc_mpi.comm.transport import Footprint, Layout, Pending
 from odc_mpi.comm.windows.rma import Memory, Window
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.world import SLEEP_S, SPIN_S, World
+from odc_mpi.runtime.deadline import SLEEP_S, SPIN_S
+from odc_mpi.runtime.world import World
 
 DEFAULT_MAILBOX_BYTES = 64 << 20
 #: A slot is at most a ring divided by this: so its owner adds one while its pusher fills the next.
