@@ -16,6 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overlong", choices=("truncate", "drop"), default="truncate", help="what to do with longer ones"
     )
+    parser.add_argument(
+        "--bad-lines",
+        choices=("error", "skip"),
+        default="error",
+        help="what to do with JSONL lines that cannot be used",
+    )
     parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="JSONL field of the prompt")
     parser.add_argument(
         "--completion-field", default="completion", metavar="NAME", help="JSONL field of the completion"
@@ -43,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompt_field=arguments.prompt_field,
         completion_field=arguments.completion_field,
         vocab_size=arguments.vocab_size,
+        bad_lines=arguments.bad_lines,
         console=console,
     )
     print(report.describe())

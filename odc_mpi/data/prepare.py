@@ -5,7 +5,7 @@ cuts what is too long, and writes a data set (`dataset`) with the tokenizer's fi
 at all. One process, no communication.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +18,7 @@ from rich.progress import Progress
 from odc_mpi.data import jsonl, stdlib
 from odc_mpi.data.dataset import DatasetWriter, vocabulary_digest
 from odc_mpi.data.encode import Encoded, encode
-from odc_mpi.data.jsonl import Example, Fields, Pair
+from odc_mpi.data.jsonl import BadLine, BadLines, Example, Fields, Pair
 from odc_mpi.data.tokenizer import (
     DIRECTORY_SUFFIX,
     MIN_VOCAB_SIZE,
@@ -49,6 +49,8 @@ class PrepareReport:
         num_truncated: Sequences written that were cut to the maximal length.
         num_dropped: Sequences left out because they were longer than the maximal length.
         num_untrained_dropped: Sequences left out because (after cutting) no token is left to learn.
+        num_bad_lines: Lines left out because they cannot be used.
+        bad_lines: What is wrong with the first three of them.
         longest: Tokens of the longest sequence written.
         vocab_size: Tokens of the tokenizer.
     """
@@ -61,6 +63,8 @@ class PrepareReport:
     num_truncated: int
     num_dropped: int
     num_untrained_dropped: int
+    num_bad_lines: int
+    bad_lines: Sequence[str]
     longest: int
     vocab_size: int
 
@@ -82,6 +86,10 @@ class PrepareReport:
         ):
             if count:
                 lines.append(f"{count:,} {what}")
+        if self.num_bad_lines:
+            lines += [f"{self.num_bad_lines:,} bad lines skipped:", *self.bad_lines]
+            if more := self.num_bad_lines - len(self.bad_lines):
+                lines.append(f"and {more:,} more")
         return "\n".join(lines)
 
 
@@ -95,6 +103,7 @@ def prepare(
     prompt_field: str = "prompt",
     completion_field: str = "completion",
     vocab_size: int = 4096,
+    bad_lines: Literal["error", "skip"] = "error",
     console: Console | None = None,
 ) -> PrepareReport:
     """Tokenise a source into a data set, in one process, before the training. Local.
@@ -108,6 +117,7 @@ def prepare(
         prompt_field: Field of a line that holds the prompt; required if it is not "prompt".
         completion_field: Field of a line that holds the completion; required if it is not "completion".
         vocab_size: The most tokens of a trained tokenizer.
+        bad_lines: Whether a line that cannot be used is an error, or is skipped and counted.
         console: Console for a progress bar; None for no bar. The caller prints the report.
 
     Returns:
@@ -118,10 +128,13 @@ def prepare(
     """
     limit = _Limit(max_length, overlong)
     _check_request(source, out, tokenizer, limit, vocab_size)
+    if bad_lines not in ("error", "skip"):
+        raise UserError(f"expected --bad-lines error or skip, got {bad_lines!r}")
+    bad = BadLines(skip=bad_lines == "skip")
     with (
         _new_file(out) as path,
         Progress(console=console, disable=console is None) as progress,
-        _open_source(source, Fields(prompt_field, completion_field), progress) as examples,
+        _open_source(source, Fields(prompt_field, completion_field), bad, progress) as examples,
     ):
         place = out if tokenizer is None else find_tokenizer(tokenizer)
         loaded, files = _tokenizer(None if tokenizer is None else place, examples, vocab_size, progress)
@@ -130,10 +143,11 @@ def prepare(
         about = {"tokenizer": place.resolve().name, "source": Path(source).name}
         digest = vocabulary_digest(loaded.get_vocab())
         with DatasetWriter(path, vocab_size=len(loaded), vocabulary=digest, tokenizer_files=files, **about) as writer:
-            for sequence in limit.apply(_encode_all(loaded, examples)):
+            for sequence in limit.apply(_encode_all(loaded, limit.trainable(examples), bad)):
                 writer.append(sequence.tokens, sequence.loss_mask)
+            writer.note(num_untrained_dropped=limit.num_untrained_dropped, num_bad_lines=bad.num_skipped)
         if not writer.num_sequences:
-            raise UserError(f"expected sequences to write from {source!r}, got none{limit.explain()}")
+            raise UserError(f"expected sequences to write from {source!r}, got none{limit.explain(bad)}")
     return PrepareReport(
         path=out,
         tokenizer=place,
@@ -143,6 +157,8 @@ def prepare(
         num_truncated=limit.num_truncated,
         num_dropped=limit.num_dropped,
         num_untrained_dropped=limit.num_untrained_dropped,
+        num_bad_lines=bad.num_skipped,
+        bad_lines=bad.first,
         longest=writer.longest,
         vocab_size=len(loaded),
     )
@@ -182,6 +198,14 @@ class _Limit:
         self.overlong = overlong
         self.num_truncated = self.num_dropped = self.num_untrained_dropped = 0
 
+    def trainable(self, examples: Iterable[Example]) -> Iterator[Example]:
+        """Yield the examples in which there is something to learn."""
+        for example in examples:
+            if example.trains:
+                yield example
+            else:
+                self.num_untrained_dropped += 1
+
     def apply(self, sequences: Iterable[Encoded]) -> Iterator[Encoded]:
         """Yield the sequences to write, truncated where they are too long."""
         for sequence in sequences:
@@ -197,13 +221,14 @@ class _Limit:
             self.num_truncated += too_long
             yield sequence
 
-    def explain(self) -> str:
+    def explain(self, bad: BadLines) -> str:
         """Say why nothing may be left, as the end of a sentence."""
-        if not self.num_dropped + self.num_untrained_dropped:
+        if not self.num_dropped + self.num_untrained_dropped + bad.num_skipped:
             return ": SOURCE holds none"
+        first = f" ({bad.first[0]})" if bad.first else ""
         return (
-            f" ({self.num_dropped} longer than the maximum, {self.num_untrained_dropped} without a token to learn): "
-            f"raise --max-length (now {self.max_length}) or change SOURCE"
+            f" ({self.num_dropped} longer than the maximum, {self.num_untrained_dropped} without a token to learn, "
+            f"{bad.num_skipped} bad lines{first}): raise --max-length (now {self.max_length}) or change SOURCE"
         )
 
 
@@ -230,7 +255,7 @@ def _check_request(source: str, out: Path, tokenizer: Path | None, limit: _Limit
 
 
 @contextmanager
-def _open_source(source: str, fields: Fields, progress: Progress) -> Iterator[Iterable[Example]]:
+def _open_source(source: str, fields: Fields, bad: BadLines, progress: Progress) -> Iterator[Iterable[Example]]:
     """Open the source as an iterable of examples."""
     if source == STDLIB:
         task = progress.add_task("reading the standard library", total=None)
@@ -243,11 +268,24 @@ def _open_source(source: str, fields: Fields, progress: Progress) -> Iterator[It
     except OSError as error:
         raise UserError(f"expected a JSONL file as SOURCE, got {source!r}, which does not open ({error})") from error
     with file:
-        yield jsonl.read(file, source, fields)
+        yield jsonl.read(file, source, fields, bad)
 
 
-def _encode_all(tokenizer: Any, examples: Iterable[Example]) -> Iterator[Encoded]:
+def _encode_all(tokenizer: Any, examples: Iterable[Example], bad: BadLines) -> Iterator[Encoded]:
     """Tokenise in batches: fast, and in bounded memory."""
     remaining = iter(examples)
     while batch := list(islice(remaining, _BATCH_EXAMPLES)):
-        yield from encode(tokenizer, batch)
+        try:
+            encoded = encode(tokenizer, batch)
+        except BadLine:
+            encoded = list(_encode_singly(tokenizer, batch, bad))
+        yield from encoded
+
+
+def _encode_singly(tokenizer: Any, examples: Iterable[Example], bad: BadLines) -> Iterator[Encoded]:
+    """Tokenise one by one, to leave out which the chat template refuses."""
+    for example in examples:
+        try:
+            yield from encode(tokenizer, [example])
+        except BadLine as error:
+            bad.add(error)

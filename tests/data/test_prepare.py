@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from rich.console import Console
@@ -148,6 +149,43 @@ def test_what_only_the_first_token_would_teach_is_dropped() -> None:
     first_only, last_too = (Encoded(tokens, np.array([True, False, last])) for last in (False, True))
     assert list(limit.apply([first_only, last_too])) == [last_too]
     assert limit.num_untrained_dropped == 1
+
+
+def test_examples_that_train_nothing_are_counted(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    user, says = {"role": "user", "content": ""}, {"role": "assistant", "content": "Hello"}
+    silent = {**says, "content": ""}
+    records = [{"messages": m} for m in ([user, says], [user, silent], [user], [])]
+    source = write_lines(tmp_path / "a.jsonl", *records, {"prompt": "x", "completion": ""}, {"text": ""})
+    report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
+    assert (report.num_sequences, report.num_untrained_dropped) == (1, 5)
+    assert report.describe().endswith("\n5 dropped: no token to learn from")
+    with h5py.File(report.path) as file:
+        assert (file.attrs["num_untrained_dropped"], file.attrs["num_bad_lines"]) == (5, 0)
+
+
+def test_bad_lines_are_skipped_on_request(stdlib_report: PrepareReport, tmp_path: Path) -> None:
+    # The template shows the name, which cannot be tokenised: that is found long after the line was read.
+    tokenizer = load_tokenizer(stdlib_report.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "t")
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    named = [chat[0] | {"name": "\ud800"}, chat[1]]
+    records = [{"messages": chat}, {"messages": named}, {}, 3, {"messages": chat}, None]
+    source, out = write_lines(tmp_path / "a.jsonl", *records), tmp_path / "a.h5"
+    assert "b.jsonl, line 2: " in refused(
+        write_lines(tmp_path / "b.jsonl", *records[:2]), out, tokenizer=tmp_path / "t"
+    )
+    assert "--bad-lines error or skip" in refused(source, out, tokenizer=tmp_path / "t", bad_lines="drop")
+    report = prepare(source, out, tokenizer=tmp_path / "t", bad_lines="skip")
+    assert (report.num_sequences, report.num_bad_lines) == (2, 4)
+    *_, head, first, second, third, rest = report.describe().splitlines()
+    assert (head, rest) == ("4 bad lines skipped:", "and 1 more")
+    assert [", line 3" in first, ", line 4" in second, ", line 6" in third] == [True] * 3
+    with h5py.File(out) as file:
+        assert file.attrs["num_bad_lines"] == 4
+    source = write_lines(tmp_path / "a.jsonl", *records[1:4])
+    message = refused(source, out, tokenizer=tmp_path / "t", bad_lines="skip")
+    assert "3 bad lines" in message and "a.jsonl, line 2: " in message
 
 
 def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
