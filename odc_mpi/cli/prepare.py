@@ -11,7 +11,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write a data set of token sequences, with a mask of what is trained."
     parser.add_argument("source", metavar="SOURCE", help="a JSONL file (.gz too), or stdlib: Python's own functions")
     parser.add_argument("out", metavar="OUT.h5", type=Path, help="the data set to write")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="Hugging Face tokenizer directory, or a data set")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="Hugging Face tokenizer directory, or a data set; default: one is trained on SOURCE",
+    )
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="longest sequence; default: no limit")
     parser.add_argument(
         "--overlong", choices=("truncate", "drop"), default="truncate", help="what to do with longer ones"
@@ -26,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--completion-field", default="completion", metavar="NAME", help="JSONL field of the completion"
     )
-    parser.add_argument("--vocab-size", type=int, default=4096, help="of the tokenizer trained on stdlib")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="of a tokenizer that is trained")
 
 
 def run(arguments: argparse.Namespace) -> int:

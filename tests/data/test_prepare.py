@@ -54,7 +54,8 @@ def test_the_standard_library(stdlib_report: PrepareReport, tokenizer: Any, stdl
     assert (stdlib_report.num_truncated, stdlib_report.num_dropped, stdlib_report.num_untrained_dropped) == (0, 0, 0)
     assert stdlib_report.vocab_size == len(tokenizer) == 2048
     assert stdlib_report.tokenizer == stdlib_report.path
-    assert f"\ntokenizer: 2,048 tokens, stored in {stdlib_report.path}" in stdlib_report.describe()
+    trained = "trained on stdlib, with a plain chat template (ChatML)"
+    assert f"\ntokenizer: 2,048 tokens, {trained}, stored in {stdlib_report.path}" in stdlib_report.describe()
     with Dataset(stdlib_report.path) as dataset:
         assert len(dataset) == len(samples)
         assert (dataset.vocab_size, stdlib_report.num_tokens) == (2048, dataset.lengths.sum())
@@ -119,6 +120,22 @@ def test_conversations(stdlib_report: PrepareReport, tokenizer: Any, tmp_path: P
         assert dataset[1][1].all()
         # Nothing predicts a first token, so it is not counted.
         assert report.num_trained_tokens == mask.sum() + len(dataset[1][0]) - 1
+
+
+def test_without_a_tokenizer_one_is_trained_on_the_lines(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "gugugu gugu?"}, {"role": "assistant", "content": "lalala lala"}]
+    records = [{"messages": chat}, {"prompt": "mimimi", "completion": "dododo"}, 3, {"messages": []}] * 5
+    source = write_lines(tmp_path / "a.jsonl", *records)
+    report = prepare(source, tmp_path / "a.h5", vocab_size=300, bad_lines="skip")
+    assert (report.num_sequences, report.num_untrained_dropped, report.num_bad_lines) == (10, 5, 5)
+    assert f"tokens, trained on {source}, with a plain chat template (ChatML), stored in" in report.describe()
+    tokenizer = load_tokenizer(report.path)
+    for word in ("gugu", "lala", "mimi", "dodo"):
+        assert len(tokenizer(word)["input_ids"]) == 1, "learnt from every text"
+    with Dataset(report.path) as dataset:
+        tokens, mask = dataset[0]
+        assert tokenizer.decode(tokens[mask]) == "lalala lala<|im_end|>"
+    assert "a.jsonl, line 3: " in refused(source, tmp_path / "b.h5", vocab_size=300)
 
 
 def test_truncation_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> None:
@@ -202,7 +219,6 @@ def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
 def test_mistakes_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", *pairs(10))
     out, tokenizer = tmp_path / "a.h5", stdlib_report.tokenizer
-    assert "set --tokenizer" in refused(source, out)
     assert "no file" in refused(str(tmp_path / "none"), out, tokenizer=tokenizer)
     assert "no file" in refused(str(tmp_path), out, tokenizer=tokenizer)
     assert "the directory" in refused(source, tmp_path, tokenizer=tokenizer)
@@ -211,7 +227,8 @@ def test_mistakes_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path)
     assert "folder that can be written" in refused(source, Path(source) / "a.h5", tokenizer=tokenizer)
     assert "--max-length" in refused(source, out, tokenizer=tokenizer, max_length=1)
     assert "--overlong" in refused(source, out, tokenizer=tokenizer, overlong="cut")
-    assert "--vocab-size of at least 260" in refused("stdlib", out, vocab_size=259)
+    for of in ("stdlib", source):
+        assert "--vocab-size of at least 260" in refused(of, out, vocab_size=259)
     (tmp_path / "empty.jsonl").touch()
     assert "SOURCE holds none" in refused(str(tmp_path / "empty.jsonl"), tmp_path / "new" / "a.h5", tokenizer=tokenizer)
     (tmp_path / "empty.jsonl").unlink()
