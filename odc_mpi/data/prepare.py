@@ -261,7 +261,7 @@ _Read = Callable[[str, BadLines], Iterable[Example]]
 
 
 def _open_source(source: str, fields: Fields, progress: Progress) -> _Read:
-    """Return what reads the source."""
+    """Return the function that reads the source."""
     if source != STDLIB:
         return partial(_read_file, source, fields, progress)
     task = progress.add_task("reading the standard library", total=None)
