@@ -74,8 +74,8 @@ class World:
     def __init__(
         self, comm: MPI.Intracomm | None = None, *, timeout_s: float = 600.0, limit: str = "comm.timeout_s"
     ) -> None:
-        if not timeout_s > 0:
-            raise UserError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+        if not timeout_s >= 1:  # as for comm.timeout_s: less is over before ranks that are well have met
+            raise UserError(f"timeout_s must be a number of seconds, 1 or more, got {timeout_s!r}")
         try:
             check_launcher(self.mpi_library, MPI.COMM_WORLD.Get_size())
         except UserError:
