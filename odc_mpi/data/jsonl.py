@@ -191,7 +191,7 @@ def _messages(messages: Any, where: str) -> list[dict[str, Any]]:
             raise BadLine(f"{where}: expected each of 'messages' to be an object, got {_kind(message)}")
         role = _text(message, "role", where)
         if role not in _ROLES:
-            raise BadLine(f"{where}: expected a role among {', '.join(_ROLES)}, got {role!r}")
+            raise BadLine(f"{where}: expected a role among {', '.join(_ROLES)}, got {_cut(repr(role))}")
         # Tables write what a row does not have as null, and chat templates ask whether a field is there.
         present = {name: value for name, value in message.items() if value is not None}
         checked.append(present | {"content": _content(message, where)})
@@ -209,7 +209,7 @@ def _content(message: dict[str, Any], where: str) -> str:
         return _text(message, "content", where)
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text":
-            kind = repr(part["type"]) if isinstance(part, dict) and "type" in part else _kind(part)
+            kind = _cut(repr(part["type"])) if isinstance(part, dict) and "type" in part else _kind(part)
             raise BadLine(f"{where}: expected parts of the type 'text' in 'content', got {kind}")
     return "".join(_text(part, "text", where) for part in content)
 
@@ -231,7 +231,12 @@ def _text(record: dict[str, Any], field: str, where: str) -> str:
 
 
 def _names(record: dict[str, Any]) -> str:
-    return ", ".join(map(repr, record)) or "no fields"
+    return _cut(", ".join(map(repr, record))) or "no fields"
+
+
+def _cut(text: str) -> str:
+    """Cut what a file may hold to what a message may hold."""
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _kind(value: Any) -> str:

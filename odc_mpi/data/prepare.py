@@ -92,7 +92,7 @@ class PrepareReport:
             if count:
                 lines.append(f"{count:,} {what}")
         if self.num_bad_lines:
-            lines += [f"{self.num_bad_lines:,} bad lines skipped:", *self.bad_lines]
+            lines += [f"{self.num_bad_lines:,} skipped: cannot be used", *self.bad_lines]
             if more := self.num_bad_lines - len(self.bad_lines):
                 lines.append(f"and {more:,} more")
         return "\n".join(lines)
@@ -229,10 +229,11 @@ class _Limit:
         """Say why nothing may be left, as the end of a sentence."""
         if not self.num_dropped + self.num_untrained_dropped + bad.num_skipped:
             return ": SOURCE holds none"
-        first = f" ({bad.first[0]})" if bad.first else ""
+        unusable = f", {bad.num_skipped} that cannot be used, the first: {bad.first[0]}" if bad.first else ""
         return (
-            f" ({self.num_dropped} longer than the maximum, {self.num_untrained_dropped} without a token to learn, "
-            f"{bad.num_skipped} bad lines{first}): raise --max-length (now {self.max_length}) or change SOURCE"
+            f" ({self.num_dropped} longer than the maximum, {self.num_untrained_dropped} without a token to learn"
+            f"{unusable}): "
+            f"{f'raise --max-length (now {self.max_length}) or ' if self.max_length else ''}change SOURCE"
         )
 
 

@@ -147,6 +147,15 @@ def test_parts_of_text_are_joined() -> None:
     assert isinstance(chat, Conversation) and chat.messages == CHAT
 
 
+def test_messages_stay_short_whatever_a_line_holds() -> None:
+    long = "x" * 10_000
+    for record in (
+        {long: 1},
+        *({"messages": [m]} for m in ({"role": long}, {"role": "user", "content": [{"type": long}]})),
+    ):
+        assert len(refused(line(record))) < 500
+
+
 def test_a_huge_line() -> None:
     [example] = read_bytes(line({"text": "word " * 1_000_000}))
     assert isinstance(example, Pair) and len(example.completion) == 5_000_000

@@ -196,13 +196,14 @@ def test_bad_lines_are_skipped_on_request(stdlib_report: PrepareReport, tmp_path
     report = prepare(source, out, tokenizer=tmp_path / "t", bad_lines="skip")
     assert (report.num_sequences, report.num_bad_lines) == (2, 4)
     *_, head, first, second, third, rest = report.describe().splitlines()
-    assert (head, rest) == ("4 bad lines skipped:", "and 1 more")
+    assert (head, rest) == ("4 skipped: cannot be used", "and 1 more")
     assert [", line 3" in first, ", line 4" in second, ", line 6" in third] == [True] * 3
     with h5py.File(out) as file:
         assert file.attrs["num_bad_lines"] == 4
     source = write_lines(tmp_path / "a.jsonl", *records[1:4])
     message = refused(source, out, tokenizer=tmp_path / "t", bad_lines="skip")
-    assert "3 bad lines" in message and "a.jsonl, line 2: " in message
+    assert "3 that cannot be used, the first: " in message and "a.jsonl, line 2: " in message
+    assert message.endswith(": change SOURCE")
 
 
 def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
