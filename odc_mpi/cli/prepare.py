@@ -11,16 +11,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write a data set of token sequences, with a mask of what is trained."
     parser.add_argument("source", metavar="SOURCE", help="a JSONL file (.gz too), or stdlib: Python's own functions")
     parser.add_argument("out", metavar="OUT.h5", type=Path, help="the data set to write")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="Hugging Face tokenizer directory, or a data set")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="Hugging Face tokenizer directory, or a data set; default: one is trained on SOURCE",
+    )
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="longest sequence; default: no limit")
     parser.add_argument(
         "--overlong", choices=("truncate", "drop"), default="truncate", help="what to do with longer ones"
+    )
+    parser.add_argument(
+        "--bad-lines",
+        choices=("error", "skip"),
+        default="error",
+        help="what to do with JSONL lines that cannot be used",
     )
     parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="JSONL field of the prompt")
     parser.add_argument(
         "--completion-field", default="completion", metavar="NAME", help="JSONL field of the completion"
     )
-    parser.add_argument("--vocab-size", type=int, default=4096, help="of the tokenizer trained on stdlib")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="of a tokenizer that is trained")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompt_field=arguments.prompt_field,
         completion_field=arguments.completion_field,
         vocab_size=arguments.vocab_size,
+        bad_lines=arguments.bad_lines,
         console=console,
     )
     print(report.describe())

@@ -8,8 +8,9 @@
 | `num_trained_tokens` | int32  | [n]          | trained tokens of each, without its first: nothing predicts that |
 
 Attributes: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (a digest of which token has which number),
-`content` (a digest of tokens and mask), `tokenizer` (its name, for people), `source`. They are written last: a file
-without them was never finished.
+`content` (a digest of tokens and mask), `tokenizer` (its name, for people), `source`, and what of the source was left
+out: `num_untrained_dropped` sequences without a token to learn, `num_bad_lines`. They are written last: a file without
+them was never finished.
 
 The group `tokenizer` holds the files of the tokenizer, each as a dataset of its bytes, uint8 [num_bytes], under the
 file's name. Data sets of older versions do not have it.
@@ -83,7 +84,7 @@ class DatasetWriter:
             OSError: The file exists or cannot be created.
         """
         self.num_sequences = self.num_tokens = self.num_trained_tokens = self.longest = self.max_token_id = 0
-        self._attributes = {
+        self._attributes: dict[str, int | str] = {
             "vocab_size": vocab_size,
             "tokenizer": tokenizer,
             "source": source,
@@ -98,6 +99,10 @@ class DatasetWriter:
         self._buffers["offsets"].append(np.zeros(1, dtype=np.int64))
         self._num_buffered = 0
         self._digests = {name: hashlib.sha256() for name in _DIGESTED}
+
+    def note(self, **attributes: int | str) -> None:
+        """Add attributes to the file. Local."""
+        self._attributes.update(attributes)
 
     def append(self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_]) -> None:
         """Add a sequence. Local.

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.jsonl import Conversation, Example, Pair
-from odc_mpi.errors import UserError
+from odc_mpi.data.jsonl import BadLine, Conversation, Example, Pair, is_learnt
+from odc_mpi.errors import UserError, in_one_line
 
 Span = tuple[int, int]
 
@@ -55,6 +55,7 @@ def encode(tokenizer: Any, examples: Sequence[Example]) -> list[Encoded]:
     Raises:
         UserError: The tokenizer lacks the end-of-sequence token (pairs) or the chat template (conversations), or the
             assistant's turns cannot be found in the template's text.
+        BadLine: The template refuses the messages, or its text cannot be tokenised.
     """
     pairs = [example for example in examples if isinstance(example, Pair)]
     chats = [example for example in examples if isinstance(example, Conversation)]
@@ -123,7 +124,7 @@ def render_chat(tokenizer: Any, chat: Conversation) -> RenderedChat:
     """Put a conversation through the chat template and find the assistant's turns in the text.
 
     A turn is the text that the template adds for one more message, without the generation prompt. This works for any
-    template whose output only grows with the messages.
+    template whose output only grows with the messages. An empty turn is not to be learnt.
 
     Local.
 
@@ -132,7 +133,8 @@ def render_chat(tokenizer: Any, chat: Conversation) -> RenderedChat:
         chat: The conversation.
 
     Raises:
-        UserError: There is no template, it refuses the messages, or it rewrites earlier turns.
+        UserError: There is no template, or it rewrites earlier turns.
+        BadLine: The template refuses the messages, or its text cannot be tokenised.
     """
     if not tokenizer.chat_template:
         raise UserError(
@@ -141,7 +143,7 @@ def render_chat(tokenizer: Any, chat: Conversation) -> RenderedChat:
     text = _render(tokenizer, chat, len(chat.messages), for_generation=False)
     spans = []
     for i, message in enumerate(chat.messages):
-        if message["role"] == "assistant":
+        if is_learnt(message):
             prompt = _render(tokenizer, chat, i, for_generation=True)
             turn = _render(tokenizer, chat, i + 1, for_generation=False)
             if not (turn.startswith(prompt) and text.startswith(turn)):
@@ -156,12 +158,15 @@ def render_chat(tokenizer: Any, chat: Conversation) -> RenderedChat:
 def _render(tokenizer: Any, chat: Conversation, num_messages: int, *, for_generation: bool) -> str:
     """Render the first messages; any exception of the template becomes an error about the conversation."""
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             chat.messages[:num_messages], tokenize=False, add_generation_prompt=for_generation
         )
+        text.encode("utf-8")  # other fields than the content may have half of a surrogate pair
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{chat.where}: the tokenizer's chat template refuses the messages ({reason})") from error
+        raise BadLine(
+            f"{chat.where}: the tokenizer's chat template refuses the messages ({in_one_line(error)})"
+        ) from error
+    return text
 
 
 def _end_of_turn(tokenizer: Any, turn: str) -> int:

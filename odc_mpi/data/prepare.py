@@ -5,9 +5,10 @@ cuts what is too long, and writes a data set (`dataset`) with the tokenizer's fi
 at all. One process, no communication.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from rich.progress import Progress
 from odc_mpi.data import jsonl, stdlib
 from odc_mpi.data.dataset import DatasetWriter, vocabulary_digest
 from odc_mpi.data.encode import Encoded, encode
-from odc_mpi.data.jsonl import Example, Fields, Pair
+from odc_mpi.data.jsonl import BadLine, BadLines, Example, Fields, Pair
 from odc_mpi.data.tokenizer import (
     DIRECTORY_SUFFIX,
     MIN_VOCAB_SIZE,
@@ -43,34 +44,42 @@ class PrepareReport:
     Attributes:
         path: The data set.
         tokenizer: Where the tokenizer came from: a directory or a data set; `path` itself if it was trained.
+        trained_on: The source that the tokenizer was trained on; empty if it was given.
         num_sequences: Sequences written.
         num_tokens: Tokens in them.
         num_trained_tokens: Tokens in them with loss, without first ones.
         num_truncated: Sequences written that were cut to the maximal length.
         num_dropped: Sequences left out because they were longer than the maximal length.
         num_untrained_dropped: Sequences left out because (after cutting) no token is left to learn.
+        num_bad_lines: Lines left out because they cannot be used.
+        bad_lines: What is wrong with the first three of them.
         longest: Tokens of the longest sequence written.
         vocab_size: Tokens of the tokenizer.
     """
 
     path: Path
     tokenizer: Path
+    trained_on: str
     num_sequences: int
     num_tokens: int
     num_trained_tokens: int
     num_truncated: int
     num_dropped: int
     num_untrained_dropped: int
+    num_bad_lines: int
+    bad_lines: Sequence[str]
     longest: int
     vocab_size: int
 
     def describe(self) -> str:
         """Return the report in lines for people. Local."""
-        origin = "" if self.tokenizer == self.path else f", from {self.tokenizer}"
+        origin = f"from {self.tokenizer}"
+        if self.trained_on:
+            origin = f"trained on {self.trained_on}, with a plain chat template (ChatML)"
         lines = [
             f"{self.path}: {self.num_sequences:,} sequences, {self.num_tokens:,} tokens ({self.num_trained_tokens:,} "
             f"trained), the longest {self.longest:,}",
-            f"tokenizer: {self.vocab_size:,} tokens{origin}, stored in {self.path}",
+            f"tokenizer: {self.vocab_size:,} tokens, {origin}, stored in {self.path}",
         ]
         unused = directory_beside(self.path)
         if self.tokenizer == self.path and unused.is_dir():
@@ -82,6 +91,10 @@ class PrepareReport:
         ):
             if count:
                 lines.append(f"{count:,} {what}")
+        if self.num_bad_lines:
+            lines += [f"{self.num_bad_lines:,} skipped: cannot be used", *self.bad_lines]
+            if more := self.num_bad_lines - len(self.bad_lines):
+                lines.append(f"and {more:,} more")
         return "\n".join(lines)
 
 
@@ -95,6 +108,7 @@ def prepare(
     prompt_field: str = "prompt",
     completion_field: str = "completion",
     vocab_size: int = 4096,
+    bad_lines: Literal["error", "skip"] = "error",
     console: Console | None = None,
 ) -> PrepareReport:
     """Tokenise a source into a data set, in one process, before the training. Local.
@@ -102,12 +116,13 @@ def prepare(
     Args:
         source: The word "stdlib", or the path of a JSONL file; gzipped if it ends in .gz.
         out: File to write. If anything goes wrong, it stays as it was.
-        tokenizer: Directory of a tokenizer, or a data set that holds one. None trains one on the standard library.
+        tokenizer: Directory of a tokenizer, or a data set that holds one. None trains one on the source.
         max_length: The most tokens in a sequence; None for no limit.
         overlong: Whether to truncate or to drop longer sequences.
         prompt_field: Field of a line that holds the prompt; required if it is not "prompt".
         completion_field: Field of a line that holds the completion; required if it is not "completion".
         vocab_size: The most tokens of a trained tokenizer.
+        bad_lines: Whether a line that cannot be used is an error, or is skipped and counted.
         console: Console for a progress bar; None for no bar. The caller prints the report.
 
     Returns:
@@ -118,31 +133,40 @@ def prepare(
     """
     limit = _Limit(max_length, overlong)
     _check_request(source, out, tokenizer, limit, vocab_size)
-    with (
-        _new_file(out) as path,
-        Progress(console=console, disable=console is None) as progress,
-        _open_source(source, Fields(prompt_field, completion_field), progress) as examples,
-    ):
-        place = out if tokenizer is None else find_tokenizer(tokenizer)
-        loaded, files = _tokenizer(None if tokenizer is None else place, examples, vocab_size, progress)
-        if source == STDLIB:  # a file shows its own progress
-            examples = progress.track(examples, description="tokenising")
+    if bad_lines not in ("error", "skip"):
+        raise UserError(f"expected --bad-lines error or skip, got {bad_lines!r}")
+    bad = BadLines(skip=bad_lines == "skip")
+    with _new_file(out) as path, Progress(console=console, disable=console is None) as progress:
+        read = _open_source(source, Fields(prompt_field, completion_field), progress)
+        if tokenizer is None:
+            place = out
+            # Lines that are skipped are counted by the second reading.
+            loaded = train_tokenizer(_texts(read("reading for the tokenizer", BadLines(bad.skip))), vocab_size)
+            files = files_of(loaded)
+        else:
+            place = find_tokenizer(tokenizer)
+            loaded, files = load_tokenizer(place), tokenizer_files(place)
+        examples = limit.trainable(read("tokenising", bad))
         about = {"tokenizer": place.resolve().name, "source": Path(source).name}
         digest = vocabulary_digest(loaded.get_vocab())
         with DatasetWriter(path, vocab_size=len(loaded), vocabulary=digest, tokenizer_files=files, **about) as writer:
-            for sequence in limit.apply(_encode_all(loaded, examples)):
+            for sequence in limit.apply(_encode_all(loaded, examples, bad)):
                 writer.append(sequence.tokens, sequence.loss_mask)
+            writer.note(num_untrained_dropped=limit.num_untrained_dropped, num_bad_lines=bad.num_skipped)
         if not writer.num_sequences:
-            raise UserError(f"expected sequences to write from {source!r}, got none{limit.explain()}")
+            raise UserError(f"expected sequences to write from {source!r}, got none{limit.explain(bad)}")
     return PrepareReport(
         path=out,
         tokenizer=place,
+        trained_on="" if tokenizer else source,
         num_sequences=writer.num_sequences,
         num_tokens=writer.num_tokens,
         num_trained_tokens=writer.num_trained_tokens,
         num_truncated=limit.num_truncated,
         num_dropped=limit.num_dropped,
         num_untrained_dropped=limit.num_untrained_dropped,
+        num_bad_lines=bad.num_skipped,
+        bad_lines=bad.first,
         longest=writer.longest,
         vocab_size=len(loaded),
     )
@@ -161,17 +185,13 @@ def _new_file(out: Path) -> Iterator[Path]:
         yield path
 
 
-def _tokenizer(
-    place: Path | None, examples: Iterable[Example], vocab_size: int, progress: Progress
-) -> tuple[Any, dict[str, bytes]]:
-    """Load a tokenizer, or without a place train one on the pairs among the examples; return it and its files."""
-    if place is not None:
-        return load_tokenizer(place), tokenizer_files(place)
-    task = progress.add_task("training the tokenizer", total=None)
-    pairs = (example for example in examples if isinstance(example, Pair))
-    trained = train_tokenizer((text for pair in pairs for text in (pair.prompt, pair.completion)), vocab_size)
-    progress.update(task, total=1, completed=1)
-    return trained, files_of(trained)
+def _texts(examples: Iterable[Example]) -> Iterator[str]:
+    """Yield what a tokenizer is trained on."""
+    for example in examples:
+        if isinstance(example, Pair):
+            yield from (example.prompt, example.completion)
+        else:
+            yield from (message["content"] for message in example.messages)
 
 
 class _Limit:
@@ -181,6 +201,14 @@ class _Limit:
         self.max_length = max_length
         self.overlong = overlong
         self.num_truncated = self.num_dropped = self.num_untrained_dropped = 0
+
+    def trainable(self, examples: Iterable[Example]) -> Iterator[Example]:
+        """Yield the examples in which there is something to learn."""
+        for example in examples:
+            if example.trains:
+                yield example
+            else:
+                self.num_untrained_dropped += 1
 
     def apply(self, sequences: Iterable[Encoded]) -> Iterator[Encoded]:
         """Yield the sequences to write, truncated where they are too long."""
@@ -197,13 +225,15 @@ class _Limit:
             self.num_truncated += too_long
             yield sequence
 
-    def explain(self) -> str:
+    def explain(self, bad: BadLines) -> str:
         """Say why nothing may be left, as the end of a sentence."""
-        if not self.num_dropped + self.num_untrained_dropped:
+        if not self.num_dropped + self.num_untrained_dropped + bad.num_skipped:
             return ": SOURCE holds none"
+        unusable = f", {bad.num_skipped} that cannot be used, the first: {bad.first[0]}" if bad.first else ""
         return (
-            f" ({self.num_dropped} longer than the maximum, {self.num_untrained_dropped} without a token to learn): "
-            f"raise --max-length (now {self.max_length}) or change SOURCE"
+            f" ({self.num_dropped} longer than the maximum, {self.num_untrained_dropped} without a token to learn"
+            f"{unusable}): "
+            f"{f'raise --max-length (now {self.max_length}) or ' if self.max_length else ''}change SOURCE"
         )
 
 
@@ -217,37 +247,56 @@ def _check_request(source: str, out: Path, tokenizer: Path | None, limit: _Limit
         raise UserError(f"expected --max-length of at least 2, got {limit.max_length}")
     if limit.overlong not in ("truncate", "drop"):
         raise UserError(f"expected --overlong truncate or drop, got {limit.overlong!r}")
+    if tokenizer is None and vocab_size < MIN_VOCAB_SIZE:
+        raise UserError(f"expected --vocab-size of at least {MIN_VOCAB_SIZE}, got {vocab_size}")
     if source == STDLIB:
-        if tokenizer is None and vocab_size < MIN_VOCAB_SIZE:
-            raise UserError(f"expected --vocab-size of at least {MIN_VOCAB_SIZE}, got {vocab_size}")
         return
-    if tokenizer is None:
-        raise UserError(f"expected a tokenizer's directory for {source!r}, got none: set --tokenizer")
     if not Path(source).is_file():
         raise UserError(f"expected a JSONL file or the word {STDLIB} as SOURCE, got {source!r}, which is no file")
     if out.exists() and out.samefile(source):
         raise UserError(f"expected OUT to be another file than SOURCE, got {str(out)!r} for both: change OUT")
 
 
-@contextmanager
-def _open_source(source: str, fields: Fields, progress: Progress) -> Iterator[Iterable[Example]]:
-    """Open the source as an iterable of examples."""
-    if source == STDLIB:
-        task = progress.add_task("reading the standard library", total=None)
-        pairs = [Pair(STDLIB, sample.prompt, sample.completion) for sample in stdlib.functions()]
-        progress.update(task, total=len(pairs), completed=len(pairs))
-        yield pairs
-        return
+#: Reads the examples of a source, as often as it is called: with the words beside the bar, and who takes bad lines.
+_Read = Callable[[str, BadLines], Iterable[Example]]
+
+
+def _open_source(source: str, fields: Fields, progress: Progress) -> _Read:
+    """Return the function that reads the source."""
+    if source != STDLIB:
+        return partial(_read_file, source, fields, progress)
+    task = progress.add_task("reading the standard library", total=None)
+    pairs = [Pair(STDLIB, sample.prompt, sample.completion) for sample in stdlib.functions()]
+    progress.update(task, total=len(pairs), completed=len(pairs))
+    return lambda description, _: progress.track(pairs, description=description)
+
+
+def _read_file(
+    source: str, fields: Fields, progress: Progress, description: str, bad_lines: BadLines
+) -> Iterator[Example]:
     try:
-        file = progress.open(source, "rb", description="tokenising")
+        file = progress.open(source, "rb", description=description)
     except OSError as error:
         raise UserError(f"expected a JSONL file as SOURCE, got {source!r}, which does not open ({error})") from error
     with file:
-        yield jsonl.read(file, source, fields)
+        yield from jsonl.read(file, source, fields, bad_lines)
 
 
-def _encode_all(tokenizer: Any, examples: Iterable[Example]) -> Iterator[Encoded]:
+def _encode_all(tokenizer: Any, examples: Iterable[Example], bad: BadLines) -> Iterator[Encoded]:
     """Tokenise in batches: fast, and in bounded memory."""
     remaining = iter(examples)
     while batch := list(islice(remaining, _BATCH_EXAMPLES)):
-        yield from encode(tokenizer, batch)
+        try:
+            encoded = encode(tokenizer, batch)
+        except BadLine:
+            encoded = list(_encode_singly(tokenizer, batch, bad))
+        yield from encoded
+
+
+def _encode_singly(tokenizer: Any, examples: Iterable[Example], bad: BadLines) -> Iterator[Encoded]:
+    """Tokenise one by one, to leave out which the chat template refuses."""
+    for example in examples:
+        try:
+            yield from encode(tokenizer, [example])
+        except BadLine as error:
+            bad.add(error)

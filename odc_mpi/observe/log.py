@@ -16,7 +16,7 @@ class Log(Participant, AbstractContextManager["Log"]):
     Args:
         run_dir: Of the run.
         steps: Of the run.
-        opening: A line to begin with.
+        opening: Lines to begin with.
         reporting: Who reports metrics.
         speaks: Whether this is the rank that writes and prints.
     """

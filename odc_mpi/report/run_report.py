@@ -278,4 +278,6 @@ def _cell(name: str, value: Any) -> str:
         return f"{value / 2**20:,.1f} MiB"
     if isinstance(value, float):
         return f"{value:,.6g}"
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {_cell(key, part)}" for key, part in value.items())
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else " ".join(str(value).split())

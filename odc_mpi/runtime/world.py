@@ -72,8 +72,8 @@ class World:
         limit: str = "comm.timeout_s",
         job: Job | None = None,
     ) -> None:
-        if not timeout_s > 0:
-            raise UserError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+        if not timeout_s >= 1:  # as for comm.timeout_s: less is over before ranks that are well have met
+            raise UserError(f"timeout_s must be a number of seconds, 1 or more, got {timeout_s!r}")
         self._job = job or Job(timeout_s, limit)
         # The job's numbers of a part's ranks; None for the whole job, which has the same.
         self._members: tuple[int, ...] | None = None

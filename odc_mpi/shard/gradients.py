@@ -39,6 +39,7 @@ class GradientPusher:
 
     Attributes:
         padding: Whether gradients count as zeros, whatever they are.
+        names: Of the parameters that got a gradient since `start`.
     """
 
     def __init__(self, transport: Transport, in_thread: bool = False, spans: Spans | None = None) -> None:
@@ -52,6 +53,7 @@ class GradientPusher:
         # Half of what it holds: sums are rounded.
         self._limit = torch.finfo(transport.gradients.dtype).max / 2
         self.padding = False
+        self.names: set[str] = set()
 
     @property
     def fullness(self) -> float:
@@ -71,6 +73,7 @@ class GradientPusher:
         """Allow pushes: a minibatch begins. Local."""
         self._open = True
         self._bounds = {}
+        self.names = set()
 
     def push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
         """Start to add gradients into their owners' shards. One-sided.
@@ -82,6 +85,8 @@ class GradientPusher:
         """
         if not self._open:
             raise RuntimeError("backward outside of `with model.minibatch():`, where owners do not expect gradients")
+        if not self.padding:
+            self.names.update(name for name, gradient in zip(names, gradients, strict=True) if gradient is not None)
         arrays: dict[int, list[tuple[Slot, torch.Tensor]]] = {}
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None and gradient.numel():

@@ -24,6 +24,7 @@ from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.layout import FlatLayout, Slice
+from odc_mpi.shard.minibatch import Minibatch
 from odc_mpi.shard.modules import place_on_demand, replicate, wrap_forward
 from odc_mpi.shard.optim import StepGuard, clip_coefficient, require_elementwise, squared_norm
 from odc_mpi.shard.partition import UnitChoice, UnitParameters, partition
@@ -40,39 +41,6 @@ class Phase(Enum):
     PUBLISHED = "after B: a minibatch may begin"
     MINIBATCH = "inside a minibatch"
     COMPLETE = "after A: gradients are complete"
-
-
-class Minibatch:
-    """What the ranks tell each other when a minibatch ends.
-
-    Args:
-        names: Of the numbers.
-
-    Attributes:
-        values: This rank's numbers by name; add to them while the minibatch runs.
-        finite: After the minibatch: whether the sums of all ranks' gradients are finite.
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.values = dict.fromkeys(names, 0.0)
-        self.finite = True
-        self._reports = np.empty((0, 0))
-
-    def report(self, fullness: float) -> np.ndarray:
-        """Return the numbers that this rank tells at A, `[1 + num_values]` float64. Local."""
-        return np.array([fullness, *self.values.values()])
-
-    def receive(self, reports: np.ndarray) -> None:
-        """Take what all ranks told, `[size, 1 + num_values]`. Local."""
-        self.finite, self._reports = bool(reports[:, 0].sum() < 1.0), reports[:, 1:]
-
-    def per_rank(self, name: str) -> np.ndarray:
-        """Return every rank's number of this name, `[size]` float64. Local, after the minibatch."""
-        return self._reports[:, list(self.values).index(name)]
-
-    def total(self, name: str) -> float:
-        """Return the sum over all ranks, the same to the last bit on each. Local, after the minibatch."""
-        return float(self.per_rank(name).sum())
 
 
 class ShardedModel:
@@ -160,7 +128,7 @@ class ShardedModel:
     def shard_parameters(self) -> list[nn.Parameter]:
         """Return this rank's slices of all trainable parameters, to give to an optimizer. Local.
 
-        After a minibatch each has a `.grad`; one that no rank used has a gradient of zero, not None.
+        After a minibatch each has a `.grad`, on every rank or on none: None if no rank used the parameter.
 
         Each is `[n]`, a stretch of the flattened parameter, empty where this rank owns nothing of it; every rank has
         the same number of them, in the same order. In fp32, or in `param_dtype` if that is wider.
@@ -220,9 +188,9 @@ class ShardedModel:
         self._ready.readable = False
         self._pusher.finish()
         self._ready.activity.finish_minibatch()
-        report = minibatch.report(self._pusher.fullness)
+        report = minibatch.report(self._pusher.fullness, self._slices.pushed(self._pusher.names))
         minibatch.receive(self._at_boundary("A", lambda: self._transport.complete_gradients(report)))
-        self._slices.attach_gradients()
+        self._slices.attach_gradients(minibatch.pushed)
         self._phase = Phase.COMPLETE
 
     @contextmanager

@@ -6,8 +6,9 @@ master             [shard of fp32]         else they are views of this, and `wri
 gradient window    [shard of reduce_dtype] others add into it; `.grad` of the slices are views of it (or copies)
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Protocol
 
 import torch
@@ -100,10 +101,18 @@ class OwnSlices:
             for piece in layout.slices(self._transport.group.rank)
         ]
 
-    def attach_gradients(self) -> None:
-        """Let `.grad` show what has arrived. Local, after point A."""
+    def pushed(self, names: Container[str]) -> list[bool]:
+        """Return of each of `trainable` whether its parameter is among these. Local."""
+        return [own.piece.spec.name in names for own in self.trainable]
+
+    def attach_gradients(self, pushed: Sequence[bool]) -> None:
+        """Let `.grad` show what has arrived. Local, after point A.
+
+        Args:
+            pushed: Of each of `trainable`, whether any rank pushed a gradient of it; otherwise `.grad` stays None.
+        """
         arrived: dict[int, torch.Tensor] = {}
-        for own in self.trainable:
+        for own in compress(self.trainable, pushed):
             if own.index not in arrived:
                 # The window itself where nothing is to be changed; else one transfer for all slices of the array. To a
                 # GPU nobody waits for it here: `write` does, which copies back behind it before it clears the window.

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from odc_mpi.errors import UserError
-from odc_mpi.stack.device_decision import Proof, prove
+from odc_mpi.stack.device_decision import RUN_DOCTOR, Proof, prove
 from odc_mpi.stack.report import Operation, Peer, Report
 from odc_mpi.wording import format_seconds
 
@@ -91,16 +91,21 @@ class Decision:
         return "collective" if self.window.choice == "none" else "window"
 
     def one_line(self) -> str:
-        """Return all choices with their reasons, for a log. Local."""
+        """Return all choices, for a log; with the reason where it is a warning, or says what to do. Local."""
         if self.transport == "collective":
             return f"collectives ({self.window.reason})"
         names = ("window_device", "zero_copy", "reduction", "progress")
         named = [(name.replace("_", "-"), made) for name in names if (made := getattr(self, name)) is not None]
-        return "; ".join(f"{name} {made.choice} ({made.reason})" for name, made in named)
+        return ", ".join(f"{name} {made.choice}{_urgent(made.reason)}" for name, made in named)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices as values for JSON, without those that do not apply. Local."""
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def _urgent(reason: str) -> str:
+    """Return a reason in brackets if a person has to see it without asking."""
+    return f" ({reason})" if "warning" in reason or RUN_DOCTOR in reason else ""
 
 
 def decide(report: Report, wishes: Wishes = Wishes(), *, on_device: bool = False) -> Decision:

@@ -72,9 +72,9 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
     digest = inputs.dataset.digest()
     decision = decide(config, world)
     trainer = build_trainer(config, world, inputs, decision, origin)
+    opening = _opening(config, world, len(inputs.dataset), trainer.model, decision, origin)
     del inputs  # the weights that it can read have been read
     run_dir = Path(config.run.dir)
-    opening = _opening(config, world, decision, origin)
     _check_stop(stop, world)
     # Not earlier: whatever is wrong has to be found before anything is written.
     owner = world.agree(lambda: open_run(run_dir, config, origin) if world.rank == 0 else None)
@@ -216,13 +216,33 @@ def _restore(trainer: Trainer, origin: Origin, rank: int) -> None:
     origin.checkpoint.close()
 
 
-def _opening(config: Config, world: World, decision: Decision, origin: Origin | None) -> str:
-    """Return the lines before the first step: the ranks, their nodes, and where the run begins."""
-    line = f"{world.mpi_library}, ranks {world.size}, nodes {world.num_nodes}: {decision.one_line()}"
+def _opening(
+    config: Config, world: World, num_sequences: int, model: ShardedModel, decision: Decision, origin: Origin | None
+) -> str:
+    """Return the lines before the first step; why ranks reach each other as they do tells `odc-mpi doctor`."""
+    frozen = f", {_numel(model, False):,} frozen" if _numel(model, False) else ""
+    reach = decision.one_line()
     if decision.reduction.choice == "mailbox":
-        line += f"; mailbox of {config.comm.mailbox_bytes >> 10:,} KiB per rank at most"
+        reach += f", mailbox of {config.comm.mailbox_bytes >> 10:,} KiB per rank at most"
+    if decision.transport == "window":
+        reach += "; why: odc-mpi doctor"
+    data, dtype = config.data, config.model.param_dtype
+    share = f"{data.minibatch_sequences} in each of {config.run.steps:,} steps"
+    trained = f"{_numel(model, True):,} parameters{frozen}"
+    lines = {
+        "ranks": f"{world.size} {describe(world.layout, slurm_job())}; {world.mpi_library}",
+        "model": f"{type(model.module).__name__}, {trained}, {dtype}, on {model.device}",
+        "data": f"{data.path}, {num_sequences:,} sequences, {share}",
+        "comm": reach,
+        "writes": config.run.dir,
+    }
     beginning = f"resuming {origin.one_line(config)}" if origin else anew_line(config)
-    return "\n".join(filter(None, (line, describe(world.layout, slurm_job()), beginning)))
+    return "\n".join([*(f"{name:<8}{told}" for name, told in lines.items()), *filter(None, [beginning])])
+
+
+def _numel(model: ShardedModel, trainable: bool) -> int:
+    layouts = (layout for layout in model.layouts if layout.trainable is trainable)
+    return sum(slot.spec.numel for layout in layouts for slot in layout.slots)
 
 
 def _facts(config: Config, world: World, decision: Decision, model: ShardedModel) -> dict[str, Any]:
@@ -242,5 +262,6 @@ def _facts(config: Config, world: World, decision: Decision, model: ShardedModel
         "param_dtype": config.model.param_dtype,
         "device": str(model.device),
         "mpi_library": world.mpi_library,
+        "decision": decision.to_dict(),
         "run_dir": config.run.dir,
     }

@@ -26,12 +26,14 @@ class Normed(Transformer):
         return self.statistics(super().forward(tokens).flatten(0, 1).float()) * self.scale
 
 
-def build(tied=True, frozen=True, seed=0):
+def build(tied=True, frozen=True, seed=0, idle=False):
     torch.manual_seed(seed)
     module = Normed(tied=tied)
     if frozen:
         module.blocks[0].requires_grad_(False)
         module.norm.requires_grad_(False)
+    if idle:
+        module.idle = nn.Parameter(torch.randn(3, 5))  # no forward uses it
     return module
 
 

@@ -58,6 +58,16 @@ def test_training_goes_on_as_if_nothing_had_been(saved, tmp_path):
     assert int(again["optimizer/step/embedding.weight"]) == 4
 
 
+def test_a_parameter_that_was_never_used_has_no_state(tmp_path):
+    state, _, warnings = save(tmp_path, 2, idle=True)
+    assert not warnings
+    assert [path for path in state if path.endswith("/idle")] == ["model/idle"]
+    loaded, _ = load(tmp_path / STEP, 3, idle=True)
+    assert_same(loaded, state)
+    trained, _ = load(tmp_path / STEP, 3, idle=True, steps=2)
+    assert torch.equal(trained["model/idle"], state["model/idle"])
+
+
 def test_another_precision(saved):
     directory, state, _ = saved(2, torch.bfloat16)
     loaded, _ = load(directory, 2, param_dtype=torch.float32)

@@ -28,6 +28,10 @@ def test_prepare_says_what_it_did(tmp_path, capsys):
         assert words in told[-1] and told[-1].startswith("odc-mpi: error: ")
         assert len([line for line in told if "error" in line]) == 1
         assert not new.parent.exists(), "something was left of a mistake"
+    source.write_text('{"text": "a"}\n{"text": \n{"text": ""}\n')
+    assert cli.main(["prepare", str(source), str(out), "--vocab-size", "270", "--bad-lines", "skip"]) == 0
+    told = capsys.readouterr().out
+    assert f"trained on {source}" in told and "1 dropped: no token to learn from\n1 skipped: cannot be used\n" in told
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from odc_mpi.data.encode import Encoded, encode, render_chat
-from odc_mpi.data.jsonl import Conversation, Pair
+from odc_mpi.data.jsonl import BadLine, Conversation, Pair
 from odc_mpi.errors import UserError
 
 CHAT = [
@@ -39,6 +39,18 @@ def test_chats_train_what_the_assistant_says_and_its_end_of_turn(tokenizer: Any)
     [encoded] = encode(tokenizer, [Conversation("", CHAT)])
     assert tokenizer.decode(encoded.tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert trained_runs(tokenizer, encoded) == ["\n  Well: ä 🙂 \n<|im_end|>", "No.<|im_end|>"]
+
+
+def test_an_empty_turn_of_the_assistant_is_context(tokenizer: Any) -> None:
+    silent = [{"role": "assistant", "content": ""}, {"role": "user", "content": ""}]
+    [encoded] = encode(tokenizer, [Conversation("", [*silent, *CHAT[:3], *silent])])
+    assert trained_runs(tokenizer, encoded) == ["\n  Well: ä 🙂 \n<|im_end|>"]
+
+
+def test_text_of_a_template_that_no_tokenizer_takes(tokenizer: Any) -> None:
+    named = with_template(tokenizer, "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}")
+    with pytest.raises(BadLine, match=r"^here: .* refuses the messages .*surrogates"):
+        encode(named, [Conversation("here", [{**message, "name": "\ud800"} for message in CHAT])])
 
 
 def test_mixed_examples_keep_their_order(tokenizer: Any) -> None:

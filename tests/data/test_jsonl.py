@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from odc_mpi.data.jsonl import Conversation, Example, Fields, Pair, read
+from odc_mpi.data.jsonl import BadLines, Conversation, Example, Fields, Pair, read
 from odc_mpi.errors import UserError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
 def read_bytes(content: bytes, name: str = "a.jsonl", fields: Fields = Fields()) -> list[Example]:  # noqa: B008
-    return list(read(io.BytesIO(content), name, fields))
+    return list(read(io.BytesIO(content), name, fields, BadLines()))
 
 
 def line(record: Any) -> bytes:
@@ -87,27 +87,78 @@ def test_gzip() -> None:
         (line({"prompt": "a"}), "got 'prompt'"),
         (line({"prompt": 3, "completion": "b"}), "expected 'prompt' to be a string, got a number"),
         (line({"prompt": "a", "completion": None}), "expected 'completion' to be a string, got null"),
-        (line({"prompt": "a", "completion": ""}), "expected text in 'completion', got an empty string"),
         (line({"text": ["a"]}), "expected 'text' to be a string, got a list"),
-        (line({"text": ""}), "got an empty string"),
         (line({"text": "a\ud800"}), "lone surrogate at 1"),
         (line({"messages": "hi"}), "expected 'messages' to be a list of objects, got a string"),
-        (line({"messages": ["hi"]}), "list of objects"),
-        (line({"messages": []}), "expected a message of the assistant"),
-        (line({"messages": CHAT[:1]}), "got the roles ['user']"),
+        (line({"messages": ["hi"]}), "expected each of 'messages' to be an object, got a string"),
+        (line({"messages": None}), "list of objects, got null"),
         (line({"messages": CHAT[1:]}), "before the assistant's first"),
         (line({"messages": [{"role": "human", "content": "x"}]}), "got 'human'"),
         (line({"messages": [{"role": 1, "content": "x"}]}), "'role'"),
         (line({"messages": [{"content": "x"}]}), "'role'"),
         (line({"messages": [CHAT[0], {"role": "assistant"}]}), "'content'"),
-        (line({"messages": [CHAT[0], {"role": "assistant", "content": ""}]}), "empty string"),
-        (line({"messages": [CHAT[0], {"role": "assistant", "content": None}]}), "got null"),
+        (line({"messages": [{"role": "user", "content": 3}]}), "expected 'content' to be a string, got a number"),
+        (line({"messages": [{"role": "user", "content": ["x"]}]}), "of the type 'text' in 'content', got a string"),
+        (line({"messages": [{"role": "user", "content": [{"type": "image"}]}]}), "got 'image'"),
+        (line({"messages": [{"role": "user", "content": [{"type": "text"}]}]}), "expected the field 'text'"),
+        (line({"messages": [{"role": "user", "content": "\ud800"}]}), "lone surrogate at 0"),
+        (b'{"text": "a\0b"}', "invalid JSON (Invalid control character"),
+        (bytes(50), "invalid JSON (Expecting value"),
+        ('{"text": "x"}'.encode("utf-16"), "expected UTF-8, got byte 0xff at 0"),
     ],
 )
 def test_bad_lines_are_named(bad: bytes, expected: str) -> None:
     message = refused(line({"text": "good"}) + b"\n" + bad.removesuffix(b"\n") + b"\n" + line({"text": "good"}))
     assert message.startswith("a.jsonl, line 3: ")
-    assert expected in message
+    assert expected in message and "--bad-lines skip" in message
+
+
+def test_bad_lines_can_be_skipped() -> None:
+    content = b'{"text": "x"}\n{"text": \n{}\n[]\n{"text": "y"}\n3\n'
+    bad = BadLines(skip=True)
+    assert [example.where[-1] for example in read(io.BytesIO(content), "a", Fields(), bad)] == ["1", "5"]
+    assert bad.num_skipped == 4
+    assert [message[:9] for message in bad.first] == ["a, line 2", "a, line 3", "a, line 4"]
+
+
+def test_empty_texts_are_legal_and_may_have_nothing_to_learn() -> None:
+    silent = {"role": "assistant", "content": ""}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None}
+    for messages, trains in (
+        (CHAT, True),
+        ([{"role": "system", "content": ""}, *CHAT], True),
+        ([{"role": "user", "content": None}, *CHAT, silent], True),
+        ([CHAT[0], call], True),
+        ([CHAT[0], silent], False),
+        ([silent, CHAT[0]], False),
+        (CHAT[:1], False),
+        ([], False),
+    ):
+        [chat] = read_bytes(line({"messages": messages}))
+        assert isinstance(chat, Conversation) and chat.trains == trains, messages
+        assert all(isinstance(message["content"], str) and "name" not in message for message in chat.messages)
+    content = line({"prompt": "", "completion": "b"}) + line({"prompt": "a", "completion": ""}) + line({"text": ""})
+    assert [example.trains for example in read_bytes(content)] == [True, False, False]
+
+
+def test_parts_of_text_are_joined() -> None:
+    parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
+    [chat] = read_bytes(line({"messages": [CHAT[0], {"role": "assistant", "content": parts}]}))
+    assert isinstance(chat, Conversation) and chat.messages == CHAT
+
+
+def test_messages_stay_short_whatever_a_line_holds() -> None:
+    long = "x" * 10_000
+    for record in (
+        {long: 1},
+        *({"messages": [m]} for m in ({"role": long}, {"role": "user", "content": [{"type": long}]})),
+    ):
+        assert len(refused(line(record))) < 500
+
+
+def test_a_huge_line() -> None:
+    [example] = read_bytes(line({"text": "word " * 1_000_000}))
+    assert isinstance(example, Pair) and len(example.completion) == 5_000_000
 
 
 def test_damaged_gzip_files() -> None:

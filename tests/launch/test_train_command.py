@@ -35,6 +35,7 @@ SUMMARY = {
     "hosts",
     "ranks_per_node",
     "window_device",
+    "decision",
     "param_dtype",
     "device",
     "run_dir",
@@ -72,6 +73,11 @@ def test_a_run_and_what_it_leaves(config, tmp_path, ranks):
     assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "trace.json", "summary.json"}
     assert len(re.findall(r"^\s*\d/8 ", done.out, re.M)) == 8, "a line per step, from one rank"
     assert "loss first -> last" in done.out
+    opening = done.out.splitlines()[:5]
+    assert [line.split()[0] for line in opening] == ["ranks", "model", "data", "comm", "writes"]
+    assert max(map(len, opening[1:])) < 120 and str(run) in opening[-1]
+    reach = f"reduction {summary['reduction']}"
+    assert reach in opening[3] and "odc-mpi doctor" in opening[3] and summary["decision"]["reduction"]["reason"]
 
 
 def spans_of(own):

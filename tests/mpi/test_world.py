@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from odc_mpi.errors import UserError
 from odc_mpi.runtime import world as worlds
+from odc_mpi.runtime.world import World
 
 LATE_S = 2.0
+
+
+@pytest.mark.parametrize("timeout_s", [0.9, 0.0, -1.0, float("nan")])
+def test_a_time_out_that_no_rank_could_keep_is_refused(timeout_s):
+    with pytest.raises(UserError, match="timeout_s must be a number of seconds, 1 or more, got"):
+        World(timeout_s=timeout_s)
 
 
 @pytest.mark.mpi(min_size=2)

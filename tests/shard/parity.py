@@ -58,12 +58,11 @@ def tokens(vocabulary: int, steps: int = 3, microbatches: int = 3) -> list[list[
 
 
 def step_plain(module: nn.Module, optimizer: optim.Optimizer, max_norm: float | None) -> None:
-    """One step; a parameter that no microbatch used has a gradient of zero, as its shards have."""
+    """One step; a parameter that no microbatch used has no gradient."""
     trained = [p for p in module.parameters() if p.requires_grad]
     for p in trained:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        p.grad = p.grad.to_dense()
+        if p.grad is not None:
+            p.grad = p.grad.to_dense()
     if max_norm is not None:
         nn.utils.clip_grad_norm_(trained, max_norm)
     optimizer.step()

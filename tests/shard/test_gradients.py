@@ -56,6 +56,22 @@ def test_gradients_arrive_where_they_belong(size: int, names: list[str]) -> None
         torch.testing.assert_close(gradient, expected)
 
 
+def test_the_names_of_what_was_pushed() -> None:
+    def work(transport: RecordingTransport) -> None:
+        unit, pusher = make_unit(transport), GradientPusher(transport)
+        for name in "ae":
+            pusher.start()
+            assert pusher.names == set()
+            pusher.push(unit, [name, "b"], [torch.ones(SHAPES[name]), None])
+            pusher.padding = True
+            pusher.push(unit, ["d"], [torch.ones(SHAPES["d"])])
+            pusher.padding = False
+            pusher.finish()
+            assert pusher.names == {name}
+
+    run_ranks(1, work)
+
+
 def test_whatever_form_a_gradient_has() -> None:
     base = torch.randn(5, 3)
     forms = {

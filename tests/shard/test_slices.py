@@ -146,7 +146,7 @@ def test_grad_shows_what_has_arrived_and_writing_clears_it(
         if transport.group.rank == 0:
             transport.gradients.push(0, gradient)
         transport.publish_parameters()
-        slices.attach_gradients()
+        slices.attach_gradients([True] * len(slices.trainable))
         for own, slot in zip(slices.trainable, layouts[0].slots, strict=True):
             assert own.parameter.grad.dtype == own.parameter.dtype
             expected = gradient[slot.start + own.piece.start : slot.start + own.piece.stop]
@@ -160,12 +160,24 @@ def test_grad_shows_what_has_arrived_and_writing_clears_it(
     run_ranks(3, work, param_dtype, reduce_dtype)
 
 
+def test_what_nobody_pushed_has_no_gradient() -> None:
+    def work(transport: RecordingTransport) -> None:
+        slices, layouts = make_slices(transport)
+        names = [slot.spec.name for layout in layouts if layout.trainable for slot in layout.slots]
+        pushed = slices.pushed({names[0], "frozen"})
+        assert pushed == [name == names[0] for name in names]
+        slices.attach_gradients(pushed)
+        assert [own.parameter.grad is not None for own in slices.trainable] == pushed
+
+    run_ranks(3, work)
+
+
 def test_detached_slices_keep_their_values_and_let_the_windows_go() -> None:
     def work(transport: RecordingTransport) -> None:
         slices, _ = make_slices(transport)
         slices.load(Table())
         parameters = [own.parameter for own in slices.trainable]
-        slices.attach_gradients()
+        slices.attach_gradients([True] * len(slices.trainable))
         before = [p.detach().clone() for p in parameters]
         slices.detach()
         transport.parameters.shard(0).fill_(float("nan"))

@@ -1,10 +1,13 @@
-"""When a run that goes nowhere ends."""
+"""What an update does without gradients, and when a run that goes nowhere ends."""
+
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from odc_mpi.errors import TrainingError
 from odc_mpi.observe.participant import Step
-from odc_mpi.train.update import SkipLimit
+from odc_mpi.train.update import SkipLimit, Update
 
 
 def told(limit, *skipped):
@@ -25,3 +28,15 @@ def test_the_count_goes_on_with_the_run():
     with pytest.raises(TrainingError, match="in 3 steps in a row"):
         told(SkipLimit(3, about), True)
     told(SkipLimit(3, about), False, True, True)
+
+
+def test_a_minibatch_without_any_gradient_is_published_as_well():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    published = []
+    model = SimpleNamespace(shard_parameters=lambda: [parameter], publish=lambda: published.append(True))
+    config = SimpleNamespace(optim=SimpleNamespace(max_grad_norm=0.0))
+    update = Update(model, torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1), config)
+    step = Step(1, None, {})
+    update.run(step, 3.0, finite=True)
+    assert (published, step.metrics) == ([True], {"grad_norm": None, "skipped": False})
+    assert torch.equal(parameter, torch.ones(3))
