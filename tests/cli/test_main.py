@@ -85,7 +85,7 @@ def test_mistakes_in_training(config, tmp_path, capsys, arguments, words):
         ([], ["COMMAND"]),
         (["tran"], ["tran", "train"]),
         (["prepare"], ["SOURCE"]),
-        (["prepare", "/nowhere.jsonl", "out.h5"], ["--tokenizer"]),
+        (["prepare", "/nowhere.jsonl", "out.h5"], ["/nowhere.jsonl"]),
         (["prepare", "stdlib", "out.h5", "--max-length", "0"], ["--max-length"]),
         (["prepare", "stdlib", "out.h5", "--overlong", "burn"], ["--overlong", "burn"]),
         (["prepare", "stdlib", "out.h5", "--colour"], ["--colour"]),
