@@ -21,7 +21,19 @@ def decision(world):
 
 
 def kept(world):
-    return len(world._resources), len(hooks), len(StepGuard._guarded), threading.active_count(), world.num_windows
+    """What is there now, also of other tests: garbage of theirs may go at any time, so it may become less."""
+    return {
+        "resources": len(world._resources),
+        "hooks": len(hooks),
+        "guarded parameters": len(StepGuard._guarded),
+        "threads": threading.active_count(),
+        "windows": world.num_windows,
+    }
+
+
+def assert_no_more(world, before):
+    now = kept(world)
+    assert all(now[what] <= count for what, count in before.items()), (now, before)
 
 
 def step_once(model):
@@ -41,7 +53,7 @@ def test_nothing_stays_of_models_that_are_closed(world, decision):
         references.append(weakref.ref(model))
         model.close()
         model.close()
-        assert kept(world) == before
+        assert_no_more(world, before)
     del model
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
@@ -50,12 +62,12 @@ def test_nothing_stays_of_models_that_are_closed(world, decision):
 def test_models_that_are_open_together_do_not_slow_each_other_s_steps(world, decision):
     before = kept(world)
     models = [shard_model(torch.nn.Linear(2, 2), world, decision=decision) for _ in range(4)]
-    assert len(hooks) == before[1] + 1
+    assert len(hooks) == max(1, before["hooks"])
     for model in models:
         assert [guard.check.__self__ for guard in StepGuard.of(step_once(model))] == [model]
     for model in models:
         model.close()
-    assert kept(world) == before
+    assert_no_more(world, before)
 
 
 def test_nothing_stays_of_tickets_and_parts_that_are_closed(world):
@@ -63,7 +75,7 @@ def test_nothing_stays_of_tickets_and_parts_that_are_closed(world):
     Tickets(world).close()
     world.split("node").close()
     world.alone().close()
-    assert kept(world) == before
+    assert_no_more(world, before)
 
 
 def test_what_is_open_closes_with_its_world(world, decision):
