@@ -27,6 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="error",
         help="what to do with JSONL lines that cannot be used",
     )
+    parser.add_argument(
+        "--eval-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="hold out about so much, such as 0.02, in OUT.eval.h5; for data.eval_path",
+    )
     parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="JSONL field of the prompt")
     parser.add_argument(
         "--completion-field", default="completion", metavar="NAME", help="JSONL field of the completion"
@@ -55,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         completion_field=arguments.completion_field,
         vocab_size=arguments.vocab_size,
         bad_lines=arguments.bad_lines,
+        eval_fraction=arguments.eval_fraction,
         console=console,
     )
     print(report.describe())

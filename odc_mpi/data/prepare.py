@@ -2,17 +2,19 @@
 
 Reads the source (`stdlib`, `jsonl`), loads the tokenizer or trains one (`tokenizer`), tokenises in batches (`encode`),
 cuts what is too long, and writes a data set (`dataset`) with the tokenizer's files in it, which appears complete or not
-at all. One process, no communication.
+at all; beside it another one of sequences that are held out, if that is asked for. One process, no communication.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.progress import Progress
 
@@ -20,10 +22,10 @@ from odc_mpi.data import jsonl, stdlib
 from odc_mpi.data.dataset import DatasetWriter, vocabulary_digest
 from odc_mpi.data.encode import Encoded, encode
 from odc_mpi.data.jsonl import BadLine, BadLines, Example, Fields, Pair
+from odc_mpi.data.prepared import PrepareReport
 from odc_mpi.data.tokenizer import (
     DIRECTORY_SUFFIX,
     MIN_VOCAB_SIZE,
-    directory_beside,
     files_of,
     find_tokenizer,
     load_tokenizer,
@@ -37,67 +39,6 @@ STDLIB = "stdlib"
 _BATCH_EXAMPLES = 256  # tokenised in one call: enough for its threads, little enough for its offsets
 
 
-@dataclass(frozen=True)
-class PrepareReport:
-    """The counts of a prepared data set.
-
-    Attributes:
-        path: The data set.
-        tokenizer: Where the tokenizer came from: a directory or a data set; `path` itself if it was trained.
-        trained_on: The source that the tokenizer was trained on; empty if it was given.
-        num_sequences: Sequences written.
-        num_tokens: Tokens in them.
-        num_trained_tokens: Tokens in them with loss, without first ones.
-        num_truncated: Sequences written that were cut to the maximal length.
-        num_dropped: Sequences left out because they were longer than the maximal length.
-        num_untrained_dropped: Sequences left out because (after cutting) no token is left to learn.
-        num_bad_lines: Lines left out because they cannot be used.
-        bad_lines: What is wrong with the first three of them.
-        longest: Tokens of the longest sequence written.
-        vocab_size: Tokens of the tokenizer.
-    """
-
-    path: Path
-    tokenizer: Path
-    trained_on: str
-    num_sequences: int
-    num_tokens: int
-    num_trained_tokens: int
-    num_truncated: int
-    num_dropped: int
-    num_untrained_dropped: int
-    num_bad_lines: int
-    bad_lines: Sequence[str]
-    longest: int
-    vocab_size: int
-
-    def describe(self) -> str:
-        """Return the report in lines for people. Local."""
-        origin = f"from {self.tokenizer}"
-        if self.trained_on:
-            origin = f"trained on {self.trained_on}, with a plain chat template (ChatML)"
-        lines = [
-            f"{self.path}: {self.num_sequences:,} sequences, {self.num_tokens:,} tokens ({self.num_trained_tokens:,} "
-            f"trained), the longest {self.longest:,}",
-            f"tokenizer: {self.vocab_size:,} tokens, {origin}, stored in {self.path}",
-        ]
-        unused = directory_beside(self.path)
-        if self.tokenizer == self.path and unused.is_dir():
-            lines.append(f"{unused}, where older versions wrote the tokenizer, is not used for this data set")
-        for count, what in (
-            (self.num_truncated, "truncated to --max-length"),
-            (self.num_dropped, "dropped: longer than --max-length"),
-            (self.num_untrained_dropped, "dropped: no token to learn from"),
-        ):
-            if count:
-                lines.append(f"{count:,} {what}")
-        if self.num_bad_lines:
-            lines += [f"{self.num_bad_lines:,} skipped: cannot be used", *self.bad_lines]
-            if more := self.num_bad_lines - len(self.bad_lines):
-                lines.append(f"and {more:,} more")
-        return "\n".join(lines)
-
-
 def prepare(
     source: str,
     out: Path,
@@ -109,6 +50,7 @@ def prepare(
     completion_field: str = "completion",
     vocab_size: int = 4096,
     bad_lines: Literal["error", "skip"] = "error",
+    eval_fraction: float = 0.0,
     console: Console | None = None,
 ) -> PrepareReport:
     """Tokenise a source into a data set, in one process, before the training. Local.
@@ -123,6 +65,8 @@ def prepare(
         completion_field: Field of a line that holds the completion; required if it is not "completion".
         vocab_size: The most tokens of a trained tokenizer.
         bad_lines: Whether a line that cannot be used is an error, or is skipped and counted.
+        eval_fraction: About so much of the sequences is held out in a data set beside `out`, `eval_path_of(out)`. Which
+            depends on their tokens alone: equal ones stay together, and where they are when others come.
         console: Console for a progress bar; None for no bar. The caller prints the report.
 
     Returns:
@@ -133,10 +77,14 @@ def prepare(
     """
     limit = _Limit(max_length, overlong)
     _check_request(source, out, tokenizer, limit, vocab_size)
+    if not 0 <= eval_fraction < 1:
+        raise UserError(f"expected --eval-fraction of 0 or more and below 1, got {eval_fraction:g}")
+    outs = [out, eval_path_of(out)] if eval_fraction else [out]
     if bad_lines not in ("error", "skip"):
         raise UserError(f"expected --bad-lines error or skip, got {bad_lines!r}")
     bad = BadLines(skip=bad_lines == "skip")
-    with _new_file(out) as path, Progress(console=console, disable=console is None) as progress:
+    with ExitStack() as stack, Progress(console=console, disable=console is None) as progress:
+        paths = [stack.enter_context(_new_file(each)) for each in outs]
         read = _open_source(source, Fields(prompt_field, completion_field), progress)
         if tokenizer is None:
             place = out
@@ -146,15 +94,22 @@ def prepare(
         else:
             place = find_tokenizer(tokenizer)
             loaded, files = load_tokenizer(place), tokenizer_files(place)
+        make = partial(
+            DatasetWriter,
+            vocab_size=len(loaded),
+            vocabulary=vocabulary_digest(loaded.get_vocab()),
+            tokenizer=place.resolve().name,
+            tokenizer_files=files,
+            source=Path(source).name,
+        )
         examples = limit.trainable(read("tokenising", bad))
-        about = {"tokenizer": place.resolve().name, "source": Path(source).name}
-        digest = vocabulary_digest(loaded.get_vocab())
-        with DatasetWriter(path, vocab_size=len(loaded), vocabulary=digest, tokenizer_files=files, **about) as writer:
+        with ExitStack() as open_writers:
+            writer, *others = writers = [open_writers.enter_context(make(path)) for path in paths]
             for sequence in limit.apply(_encode_all(loaded, examples, bad)):
-                writer.append(sequence.tokens, sequence.loss_mask)
-            writer.note(num_untrained_dropped=limit.num_untrained_dropped, num_bad_lines=bad.num_skipped)
-        if not writer.num_sequences:
-            raise UserError(f"expected sequences to write from {source!r}, got none{limit.explain(bad)}")
+                writers[_is_held_out(sequence.tokens, eval_fraction)].append(sequence.tokens, sequence.loss_mask)
+            for each in writers:
+                each.note(num_untrained_dropped=limit.num_untrained_dropped, num_bad_lines=bad.num_skipped)
+        _check_counts([each.num_sequences for each in writers], f"{source!r}", limit.explain(bad))
     return PrepareReport(
         path=out,
         tokenizer=place,
@@ -169,7 +124,31 @@ def prepare(
         bad_lines=bad.first,
         longest=writer.longest,
         vocab_size=len(loaded),
+        eval_path=outs[1] if others else None,
+        num_eval_sequences=sum(each.num_sequences for each in others),
+        num_eval_trained_tokens=sum(each.num_trained_tokens for each in others),
     )
+
+
+def _check_counts(counts: Sequence[int], source: str, reason: str) -> None:
+    """Refuse a data set without a sequence."""
+    if not sum(counts):
+        raise UserError(f"expected sequences to write from {source}, got none{reason}")
+    if not all(counts):
+        raise UserError(
+            f"expected sequences to train on and some that are held out, got {' and '.join(map(str, counts))}: change "
+            "--eval-fraction"
+        )
+
+
+def eval_path_of(out: Path) -> Path:
+    """Return where the sequences go that a data set leaves out for evaluation: chats.eval.h5 beside chats.h5. Local."""
+    return out.with_name(f"{out.stem}.eval{out.suffix}")
+
+
+def _is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
+    digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64
 
 
 @contextmanager

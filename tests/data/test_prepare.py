@@ -15,7 +15,8 @@ from odc_mpi.data import prepare as module
 from odc_mpi.data import stdlib
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.encode import Encoded
-from odc_mpi.data.prepare import PrepareReport, prepare
+from odc_mpi.data.prepare import prepare
+from odc_mpi.data.prepared import PrepareReport
 from odc_mpi.data.stdlib import Sample
 from odc_mpi.data.tokenizer import directory_beside, load_tokenizer, tokenizer_files, write_files
 from odc_mpi.errors import UserError
@@ -329,3 +330,36 @@ def test_shows_progress_only_on_a_console(
     assert "tokenising" in written.getvalue() and "100%" in written.getvalue()
     prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_part_is_held_out_and_stays_so_when_lines_are_added(tmp_path: Path, stdlib_report: PrepareReport) -> None:
+    records = [{"prompt": f"How much is {i} and {i}?", "completion": f"It is {2 * i}."} for i in range(300)]
+
+    def texts(path: Path) -> list[tuple[int, ...]]:
+        with Dataset(path) as dataset:
+            return [tuple(dataset[i][0].tolist()) for i in range(len(dataset))]
+
+    both = []
+    for name, lines in (("few", records[:150]), ("all", records + records[:20])):
+        source = write_lines(tmp_path / f"{name}.jsonl", *lines)
+        report = prepare(source, tmp_path / f"{name}.h5", tokenizer=stdlib_report.path, eval_fraction=0.2)
+        assert report.eval_path == tmp_path / f"{name}.eval.h5"
+        train, held_out = texts(report.path), texts(report.eval_path)
+        assert len(train) + len(held_out) == len(lines) and not set(train) & set(held_out)
+        assert (report.num_sequences, report.num_eval_sequences) == (len(train), len(held_out))
+        assert 0.1 < len(held_out) / len(lines) < 0.3
+        assert f"{report.eval_path}: held out, {len(held_out)} sequences" in report.describe()
+        both.append((set(train), set(held_out)))
+    assert both[0][0] <= both[1][0] and both[0][1] <= both[1][1]
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
+def test_a_fraction_that_is_none(tmp_path: Path, few_functions: None, fraction: float) -> None:
+    message = refused("stdlib", tmp_path / "out.h5", eval_fraction=fraction)
+    assert "--eval-fraction of 0 or more and below 1" in message
+
+
+def test_a_fraction_that_leaves_nothing_for_one_of_both(tmp_path: Path, few_functions: None) -> None:
+    message = refused("stdlib", tmp_path / "out.h5", eval_fraction=1e-9)
+    assert "50 and 0" in message and "--eval-fraction" in message
+    assert list(tmp_path.iterdir()) == []
