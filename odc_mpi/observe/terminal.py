@@ -111,6 +111,9 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
         "MPI library": " ".join(show("mpi_library").partition("\n")[0].split()),
         "run directory": show("run_dir"),
     }
+    if "eval_loss" in summary:
+        start = f"{show('eval_loss_start', '.4f')} -> {show('eval_loss', '.4f')}"
+        rows["evaluation loss start -> last"] = f"{start}, perplexity {show('eval_perplexity', ',.4g')}"
     table = Table("", "", box=SIMPLE, show_header=False)
     for name, text in rows.items():
         table.add_row(name, Text(text, overflow="fold"))

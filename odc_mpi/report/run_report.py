@@ -260,8 +260,13 @@ def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
     if known:
         went = "fell" if known[-1] < known[0] else "went"
         title = f"The loss {went} from {known[0]:.4g} to {known[-1]:.4g} in {len(steps):,} steps"
+    curves = [Curve("", numbers, loss)]
+    evaluated = [step for step in steps if step.get("eval_loss") is not None]
+    if evaluated:
+        points = [step["step"] for step in evaluated], [step["eval_loss"] for step in evaluated]
+        curves = [Curve("trained on", numbers, loss), Curve("held out", *points, Look(ORANGE, "--"), "o")]
     panels = [
-        Panel("loss, mean over trained tokens", [Curve("", numbers, loss)], height=2.8),
+        Panel("loss, mean over trained tokens", curves, height=2.8),
         Panel(
             "learning rate",
             [Curve("", numbers, [step["learning_rate"] for step in steps], Look(GREEN, "-"))],

@@ -37,7 +37,6 @@ class Evaluation(Participant):
         model: In training.
         dataset: Held out; closed with the run.
         cost: Of a sequence.
-        one_sided: Whether ranks may run different numbers of microbatches.
     """
 
     columns: ClassVar = (Column("eval", 8, lambda line: f"{line['eval_loss']:.4f}" if "eval_loss" in line else ""),)
@@ -49,10 +48,10 @@ class Evaluation(Participant):
         "eval_s": Entry("eval_s", "sum"),
     }
 
-    def __init__(
-        self, config: Config, world: World, model: ShardedModel, dataset: Dataset, cost: Cost, *, one_sided: bool
-    ) -> None:
+    def __init__(self, config: Config, world: World, model: ShardedModel, dataset: Dataset, cost: Cost) -> None:
         self._run, self._world, self._model = config.run, world, model
+        # With collectives all ranks run as many microbatches.
+        one_sided = config.comm.transport == "window"
         count = min(config.data.eval_sequences or len(dataset), len(dataset))
         self._all = _plan(dataset, count, world, config.data.max_tokens_per_microbatch, cost, one_sided=one_sided)
         self._tickets = Tickets(world) if one_sided else None

@@ -73,6 +73,8 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
     decision = decide(config, world)
     trainer = build_trainer(config, world, inputs, decision, origin)
     opening = _opening(config, world, len(inputs.dataset), trainer.model, decision, origin)
+    if inputs.evaluation is not None:
+        trainer.participants.append(Evaluation(config, world, trainer.model, inputs.evaluation, inputs.loader.cost))
     del inputs  # the weights that it can read have been read
     run_dir = Path(config.run.dir)
     _check_stop(stop, world)
@@ -157,9 +159,6 @@ def build_trainer(
     participants: list[Participant] = [Timing(world, model, clock)]
     if config.data.cost == "fitted":
         participants.append(LearnedCost(inputs.dataset, inputs.loader))
-    if inputs.evaluation is not None:
-        cost = inputs.loader.cost
-        participants.append(Evaluation(config, world, model, inputs.evaluation, cost, one_sided=one_sided))
     update = Update(model, optimizer, config)
     done = origin.step if origin else 0
     trainer = Trainer(model, source, SupervisedFineTuning(), update, participants, clock, done)

@@ -118,6 +118,11 @@ class TestClosingTable:
         ):
             assert part in text
 
+    def test_it_tells_of_an_evaluation(self):
+        figures = {"eval_loss_start": 8.0, "eval_loss": 2.0, "eval_perplexity": 7.389}
+        assert "evaluation loss start -> last 8.0000 -> 2.0000, perplexity 7.389" in self.render(figures)
+        assert "evaluation" not in self.render({})
+
     def test_what_is_missing_shows_as_a_dash(self):
         text = self.render({})
         assert "loss first -> last - -> -" in text and "run directory -" in text
