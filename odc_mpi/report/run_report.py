@@ -260,11 +260,12 @@ def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
     if known:
         went = "fell" if known[-1] < known[0] else "went"
         title = f"The loss {went} from {known[0]:.4g} to {known[-1]:.4g} in {len(steps):,} steps"
-    curves = [Curve("", numbers, loss)]
+    curves, captions = [Curve("", numbers, loss)], []
     evaluated = [step for step in steps if step.get("eval_loss") is not None]
     if evaluated:
         points = [step["step"] for step in evaluated], [step["eval_loss"] for step in evaluated]
         curves = [Curve("trained on", numbers, loss), Curve("held out", *points, Look(ORANGE, "--"), "o")]
+        captions.append(f"On held-out data it was {points[1][0]:.4g} first and {points[1][-1]:.4g} last.")
     panels = [
         Panel("loss, mean over trained tokens", curves, height=2.8),
         Panel(
@@ -274,8 +275,9 @@ def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
         ),
     ]
     skipped = sum(bool(step["skipped"]) for step in steps)
-    caption = f"{skipped} steps were skipped: their gradients were not finite." if skipped else ""
-    return Figure(picture("curves", "loss", title, panels, "step"), caption)
+    if skipped:
+        captions.append(f"{skipped} steps were skipped: their gradients were not finite.")
+    return Figure(picture("curves", "loss", title, panels, "step"), " ".join(captions))
 
 
 def _cell(name: str, value: Any) -> str:
