@@ -264,8 +264,8 @@ def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
     evaluated = [step for step in steps if step.get("eval_loss") is not None]
     if evaluated:
         points = [step["step"] for step in evaluated], [step["eval_loss"] for step in evaluated]
-        curves = [Curve("trained on", numbers, loss), Curve("held out", *points, Look(ORANGE, "--"), "o")]
-        captions.append(f"On held-out data it was {points[1][0]:.4g} first and {points[1][-1]:.4g} last.")
+        curves.append(Curve("", *points, Look(ORANGE, "--"), "o"))
+        captions.append(f"On held-out data, dashed, it was {points[1][0]:.4g} first and {points[1][-1]:.4g} last.")
     panels = [
         Panel("loss, mean over trained tokens", curves, height=2.8),
         Panel(

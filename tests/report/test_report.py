@@ -219,7 +219,7 @@ def test_a_run_that_was_killed_before_its_first_step(run):
 def test_what_was_evaluated_is_beside_the_loss(run):
     lines = [step(n, **({"eval_loss": 8.5 - n / 10} if n % 2 == 0 else {})) for n in range(1, 6)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "On held-out data it was 8.3 first and 8.1 last." in written(run)
+    assert "On held-out data, dashed, it was 8.3 first and 8.1 last." in written(run)
     (run / "metrics.jsonl").write_text("".join(json.dumps(step(n)) + "\n" for n in range(1, 6)))
     assert "held-out" not in written(run)
 
