@@ -152,14 +152,21 @@ def inflict(run, fault, pids):
             time.sleep(MOMENT_S)
             os.kill(pid, signal.SIGCONT)
     else:
-        network = ["nsenter", "--net", "--target", str(pids[1]), "ip", "link", "set", "eth0"]
-        subprocess.run([*network, "down"], check=True)
-        if fault.kind == "cut":
-            # A launcher cannot end ranks that it does not reach: so until the line is said.
-            run.wait_until(lambda: named(run.text, None))
-        time.sleep(MOMENT_S)
-        if not run.is_over:
-            subprocess.run([*network, "up"], check=True)
+        # By an open file: the rank on the second host may be gone before its network is back.
+        with Path(f"/proc/{pids[1]}/ns/net").open() as host:
+            set_network(host.fileno(), "down")
+            if fault.kind == "cut":
+                # A launcher cannot end ranks that it does not reach: so until the line is said.
+                run.wait_until(lambda: named(run.text, None))
+            time.sleep(MOMENT_S)
+            if not run.is_over:
+                set_network(host.fileno(), "up")
+
+
+def set_network(host, state):
+    """Set the network of a host, which an open file descriptor names, up or down."""
+    command = ["nsenter", f"--net=/proc/self/fd/{host}", "ip", "link", "set", "eth0", state]
+    subprocess.run(command, check=True, pass_fds=[host])
 
 
 def named(text, rank):
@@ -220,7 +227,7 @@ def _inflict_all(runs, config, num_faults, seed):
         assert came and not run.is_over, f"seed {seed}: before fault {number}: {run.text}"
         time.sleep(fault.after_s)
         before = run.step
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, FileNotFoundError):  # it is gone already
             inflict(run, fault, pids)
         ending = "went on"
         outlasted = fault.kind.endswith("moment") and run.wait_until(lambda: run.step > before + 1)  # noqa: B023
