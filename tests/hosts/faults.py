@@ -173,9 +173,10 @@ def named(text, rank):
     """Whether a line names a rank, or any rank: of this package, or of a launcher that saw it die.
 
     MPICH's launcher names its process and its host, of which it is the only rank, and leaves the others no time to say.
+    Neither does Open MPI where it finds a connection closed: the rank that found it is ended, with the peer's host.
     """
     number = r"\d" if rank is None else rank
-    by_launcher = rf"PID \d+ RUNNING AT node{number}\b"
+    by_launcher = rf"(?:PID \d+ RUNNING AT|Peer host:) +node{number}\b"
     return re.search(rf"\brank {number}\b[^\n]*(?:node\d|waited|signal|PID)|{by_launcher}", text) is not None
 
 
