@@ -139,7 +139,7 @@ def alone_transport(
     assert world.size == 1
     parameters, gradients = OwnParameters(param_dtype, device), OwnGradients(reduce_dtype, device)
     group, hosts = WorldGroup(world), (parameters, gradients)
-    # No thread of ours computes on the device: what it is given there has no order with what the others give it.
+    # No threads of ours: what a second one gave the device would have no order with what the first one gives it.
     return Transport(group, parameters, gradients, hosts, device=device.torch_device, threads=False)
 
 

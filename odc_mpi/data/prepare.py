@@ -6,7 +6,7 @@ at all; beside it another one of sequences that are held out, if that is asked f
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
@@ -76,10 +76,11 @@ def prepare(
         UserError: The arguments, the source or the tokenizer are wrong; nothing was written.
     """
     limit = _Limit(max_length, overlong)
-    _check_request(source, out, tokenizer, limit, vocab_size)
     if not 0 <= eval_fraction < 1:
         raise UserError(f"expected --eval-fraction of 0 or more and below 1, got {eval_fraction:g}")
     outs = [out, eval_path_of(out)] if eval_fraction else [out]
+    for path in outs:
+        _check_request(source, path, tokenizer, limit, vocab_size)
     if bad_lines not in ("error", "skip"):
         raise UserError(f"expected --bad-lines error or skip, got {bad_lines!r}")
     bad = BadLines(skip=bad_lines == "skip")
@@ -94,22 +95,15 @@ def prepare(
         else:
             place = find_tokenizer(tokenizer)
             loaded, files = load_tokenizer(place), tokenizer_files(place)
-        make = partial(
-            DatasetWriter,
-            vocab_size=len(loaded),
-            vocabulary=vocabulary_digest(loaded.get_vocab()),
-            tokenizer=place.resolve().name,
-            tokenizer_files=files,
-            source=Path(source).name,
-        )
-        examples = limit.trainable(read("tokenising", bad))
         with ExitStack() as open_writers:
-            writer, *others = writers = [open_writers.enter_context(make(path)) for path in paths]
+            writers = [open_writers.enter_context(_writer(path, loaded, files, place, source)) for path in paths]
+            examples = limit.trainable(read("tokenising", bad))
             for sequence in limit.apply(_encode_all(loaded, examples, bad)):
                 writers[_is_held_out(sequence.tokens, eval_fraction)].append(sequence.tokens, sequence.loss_mask)
-            for each in writers:
-                each.note(num_untrained_dropped=limit.num_untrained_dropped, num_bad_lines=bad.num_skipped)
+            for writer in writers:
+                writer.note(num_untrained_dropped=limit.num_untrained_dropped, num_bad_lines=bad.num_skipped)
         _check_counts([each.num_sequences for each in writers], f"{source!r}", limit.explain(bad))
+    writer, *others = writers
     return PrepareReport(
         path=out,
         tokenizer=place,
@@ -127,6 +121,17 @@ def prepare(
         eval_path=outs[1] if others else None,
         num_eval_sequences=sum(each.num_sequences for each in others),
         num_eval_trained_tokens=sum(each.num_trained_tokens for each in others),
+    )
+
+
+def _writer(path: Path, tokenizer: Any, files: Mapping[str, bytes], place: Path, source: str) -> DatasetWriter:
+    return DatasetWriter(
+        path,
+        vocab_size=len(tokenizer),
+        vocabulary=vocabulary_digest(tokenizer.get_vocab()),
+        tokenizer=place.resolve().name,
+        tokenizer_files=files,
+        source=Path(source).name,
     )
 
 

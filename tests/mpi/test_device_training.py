@@ -1,6 +1,7 @@
 """Training with windows on a device, with host memory in its place; and by which words a run comes to have them."""
 
 import pytest
+import torch
 from late_device import LateDevice
 from test_device_transport import LateDeviceWindow
 from test_parity import assert_close, configure, expected, run
@@ -124,3 +125,21 @@ def test_windows_on_a_device_go_with_a_model_there(world):
 
 def test_what_is_decided_needs_no_device_to_be_asked(world):
     assert decide(Report(), on_device=True).window_device.choice == "cpu"
+
+
+@pytest.mark.sizes(1)
+def test_the_only_rank_refuses_the_graph_of_parameters_that_have_changed(world, device):
+    """It keeps them in the graph, so nothing but this would notice."""
+    decision = api.decide_for(world, device="cuda", window_device="cuda")
+    model = api.shard_model(torch.nn.Linear(3, 1), world, device="cuda", decision=decision)
+    assert isinstance(model._transport.parameters, OwnParameters)
+    with model.minibatch():
+        late, later, now = (model(torch.ones(1, 3)).sum() for _ in range(3))
+        now.backward()
+    with pytest.raises(RuntimeError, match=r"evaluate or save after publish\(\)"):
+        late.backward()
+    model.publish()
+    with model.minibatch(), pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
+        later.backward()
+    model.publish()
+    model.close()
