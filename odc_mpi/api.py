@@ -1,7 +1,10 @@
 """Shard a module over the ranks of a world: the choice of transport, and the call that users make."""
 
+import functools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -17,15 +20,20 @@ from odc_mpi.comm.compose import (
 from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES
 from odc_mpi.comm.transport import Transport
-from odc_mpi.errors import UserError
+from odc_mpi.errors import UserError, warn
 from odc_mpi.runtime.library import any_thread_may_call, thread_level
+from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
+from odc_mpi.shard.residency import Budgets, Needs, auto_budgets
 from odc_mpi.shard.slices import Weights
 from odc_mpi.stack.decision import Decision, Wishes, decide, decide_collective, refuse_wrong_data
 from odc_mpi.stack.probe import bare_report, quick_report
 from odc_mpi.stack.report import Report
+
+#: What AdamW keeps for each element that it optimizes: two moments in fp32.
+OPTIMIZER_BYTES = 8
 
 
 def shard_model(
@@ -40,6 +48,8 @@ def shard_model(
     weights: Weights | None = None,
     decision: Decision | None = None,
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
+    parameter_cache_bytes: int | Literal["auto"] = "auto",
+    gradient_cache_bytes: int | Literal["auto"] = "auto",
     device: str = "cpu",
     optimizer_device: str = "cpu",
 ) -> ShardedModel:
@@ -51,10 +61,11 @@ def shard_model(
         units: Classes, class names or submodules whose parameters are fetched together, such as a transformer's block;
             by default the module's `_no_split_modules`. All other parameters form the root unit, which stays for a
             whole minibatch.
-        param_dtype: Type in which parameters are hosted, fetched and computed with; by default the module's own. Where
-            it is narrower than fp32, owners keep an fp32 master of their slices for the optimizer.
-        reduce_dtype: Type in which gradients are summed: float32 or float64, by default the wider of float32 and
-            `param_dtype`.
+        param_dtype: Type in which parameters are hosted, fetched and computed with; by default each has its own, as
+            adapters in fp32 over a frozen base in bf16. Where the type is narrower than fp32, owners keep an fp32
+            master of their trainable slices for the optimizer.
+        reduce_dtype: Type in which gradients are summed: float32 or float64, by default the wider of float32 and the
+            types of the trainable parameters.
         activation_checkpointing: Keep only the inputs of each unit for the backward, and run its forward again there.
         prefetch: How many units to fetch ahead of their use, beside the computation; each beyond the first takes memory
             for one more unit. With 0 no thread is started; with 1 or more, gradients are pushed from a thread, too.
@@ -63,6 +74,9 @@ def shard_model(
             `decide_for(world, transport="collective")` the model does what FSDP does, for comparison: every rank must
             then run the same number of microbatches, with `ShardedModel.padding` if need be, and nothing is prefetched.
         mailbox_bytes: Where gradients go through a mailbox: memory on this rank for gradients on their way to it.
+        parameter_cache_bytes: Memory on this rank for fetched units that stay until the end of the minibatch, where the
+            model computes. By default what is free there, by the rule of docs/residency.md; ranks need not agree.
+        gradient_cache_bytes: The same for gradients, which are then added up and pushed once a minibatch.
         device: Where the model computes: cpu, or cuda, of a node's GPUs the one with this rank's local number. The
             shards are on the host, and a GPU holds no parameters but those of the units in use, unless `decision` has
             windows on the GPUs (docs/gpu.md).
@@ -72,17 +86,20 @@ def shard_model(
         The model. Gradients of all microbatches of all ranks are summed.
 
     Raises:
-        ValueError: Nothing to train, units that match nothing, parameters without values or of mixed types.
-        UserError: Too little memory for the windows; no such device; windows on a GPU without CuPy.
+        ValueError: Nothing to train, units that match nothing, parameters without values.
+        UserError: Too little memory for the windows; no such device; windows on a GPU without CuPy; a cache
+            size that is none.
     """
     computing = world.agree(lambda: _device(device, optimizer_device, world.host_rank))
-    if param_dtype is None:
-        param_dtype = _own_dtype(module)
+    world.agree(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
     if reduce_dtype is None:
-        reduce_dtype = torch.promote_types(param_dtype, torch.float32)
+        reduce_dtype = _widest(module, param_dtype)
+    dtypes: dict[str, torch.dtype] = {}
+    if param_dtype is None:
+        param_dtype, dtypes = _own_dtypes(module)
     decision = decision or decide_for(world, device=device)
     transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes)
-    return ShardedModel(
+    model = ShardedModel(
         module,
         transport,
         units=units,
@@ -90,7 +107,18 @@ def shard_model(
         activation_checkpointing=activation_checkpointing,
         prefetch=prefetch,
         optimizer_device=transport.device if optimizer_device == "cuda" else None,
+        dtypes=dtypes,
     )
+    on_device = computing is None or optimizer_device == "cuda"
+    state_bytes = OPTIMIZER_BYTES * sum(p.numel() for p in model.shard_parameters()) if on_device else 0
+    free_bytes, num_ranks = _free_bytes(world, computing)
+    needs = model.cache_needs
+    model.cache_bytes = auto_budgets(
+        free_bytes - num_ranks * state_bytes, num_ranks, needs.all, parameter_cache_bytes, gradient_cache_bytes
+    )
+    if world.rank == 0:
+        _warn_of_slips(model.cache_bytes, needs)
+    return model
 
 
 def decide_for(
@@ -138,6 +166,28 @@ def decide_for(
     decision = world.agree(lambda: decide(report, wishes, on_device=computing is not None))
     world.agree(lambda: refuse_wrong_data(report, decision, tickets=tickets))
     return decision
+
+
+def _free_bytes(world: World, device: Device | None) -> tuple[int, int]:
+    """Return the free memory where this rank computes, and how many ranks share it."""
+    if device is None:
+        return available_bytes(), world.host_size
+    return device.free_bytes(), -(-world.host_size // device.num_visible)
+
+
+def _check_caches(parameters: object, gradients: object) -> None:
+    for setting, value in (("parameter_cache_bytes", parameters), ("gradient_cache_bytes", gradients)):
+        if value != "auto" and (not isinstance(value, int) or value < 0):
+            raise UserError(f"{setting}: expected auto or a number of bytes, 0 or more, got {value!r}")
+
+
+def _warn_of_slips(given: Budgets, needs: Needs) -> None:
+    for kind, budget, least, what in (
+        ("parameter", given.parameters, needs.least.parameters, "unit"),
+        ("gradient", given.gradients, needs.least.gradients, "unit's gradients"),
+    ):
+        if 0 < budget < least:
+            warn(f"comm.{kind}_cache_bytes: {budget} bytes hold no {what}, the smallest takes {least}: nothing is kept")
 
 
 def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None:
@@ -202,10 +252,19 @@ def _transport(
     return host if device is None else staged(host, device)
 
 
-def _own_dtype(module: nn.Module) -> torch.dtype:
-    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"the module's parameters are of {len(dtypes)} types {sorted(map(str, dtypes))}: choose a param_dtype"
-        )
-    return next(iter(dtypes), torch.float32)
+def _widest(module: nn.Module, param_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the wider of float32 and the type of the trainable parameters."""
+    if param_dtype is not None:
+        return torch.promote_types(param_dtype, torch.float32)
+    trained = {p.dtype for p in module.parameters() if p.requires_grad and p.is_floating_point()}
+    return functools.reduce(torch.promote_types, trained, torch.float32)
+
+
+def _own_dtypes(module: nn.Module) -> tuple[torch.dtype, dict[str, torch.dtype]]:
+    """Return the type of most elements of a module's parameters, and the types of all others by name."""
+    own = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in own.values():
+        counts[parameter.dtype] += parameter.numel()
+    usual = counts.most_common(1)[0][0] if counts else torch.float32
+    return usual, {name: p.dtype for name, p in own.items() if p.dtype != usual}

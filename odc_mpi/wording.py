@@ -15,6 +15,13 @@ def format_size(num_bytes: int) -> str:
     return str(num_bytes)
 
 
+def parse_size(text: str) -> int | None:
+    """Read a size in bytes, such as "65536", "64K" or "2G"; None if it is none. Local."""
+    scale = SUFFIXES.get(text[-1:].upper(), 1)
+    digits = text if scale == 1 else text[:-1]
+    return int(digits) * scale if digits.isdecimal() and digits.isascii() and len(digits) < 20 else None
+
+
 def format_seconds(value: float) -> str:
     """Write a duration with two digits and a unit, such as "3.1 s", "0.21 ms" or "1.5 us". Local."""
     unit, scale = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-4 else ("us", 1e6)

@@ -19,6 +19,9 @@ def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # As of what a shell starts with `&`: whatever a test starts would ignore an interrupt, too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if SIZE == 1:
+        # As an interrupt, after which fixtures end what a test has started.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     if SIZE > 1:
         # Ranks that share pytest's own directory clean it up under each other's feet.
         config.option.basetemp = tempfile.mkdtemp(prefix=f"odc_mpi-rank{RANK}-")

@@ -17,17 +17,18 @@ MAY_SEE = {
     **{module: set() for module in ROOT},
     "runtime": set(),
     "comm": {"runtime"},
-    "shard": {"comm.transport", "comm.buffers", "comm.kernels"},
+    "shard": {"comm.transport", "comm.traffic", "comm.buffers", "comm.kernels"},
     "checkpoint": {"shard", "data.tokenizer"},
     "stack": {"runtime", "comm"},
     "api": {"stack", "shard", "comm", "runtime"},
     "data": set(),
-    "models": {"shard", "data"},
+    "models": {"shard", "data", "checkpoint"},
     "observe": {"runtime", "data", "shard"},
     "train": {
         *("api", "checkpoint", "data", "models", "observe", "shard", "comm.tickets", "runtime"),
         "stack.decision",
     },
+    "rollout": {"api", "comm.tickets", "runtime", "shard", "data", "models", "checkpoint"},
     "slurm": set(),
     "simulate": {"data"},
     "report": {"simulate", "data"},
@@ -36,7 +37,7 @@ MAY_SEE = {
         *("simulate", "report"),
     },
     "cli": {
-        *("runtime", "stack", "data", "checkpoint", "models", "observe", "train"),
+        *("runtime", "stack", "data", "checkpoint", "models", "observe", "train", "rollout"),
         *("slurm", "simulate", "report", "bench"),
     },
     "__main__": {"cli"},
@@ -61,14 +62,16 @@ KEPT_IN = {
     "torch.distributed": {"bench.baselines"},
     "h5py": {"data.dataset", "checkpoint"},
     "cupy": {"comm"},
-    "transformers": {"models", "data.tokenizer"},
-    "safetensors": {"models.weights", "checkpoint.export"},
+    "transformers": {"models", "data.tokenizer", "rollout"},
+    "peft": {"models.adapters"},
+    "safetensors": {"models.weights", "models.adapter_directory", "checkpoint.export"},
     "rich": {"cli", "stack.doctor", "observe.terminal", "data.prepare", "report.terminal"},
     "yaml": {"yaml_dialect"},
     "matplotlib": {"report.pictures"},
+    **{name: {"observe.trackers"} for name in ("tensorboard", "mlflow", "wandb", "trackio")},
 }
 #: Files of a folder, besides `__init__`: more are cut into folders.
-MOST_FILES = 13
+MOST_FILES = 14
 
 
 def name_of(path):

@@ -14,7 +14,7 @@ variant in turn, round after round; the slowest rank's time counts.
 `measure` returns, and `--json` prints, one object:
 
     benchmark      "checkpoint"
-    library, ranks, repeats, state_bytes
+    library, ranks, nodes, repeats, state_bytes
     load_average   [before, after], the node's over a minute
     left_out       {variant: reason}
     variants       {write_plain, write_odc_mpi, write_dcp, read_plain, read_odc_mpi, read_dcp, pause:
@@ -26,7 +26,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -40,14 +39,14 @@ from torch import nn
 from odc_mpi.api import shard_model
 from odc_mpi.bench.baselines import dcp
 from odc_mpi.bench.baselines.gloo import Gloo
-from odc_mpi.bench.measure import Goal, interleaved, ratio
+from odc_mpi.bench.measure import Goal, interleaved, quartiles, ratio
+from odc_mpi.bench.together import header, slowest_s
 from odc_mpi.checkpoint.manifest import step_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import CheckpointWeights, TrainingState
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.simulate.spread import Spread
 
 #: 16 MiB a matrix: the mean of a model of 1.5 B parameters. Each takes its time in the index, whatever its size.
 _WIDTH, _MIN_LAYERS = 2048, 1
@@ -202,15 +201,10 @@ def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str
             shutil.rmtree(directory, ignore_errors=True)
     seconds["pause"] = [max(pauses) for pauses in zip(*world.gather_objects(state.pauses_s), strict=True)]
     return {
-        "benchmark": "checkpoint",
-        "library": world.mpi_library,
-        "ranks": world.size,
-        "repeats": repeats,
-        "state_bytes": state.num_bytes,
-        "load_average": [before, os.getloadavg()[0]],
+        **header(world, "checkpoint", before, repeats=repeats, state_bytes=state.num_bytes),
         "left_out": {} if gloo else {"dcp": "its group here ends at the node"},
         "variants": {
-            name: {"seconds": asdict(Spread.of(times)), "gb_per_s": state.num_bytes / 1e9 / median(times)}
+            name: {"seconds": quartiles(times), "gb_per_s": state.num_bytes / 1e9 / median(times)}
             for name, times in seconds.items()
         },
         "goals": [goal.judge(ratio(seconds[a], seconds[b])) for goal, a, b in GOALS if a in seconds],
@@ -220,11 +214,13 @@ def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str
 def _time(world: World, work: Callable[[], None], prepare: Callable[[], None]) -> float:
     """Return the slowest rank's seconds for some work that all begin together."""
     prepare()
-    world.gather_objects(None)
-    began = perf_counter()
-    with world.deadline("reading or writing a checkpoint"):
-        work()
-    return max(world.gather_objects(perf_counter() - began))
+    what = "reading or writing a checkpoint"
+
+    def within_deadline() -> None:
+        with world.deadline(what):
+            work()
+
+    return slowest_s(world, what, within_deadline)
 
 
 def _fail(line: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.spread import Spread
-from odc_mpi.wording import SUFFIXES
+from odc_mpi.wording import parse_size
 
 T = TypeVar("T")
 
@@ -21,10 +21,17 @@ T = TypeVar("T")
 DEFAULT_SIZES = "64K,256K,1M,4M,16M,64M,256M"
 
 
-def interleaved(variants: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+def interleaved(
+    variants: Mapping[str, Callable[[], T]], repeats: int, tell: Callable[[int, str], None] = lambda turn, name: None
+) -> dict[str, list[T]]:
     """Call each variant in turn, round after round, so that a slow moment of the machine meets them all alike. Local.
 
     A round begins with another one each time: what comes first may find a disk or a cache that the others do not.
+
+    Args:
+        variants: By name.
+        repeats: Rounds.
+        tell: Called with the number of the round and the name before each call.
 
     Returns:
         The results of each variant, in order.
@@ -32,6 +39,7 @@ def interleaved(variants: Mapping[str, Callable[[], T]], repeats: int) -> dict[s
     results: dict[str, list[T]] = {name: [] for name in variants}
     for turn in range(repeats):
         for name in around(list(variants), turn):
+            tell(turn, name)
             results[name].append(variants[name]())
     return results
 
@@ -86,15 +94,45 @@ def sized_rounds(
     return agree(interleaved(rows, repeats))
 
 
-def speeds(num_bytes: int, times: Sequence[float]) -> dict[str, Any]:
-    """Return `seconds` and `gb_per_s` of a variant in the JSON object, as quartiles over its rounds. Local."""
-    gb_per_s = [num_bytes / one / 1e9 for one in times]
-    return {"seconds": asdict(Spread.of(times)), "gb_per_s": asdict(Spread.of(gb_per_s))}
+def entries(
+    times: Mapping[str, Sequence[float]],
+    num_bytes: Mapping[str, int] | int,
+    **references: Callable[[str], str | None],
+) -> dict[str, dict[str, Any]]:
+    """Return the entries of variants in the JSON object. Local.
+
+    Args:
+        times: Seconds of an operation in each round, by variant.
+        num_bytes: Of an operation: of each variant, or one number for all.
+        references: By the name of a figure: returns the variant that another one's speed is compared with.
+
+    Returns:
+        By variant `seconds` and `gb_per_s`, the quartiles over its rounds, and its speed as a multiple of each
+        reference's, the median over rounds; None where that was not measured.
+    """
+    sizes = num_bytes if isinstance(num_bytes, Mapping) else dict.fromkeys(times, num_bytes)
+
+    def multiple(name: str, other: str | None) -> float | None:
+        return ratio(times[other], times[name]) * sizes[name] / sizes[other] if other and other in times else None
+
+    return {
+        name: {
+            "seconds": quartiles(own),
+            "gb_per_s": quartiles([sizes[name] / one / 1e9 for one in own]),
+            **{figure: multiple(name, reference(name)) for figure, reference in references.items()},
+        }
+        for name, own in times.items()
+    }
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Return low, median and high of a figure in the JSON object. Local."""
+    return asdict(Spread.of(values))
 
 
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
-    """Return a speed as a multiple of a reference's: the median over rounds of its time by the own time. Local."""
-    return statistics.median(a / b for a, b in zip(reference, times, strict=True))
+    """Return a speed as a multiple of a reference's: its time by the own one, the median over rounds of both. Local."""
+    return statistics.median(a / b for a, b in zip(reference, times, strict=False))
 
 
 _BOUNDS = {">=": operator.ge, "<=": operator.le, "<": operator.lt}
@@ -162,9 +200,7 @@ def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
 
 
 def _parse_size(word: str, option: str) -> int:
-    scale = SUFFIXES.get(word[-1:].upper(), 1)
-    digits = word if scale == 1 else word[:-1]
-    num_bytes = int(digits) * scale if digits.isdecimal() and digits.isascii() and len(digits) < 20 else 0
-    if num_bytes <= 0 or num_bytes % 4:
+    num_bytes = parse_size(word)
+    if not num_bytes or num_bytes % 4:
         raise UserError(f"{option}: expected sizes such as 64K,1M,256M in multiples of 4 bytes, got {word!r}")
     return num_bytes

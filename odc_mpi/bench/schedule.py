@@ -24,6 +24,7 @@ import torch
 
 from odc_mpi.bench.fetch_and_push import unit_layout
 from odc_mpi.bench.measure import around
+from odc_mpi.bench.together import header
 from odc_mpi.comm.compose import collective_transport, window_transport
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.transport import Transport
@@ -91,11 +92,7 @@ def measure(
     before = os.getloadavg()[0]
     outcome = run_schedules(world, scenario, step_s, report)
     return {
-        "benchmark": "schedule",
-        "library": world.mpi_library,
-        "nodes": world.num_nodes,
-        "slept_step_s": step_s,
-        "load_average": [before, os.getloadavg()[0]],
+        **header(world, "schedule", before, slept_step_s=step_s),
         **outcome.as_json(),
         "simulated": simulate(scenario).speedup if world.rank == 0 else None,
     }
@@ -169,7 +166,7 @@ class Runner(ABC):
         self._world.meet(self._world.comm.Ibarrier(), "beginning a minibatch together")
         began, busy_s = time.perf_counter(), 0.0
         for microbatch in self.microbatches(plan):
-            seconds = scale * trial.duration_s(self._world.rank, microbatch)
+            seconds = scale * self.seconds(trial, microbatch, is_first=not sleeper.slept)
             before = len(sleeper.slept)
             self._run_microbatch(sleeper, seconds)
             if microbatch:
@@ -182,6 +179,10 @@ class Runner(ABC):
         end_s = time.perf_counter() - began
         slept = (((start - began) / scale, (stop - began) / scale) for start, stop in sleeper.slept)
         return Sample(end_s, busy_s, merged(slept, PAUSE_S))
+
+    def seconds(self, trial: Trial, microbatch: Sequence[int], *, is_first: bool) -> float:
+        """Return the seconds of a microbatch on this rank, less what its caches save. Local."""
+        return trial.duration_s(self._world.rank, microbatch)
 
     @abstractmethod
     def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:
@@ -222,6 +223,9 @@ class WindowRunner(Runner):
         if plan.pool:
             for position in self._tickets.draw(len(plan.pool)):
                 yield plan.pool[position]
+
+    def seconds(self, trial: Trial, microbatch: Sequence[int], *, is_first: bool) -> float:  # noqa: D102
+        return trial.window_s(self._world.rank, microbatch, is_first=is_first)
 
     def prepare_next(self) -> None:  # noqa: D102
         self._tickets.reset()

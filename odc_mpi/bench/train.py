@@ -1,47 +1,43 @@
 """Training in every way on the same minibatches: FSDP2, our collectives, our windows, and without communication.
 
-    one round      every contender trains on the same next minibatches, one contender after the other, in an order that
-                   goes around; begun together, the slowest rank's end counts
     the ceiling    rank 0 trains on all of them by plain torch while the others sleep: as fast as one process is, by as
                    many as there are ranks
+    apart          each rank runs its own microbatches by plain torch, all at once, and exchanges nothing: what
+                   communication costs, on cores that share a machine
 
-All contenders begin with the same weights, and each keeps its own. Their losses must agree, step by step: a contender
-that is fast because it trains something else is found out.
+In rounds, as `bench.contenders` has it. All losses must agree but those apart, which optimize by their own gradients.
 """
 
-import json
-import math
 import os
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
 from odc_mpi.bench.baselines.fsdp import Fsdp
 from odc_mpi.bench.baselines.plain import Whole
-from odc_mpi.bench.measure import around, ratio
-from odc_mpi.data.prepare import prepare
-from odc_mpi.errors import AgreedError, UserError
+from odc_mpi.bench.contenders import Contender, Ours, Round, agreement, check_comparable, run_rounds
+from odc_mpi.bench.measure import ratio
+from odc_mpi.bench.together import header
+from odc_mpi.data.prepare import Options, prepare
+from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.spread import Spread
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.loop import Trainer
 from odc_mpi.train.run import build_trainer, decide
-from odc_mpi.train.settings import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, load
+from odc_mpi.train.settings import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, Size, load
 
 BASELINE = "fsdp2"
 CEILING = "ceiling"
+APART = "apart"
 #: transport/balance, all on our runtime.
 OURS = ("collective/lb_micro", "window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic")
-CONTENDERS = (BASELINE, *OURS, CEILING)
+CONTENDERS = (BASELINE, *OURS, APART, CEILING)
 #: Losses may differ by so much of the loss: fp32 sums of another order, carried on through the steps; 4e-7 was seen.
 TOLERANCE = 1e-5
-#: Losses below it are compared as if they were it: rounding in a cross entropy does not shrink with it.
-LEAST_LOSS = 1e-2
 #: What all contenders do alike, by setting: those in plain torch have no other way.
 COMPARABLE = {
     "model.param_dtype": ("float32",),
@@ -57,65 +53,55 @@ COMPARABLE = {
 #: Where the quick start prepares its data set; the benchmark's own is the same.
 DATA = Path("runs/data/stdlib.h5")
 MAX_LENGTH = 1024
-#: What is trained unless a configuration is given: a Qwen2 of 8 million parameters, a sequence or a few per microbatch.
-MODEL = {
-    "model_type": "qwen2",
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 896,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
+#: What is trained unless a configuration is given, by the name of the option: of 8 and 9 million parameters, a sequence
+#: or a few per microbatch.
+MODELS: dict[str, dict[str, Any]] = {
+    name: {
+        "model_type": name,
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    }
+    for name, intermediate_size in (("qwen2", 896), ("llama", 1024))
 }
 
 
-class Contender(Protocol):
-    """A way to train."""
-
-    def step(self) -> tuple[float, int]:
-        """Train on the next minibatch; return this rank's part of its loss, and the tokens of all ranks. Collective."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """Some minibatches in a row.
-
-    Attributes:
-        seconds: Until the slowest rank was done.
-        num_tokens: That went through the model, over all ranks.
-        losses: Of each minibatch.
-    """
-
-    seconds: float
-    num_tokens: int
-    losses: list[float]
-
-
-def configuration(world: World, path: Path | None, report: Callable[[str], None]) -> Config:
+def configuration(
+    world: World, path: Path | None, report: Callable[[str], None], model: str = "qwen2", *, caches: bool = True
+) -> Config:
     """Load the configuration to train. Collective.
 
     Args:
         world: The ranks.
-        path: Of a configuration of `odc-mpi train`; None for `MODEL` on the built-in data set, which is prepared if it
-            is not there.
+        path: Of a configuration of `odc-mpi train`; None for a model of `MODELS` on the built-in data set, which is
+            prepared if it is not there.
         report: Called with a line on what comes next.
+        model: One of `MODELS`.
+        caches: Whether units may stay and gradients be added up, as the configuration has it; False: not.
 
     Raises:
         UserError: As for a run; on every rank.
     """
     if path is None and world.rank == 0 and not DATA.exists():
         report(f"nothing yet: preparing {DATA} first")
-        prepare("stdlib", DATA, max_length=MAX_LENGTH)
+        prepare(["stdlib"], DATA, Options(max_length=MAX_LENGTH))
     world.meet(world.comm.Ibarrier(), "preparing the data set")
-    return world.agree(lambda: load(path) if path else own_configuration(world.timeout_s))
+    config = world.agree(lambda: load(path) if path else own_configuration(world.timeout_s, model))
+    if caches:
+        return config
+    none = Size(0)
+    return replace(config, comm=replace(config.comm, parameter_cache_bytes=none, gradient_cache_bytes=none))
 
 
-def own_configuration(timeout_s: float) -> Config:
+def own_configuration(timeout_s: float, model: str = "qwen2") -> Config:
     """Return the configuration that is trained unless another one is given. Local."""
     return Config(
-        model=ModelConfig(config=MODEL),
+        model=ModelConfig(config=MODELS[model]),
         data=DataConfig(path=str(DATA), minibatch_sequences=16, max_tokens_per_microbatch=MAX_LENGTH),
         comm=CommConfig(timeout_s=timeout_s),
         optim=OptimConfig(learning_rate=1e-3),
@@ -135,49 +121,28 @@ def measure(
         report: Called with a line on what comes next.
 
     Returns:
-        `tokens_per_s`, `quartiles`, `ratio_to_fsdp2`, `ratio_to_ceiling`, each by contender, ratios as medians over
-        rounds; `losses` of the first contender and `loss_deviation`, the most by which any other differs; and what it
-        was measured on. The same on every rank.
+        `tokens_per_s`, `quartiles`, `ratio_to_fsdp2`, `ratio_to_ceiling`, `ratio_to_apart`, each by contender, ratios
+        as medians over rounds; `losses` of the first contender and `loss_deviation`, the most by which any other but
+        `apart` differs; and what it was measured on. The same on every rank.
 
     Raises:
         AgreedError: Settings, data and model do not fit together, or losses differ; on every rank.
     """
     if world.num_nodes > 1:
         raise AgreedError(f"bench train compares on one node, got {world.num_nodes}")
-    world.agree(lambda: check_comparable(config))
+    world.agree(lambda: check_comparable(config, COMPARABLE, "bench train"))
     before = os.getloadavg()[0]
     torch.set_num_threads(config.run.threads or 1)
     contenders = _Contenders(world, config)
-    rounds: dict[str, list[Round]] = {name: [] for name in CONTENDERS}
-    for turn in range(repeats + 1):
-        for name in around(CONTENDERS, turn):
-            report(f"round {turn} of {repeats}: {name}" if turn else f"warming up: {name}")
-            rounds[name].append(_round(world, contenders.by_name[name], name, steps))
+    rounds = run_rounds(world, contenders.by_name, steps, repeats, report)
     contenders.close()
-    apart = agreement(rounds, BASELINE, TOLERANCE)
+    deviations = agreement({name: own for name, own in rounds.items() if name != APART}, BASELINE, TOLERANCE)
     return {
-        "benchmark": "train",
-        "repeats": repeats,
-        "steps": steps,
-        **_figures(world, rounds),
-        "loss_deviation": apart,
+        **header(world, "train", before, repeats=repeats, steps=steps, threads=torch.get_num_threads()),
+        **_figures(rounds, world.size),
+        "loss_deviation": deviations,
         **contenders.facts(),
-        "load_average": [before, os.getloadavg()[0]],
     }
-
-
-def check_comparable(config: Config) -> None:
-    """Refuse a configuration of which not every contender does the same work. Local.
-
-    Raises:
-        UserError: Names the setting.
-    """
-    for name, expected in COMPARABLE.items():
-        section, key = name.split(".")
-        given = getattr(getattr(config, section), key)
-        if given not in expected:
-            *allowed, given = (json.dumps(value).strip('"') for value in (*expected, given))
-            raise UserError(f"bench train compares with {name}: {' or '.join(allowed)} only, got {given}: change it")
 
 
 class _Contenders:
@@ -196,6 +161,7 @@ class _Contenders:
         self.by_name: Mapping[str, Contender] = {
             BASELINE: self._fsdp,
             **{name: Ours(trainer, world.rank) for name, trainer in self._trainers.items()},
+            APART: self._make_apart(),
             CEILING: self._make_ceiling(),
         }
 
@@ -208,6 +174,8 @@ class _Contenders:
             "reduction": decision.reduction.choice,
             "zero_copy": decision.zero_copy.choice,
             "progress": decision.progress.choice,
+            "parameter_cache_bytes": self._trainers[OURS[-1]].model.cache_bytes.parameters,
+            "gradient_cache_bytes": self._trainers[OURS[-1]].model.cache_bytes.gradients,
         }
 
     def close(self) -> None:
@@ -227,6 +195,10 @@ class _Contenders:
         inputs = self._world.agree(lambda: open_inputs(config, self._world.rank, self._world.size))
         return build_trainer(config, self._world, inputs, self._decisions[name])
 
+    def _make_apart(self) -> Contender:
+        config = self._with("window", "lb_mini")
+        return Whole(config, open_inputs(config, self._world.rank, self._world.size).loader)
+
     def _make_ceiling(self) -> Contender:
         if self._world.rank:
             return Nothing()
@@ -243,23 +215,6 @@ class _Contenders:
         )
 
 
-class Ours:
-    """Our runtime: the trainer of `odc-mpi train`.
-
-    Args:
-        trainer: Steps.
-        rank: This one's; the first has all of the loss, which every trainer tells of all ranks.
-    """
-
-    def __init__(self, trainer: Trainer, rank: int) -> None:
-        self._trainer, self._rank = trainer, rank
-
-    def step(self) -> tuple[float, int]:
-        """Train on the next minibatch. Collective."""
-        metrics = self._trainer.step()
-        return 0.0 if self._rank else metrics["loss"], metrics["num_input_tokens"]
-
-
 class Nothing:
     """The contender of the other ranks while the first one trains alone."""
 
@@ -268,73 +223,20 @@ class Nothing:
         return 0.0, 0
 
 
-def _round(world: World, contender: Contender, name: str, steps: int) -> Round:
-    world.meet(world.comm.Ibarrier(), f"beginning {name} together")
-    began = perf_counter()
-    results = [contender.step() for _ in range(steps)]
-    own_s = perf_counter() - began
-    world.meet(world.comm.Ibarrier(), f"ending {name}")
-    everyone = world.gather_objects((own_s, results))
-    losses = [sum(results[i][0] for _, results in everyone) for i in range(steps)]
-    num_tokens = sum(tokens for _, tokens in everyone[0][1])
-    return Round(max(seconds for seconds, _ in everyone), num_tokens, losses)
-
-
-def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
-    """Return by how much of the reference's losses each contender's differ at most. Local.
-
-    Args:
-        rounds: Of every contender.
-        reference: One of them.
-        tolerance: They may differ by so much.
-
-    Raises:
-        AgreedError: They differ by more, or one is no number; on every rank that has the same rounds.
-    """
-    apart = {name: deviation(own, rounds[reference]) for name, own in rounds.items()}
-    worst = max(apart, key=lambda name: apart[name])
-    if math.isinf(apart[worst]):
-        raise AgreedError(
-            f"expected losses that are numbers, got another from {worst} or {reference}: lower optim.learning_rate or "
-            "look at the data"
-        )
-    if apart[worst] > tolerance:
-        raise AgreedError(
-            f"the losses of {worst} and {reference} differ by {apart[worst]:.2g} of the loss, expected at most "
-            f"{tolerance:g}: they do not train the same (a model with dropout cannot be compared; a high "
-            "optim.learning_rate lets rounding grow)"
-        )
-    return apart
-
-
-def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
-    """Return by how much of the reference's losses others differ at most; without end if one is no number. Local."""
-    pairs = [pair for a, b in zip(rounds, reference, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
-    return max(_apart(loss, other) for loss, other in pairs)
-
-
-def _apart(loss: float, reference: float) -> float:
-    """Return by how much of the reference a loss differs; without end if one of them is no number."""
-    if not (math.isfinite(loss) and math.isfinite(reference)):
-        return math.inf
-    return abs(loss - reference) / max(abs(reference), LEAST_LOSS)
-
-
-def _figures(world: World, rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
+def _figures(rounds: Mapping[str, Sequence[Round]], num_ranks: int) -> dict[str, Any]:
     """Return speeds and their ratios; the first round was to warm up."""
-    seconds, speeds = {}, {}
-    for name, all_rounds in rounds.items():
-        ranks = world.size if name == CEILING else 1
-        seconds[name] = [done.seconds / ranks for done in all_rounds[1:]]
-        speeds[name] = [ranks * done.num_tokens / done.seconds for done in all_rounds[1:]]
-    spreads = {name: Spread.of(values) for name, values in speeds.items()}
+    ranks = {name: num_ranks if name == CEILING else 1 for name in rounds}
+    seconds = {name: [done.seconds / ranks[name] for done in own[1:]] for name, own in rounds.items()}
+    spreads = {
+        name: Spread.of([ranks[name] * done.num_tokens / done.seconds for done in own[1:]])
+        for name, own in rounds.items()
+    }
     return {
-        "library": world.mpi_library,
-        "ranks": world.size,
-        "threads": torch.get_num_threads(),
-        "tokens_per_s": {name: statistics.median(values) for name, values in speeds.items()},
+        "tokens_per_s": {name: spread.median for name, spread in spreads.items()},
         "quartiles": {name: [spread.low, spread.high] for name, spread in spreads.items()},
-        "ratio_to_fsdp2": {name: ratio(seconds[BASELINE], times) for name, times in seconds.items()},
-        "ratio_to_ceiling": {name: ratio(seconds[CEILING], times) for name, times in seconds.items()},
+        **{
+            f"ratio_to_{reference}": {name: ratio(seconds[reference], times) for name, times in seconds.items()}
+            for reference in (BASELINE, CEILING, APART)
+        },
         "losses": [loss for done in rounds[BASELINE] for loss in done.losses],
     }

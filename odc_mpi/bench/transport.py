@@ -51,8 +51,9 @@ import torch
 
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.fetch_and_push import Units, Variant, check
-from odc_mpi.bench.measure import Goal, interleaved, ratio, seconds, speeds
+from odc_mpi.bench.measure import Goal, entries, interleaved, seconds
 from odc_mpi.bench.progress.computing import kinds_of_work
+from odc_mpi.bench.together import header, slowest
 from odc_mpi.comm.collective import Collectives
 from odc_mpi.runtime.world import World
 from odc_mpi.stack.repeat import each_for
@@ -110,14 +111,7 @@ def measure(
         gloo.close()
     collectives.free()
     return {
-        "benchmark": "transport",
-        "library": world.mpi_library,
-        "ranks": world.size,
-        "nodes": world.num_nodes,
-        "cores_per_rank": cores,
-        "repeats": repeats,
-        "dtype": "float32",
-        "load_average": [load, os.getloadavg()[0]],
+        **header(world, "transport", load, cores_per_rank=cores, repeats=repeats, dtype="float32"),
         "left_out": {} if one_node else dict.fromkeys(_GLOO, "for ranks of one node only"),
         "sizes": results,
         "goals": [goal for result in results for goal in judge(result)] if one_node and world.size > 1 else [],
@@ -164,7 +158,7 @@ def _measure_size(
         "size_bytes": num_bytes,
         "num_units": units.num_units,
         "crossing_bytes": units.crossing_bytes,
-        "all_at_once": {name: _entry(variant, num_bytes, name, times) for name, variant in units.variants.items()},
+        "all_at_once": _entries(units.variants, num_bytes, times),
         "one_alone": alone,
     }
     units.free()
@@ -179,20 +173,10 @@ def _sample(collectives: Collectives, variant: Variant, num_bytes: int) -> float
     return taken
 
 
-def slowest(world: World, times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return for each variant and round the slowest rank's time. Collective."""
-    ranks = world.gather_objects(times)
-    return {name: [max(one) for one in zip(*(rank[name] for rank in ranks), strict=True)] for name in times}
-
-
-def _entry(variant: Variant, num_bytes: int, name: str, times: dict[str, list[float]]) -> dict[str, Any]:
-    own = times[name]
-    entry = {**speeds(num_bytes, own), "of_memcpy": ratio(times["memcpy"], own), "of_gloo": None}
-    if not variant.moves:
-        return entry | {"gb_per_s": None, "of_memcpy": None}
-    if variant.gloo in times:
-        entry["of_gloo"] = ratio(times[variant.gloo], own)
-    return entry
+def _entries(variants: Mapping[str, Variant], num_bytes: int, times: Mapping[str, list[float]]) -> dict[str, Any]:
+    found = entries(times, num_bytes, of_memcpy=lambda _: "memcpy", of_gloo=lambda name: variants[name].gloo)
+    still = {"gb_per_s": None, "of_memcpy": None, "of_gloo": None}
+    return {name: entry if variants[name].moves else entry | still for name, entry in found.items()}
 
 
 def _one_alone(world: World, collectives: Collectives, variant: Variant) -> dict[str, float]:

@@ -1,5 +1,6 @@
-"""The output of `odc-mpi checkpoint list | verify | show`. One process, no communication."""
+"""The output of `odc-mpi checkpoint list | verify | show | digest`. One process, no communication."""
 
+import hashlib
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -68,6 +69,10 @@ def show_lines(path: Path) -> Iterator[str]:
     with newest(path) as checkpoint:
         manifest = checkpoint.manifest
         yield f"{checkpoint.directory}  step {manifest.step}, ranks {manifest.size}, optimizer {manifest.optimizer}"
+        if "base" in manifest.about:
+            adapter, base = manifest.about["adapter"], manifest.about["base"]
+            over = base["path"] or f"a model drawn with seed {base['seed']}"
+            yield f"adapters of rank {adapter['r']}, alpha {adapter['lora_alpha']}, over {over}"
         for name, values in manifest.scalars.items():
             low, high = min(values.values()), max(values.values())
             yield f"optimizer {name}: {low:g}" + (f" to {high:g}" if high != low else "")
@@ -75,6 +80,25 @@ def show_lines(path: Path) -> Iterator[str]:
         for name, record in manifest.tensors.items():
             shape = "x".join(map(str, record.shape)) or "scalar"
             yield f"{name:{width}}  {record.kind:9}  {record.dtype:8}  {shape:>14}  norm {_norm(checkpoint, name):.6g}"
+
+
+def digest_line(path: Path) -> str:
+    """Return one SHA-256 over all that a checkpoint restores, and its directory. Local; reads a part at a time.
+
+    Parameters, buffers and the optimizer's state go into it by name, type, shape and bits, whatever the number of ranks
+    that wrote them. Configuration, place in the data and versions do not.
+    """
+    with newest(path) as checkpoint:
+        digest = hashlib.sha256()
+        for name, record in sorted(checkpoint.manifest.tensors.items()):
+            digest.update(f"{name} {record.dtype} {list(record.shape)}\n".encode())
+            numel = int(np.prod(record.shape, dtype=np.int64))
+            for start in range(0, numel, _PART_NUMEL):
+                digest.update(checkpoint.read(name, start, min(start + _PART_NUMEL, numel)).tobytes())
+        for name, values in sorted(checkpoint.manifest.scalars.items()):
+            for parameter, value in sorted(values.items()):
+                digest.update(f"{name} {parameter} {float(value).hex()}\n".encode())
+        return f"{digest.hexdigest()}  {checkpoint.directory}"
 
 
 def _norm(checkpoint: Checkpoint, name: str) -> float:

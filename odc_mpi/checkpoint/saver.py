@@ -291,16 +291,25 @@ def prune(directory: Path, keep: int, spared: int | None = None) -> None:
 def restore(directory: Path) -> None:
     """Give retired checkpoints their names back where a killed run has not come to use the names. Local.
 
-    Call it before a search for checkpoints: one of these may be the newest.
+    Call it before a search for checkpoints, as one of these may be the newest, and while no other run writes there.
 
     Raises:
         OSError: A directory cannot be renamed.
     """
-    for retired in sorted(directory.glob(f"{_RETIRED}*")):
-        goal = directory / retired.name.removeprefix(_RETIRED).partition(".")[0]
-        if (retired / MANIFEST).exists() and not goal.exists():
-            retired.rename(goal)
+    for path, goal in retired(directory).items():
+        if not goal.exists():
+            path.rename(goal)
             sync_directory(directory)
+
+
+def retired(directory: Path) -> dict[Path, Path]:
+    """Return the whole checkpoints under hidden names whose names no other has, and these names. Local."""
+    found = {
+        path: directory / path.name.removeprefix(_RETIRED).partition(".")[0]
+        for path in sorted(directory.glob(f"{_RETIRED}*"))
+        if (path / MANIFEST).exists()
+    }
+    return {path: goal for path, goal in found.items() if not goal.exists()}
 
 
 def clean(directory: Path) -> int:

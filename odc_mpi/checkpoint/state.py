@@ -3,8 +3,9 @@
     snapshot    copies this rank's slices; training waits for nothing else
     restore     reads this rank's slices, whatever the number of ranks that wrote the checkpoint
 
-The state is: parameters in master precision, frozen ones too; the optimizer's state of each element; persistent buffers
-and other tensors that every rank has whole, which rank 0 stores.
+The state is: parameters in master precision, frozen ones too unless they belong to a base that the checkpoint only
+refers to (`about["base"]`); the optimizer's state of each element; persistent buffers and other tensors that every rank
+has whole, which rank 0 stores.
 """
 
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from odc_mpi.checkpoint.shard_file import Entry, stored_type
 from odc_mpi.errors import UserError
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import whole_and_persistent
+from odc_mpi.shard.slices import Weights
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
@@ -41,10 +43,14 @@ class TrainingState:
         model: The model.
         optimizer: The optimizer of all or some of its slices.
         rank: This rank.
+        over_base: Whether frozen parameters are those of a base, which a checkpoint does not hold.
     """
 
-    def __init__(self, model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    def __init__(
+        self, model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int, *, over_base: bool = False
+    ) -> None:
         self._model = model
+        self._over_base = over_base
         self._optimizer = optimizer
         self._rank = rank
         # The memory is kept: writing to fresh pages takes longer than the copy.
@@ -97,7 +103,8 @@ class TrainingState:
 
     def _live(self) -> Iterator[_Live]:
         for piece, tensor in self._model.slices():
-            yield _Live(f"{MODEL}/{piece.spec.name}", tensor, piece.start, piece.spec.shape)
+            if piece.spec.requires_grad or not self._over_base:
+                yield _Live(f"{MODEL}/{piece.spec.name}", tensor, piece.start, piece.spec.shape)
         pieces = {piece.spec.name: piece for piece, _ in self._model.slices()}
         for name, parameter in self._model.named_shard_parameters():
             for key, value in self._state_of(name, parameter):
@@ -162,13 +169,17 @@ class CheckpointWeights:
 
     Args:
         checkpoint: The checkpoint; it stays open while weights are read.
+        base: Where parameters come from that belong to the base of the checkpoint's adapters.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, base: Weights | None = None) -> None:
         self._checkpoint = checkpoint
+        self._base = base
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `Weights`."""
+        if self._base is not None and f"{MODEL}/{name}" not in self._checkpoint.manifest.tensors:
+            return self._base.read(name, start, stop)
         return _resume_tensor(self._checkpoint, f"{MODEL}/{name}", start, stop)
 
 
@@ -188,7 +199,7 @@ def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
     wanted = {
         name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()
-        if p.is_floating_point()
+        if p.is_floating_point() and (p.requires_grad or "base" not in checkpoint.manifest.about)
     }
     wanted |= {name: (tuple(tensor.shape), "buffer") for name, tensor in whole_and_persistent(module)}
     found = {

@@ -3,13 +3,16 @@
 import argparse
 from pathlib import Path
 
+from odc_mpi.errors import UserError
+
 HELP = "look into checkpoints, export them"
 
 _ACTIONS = {
     "list": "the checkpoints of a run",
     "verify": "read every byte and compare it with its checksum; exit code 1 if one is not intact",
     "show": "the tensors of the newest checkpoint, with shapes, types and norms",
-    "export": "write the model as a Hugging Face directory with safetensors",
+    "digest": "one SHA-256 over the tensors of the newest, the same whatever the number of ranks",
+    "export": "write the model as a Hugging Face directory with safetensors; adapters as peft loads them",
 }
 
 
@@ -22,7 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "export":
             action.add_argument("out", metavar="OUT", type=Path, help="the directory to write; a new one")
             action.add_argument(
-                "--dtype", choices=("float32", "bfloat16", "float16"), help="default: model.param_dtype"
+                "--dtype",
+                choices=("float32", "bfloat16", "float16"),
+                help="default: model.param_dtype; of adapters float32",
+            )
+            action.add_argument(
+                "--merge", action="store_true", help="adapters: write the whole model, the adapters added to their base"
             )
 
 
@@ -40,6 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         lines, num_damaged = commands.verify(arguments.directory)
         print("\n".join(lines))
         return 1 if num_damaged else 0
+    if arguments.action == "digest":
+        print(commands.digest_line(arguments.directory))
+        return 0
     for line in {"list": commands.list_lines, "show": commands.show_lines}[arguments.action](arguments.directory):
         print(line)
     return 0
@@ -50,6 +61,13 @@ def _export(arguments: argparse.Namespace) -> int:
     from odc_mpi.checkpoint.export import export
 
     with newest(arguments.directory) as checkpoint:
-        names = export(checkpoint, arguments.out, arguments.dtype)
+        exported = None
+        if "adapter" in checkpoint.manifest.about:
+            from odc_mpi.models.exported import Adapters, Merged
+
+            exported = Merged(checkpoint) if arguments.merge else Adapters(checkpoint)
+        elif arguments.merge:
+            raise UserError(f"--merge is for adapters, {checkpoint.directory} holds a whole model: leave --merge out")
+        names = export(checkpoint, arguments.out, arguments.dtype, exported=exported)
         print(f"{arguments.out}: step {checkpoint.step}, {', '.join(names)}")
     return 0

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from odc_mpi import __version__
-from odc_mpi.cli import bench, checkpoint, doctor, job, prepare, report, simulate, train
+from odc_mpi.cli import bench, checkpoint, doctor, generate, job, prepare, report, simulate, train
 from odc_mpi.errors import UserError, unusable
 from odc_mpi.runtime.launch import is_launched, launched_rank
 from odc_mpi.runtime.limits import end_by_interrupt
@@ -25,6 +25,7 @@ COMMANDS = {
     "prepare": prepare,
     "doctor": doctor,
     "train": train,
+    "generate": generate,
     "job": job,
     "bench": bench,
     "simulate": simulate,

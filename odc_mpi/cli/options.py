@@ -2,6 +2,8 @@
 
 import argparse
 
+from odc_mpi.wording import parse_size
+
 #: No count and no number of seconds is larger: what is, was a slip, and not every system call takes it.
 MOST = 10**9
 
@@ -11,6 +13,14 @@ def positive(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:20]) <= MOST):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, at most {MOST:,}, got {text!r}")
     return int(text)
+
+
+def size(text: str) -> int:
+    """Read a size in bytes. Local."""
+    num_bytes = parse_size(text)
+    if num_bytes is None:
+        raise argparse.ArgumentTypeError(f"expected a size such as 512M, 2G or 0, got {text!r}")
+    return num_bytes
 
 
 def step_seconds(text: str) -> float:

@@ -1,21 +1,44 @@
-"""`odc-mpi prepare`: its options and its run. One process."""
+"""`odc-mpi prepare`: its options and its run. No MPI."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 
+from odc_mpi.cli.options import positive
+
 HELP = "turn text into tokens on disk"
+_EPILOG = """\
+An example is a line or a row with the fields of one of these forms, the first that fits:
+  messages                        role and content of each, of which the assistant's are learnt
+  prompt, completion              two texts, or two lists of messages; the completion is learnt
+  conversations                   from and value of each
+  instruction, output (, input)   the output is learnt
+  text                            all of it is learnt
+Conversations take tools (a list, or JSON text of one) and system from the fields of these names.
+
+Weights, such as a.jsonl:0.7 b.parquet:0.3, are shares of the examples that are taken, in proportion; each example is
+taken at most once unless --stopping-strategy says otherwise, and --seed draws which. Without weights all are taken.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options. Local."""
     parser.description = "Write a data set of token sequences, with a mask of what is trained."
-    parser.add_argument("source", metavar="SOURCE", help="a JSONL file (.gz too), or stdlib: Python's own functions")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "sources",
+        metavar="SOURCE",
+        nargs="+",
+        help="a file of JSON lines (.gz and .zst too) or Parquet, a folder of such files, or stdlib: Python's own "
+        "functions; with a weight: SOURCE:WEIGHT",
+    )
     parser.add_argument("out", metavar="OUT.h5", type=Path, help="the data set to write")
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        metavar="DIR",
-        help="Hugging Face tokenizer directory, or a data set; default: one is trained on SOURCE",
+        metavar="DIR|DATA.h5",
+        help="Hugging Face tokenizer directory, or a data set; default: one is trained on the sources",
     )
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="longest sequence; default: no limit")
     parser.add_argument(
@@ -25,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bad-lines",
         choices=("error", "skip"),
         default="error",
-        help="what to do with JSONL lines that cannot be used",
+        help="what to do with lines and rows that cannot be used",
     )
     parser.add_argument(
         "--eval-fraction",
@@ -34,11 +57,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="hold out about so much, such as 0.02, in OUT.eval.h5; for data.eval_path",
     )
-    parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="JSONL field of the prompt")
-    parser.add_argument(
-        "--completion-field", default="completion", metavar="NAME", help="JSONL field of the completion"
-    )
+    parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="field of the prompt")
+    parser.add_argument("--completion-field", default="completion", metavar="NAME", help="field of the completion")
     parser.add_argument("--vocab-size", type=int, default=4096, help="of a tokenizer that is trained")
+    parser.add_argument("--seed", type=int, default=0, help="draws which examples of sources with weights are taken")
+    parser.add_argument(
+        "--stopping-strategy",
+        choices=("first_exhausted", "all_exhausted"),
+        default="first_exhausted",
+        help="where a mixture by weights ends: before an example would be taken twice, or when each was taken",
+    )
+    parser.add_argument(
+        "--num-proc",
+        type=positive,
+        metavar="N",
+        help="processes that tokenise; default: the cores that this process may use, or one where there is little text",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,21 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from odc_mpi.data.prepare import prepare
+    from odc_mpi.data.prepare import Options, prepare
 
-    console = Console(stderr=True)
-    report = prepare(
-        arguments.source,
-        arguments.out,
-        tokenizer=arguments.tokenizer,
-        max_length=arguments.max_length,
-        overlong=arguments.overlong,
-        prompt_field=arguments.prompt_field,
-        completion_field=arguments.completion_field,
-        vocab_size=arguments.vocab_size,
-        bad_lines=arguments.bad_lines,
-        eval_fraction=arguments.eval_fraction,
-        console=console,
-    )
-    print(report.describe())
+    chosen = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)}
+    print(prepare(arguments.sources, arguments.out, Options(**chosen), Console(stderr=True)).describe())
     return 0

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from odc_mpi.cli.options import size
+
 if TYPE_CHECKING:
     from odc_mpi.simulate.scenario import Scenario
 
@@ -45,6 +47,9 @@ def add_scenario(parser: argparse.ArgumentParser, defaults: Mapping[str, int]) -
         parser.add_argument(
             option, type=kind, default=default, metavar=metavar, help=f"{meaning}; default: {default:g}"
         )
+    for what in ("parameter", "gradient"):
+        meaning = f"over windows: as comm.{what}_cache_bytes; default: 0"
+        parser.add_argument(f"--{what}-cache-bytes", type=size, default=0, metavar="SIZE", help=meaning)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -56,7 +56,8 @@ def _train_under(stop: "StopWish", log: "RankLog", arguments: argparse.Namespace
     with start_of_mpi():
         from odc_mpi.runtime.world import World
 
-    world = World()
+    # With mistaken settings ranks meet only to hear so.
+    world = World() if isinstance(loaded, UserError) else World(timeout_s=loaded.comm.timeout_s)
     return on_ranks(world, lambda: _train_as(world.agree(lambda: _unless_mistaken(loaded)), world, stop, log))
 
 

@@ -41,7 +41,7 @@ class BufferPool:
         with self._lock:
             whole = self._fitting(num_bytes)
             if whole is None:
-                self._drop_one_unseen()
+                self._drop_unseen(num_bytes)
                 whole = self._memory(num_bytes)
                 self._held_bytes += num_bytes
                 self.peak_bytes = max(self.peak_bytes, self._held_bytes)
@@ -69,12 +69,14 @@ class BufferPool:
         self._idle = [whole for whole in self._idle if whole is not best]
         return best
 
-    def _drop_one_unseen(self) -> None:
-        """Free an idle buffer that was too small, so that units of many sizes do not each leave one behind."""
-        for i, whole in enumerate(self._idle):
-            if _is_unseen(whole):
-                self._held_bytes -= self._idle.pop(i).numel()
+    def _drop_unseen(self, num_bytes: int) -> None:
+        """Free idle buffers that are too small, to make room for so much: units of many sizes leave none behind."""
+        for whole in [whole for whole in self._idle if _is_unseen(whole)]:
+            if num_bytes <= 0:
                 return
+            self._idle = [other for other in self._idle if other is not whole]
+            self._held_bytes -= whole.numel()
+            num_bytes -= whole.numel()
 
 
 def _is_unseen(whole: torch.Tensor) -> bool:

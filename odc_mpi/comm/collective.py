@@ -21,14 +21,14 @@ Note: the same order on all ranks
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.transport import Fetch, Footprint, GradientStore, Group, Host, Layout, ParameterStore, Pending
+from odc_mpi.comm.transport import Fetch, GradientStore, Group, ParameterStore, Pending, PrivateHost
 from odc_mpi.comm.windows.rma import MPI_DTYPES
 from odc_mpi.runtime.world import World
 
@@ -87,7 +87,7 @@ class Collectives:
             self._comm.Free()
 
 
-class CollectiveParameters(ParameterStore, Host):
+class CollectiveParameters(PrivateHost, ParameterStore):
     """Parameters in private memory, fetched with an all-gather. See the module's docstring. Making one is local.
 
     Fetches are collective, and so is whatever makes them: a forward, a backward, `state_dict`. Only the main thread may
@@ -102,40 +102,31 @@ class CollectiveParameters(ParameterStore, Host):
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self._world, self._group = world, group
-        self._layouts: tuple[Layout, ...] = ()
         self._shards: list[torch.Tensor] = []
         self._comms: list[MPI.Intracomm] = []
 
-    @property
-    def layouts(self) -> Sequence[Layout]:  # noqa: D102
-        return self._layouts
-
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
-        self._layouts = tuple(layouts)
-        return Footprint()
-
     def allocate(self) -> None:  # noqa: D102
-        self._comms = _duplicates(self._world, len(self._layouts))
-        self._shards = [torch.zeros(layout.shard_numel, dtype=self.dtype) for layout in self._layouts]
+        self._comms = _duplicates(self._world, len(self.layouts))
+        self._shards = [torch.zeros(layout.shard_numel, dtype=layout.dtype or self.dtype) for layout in self.layouts]
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._shards[index]
 
     def fetch(self, index: int) -> Fetch:
         """Start to gather a whole array. Collective."""
-        layout = self._layouts[index]
+        layout = self.layouts[index]
         # The last shards reach beyond the array's end.
-        whole = self.buffers.take(self._group.size * layout.shard_numel, self.dtype)
+        whole = self.buffers.take(self._group.size * layout.shard_numel, self.dtype_of(index))
         return Fetch(whole[: layout.numel], self.start_fetch(index, whole))
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
         """Start to gather all shards into `buffer`, `[size * shard_numel]` of `dtype`. Collective."""
-        shard, element = self._shards[index], _MOVED[self.dtype.itemsize]
+        shard, element = self._shards[index], _MOVED[self.dtype_of(index).itemsize]
         assert buffer.numel() == self._group.size * shard.numel()
         comm = self._comms[index % len(self._comms)]
         self._group.num_collectives += 1
         request = comm.Iallgather([_raw(shard), element], [_raw(buffer), element])
-        return _Gather(self._world, request, f"gathering unit {self._layouts[index].name}", buffer)
+        return _Gather(self._world, request, f"gathering unit {self.layouts[index].name}", buffer)
 
     def free(self) -> None:  # noqa: D102
         while self._comms:
@@ -143,7 +134,7 @@ class CollectiveParameters(ParameterStore, Host):
         self._shards = []
 
 
-class CollectiveGradients(GradientStore, Host):
+class CollectiveGradients(PrivateHost, GradientStore):
     """Gradients in private memory, pushed with a reduce-scatter. See the module's docstring. Making one is local.
 
     Args:
@@ -155,20 +146,15 @@ class CollectiveGradients(GradientStore, Host):
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self._world, self._group = world, group
-        self._layouts: tuple[Layout, ...] = ()
         self._shards: dict[int, torch.Tensor] = {}
         self._comms: list[MPI.Intracomm] = []
         self._reduces: deque[_Reduce] = deque()
         self._results = BufferPool()
 
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
-        self._layouts = tuple(layouts)
-        return Footprint()
-
     def allocate(self) -> None:  # noqa: D102
-        self._comms = _duplicates(self._world, len(self._layouts))
+        self._comms = _duplicates(self._world, len(self.layouts))
         self._shards = {
-            i: torch.zeros(x.shard_numel, dtype=self.dtype) for i, x in enumerate(self._layouts) if x.trainable
+            i: torch.zeros(x.shard_numel, dtype=self.dtype) for i, x in enumerate(self.layouts) if x.trainable
         }
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
@@ -182,7 +168,7 @@ class CollectiveGradients(GradientStore, Host):
             gradient: As for any store; what it does not cover counts as zero.
             start: As for any store; may differ between ranks.
         """
-        layout, element = self._layouts[index], MPI_DTYPES[self.dtype]
+        layout, element = self.layouts[index], MPI_DTYPES[self.dtype]
         if gradient.numel() != layout.numel:
             stop = start + gradient.numel()
             gradient = torch.nn.functional.pad(gradient, (start, layout.numel - stop))

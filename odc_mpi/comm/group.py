@@ -48,6 +48,9 @@ class WorldGroup(Group):
         self._progress: ProgressThread | None = None
         self._num_windows = 0
 
+    def on_this_node(self, rank: int) -> bool:  # noqa: D102
+        return rank in self._world.node_ranks
+
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:  # noqa: D102
         footprint = self._world.agree(lambda: self._checked(num_arrays, plan()))
         if footprint.shared_bytes:

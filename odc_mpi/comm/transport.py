@@ -45,6 +45,8 @@ class Layout(Protocol):
     def shard_numel(self) -> int: ...  # noqa: D102
     @property
     def trainable(self) -> bool: ...  # noqa: D102
+    @property
+    def dtype(self) -> torch.dtype | None: ...  # noqa: D102
     def owned(self, rank: int) -> tuple[int, int]: ...  # noqa: D102
     def owners(self, start: int, stop: int) -> range: ...  # noqa: D102
 
@@ -112,6 +114,10 @@ class Group(ABC):
     rank: int
     size: int
     num_collectives: int = 0
+
+    def on_this_node(self, rank: int) -> bool:
+        """Return whether a rank shares this one's node. Local."""
+        return True
 
     @abstractmethod
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
@@ -186,11 +192,25 @@ class Host:
         """Free the memory; nobody may look at it any more. Collective, within a meeting of the caller's."""
 
 
+class PrivateHost(Host):
+    """Memory that no other rank sees: no window, and nothing of the memory that a node's ranks share.
+
+    Attributes:
+        layouts: Of the arrays, once they are known.
+    """
+
+    layouts: Sequence[Layout] = ()
+
+    def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
+        self.layouts = tuple(layouts)
+        return Footprint()
+
+
 class ParameterStore(ABC):
     """This rank's shards of parameters, and whole arrays from those of all ranks.
 
     Args:
-        dtype: Of parameters on the way and in the shards.
+        dtype: Of parameters on the way and in the shards, unless a layout has a type of its own.
         buffers: Where fetches land.
 
     Attributes:
@@ -212,13 +232,20 @@ class ParameterStore(ABC):
     def layouts(self) -> Sequence[Layout]:
         """The arrays, once they are allocated. Local."""
 
-    @abstractmethod
-    def shard(self, index: int) -> torch.Tensor:
-        """Return this rank's parameters, `[shard_numel]` of `dtype`, over the memory that others fetch. Local."""
+    def dtype_of(self, index: int) -> torch.dtype:
+        """Return the type of an array's elements. Local."""
+        return self.layouts[index].dtype or self.dtype
 
     @abstractmethod
+    def shard(self, index: int) -> torch.Tensor:
+        """Return this rank's parameters, `[shard_numel]` of `dtype_of(index)`: the memory that others fetch. Local."""
+
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
-        """Start to fill `buffer`, `[numel]` of `dtype`, which was handed over, with a whole array. One-sided."""
+        """Start to fill `buffer`, `[numel]` of `dtype_of(index)`, which was handed over, with a whole array. One-sided.
+
+        Only for stores whose fetches move bytes (`copies`).
+        """
+        raise NotImplementedError(f"{type(self).__name__} fetches in place")
 
     def hand_over(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory is as it looks
         """Tell what the next fetch into a buffer comes after. Local.
@@ -229,7 +256,7 @@ class ParameterStore(ABC):
 
     def take(self, index: int) -> torch.Tensor:
         """Return a buffer to fetch an array into, handed over already. Local, by the thread that computes."""
-        buffer = self.buffers.take(self.layouts[index].numel, self.dtype)
+        buffer = self.buffers.take(self.layouts[index].numel, self.dtype_of(index))
         self.hand_over(buffer)
         return buffer
 
@@ -245,7 +272,7 @@ class ParameterStore(ABC):
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shards. Local."""
-        return sum(layout.shard_numel for layout in self.layouts) * self.dtype.itemsize
+        return sum(layout.shard_numel * (layout.dtype or self.dtype).itemsize for layout in self.layouts)
 
 
 class GradientStore(ABC):
@@ -254,6 +281,9 @@ class GradientStore(ABC):
     Args:
         dtype: Of gradients on the way and in the shards.
     """
+
+    #: Whether a push goes anywhere; if not, a sum at home is what it makes already.
+    travels: bool = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -9,7 +9,8 @@
 
 Attributes: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (a digest of which token has which number),
 `content` (a digest of tokens and mask), `tokenizer` (its name, for people), `source`, and what of the source was left
-out: `num_untrained_dropped` sequences without a token to learn, `num_bad_lines`. They are written last: a file without
+out: `num_untrained_dropped` sequences without a token to learn, `num_bad_lines`; `request` (a digest of the sources,
+options, tokenizer and versions of `prepare`) and `report` (JSON of its counts). They are written last: a file without
 them was never finished.
 
 The group `tokenizer` holds the files of the tokenizer, each as a dataset of its bytes, uint8 [num_bytes], under the
@@ -21,9 +22,10 @@ No communication. Any number of ranks may have the file open, for reading only.
 import hashlib
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import h5py
 import numpy as np
@@ -262,6 +264,28 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
             return {name: item[:].tobytes() for name, item in group.items() if isinstance(item, h5py.Dataset)}
     except OSError:  # not there, or not HDF5
         return {}
+
+
+def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
+    """Return the counts of `prepare`, if it wrote these data sets for this request. Local.
+
+    Args:
+        paths: The data sets.
+        request: Its digest.
+
+    Returns:
+        The counts by name; None if a data set is missing, unfinished, damaged or of another request.
+    """
+    reports = set()
+    for path in paths:
+        try:
+            with h5py.File(path, "r", locking=False) as file:
+                if file.attrs.get("format") != FORMAT or file.attrs.get("request") != request:
+                    return None
+                reports.add(str(file.attrs["report"]))
+        except (OSError, KeyError):
+            return None
+    return json.loads(reports.pop()) if len(reports) == 1 else None
 
 
 def _open(path: Path) -> h5py.File:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.jsonl import BadLine, Conversation, Example, Pair, is_learnt
+from odc_mpi.data.examples import BadLine, Conversation, Example, Pair
 from odc_mpi.errors import UserError, in_one_line
 
 Span = tuple[int, int]
@@ -72,7 +72,7 @@ def _encode_pairs(tokenizer: Any, pairs: list[Pair]) -> list[Encoded]:
         raise UserError("expected a tokenizer with an end-of-sequence token (eos_token), got none: change --tokenizer")
     texts = [pair.prompt for pair in pairs] + [pair.completion for pair in pairs]
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    start = _start_tokens(tokenizer)
+    start = start_tokens(tokenizer)
     encoded = []
     for prompt, completion in zip(ids[: len(pairs)], ids[len(pairs) :], strict=True):
         tokens = np.array([*start, *prompt, *completion, tokenizer.eos_token_id], dtype=np.uint32)
@@ -80,8 +80,8 @@ def _encode_pairs(tokenizer: Any, pairs: list[Pair]) -> list[Encoded]:
     return encoded
 
 
-def _start_tokens(tokenizer: Any) -> list[int]:
-    """Return [bos] for tokenizers that begin every sequence with it (Llama's), else []."""
+def start_tokens(tokenizer: Any) -> list[int]:
+    """Return [bos] for tokenizers that begin every sequence with it (Llama's), else []. Local."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
@@ -124,7 +124,8 @@ def render_chat(tokenizer: Any, chat: Conversation) -> RenderedChat:
     """Put a conversation through the chat template and find the assistant's turns in the text.
 
     A turn is the text that the template adds for one more message, without the generation prompt. This works for any
-    template whose output only grows with the messages. An empty turn is not to be learnt.
+    template whose output only grows with the messages, with `{% generation %}` in it or without. An empty turn is not
+    to be learnt.
 
     Local.
 
@@ -136,14 +137,11 @@ def render_chat(tokenizer: Any, chat: Conversation) -> RenderedChat:
         UserError: There is no template, or it rewrites earlier turns.
         BadLine: The template refuses the messages, or its text cannot be tokenised.
     """
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"{chat.where}: 'messages' need a chat template, and the tokenizer has none: change --tokenizer"
-        )
+    _require_template(tokenizer, chat)
     text = _render(tokenizer, chat, len(chat.messages), for_generation=False)
     spans = []
-    for i, message in enumerate(chat.messages):
-        if is_learnt(message):
+    for i in range(len(chat.messages)):
+        if chat.learns(i):
             prompt = _render(tokenizer, chat, i, for_generation=True)
             turn = _render(tokenizer, chat, i + 1, for_generation=False)
             if not (turn.startswith(prompt) and text.startswith(turn)):
@@ -151,15 +149,37 @@ def render_chat(tokenizer: Any, chat: Conversation) -> RenderedChat:
                     f"{chat.where}: the chat template rewrites earlier text when message {i + 1} is added, so what the "
                     "assistant says cannot be found: change the tokenizer's chat_template"
                 )
-            spans.append((len(prompt), _end_of_turn(tokenizer, turn)))
+            spans.append((len(prompt), end_of_turn(tokenizer, turn)))
     return RenderedChat(text, tuple(spans))
+
+
+def render_prompt(tokenizer: Any, chat: Conversation, *, for_generation: bool = True) -> str:
+    """Put messages through the chat template, for the assistant to go on. Local.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        chat: The messages.
+        for_generation: Whether the text ends with the beginning of the assistant's turn.
+
+    Raises:
+        UserError: There is no chat template, or it refuses the messages.
+    """
+    _require_template(tokenizer, chat)
+    return _render(tokenizer, chat, len(chat.messages), for_generation=for_generation)
+
+
+def _require_template(tokenizer: Any, chat: Conversation) -> None:
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{chat.where}: 'messages' need a chat template, and the tokenizer has none: change --tokenizer"
+        )
 
 
 def _render(tokenizer: Any, chat: Conversation, num_messages: int, *, for_generation: bool) -> str:
     """Render the first messages; any exception of the template becomes an error about the conversation."""
     try:
         text = tokenizer.apply_chat_template(
-            chat.messages[:num_messages], tokenize=False, add_generation_prompt=for_generation
+            chat.messages[:num_messages], chat.tools, tokenize=False, add_generation_prompt=for_generation
         )
         text.encode("utf-8")  # other fields than the content may have half of a surrogate pair
     except Exception as error:
@@ -169,8 +189,8 @@ def _render(tokenizer: Any, chat: Conversation, num_messages: int, *, for_genera
     return text
 
 
-def _end_of_turn(tokenizer: Any, turn: str) -> int:
-    """Return the end of a turn: after the end token, without the line break that templates add behind it."""
+def end_of_turn(tokenizer: Any, turn: str) -> int:
+    """Return the end of a turn: after the end token, without the line break that templates add behind it. Local."""
     stripped = turn.rstrip()
     special = tuple(tokenizer.get_added_vocab())
     return len(stripped) if special and stripped.endswith(special) else len(turn)

@@ -1,245 +1,164 @@
-"""Reading training examples from JSON lines, plain or gzipped.
-
-A line has one of a few forms; errors name file and line. Empty texts are legal: an example may have nothing to learn,
-which its `trains` tells. Nothing here knows tokenizers.
-"""
+"""Reading JSON lines in blocks, plain or compressed by gzip or Zstandard. What a line holds is in `examples`."""
 
 import codecs
 import gzip
-import json
+import io
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from odc_mpi.data.examples import parse_json
 from odc_mpi.errors import UserError
 
-_ROLES = ("system", "user", "assistant", "tool")
-_NUM_NAMED = 3
+SUFFIXES = (".jsonl", ".ndjson")
+COMPRESSED = (".gz", ".zst")
+#: Text that becomes one block: enough for a process to be busy with it, little enough for the tokens' offsets.
+_BLOCK_BYTES = 1 << 19
+_BLOCK_LINES = 1024
+#: Zstandard's frames are decompressed in pieces of so much.
+_PACKED_BYTES = 1 << 14
+
+#: How often a line or row is to be taken, asked once for each one in the order of the file.
+Take = Callable[[], int]
 
 
-class BadLine(UserError):  # noqa: N818
-    """A line that cannot be used; the message names file and line."""
+@dataclass(frozen=True)
+class Lines:
+    """Some lines of a file.
+
+    Attributes:
+        name: The file, for messages.
+        numbers: Of each line, from 1.
+        lines: As in the file; none is blank.
+    """
+
+    name: str
+    numbers: list[int]
+    lines: list[bytes]
+
+    def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """Yield the file and line for messages, and a function that returns the record or raises BadLine. Local."""
+        for number, line in zip(self.numbers, self.lines, strict=True):
+            where = f"{self.name}, line {number}"
+            yield where, lambda line=line, where=where: parse_json(line, where)  # type: ignore[misc]
 
 
-class BadLines:
-    """The lines of a file that cannot be used.
+def read_lines(path: Path, take: Take, advance: Callable[[int], None]) -> Iterator[Lines]:
+    """Yield the lines of a file in blocks, in its order, without blank ones. Local.
 
     Args:
-        skip: Whether to go on without them; otherwise the first one is an error.
-
-    Attributes:
-        skip: As given.
-        num_skipped: Lines left out so far.
-        first: What is wrong with the first three of them.
-    """
-
-    def __init__(self, skip: bool = False) -> None:
-        self.skip = skip
-        self.num_skipped = 0
-        self.first: list[str] = []
-
-    def add(self, error: BadLine) -> None:
-        """Count a line. Local.
-
-        Raises:
-            UserError: Such lines are not to be skipped.
-        """
-        if not self.skip:
-            raise UserError(f"{error}; to leave such lines out: --bad-lines skip") from error
-        self.num_skipped += 1
-        if len(self.first) < _NUM_NAMED:
-            self.first.append(str(error))
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A prompt and the completion to learn.
-
-    Attributes:
-        where: File and line, for messages.
-        prompt: Context without loss; empty for a line with `text` only.
-        completion: Text with loss.
-    """
-
-    where: str
-    prompt: str
-    completion: str
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is anything to learn. Local."""
-        return bool(self.completion)
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Chat messages; those of the assistant are to be learnt.
-
-    Attributes:
-        where: File and line, for messages.
-        messages: As in the file, without fields that are null; each has at least `role` and `content`, both strings.
-    """
-
-    where: str
-    messages: list[dict[str, Any]]
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is anything to learn. Local."""
-        return any(is_learnt(message) for message in self.messages)
-
-
-def is_learnt(message: dict[str, Any]) -> bool:
-    """Return whether a message is of the assistant, which says or calls something in it. Local."""
-    return message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
-
-
-Example = Pair | Conversation
-
-
-@dataclass(frozen=True)
-class Fields:
-    """Names of the fields that hold prompt and completion; names other than these defaults are then required."""
-
-    prompt: str = "prompt"
-    completion: str = "completion"
-
-    @property
-    def renamed(self) -> bool:
-        """Whether the user chose the names; then all other fields of a line are ignored."""
-        return self != Fields()
-
-
-def read(file: BinaryIO, name: str, fields: Fields, bad_lines: BadLines) -> Iterator[Example]:
-    """Yield the examples of a file in its order, skipping blank lines.
-
-    A line is an object with `messages`, or with prompt and completion, or with `text`, in this order of precedence.
-
-    Local.
-
-    Args:
-        file: Opened for reading bytes; decompressed here where `name` ends in .gz.
-        name: Its name, for messages.
-        fields: Names of the prompt and completion fields.
-        bad_lines: Takes the lines that cannot be understood.
+        path: Decompressed here where its name ends in .gz or .zst.
+        take: Says how often to take each line; blank lines are not asked for.
+        advance: Called with the bytes of the file that were read since it was last called.
 
     Raises:
-        UserError: The file cannot be read, or a line cannot be understood; the message names file and line.
+        UserError: The file cannot be read; the message names file and line.
     """
-    for where, line in _lines(file, name):
-        if line.strip():
-            try:
-                example = _example(_parse(line, where), where, fields)
-            except BadLine as error:
-                bad_lines.add(error)
-            else:
-                yield example
+    block, size = Lines(str(path), [], []), 0
+    for number, line in _numbered(path, advance):
+        for _ in range(take()):
+            block.numbers.append(number)
+            block.lines.append(line)
+            size += len(line)
+            if size >= _BLOCK_BYTES or len(block.lines) >= _BLOCK_LINES:
+                yield block
+                block, size = Lines(str(path), [], []), 0
+    if block.lines:
+        yield block
 
 
-def _lines(file: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
-    """Yield file and line number for messages, and the line."""
-    stream = cast(BinaryIO, gzip.GzipFile(fileobj=file)) if name.endswith(".gz") else file
-    number = 0
+def count_lines(path: Path) -> int:
+    """Return the lines of a file that are not blank. Local.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    return sum(1 for _ in _numbered(path, lambda _: None))
+
+
+def _numbered(path: Path, advance: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and content of each line that is not blank."""
+    number = position = 0
     try:
-        for number, line in enumerate(stream, start=1):
-            # Editors on Windows like to begin a file with a byte order mark.
-            yield f"{name}, line {number}", line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{name}, line {number + 1}: cannot be read ({error}): is SOURCE complete?") from error
+        with path.open("rb") as file:
+            for number, line in enumerate(_decompressed(file, path), start=1):
+                if number == 1:
+                    # Editors on Windows like to begin a file with a byte order mark.
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if number % _BLOCK_LINES == 0:
+                    advance(file.tell() - position)
+                    position = file.tell()
+                if not line.isspace() and line:
+                    yield number, line
+            advance(file.tell() - position)
+    except _damages() as error:
+        raise UserError(f"{path}, line {number + 1}: cannot be read ({error}): is SOURCE complete?") from error
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
-    """Decode one line into an object."""
+def _decompressed(file: BinaryIO, path: Path) -> BinaryIO:
+    """Return the stream of a file's text."""
+    if path.suffix == ".gz":
+        return cast(BinaryIO, _gzip_file()(fileobj=file, mode="rb"))
+    if path.suffix == ".zst":
+        return cast(BinaryIO, io.BufferedReader(_open_zstd(file, path), 1 << 20))
+    return file
+
+
+def _gzip_file() -> Any:
     try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadLine(f"{where}: expected UTF-8, got byte 0x{line[error.start]:02x} at {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise BadLine(
-            f"{where}: expected a JSON object, got invalid JSON ({error.msg}, column {error.colno})"
+        from isal.igzip import GzipFile  # reads the same bytes several times as fast
+    except ImportError:
+        return gzip.GzipFile
+    return GzipFile
+
+
+def _open_zstd(file: BinaryIO, path: Path) -> Any:
+    """Open by Python's own library, of 3.14 on, or by the package zstandard."""
+    with suppress(ImportError):
+        from compression import zstd  # type: ignore[import-not-found]
+
+        return zstd.ZstdFile(file)
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UserError(
+            f"expected the package zstandard, to read {str(path)!r}, got none: pip install 'odc_mpi[zstd]'"
         ) from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists thousands deep
-        raise BadLine(f"{where}: expected a JSON object, got invalid JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise BadLine(f"{where}: expected a JSON object, got {_kind(record)}")
-    return record
+    return _ZstdText(file, zstandard.ZstdDecompressor())
 
 
-def _example(record: dict[str, Any], where: str, fields: Fields) -> Example:
-    """Return the example of a line, by the first known form."""
-    if fields.renamed or ({fields.prompt, fields.completion} <= record.keys() and "messages" not in record):
-        completion = _text(record, fields.completion, where)
-        return Pair(where, _text(record, fields.prompt, where), completion)
-    if "messages" in record:
-        return Conversation(where, _messages(record["messages"], where))
-    if "text" in record:
-        return Pair(where, "", _text(record, "text", where))
-    raise BadLine(
-        f"{where}: expected the fields 'messages', or 'prompt' and 'completion', or 'text', got {_names(record)}: "
-        "name yours with --prompt-field and --completion-field"
-    )
+class _ZstdText(io.RawIOBase):
+    """The text of Zstandard frames. The package's own stream ends where a file was cut off, without a word."""
+
+    def __init__(self, file: BinaryIO, decompressor: Any) -> None:
+        self._file, self._decompressor = file, decompressor
+        self._frame: Any = None
+        self._rest = self._text = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._text and (packed := self._rest or self._file.read(_PACKED_BYTES)):
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._text = self._frame.decompress(packed)
+            self._rest = self._frame.unused_data if self._frame.eof else b""
+            self._frame = None if self._frame.eof else self._frame
+        if not self._text and self._frame:
+            raise EOFError("it ends within a Zstandard frame")
+        count = min(len(buffer), len(self._text))
+        buffer[:count], self._text = self._text[:count], self._text[count:]
+        return count
 
 
-def _messages(messages: Any, where: str) -> list[dict[str, Any]]:
-    """Check a conversation down to the types of its contents; each content becomes one string."""
-    if not isinstance(messages, list):
-        raise BadLine(f"{where}: expected 'messages' to be a list of objects, got {_kind(messages)}")
-    checked = []
-    for message in messages:
-        if not isinstance(message, dict):
-            raise BadLine(f"{where}: expected each of 'messages' to be an object, got {_kind(message)}")
-        role = _text(message, "role", where)
-        if role not in _ROLES:
-            raise BadLine(f"{where}: expected a role among {', '.join(_ROLES)}, got {_cut(repr(role))}")
-        # Tables write what a row does not have as null, and chat templates ask whether a field is there.
-        present = {name: value for name, value in message.items() if value is not None}
-        checked.append(present | {"content": _content(message, where)})
-    if checked and is_learnt(checked[0]):
-        raise BadLine(f"{where}: expected a system or user message before the assistant's first, got none")
-    return checked
-
-
-def _content(message: dict[str, Any], where: str) -> str:
-    """Return the text of a message: a string, a list of parts, or null, as where the assistant calls a tool."""
-    content = message.get("content")
-    if content is None and ("content" in message or message.get("tool_calls")):
-        return ""
-    if not isinstance(content, list):
-        return _text(message, "content", where)
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = _cut(repr(part["type"])) if isinstance(part, dict) and "type" in part else _kind(part)
-            raise BadLine(f"{where}: expected parts of the type 'text' in 'content', got {kind}")
-    return "".join(_text(part, "text", where) for part in content)
-
-
-def _text(record: dict[str, Any], field: str, where: str) -> str:
-    """Return a field that must be there and must be text."""
-    if field not in record:
-        raise BadLine(
-            f"{where}: expected the field {field!r}, got {_names(record)}: see --prompt-field and --completion-field"
-        )
-    text = record[field]
-    if not isinstance(text, str):
-        raise BadLine(f"{where}: expected {field!r} to be a string, got {_kind(text)}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair; no tokenizer takes it
-        raise BadLine(f"{where}: expected text in {field!r}, got a lone surrogate at {error.start}") from error
-    return text
-
-
-def _names(record: dict[str, Any]) -> str:
-    return _cut(", ".join(map(repr, record))) or "no fields"
-
-
-def _cut(text: str) -> str:
-    """Cut what a file may hold to what a message may hold."""
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
-def _kind(value: Any) -> str:
-    """Name a JSON value's type in the words of JSON."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+def _damages() -> tuple[type[Exception], ...]:
+    """Return the exceptions for damaged data, of those libraries that are in use."""
+    found: list[type[Exception]] = [OSError, EOFError, zlib.error]
+    for module, name in (("isal.isal_zlib", "error"), ("zstandard", "ZstdError"), ("compression.zstd", "ZstdError")):
+        if loaded := sys.modules.get(module):
+            found.append(getattr(loaded, name))
+    return tuple(found)

@@ -1,28 +1,32 @@
 """From text to a file of tokens: what `odc-mpi prepare` does.
 
-Reads the source (`stdlib`, `jsonl`), loads the tokenizer or trains one (`tokenizer`), tokenises in batches (`encode`),
-cuts what is too long, and writes a data set (`dataset`) with the tokenizer's files in it, which appears complete or not
-at all; beside it another one of sequences that are held out, if that is asked for. One process, no communication.
+Finds the sources (`sources`), loads the tokenizer or trains one (`tokenizer`), has blocks of examples tokenised in this
+process or in several (`blocks`, `workers`), and writes a data set (`dataset`) with the tokenizer's files in it, which
+appears complete or not at all; beside it another one of sequences that are held out, if that is asked for. The files
+are the same, byte for byte, for any number of processes. No communication.
 """
 
 import hashlib
+import json
+import os
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from itertools import islice
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.progress import Progress
 
-from odc_mpi.data import jsonl, stdlib
-from odc_mpi.data.dataset import DatasetWriter, vocabulary_digest
-from odc_mpi.data.encode import Encoded, encode
-from odc_mpi.data.jsonl import BadLine, BadLines, Example, Fields, Pair
-from odc_mpi.data.prepared import PrepareReport
+from odc_mpi import __version__
+from odc_mpi.data.blocks import EncodedBlock, Limits, encode_block
+from odc_mpi.data.dataset import DatasetWriter, find_counts, vocabulary_digest
+from odc_mpi.data.examples import BadLine, BadLines, Fields, Pair, example_of
+from odc_mpi.data.prepared import PrepareReport, Tally
+from odc_mpi.data.sources import STRATEGIES, Block, Source, find_sources, mix
 from odc_mpi.data.tokenizer import (
     DIRECTORY_SUFFIX,
     MIN_VOCAB_SIZE,
@@ -32,118 +36,101 @@ from odc_mpi.data.tokenizer import (
     tokenizer_files,
     train_tokenizer,
 )
+from odc_mpi.data.workers import Job, Workers
 from odc_mpi.errors import UserError
 from odc_mpi.files import replacing
 
-STDLIB = "stdlib"
-_BATCH_EXAMPLES = 256  # tokenised in one call: enough for its threads, little enough for its offsets
+#: Of less text than this a single process has tokenised most before others have loaded their libraries.
+_WORTH_PROCESSES = 32 << 20
+_MOST_CHARS = 200  # of the sources' names
+_MOST_NAMES = 3
 
 
-def prepare(
-    source: str,
-    out: Path,
-    *,
-    tokenizer: Path | None = None,
-    max_length: int | None = None,
-    overlong: Literal["truncate", "drop"] = "truncate",
-    prompt_field: str = "prompt",
-    completion_field: str = "completion",
-    vocab_size: int = 4096,
-    bad_lines: Literal["error", "skip"] = "error",
-    eval_fraction: float = 0.0,
-    console: Console | None = None,
-) -> PrepareReport:
-    """Tokenise a source into a data set, in one process, before the training. Local.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How sources become a data set.
 
-    Args:
-        source: The word "stdlib", or the path of a JSONL file; gzipped if it ends in .gz.
-        out: File to write. If anything goes wrong, it stays as it was.
-        tokenizer: Directory of a tokenizer, or a data set that holds one. None trains one on the source.
+    Attributes:
+        tokenizer: Directory of a tokenizer, or a data set that holds one. None trains one on the sources.
         max_length: The most tokens in a sequence; None for no limit.
         overlong: Whether to truncate or to drop longer sequences.
         prompt_field: Field of a line that holds the prompt; required if it is not "prompt".
         completion_field: Field of a line that holds the completion; required if it is not "completion".
         vocab_size: The most tokens of a trained tokenizer.
         bad_lines: Whether a line that cannot be used is an error, or is skipped and counted.
-        eval_fraction: About so much of the sequences is held out in a data set beside `out`, `eval_path_of(out)`. Which
-            depends on their tokens alone: equal ones stay together, and where they are when others come.
+        eval_fraction: About so much of the sequences is held out in a data set beside the other, `eval_path_of(out)`.
+            Which depends on their tokens alone: equal ones stay together, and where they are when others come.
+        seed: Draws which examples of sources with weights are taken.
+        stopping_strategy: Where a mixture by weights ends, see `mix`.
+        num_proc: Processes that tokenise; None for the cores that this process may use, or one for little text.
+    """
+
+    tokenizer: Path | None = None
+    max_length: int | None = None
+    overlong: Literal["truncate", "drop"] = "truncate"
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    vocab_size: int = 4096
+    bad_lines: Literal["error", "skip"] = "error"
+    eval_fraction: float = 0.0
+    seed: int = 0
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    num_proc: int | None = None
+
+    def check(self) -> None:
+        """Refuse wrong options before anything is read. Local.
+
+        Raises:
+            UserError: An option is out of range.
+        """
+        for name, choices in (
+            ("overlong", ("truncate", "drop")),
+            ("bad_lines", ("error", "skip")),
+            ("stopping_strategy", STRATEGIES),
+        ):
+            if (value := getattr(self, name)) not in choices:
+                raise UserError(f"expected --{name.replace('_', '-')} {' or '.join(choices)}, got {value!r}")
+        if not 0 <= self.eval_fraction < 1:
+            raise UserError(f"expected --eval-fraction of 0 or more and below 1, got {self.eval_fraction:g}")
+        if self.max_length is not None and self.max_length < 2:
+            raise UserError(f"expected --max-length of at least 2, got {self.max_length}")
+        if self.tokenizer is None and self.vocab_size < MIN_VOCAB_SIZE:
+            raise UserError(f"expected --vocab-size of at least {MIN_VOCAB_SIZE}, got {self.vocab_size}")
+        if self.num_proc is not None and self.num_proc < 1:
+            raise UserError(f"expected --num-proc of at least 1, got {self.num_proc}")
+
+
+def prepare(
+    words: Sequence[str], out: Path, options: Options | None = None, console: Console | None = None
+) -> PrepareReport:
+    """Tokenise sources into a data set, before the training. Local; starts processes and ends them.
+
+    A data set that the same call has written before, from sources that have not changed since, stays as it is.
+
+    Args:
+        words: Each a path of a file or folder or the word "stdlib", with a colon and a weight behind it or without.
+        out: File to write. If anything goes wrong, it stays as it was.
+        options: By default as `Options` says.
         console: Console for a progress bar; None for no bar. The caller prints the report.
 
     Returns:
         The counts of the data set.
 
     Raises:
-        UserError: The arguments, the source or the tokenizer are wrong; nothing was written.
+        UserError: The arguments, the sources or the tokenizer are wrong; nothing was written.
     """
-    limit = _Limit(max_length, overlong)
-    if not 0 <= eval_fraction < 1:
-        raise UserError(f"expected --eval-fraction of 0 or more and below 1, got {eval_fraction:g}")
-    outs = [out, eval_path_of(out)] if eval_fraction else [out]
-    for path in outs:
-        _check_request(source, path, tokenizer, limit, vocab_size)
-    if bad_lines not in ("error", "skip"):
-        raise UserError(f"expected --bad-lines error or skip, got {bad_lines!r}")
-    bad = BadLines(skip=bad_lines == "skip")
+    plan = _plan(words, out, options or Options())
+    if (counts := find_counts(plan.outs, plan.request)) is not None:
+        return plan.report(counts)
     with ExitStack() as stack, Progress(console=console, disable=console is None) as progress:
-        paths = [stack.enter_context(_new_file(each)) for each in outs]
-        read = _open_source(source, Fields(prompt_field, completion_field), progress)
-        if tokenizer is None:
-            place = out
-            # Lines that are skipped are counted by the second reading.
-            loaded = train_tokenizer(_texts(read("reading for the tokenizer", BadLines(bad.skip))), vocab_size)
-            files = files_of(loaded)
+        paths = [stack.enter_context(_new_file(each)) for each in plan.outs]
+        reader = _Reader(plan.sources, plan.options, progress)
+        if plan.options.tokenizer:
+            tokenizer, files = load_tokenizer(plan.place), plan.files
         else:
-            place = find_tokenizer(tokenizer)
-            loaded, files = load_tokenizer(place), tokenizer_files(place)
-        with ExitStack() as open_writers:
-            writers = [open_writers.enter_context(_writer(path, loaded, files, place, source)) for path in paths]
-            examples = limit.trainable(read("tokenising", bad))
-            for sequence in limit.apply(_encode_all(loaded, examples, bad)):
-                writers[_is_held_out(sequence.tokens, eval_fraction)].append(sequence.tokens, sequence.loss_mask)
-            for writer in writers:
-                writer.note(num_untrained_dropped=limit.num_untrained_dropped, num_bad_lines=bad.num_skipped)
-        _check_counts([each.num_sequences for each in writers], f"{source!r}", limit.explain(bad))
-    writer, *others = writers
-    return PrepareReport(
-        path=out,
-        tokenizer=place,
-        trained_on="" if tokenizer else source,
-        num_sequences=writer.num_sequences,
-        num_tokens=writer.num_tokens,
-        num_trained_tokens=writer.num_trained_tokens,
-        num_truncated=limit.num_truncated,
-        num_dropped=limit.num_dropped,
-        num_untrained_dropped=limit.num_untrained_dropped,
-        num_bad_lines=bad.num_skipped,
-        bad_lines=bad.first,
-        longest=writer.longest,
-        vocab_size=len(loaded),
-        eval_path=outs[1] if others else None,
-        num_eval_sequences=sum(each.num_sequences for each in others),
-        num_eval_trained_tokens=sum(each.num_trained_tokens for each in others),
-    )
-
-
-def _writer(path: Path, tokenizer: Any, files: Mapping[str, bytes], place: Path, source: str) -> DatasetWriter:
-    return DatasetWriter(
-        path,
-        vocab_size=len(tokenizer),
-        vocabulary=vocabulary_digest(tokenizer.get_vocab()),
-        tokenizer=place.resolve().name,
-        tokenizer_files=files,
-        source=Path(source).name,
-    )
-
-
-def _check_counts(counts: Sequence[int], source: str, reason: str) -> None:
-    """Refuse a data set without a sequence."""
-    if not sum(counts):
-        raise UserError(f"expected sequences to write from {source}, got none{reason}")
-    if not all(counts):
-        raise UserError(
-            f"expected sequences to train on and some that are held out, got {' and '.join(map(str, counts))}: change "
-            "--eval-fraction"
-        )
+            tokenizer = train_tokenizer(reader.texts(), plan.options.vocab_size)
+            files = files_of(tokenizer)
+        return _write(plan, paths, reader, tokenizer, files)
 
 
 def eval_path_of(out: Path) -> Path:
@@ -151,9 +138,73 @@ def eval_path_of(out: Path) -> Path:
     return out.with_name(f"{out.stem}.eval{out.suffix}")
 
 
-def _is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
-    digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < fraction * 2**64
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be done, found and checked before anything is read.
+
+    Attributes:
+        words: The sources as the user named them.
+        sources: As they were found.
+        options: As given.
+        outs: The data set to write, and the one of what is held out.
+        place: Where the tokenizer comes from; the data set itself if one is trained.
+        files: The tokenizer's files, by name; empty if one is trained.
+        request: A digest of all that the result depends on.
+    """
+
+    words: Sequence[str]
+    sources: Sequence[Source]
+    options: Options
+    outs: Sequence[Path]
+    place: Path
+    files: Mapping[str, bytes]
+    request: str
+
+    def report(self, counts: Mapping[str, Any], **run: Any) -> PrepareReport:
+        """Return the report of counts. Local."""
+        return PrepareReport(
+            path=self.outs[0],
+            tokenizer=self.place,
+            trained_on="" if self.options.tokenizer else ", ".join(self.words),
+            eval_path=self.outs[1] if self.options.eval_fraction else None,
+            folders=[source.describe_folder() for source in self.sources if source.is_folder],
+            **counts,
+            **run,
+        )
+
+
+def _plan(words: Sequence[str], out: Path, options: Options) -> _Plan:
+    options.check()
+    sources = find_sources(words)
+    outs = [out, eval_path_of(out)] if options.eval_fraction else [out]
+    for path in outs:
+        _check_out(path, sources)
+    place = find_tokenizer(options.tokenizer) if options.tokenizer else out
+    files = tokenizer_files(place) if options.tokenizer else {}
+    return _Plan(words, sources, options, outs, place, files, _request(sources, options, files))
+
+
+def _request(sources: Sequence[Source], options: Options, files: Mapping[str, bytes]) -> str:
+    """Return a digest of the sources (names, sizes, times), the options, the tokenizer and the versions."""
+    choices = asdict(options)
+    del choices["num_proc"], choices["tokenizer"]
+    known = {
+        "sources": [[source.weight, source.stamps() or sys.version] for source in sources],
+        "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())},
+        "options": choices,
+        "versions": [__version__, *(version(name) for name in ("tokenizers", "transformers"))],
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def _check_out(out: Path, sources: Sequence[Source]) -> None:
+    """Refuse a place where a data set cannot be, before anything is read."""
+    if out.is_dir():
+        raise UserError(f"expected a file to write as OUT, got the directory {str(out)!r}: change OUT")
+    if out.suffix == DIRECTORY_SUFFIX:
+        raise UserError(f"expected OUT without the suffix {DIRECTORY_SUFFIX}, got {str(out)!r}: change OUT")
+    if out.exists() and any(out.samefile(file) for source in sources for file in source.files):
+        raise UserError(f"expected OUT to be another file than SOURCE, got {str(out)!r} for both: change OUT")
 
 
 @contextmanager
@@ -169,118 +220,96 @@ def _new_file(out: Path) -> Iterator[Path]:
         yield path
 
 
-def _texts(examples: Iterable[Example]) -> Iterator[str]:
-    """Yield what a tokenizer is trained on."""
-    for example in examples:
-        if isinstance(example, Pair):
-            yield from (example.prompt, example.completion)
+def _write(
+    plan: _Plan, paths: Sequence[Path], reader: "_Reader", tokenizer: Any, files: Mapping[str, bytes]
+) -> PrepareReport:
+    """Tokenise what the reader reads, into new files."""
+    options, begin = plan.options, time.monotonic()
+    num_proc = options.num_proc or _default_processes(plan.sources)
+    limits = Limits(options.max_length, options.overlong, options.eval_fraction)
+    tally = Tally(BadLines(options.bad_lines == "skip"), [source.name for source in plan.sources])
+    with ExitStack() as stack:
+        writers = [stack.enter_context(_writer(plan, path, tokenizer, files)) for path in paths]
+        blocks = reader.blocks("tokenising", lambda: sum(writer.num_tokens for writer in writers))
+        results: Iterable[tuple[int, EncodedBlock]]
+        if num_proc == 1:
+            results = ((index, encode_block(tokenizer, block, fields, limits)) for index, block, fields in blocks)
         else:
-            yield from (message["content"] for message in example.messages)
+            job = Job(plan.place if options.tokenizer else dict(files), limits)
+            results = stack.enter_context(Workers(num_proc, job)).encode(blocks)
+        for index, result in results:
+            tally.add(index, result)
+            for writer, sequences in zip(writers, result.sequences, strict=False):
+                for sequence in sequences:
+                    writer.append(sequence.tokens, sequence.loss_mask)
+        _check_counts([writer.num_sequences for writer in writers], plan, tally)
+        counts = tally.counts(*writers) | {"vocab_size": len(tokenizer)}
+        for writer in writers:
+            writer.note(request=plan.request, report=json.dumps(counts))
+            writer.note(**{name: counts[name] for name in ("num_untrained_dropped", "num_bad_lines")})
+    return plan.report(counts, elapsed_s=time.monotonic() - begin, num_proc=num_proc)
 
 
-class _Limit:
-    """The maximal length, and counts of what it and the loss mask did to sequences."""
+def _default_processes(sources: Sequence[Source]) -> int:
+    little = sum(source.num_text_bytes for source in sources) < _WORTH_PROCESSES
+    return 1 if little else len(os.sched_getaffinity(0))
 
-    def __init__(self, max_length: int | None, overlong: str) -> None:
-        self.max_length = max_length
-        self.overlong = overlong
-        self.num_truncated = self.num_dropped = self.num_untrained_dropped = 0
 
-    def trainable(self, examples: Iterable[Example]) -> Iterator[Example]:
-        """Yield the examples in which there is something to learn."""
-        for example in examples:
-            if example.trains:
-                yield example
-            else:
-                self.num_untrained_dropped += 1
+def _writer(plan: _Plan, path: Path, tokenizer: Any, files: Mapping[str, bytes]) -> DatasetWriter:
+    names = ", ".join(Path(source.name).name for source in plan.sources)
+    return DatasetWriter(
+        path,
+        vocab_size=len(tokenizer),
+        vocabulary=vocabulary_digest(tokenizer.get_vocab()),
+        tokenizer=plan.place.resolve().name,
+        tokenizer_files=files,
+        source=names if len(names) <= _MOST_CHARS else f"{names[: _MOST_CHARS - 3]}...",
+    )
 
-    def apply(self, sequences: Iterable[Encoded]) -> Iterator[Encoded]:
-        """Yield the sequences to write, truncated where they are too long."""
-        for sequence in sequences:
-            too_long = self.max_length is not None and len(sequence.tokens) > self.max_length
-            if too_long and self.overlong == "drop":
-                self.num_dropped += 1
-                continue
-            if too_long:
-                sequence = Encoded(sequence.tokens[: self.max_length], sequence.loss_mask[: self.max_length])
-            if not sequence.loss_mask[1:].any():
-                self.num_untrained_dropped += 1
-                continue
-            self.num_truncated += too_long
-            yield sequence
 
-    def explain(self, bad: BadLines) -> str:
-        """Say why nothing may be left, as the end of a sentence."""
-        if not self.num_dropped + self.num_untrained_dropped + bad.num_skipped:
-            return ": SOURCE holds none"
-        unusable = f", {bad.num_skipped} that cannot be used, the first: {bad.first[0]}" if bad.first else ""
-        return (
-            f" ({self.num_dropped} longer than the maximum, {self.num_untrained_dropped} without a token to learn"
-            f"{unusable}): "
-            f"{f'raise --max-length (now {self.max_length}) or ' if self.max_length else ''}change SOURCE"
+def _check_counts(counts: Sequence[int], plan: _Plan, tally: "Tally") -> None:
+    """Refuse a data set without a sequence."""
+    if not sum(counts):
+        names = ", ".join(map(repr, plan.words[:_MOST_NAMES]))
+        raise UserError(f"expected sequences to write from {names}, got none{tally.explain(plan.options.max_length)}")
+    if not all(counts):
+        raise UserError(
+            f"expected sequences to train on and some that are held out, got {' and '.join(map(str, counts))}: change "
+            "--eval-fraction"
         )
 
 
-def _check_request(source: str, out: Path, tokenizer: Path | None, limit: _Limit, vocab_size: int) -> None:
-    """Refuse wrong arguments before anything is read."""
-    if out.is_dir():
-        raise UserError(f"expected a file to write as OUT, got the directory {str(out)!r}: change OUT")
-    if out.suffix == DIRECTORY_SUFFIX:
-        raise UserError(f"expected OUT without the suffix {DIRECTORY_SUFFIX}, got {str(out)!r}: change OUT")
-    if limit.max_length is not None and limit.max_length < 2:
-        raise UserError(f"expected --max-length of at least 2, got {limit.max_length}")
-    if limit.overlong not in ("truncate", "drop"):
-        raise UserError(f"expected --overlong truncate or drop, got {limit.overlong!r}")
-    if tokenizer is None and vocab_size < MIN_VOCAB_SIZE:
-        raise UserError(f"expected --vocab-size of at least {MIN_VOCAB_SIZE}, got {vocab_size}")
-    if source == STDLIB:
-        return
-    if not Path(source).is_file():
-        raise UserError(f"expected a JSONL file or the word {STDLIB} as SOURCE, got {source!r}, which is no file")
-    if out.exists() and out.samefile(source):
-        raise UserError(f"expected OUT to be another file than SOURCE, got {str(out)!r} for both: change OUT")
+class _Reader:
+    """Reads the sources, as often as it is asked to, and shows how far it is."""
 
+    def __init__(self, sources: Sequence[Source], options: Options, progress: Progress) -> None:
+        self._mixture = mix(sources, options.seed, options.stopping_strategy)
+        self._fields = Fields(options.prompt_field, options.completion_field)
+        self._bad_lines = options.bad_lines
+        self._progress = progress
 
-#: Reads the examples of a source, as often as it is called: with the words beside the bar, and who takes bad lines.
-_Read = Callable[[str, BadLines], Iterable[Example]]
+    def blocks(self, description: str, num_tokens: Callable[[], int]) -> Iterator[tuple[int, Block, Fields]]:
+        """Yield the index of the source, a block, and the names of its fields."""
+        total = self._mixture.num_bytes or None
+        task, begin = self._progress.add_task(description, total=total), time.monotonic()
+        for index, block in self._mixture.read(lambda num_bytes: self._progress.advance(task, num_bytes)):
+            yield index, block, self._mixture.sources[index].fields(self._fields)
+            if done := num_tokens():
+                rate = done / (time.monotonic() - begin)
+                self._progress.update(task, description=f"{description}, {rate:,.0f} tokens/s")
+        self._progress.update(task, total=total or 1, completed=total or 1)
 
-
-def _open_source(source: str, fields: Fields, progress: Progress) -> _Read:
-    """Return the function that reads the source."""
-    if source != STDLIB:
-        return partial(_read_file, source, fields, progress)
-    task = progress.add_task("reading the standard library", total=None)
-    pairs = [Pair(STDLIB, sample.prompt, sample.completion) for sample in stdlib.functions()]
-    progress.update(task, total=len(pairs), completed=len(pairs))
-    return lambda description, _: progress.track(pairs, description=description)
-
-
-def _read_file(
-    source: str, fields: Fields, progress: Progress, description: str, bad_lines: BadLines
-) -> Iterator[Example]:
-    try:
-        file = progress.open(source, "rb", description=description)
-    except OSError as error:
-        raise UserError(f"expected a JSONL file as SOURCE, got {source!r}, which does not open ({error})") from error
-    with file:
-        yield from jsonl.read(file, source, fields, bad_lines)
-
-
-def _encode_all(tokenizer: Any, examples: Iterable[Example], bad: BadLines) -> Iterator[Encoded]:
-    """Tokenise in batches: fast, and in bounded memory."""
-    remaining = iter(examples)
-    while batch := list(islice(remaining, _BATCH_EXAMPLES)):
-        try:
-            encoded = encode(tokenizer, batch)
-        except BadLine:
-            encoded = list(_encode_singly(tokenizer, batch, bad))
-        yield from encoded
-
-
-def _encode_singly(tokenizer: Any, examples: Iterable[Example], bad: BadLines) -> Iterator[Encoded]:
-    """Tokenise one by one, to leave out which the chat template refuses."""
-    for example in examples:
-        try:
-            yield from encode(tokenizer, [example])
-        except BadLine as error:
-            bad.add(error)
+    def texts(self) -> Iterator[str]:
+        """Yield what a tokenizer is trained on; lines that are skipped are counted by the second reading."""
+        bad = BadLines(self._bad_lines == "skip")
+        for _, block, fields in self.blocks("reading for the tokenizer", lambda: 0):
+            for where, record in block.records():
+                try:
+                    example = example_of(record(), where, fields)
+                except BadLine as error:
+                    bad.add(error)
+                    continue
+                if isinstance(example, Pair):
+                    yield from (example.prompt, example.completion)
+                else:
+                    yield from (message["content"] for message in example.messages)

@@ -1,10 +1,34 @@
-"""What became of a source: the counts of a prepared data set, in words. Local."""
+"""What became of the sources: the counts of a prepared data set, in words. Local."""
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from odc_mpi.data.blocks import Counts, EncodedBlock
+from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.examples import BadLine, BadLines
 from odc_mpi.data.tokenizer import directory_beside
+
+_MOST_SHARES = 50  # sources; of more the report does not tell each one's share
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a data set has of one of several sources.
+
+    Attributes:
+        source: Its name.
+        num_sequences: Sequences, those held out among them.
+        num_trained_tokens: Tokens in them with loss.
+    """
+
+    source: str
+    num_sequences: int
+    num_trained_tokens: int
 
 
 @dataclass(frozen=True)
@@ -28,6 +52,10 @@ class PrepareReport:
         eval_path: The data set of what is held out; None if nothing is.
         num_eval_sequences: Sequences in that one.
         num_eval_trained_tokens: Tokens with loss in that one.
+        shares: What each source came to, where there are several; each as the fields of `Share`.
+        folders: What was found in each folder, a line for each.
+        elapsed_s: Seconds of tokenising and writing; None if the data set was there already.
+        num_proc: Processes that tokenised.
     """
 
     path: Path
@@ -46,6 +74,10 @@ class PrepareReport:
     eval_path: Path | None = None
     num_eval_sequences: int = 0
     num_eval_trained_tokens: int = 0
+    shares: Sequence[Sequence[Any]] = ()
+    folders: Sequence[str] = ()
+    elapsed_s: float | None = None
+    num_proc: int = 1
 
     def describe(self) -> str:
         """Return the report in lines for people. Local."""
@@ -57,9 +89,15 @@ class PrepareReport:
             f"trained), the longest {self.longest:,}",
             f"tokenizer: {self.vocab_size:,} tokens, {origin}, stored in {self.path}",
         ]
+        if self.elapsed_s is None:
+            lines.insert(0, f"{self.path}: done before, from the same sources with the same options; nothing to do")
+        else:
+            lines.append(self._speed(self.elapsed_s))
+        lines += self.folders
         if self.eval_path is not None:
             held_out = f"{self.num_eval_sequences:,} sequences, {self.num_eval_trained_tokens:,} tokens that count"
-            lines.insert(1, f"{self.eval_path}: held out, {held_out}")
+            lines.insert(1 + (self.elapsed_s is None), f"{self.eval_path}: held out, {held_out}")
+        lines += self._describe_shares()
         unused = directory_beside(self.path)
         if self.tokenizer == self.path and unused.is_dir():
             lines.append(f"{unused}, where older versions wrote the tokenizer, is not used for this data set")
@@ -75,3 +113,71 @@ class PrepareReport:
             if more := self.num_bad_lines - len(self.bad_lines):
                 lines.append(f"and {more:,} more")
         return "\n".join(lines)
+
+    def _speed(self, elapsed_s: float) -> str:
+        processes = f"{self.num_proc} processes" if self.num_proc > 1 else "one process"
+        return f"tokenised in {elapsed_s:.1f} s by {processes}: {self.num_tokens / max(elapsed_s, 1e-3):,.0f} tokens/s"
+
+    def _describe_shares(self) -> list[str]:
+        shares = [Share(*share) for share in self.shares]
+        sequences = sum(share.num_sequences for share in shares) or 1
+        tokens = sum(share.num_trained_tokens for share in shares) or 1
+        return [
+            f"{share.source}: {share.num_sequences:,} sequences ({share.num_sequences / sequences:.1%}), "
+            f"{share.num_trained_tokens:,} trained tokens ({share.num_trained_tokens / tokens:.1%})"
+            for share in shares
+        ]
+
+
+class Tally:
+    """Counts while a data set is written.
+
+    Args:
+        bad: Takes the lines that cannot be used.
+        sources: The names of the sources.
+    """
+
+    def __init__(self, bad: BadLines, sources: Sequence[str]) -> None:
+        self._bad = bad
+        self._counts = Counts()
+        self._shares: list[list[Any]] = [[name, 0, 0] for name in sources]
+
+    def add(self, source: int, block: EncodedBlock) -> None:
+        """Count a block of a source. Local.
+
+        Raises:
+            UserError: A line cannot be used, and such lines are not to be skipped.
+        """
+        for message in block.bad:
+            self._bad.add(BadLine(message))
+        self._counts.add(block.counts)
+        share = self._shares[source]
+        for sequence in itertools.chain(*block.sequences):
+            share[1] += 1
+            share[2] += int(np.count_nonzero(sequence.loss_mask[1:]))
+
+    def counts(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
+        """Return the counts of a `PrepareReport`, which JSON can hold. Local."""
+        return {
+            "num_sequences": writer.num_sequences,
+            "num_tokens": writer.num_tokens,
+            "num_trained_tokens": writer.num_trained_tokens,
+            "longest": writer.longest,
+            **asdict(self._counts),
+            "num_bad_lines": self._bad.num_skipped,
+            "bad_lines": self._bad.first,
+            "num_eval_sequences": sum(each.num_sequences for each in held_out),
+            "num_eval_trained_tokens": sum(each.num_trained_tokens for each in held_out),
+            "shares": self._shares if 1 < len(self._shares) <= _MOST_SHARES else [],
+        }
+
+    def explain(self, max_length: int | None) -> str:
+        """Say why nothing may be left, as the end of a sentence. Local."""
+        counts, bad = self._counts, self._bad
+        if not counts.num_dropped + counts.num_untrained_dropped + bad.num_skipped:
+            return ": SOURCE holds none"
+        unusable = f", {bad.num_skipped} that cannot be used, the first: {bad.first[0]}" if bad.first else ""
+        return (
+            f" ({counts.num_dropped} longer than the maximum, {counts.num_untrained_dropped} without a token to learn"
+            f"{unusable}): {f'raise --max-length (now {max_length}) or ' if max_length else ''}change SOURCE"
+        )

@@ -102,6 +102,19 @@ def load_tokenizer(place: Path) -> Any:
             f"expected a tokenizer's directory or a data set with a tokenizer, got {str(place)!r}, which is none: "
             "change --tokenizer"
         )
+    return load_files(files, place)
+
+
+def load_files(files: Mapping[str, bytes], place: Path = Path()) -> Any:
+    """Load a tokenizer from the content of its files. Local.
+
+    Args:
+        files: Content by name.
+        place: Where they come from, for messages.
+
+    Raises:
+        UserError: The files do not load, or there is no fast implementation.
+    """
     with tempfile.TemporaryDirectory() as name:  # transformers reads directories only
         write_files(files, Path(name))
         return _load(Path(name), place)

@@ -8,6 +8,7 @@ window `_window_as_mask` makes a mask of a single number, the window.
 """
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-#: The name of this attention in transformers (`attn_implementation`).
-IMPLEMENTATION = "odc_packed"
+#: The names of this attention in transformers (`attn_implementation`), by the one that each sequence gets. sdpa is
+#: torch's, which chooses a kernel for the device; eager computes the scores, and serves soft caps on them.
+IMPLEMENTATIONS = {"sdpa": "odc_packed", "eager": "odc_packed_eager"}
 #: Kinds of layers whose state does not run across sequences, so that packing is safe with this attention.
 PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -26,7 +28,7 @@ class UnpackableError(ValueError):
 
 
 #: Arguments of other models' attention that would change the result and are not served here.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("s_aux", "position_bias")
 
 
 def packed_attention(
@@ -39,6 +41,8 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    softcap: float | None = None,
+    eager: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend causally within each sequence; the signature is that of transformers' attention functions. Local.
@@ -53,6 +57,8 @@ def packed_attention(
         scaling: Factor of the scores; by default one over the root of `head_dim`.
         sliding_window: How many tokens back a token sees, itself included; None for all.
         cu_seq_lens_q: `[sequences + 1]` int32, on the host, boundaries in a batch of one row.
+        softcap: Most that a score can be, by a tangent; only with `eager`.
+        eager: Whether to compute the scores of each sequence; else torch's kernels do.
         **kwargs: Other arguments that transformers passes on.
 
     Returns:
@@ -66,6 +72,8 @@ def packed_attention(
         given.append("a layer that is not causal")
     if attention_mask is not None and attention_mask.ndim:
         given.append("an attention mask")
+    if softcap is not None and not eager:
+        given.append("softcap, which takes attn_implementation eager")
     if cu_seq_lens_q is None:
         given.append("no boundaries of sequences (cu_seq_lens_q)")
     if given or cu_seq_lens_q is None:
@@ -74,8 +82,9 @@ def packed_attention(
         sliding_window = min(int(attention_mask), sliding_window or int(attention_mask))
     boundaries = cu_seq_lens_q.tolist()
     lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
+    attend = partial(_eager, softcap) if eager else _causal
     parts = [
-        _causal(q, k, v, dropout, scaling, sliding_window)
+        attend(q, k, v, dropout, scaling, sliding_window)
         for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     ]
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
@@ -88,16 +97,41 @@ def _causal(
     grouped = q.shape[1] != k.shape[1]
     if window is None or num_tokens <= window:
         return F.scaled_dot_product_attention(q, k, v, None, dropout, True, scale=scaling, enable_gqa=grouped)
-    distance = torch.arange(num_tokens, device=q.device)
-    distance = distance[:, None] - distance[None, :]
-    mask = (distance >= 0) & (distance < window)
+    mask = _seen(num_tokens, window, q.device)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scaling, enable_gqa=grouped)
 
 
+def _eager(
+    softcap: float | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~_seen(q.shape[2], window, q.device), -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)  # in fp32, as transformers does
+    return F.dropout(weights, dropout) @ v
+
+
+def _seen(num_tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return the mask of a sequence, bool [num_tokens, num_tokens]: True where a row sees a column."""
+    tokens = torch.arange(num_tokens, device=device)
+    distance = tokens[:, None] - tokens[None, :]
+    return (distance >= 0) & (distance < (num_tokens if window is None else window))
+
+
 def register() -> None:
-    """Make the function known to transformers. Local; a second call does nothing."""
-    AttentionInterface.register(IMPLEMENTATION, packed_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _window_as_mask)
+    """Make the functions known to transformers. Local; a second call does nothing."""
+    AttentionInterface.register(IMPLEMENTATIONS["sdpa"], packed_attention)
+    AttentionInterface.register(IMPLEMENTATIONS["eager"], partial(packed_attention, eager=True))
+    for name in IMPLEMENTATIONS.values():
+        AttentionMaskInterface.register(name, _window_as_mask)
 
 
 def _window_as_mask(*args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Any:

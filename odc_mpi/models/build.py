@@ -15,6 +15,7 @@ import transformers
 
 from odc_mpi.errors import UserError, in_one_line
 from odc_mpi.models import attention
+from odc_mpi.models.base import DigestedWeights
 from odc_mpi.models.weights import DrawnWeights, StoredWeights
 from odc_mpi.shard.slices import Weights
 from odc_mpi.wording import did_you_mean
@@ -34,6 +35,8 @@ class BuiltModel:
         num_multiplying: Parameters that a token is multiplied with: all but an embedding that only looks up.
         num_layers: Layers with attention.
         attention_size: Attention heads times their dimension.
+        adapter: The content of peft's adapter_config.json; None for a model without adapters.
+        base: Source of the values of the model without its adapters; None for a model without adapters.
     """
 
     module: transformers.PreTrainedModel
@@ -42,40 +45,70 @@ class BuiltModel:
     num_multiplying: int
     num_layers: int
     attention_size: int
+    adapter: dict[str, Any] | None = None
+    base: DigestedWeights | None = None
 
 
-def from_config(settings: Mapping[str, Any], seed: int) -> BuiltModel:
+def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa") -> BuiltModel:
     """Build a model with random weights, the same for a seed on any number of ranks. Local.
 
     Args:
         settings: A transformers configuration, `model_type` included.
         seed: Seed of the random weights.
+        attn_implementation: Attention within each packed sequence, "sdpa" or "eager".
 
     Raises:
         UserError: Unknown `model_type` or setting, or a model that cannot work on packed sequences.
     """
-    module = _on_meta(_config(settings), "model.config")
+    module = _on_meta(_config(settings), "model.config", attn_implementation)
     weights = DrawnWeights(module, seed)
     weights.draw_buffers()
     return _described(module, weights)
 
 
-def from_directory(path: Path) -> BuiltModel:
+def from_saved_config(content: Mapping[str, Any], attn_implementation: str = "sdpa") -> BuiltModel:
+    """Build the model of a checkpoint; its weights are meant to be replaced. Local.
+
+    Args:
+        content: What `to_json_string` of a transformers configuration has.
+        attn_implementation: Attention within each packed sequence, "sdpa" or "eager".
+
+    Raises:
+        UserError: This version of transformers does not take it.
+    """
+    settings = {key: value for key, value in content.items() if not key.startswith("_") and key != "model_type"}
+    try:
+        config = transformers.AutoConfig.for_model(content["model_type"], **settings)
+    except Exception as error:  # transformers validates with exceptions of many kinds
+        raise UserError(f"the checkpoint's configuration is not usable: {in_one_line(error)}") from error
+    module = _on_meta(config, "the checkpoint", attn_implementation)
+    weights = DrawnWeights(module, seed=0)
+    weights.draw_buffers()
+    return _described(module, weights)
+
+
+def is_model_directory(path: Path) -> bool:
+    """Return whether a path is a Hugging Face directory of a model. Local."""
+    return (path / _CONFIG).is_file()
+
+
+def from_directory(path: Path, attn_implementation: str = "sdpa") -> BuiltModel:
     """Build a model with the weights of a Hugging Face directory. Local.
 
     Args:
         path: Directory with config.json and safetensors files.
+        attn_implementation: Attention within each packed sequence, "sdpa" or "eager".
 
     Raises:
         UserError: A file or parameter is missing, or a parameter has another shape than in the configuration.
     """
-    if not (path / _CONFIG).is_file():
+    if not is_model_directory(path):
         raise UserError(f"model.path: expected a Hugging Face model directory with {_CONFIG}, {path} has none")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers validates with exceptions of many kinds
         raise UserError(f"model.path: {path / _CONFIG} is not usable: {in_one_line(error)}") from error
-    module = _on_meta(config, "model.path")
+    module = _on_meta(config, "model.path", attn_implementation)
     weights = StoredWeights(path, module)
     DrawnWeights(module, seed=0).draw_buffers()
     weights.load_buffers(module)
@@ -119,7 +152,9 @@ def _config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
         raise UserError(f"model.config: transformers does not take it: {in_one_line(error)}") from error
 
 
-def _on_meta(config: transformers.PreTrainedConfig, setting: str) -> transformers.PreTrainedModel:
+def _on_meta(
+    config: transformers.PreTrainedConfig, setting: str, attn_implementation: str
+) -> transformers.PreTrainedModel:
     attention.register()
     config.use_cache = False
     foreign = set(getattr(config, "layer_types", None) or ()) - attention.PACKABLE_LAYER_TYPES
@@ -128,7 +163,10 @@ def _on_meta(config: transformers.PreTrainedConfig, setting: str) -> transformer
     try:
         with torch.device("meta"):
             module = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=False, dtype=torch.float32
+                config,
+                attn_implementation=attention.IMPLEMENTATIONS[attn_implementation],
+                trust_remote_code=False,
+                dtype=torch.float32,
             )
     except Exception as error:  # a wrong configuration shows in a constructor, as any kind of exception
         raise UserError(f"{setting}: transformers cannot build a causal model from it: {in_one_line(error)}") from error

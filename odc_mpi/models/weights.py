@@ -21,6 +21,8 @@ from odc_mpi.errors import UserError, in_one_line
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Stored types that are read as they are, in the names of safetensors.
 _FLOATS = ("F64", "F32", "F16", "BF16")
+#: Bytes of a file that one digest covers, and that are read at a time.
+_BLOCK_BYTES, _READ_BYTES = 256 << 20, 4 << 20
 
 
 class DrawnWeights:
@@ -58,6 +60,23 @@ class DrawnWeights:
                 f"model.config: {type(self._model).__name__} gives {name} no initial values; use model.path"
             )
         return part
+
+    def parts(self) -> list[str]:
+        """Return the names of what `digest` takes. Local."""
+        return [name for name, _ in self._names()]
+
+    def digest(self, part: str) -> str:
+        """Return the SHA-256 of a parameter's values, in hexadecimal. Local; draws the parameter."""
+        numel = dict(self._names())[part]
+        return hashlib.sha256(self.read(part, 0, numel).contiguous().numpy().tobytes()).hexdigest()
+
+    def _names(self) -> list[tuple[str, int]]:
+        seen: dict[int, tuple[str, int]] = {}
+        for owner, module in self._modules.items():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    seen.setdefault(id(parameter), (f"{owner}.{key}", parameter.numel()))
+        return list(seen.values())
 
     def draw_buffers(self) -> None:
         """Give the model's buffers, such as rotary frequencies, real memory and their initial values. Local."""
@@ -123,6 +142,29 @@ class StoredWeights:
         first = start // row_numel
         rows = stored[first : -(-stop // row_numel)] if shape else stored[...]
         return rows.reshape(-1)[start - first * row_numel : stop - first * row_numel]
+
+    def parts(self) -> list[str]:
+        """Return the names of what `digest` takes: blocks of the files, each its file and its number. Local."""
+        return [
+            f"{file}:{block}"
+            for file in sorted({self._file_of[stored] for stored in self._stored.values()})
+            for block in range(-(-(self._path / file).stat().st_size // _BLOCK_BYTES))
+        ]
+
+    def digest(self, part: str) -> str:
+        """Return the SHA-256 of a block of a file, in hexadecimal. Local; reads the block."""
+        file, _, block = part.rpartition(":")
+        digest = hashlib.sha256()
+        try:
+            with (self._path / file).open("rb") as opened:
+                opened.seek(int(block) * _BLOCK_BYTES)
+                left = _BLOCK_BYTES
+                while left and (content := opened.read(min(left, _READ_BYTES))):
+                    digest.update(content)
+                    left -= len(content)
+        except OSError as error:
+            raise UserError(f"model.path: cannot read {self._path / file}: {error.strerror}") from error
+        return digest.hexdigest()
 
     def load_buffers(self, module: nn.Module) -> None:
         """Fill the persistent buffers that are in the files. Local."""

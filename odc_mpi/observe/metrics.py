@@ -38,12 +38,12 @@ class Entry(NamedTuple):
 
     Attributes:
         metric: Its name.
-        rule: The sum; the mean, in which each second weighs the same; the first, the last or the least of the steps
-            that were not skipped.
+        rule: The sum; the mean, in which each second weighs the same; the sum per step; the first, the last or the
+            least of the steps that were not skipped.
     """
 
     metric: str
-    rule: Literal["sum", "mean", "first", "last", "least"]
+    rule: Literal["sum", "mean", "per_step", "first", "last", "least"]
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
@@ -115,7 +115,7 @@ class Summary:
         self._entries = entries
         self._num_steps, self._step_s = 0, 0.0
         self._values: dict[str, Any] = {
-            key: 0 if rule in ("sum", "mean") else None for key, (_, rule) in entries.items()
+            key: 0 if rule in ("sum", "mean", "per_step") else None for key, (_, rule) in entries.items()
         }
         for line in earlier:
             self.add(line)
@@ -129,7 +129,7 @@ class Summary:
             value, before = metrics.get(metric), self._values[key]
             if value is None:
                 continue  # of a run that reported something else, or no number
-            if rule == "sum":
+            if rule in ("sum", "per_step"):
                 self._values[key] = before + value
             elif rule == "mean":
                 self._values[key] = before + value * metrics["step_s"]
@@ -150,6 +150,7 @@ class Summary:
         step_s = self._step_s or math.inf  # without a step, means are 0
         rules = {key: entry.rule for key, entry in self._entries.items()}
         means = {key: self._values[key] / step_s for key, rule in rules.items() if rule == "mean"}
+        means |= {key: self._values[key] / max(1, self._num_steps) for key, rule in rules.items() if rule == "per_step"}
         measured = {
             key: facts[key] + self._earlier[key] for key, rule in rules.items() if rule == "sum" and key in facts
         }

@@ -94,11 +94,18 @@ class Timing(Participant):
     def finish(self) -> dict[str, Any]:
         """Return waits as measured in whole, at the boundary also those of N and B, and the memory. Collective."""
         model = self._model
-        own = (model.peak_parameter_bytes, model.fetch_wait_s, model.accumulate_wait_s, model.boundary_wait_s)
-        peaks, *waits = zip(*self._world.gather_objects(own), strict=True)
+        caches = model.cache_bytes
+        memory = (model.peak_parameter_bytes, model.peak_gradient_bytes, caches.parameters, caches.gradients)
+        own = (memory, model.fetch_wait_s, model.accumulate_wait_s, model.boundary_wait_s)
+        bytes_held, *waits = zip(*self._world.gather_objects(own), strict=True)
+        parameters, gradients, parameter_caches, gradient_caches = zip(*bytes_held, strict=True)
         fetch_s, accumulate_s, boundary_s = (sum(seconds) / len(seconds) for seconds in waits)
         return {
-            "peak_parameter_bytes": max(peaks),
+            "peak_parameter_bytes": max(parameters),
+            "peak_gradient_bytes": max(gradients),
+            # What every rank has at least.
+            "parameter_cache_bytes": min(parameter_caches),
+            "gradient_cache_bytes": min(gradient_caches),
             "collectives_per_minibatch": (model.num_collectives - self._num_collectives) / max(1, self._num_steps),
             "fetch_wait_s": fetch_s,
             "accumulate_wait_s": accumulate_s,

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from odc_mpi.report import speed_report
-from odc_mpi.report.figures import side_by_side, told_load
+from odc_mpi.report.figures import Column, report_on, side_by_side
 from odc_mpi.report.page import Figure, Report
-from odc_mpi.report.picture_parts import BLUE, ORANGE, SKY, Bar, Chart, Curve, Lane, Look, Panel, choose_ranks, picture
+from odc_mpi.report.picture_parts import BLUE, Chart, Curve, Lane, Look, Panel, choose_ranks, picture
 from odc_mpi.simulate.events import merged
 from odc_mpi.simulate.paper import PAPER
 from odc_mpi.simulate.simulate import BASELINE, FLOOR, SCHEDULES
@@ -16,8 +16,6 @@ from odc_mpi.simulate.simulate import BASELINE, FLOOR, SCHEDULES
 ON_DEMAND = "window/dynamic"
 COMPUTES, WAITS = "computes", "waits for other ranks"
 _LOOKS = {COMPUTES: Look(BLUE), WAITS: Look("none", "////")}
-#: The way to communicate shows in a bar's look.
-_BY_TRANSPORT = {"collective": Look(ORANGE, "///"), "window": Look(BLUE), FLOOR: Look("none")}
 
 
 def describe(result: Mapping[str, Any]) -> Report:
@@ -46,7 +44,6 @@ def _schedule(result: Mapping[str, Any]) -> Report:
             f"real run, with sleeps in place of computation, {result['slept_step_s']:g} s for an even share of a "
             "minibatch; times as if nothing had been scaled"
         )
-        lead += [told_load(result)] if "load_average" in result else []
     else:
         lead.append("Reckoned by odc-mpi simulate, not measured")
     timeline = result.get("timeline")
@@ -54,12 +51,8 @@ def _schedule(result: Mapping[str, Any]) -> Report:
     figures = [_first_minibatch(result, timeline)] if timeline else []
     gain = result["speedup"][ON_DEMAND]
     best = "on demand" if measured else "on demand, as reckoned"
-    return Report(
-        f"{gain:.2f} times as fast {best}: {ON_DEMAND} beside {BASELINE}",
-        lead,
-        notes,
-        [*figures, _speedups(result)],
-    )
+    title = f"{gain:.2f} times as fast {best}: {ON_DEMAND} beside {BASELINE}"
+    return report_on(result, title, lead, [*figures, _speedups(result)], notes=notes)
 
 
 def _first_minibatch(result: Mapping[str, Any], timeline: Mapping[str, Any]) -> Figure:
@@ -106,23 +99,17 @@ def _lane(rank: int, busy: Sequence[Sequence[float]], end_s: float) -> Lane:
 
 
 def _speedups(result: Mapping[str, Any]) -> Figure:
-    scenario, simulated = result["scenario"], result.get("simulated", {})
+    scenario, wait = result["scenario"], result["idle_fraction"]
     paper = PAPER.get((scenario["lengths"], scenario["ranks"], scenario["per_rank"]), {})
+    others = {"simulated": result.get("simulated", {}), "measured in the ODC paper": paper}
+    columns = [
+        Column(f"speed-up over {BASELINE}", result["speedup"], ".2f", 1.0, others),
+        Column("part of the ranks' time in which they wait", wait, ".0%"),
+        Column("s / step", result.get("step_s", {}), ".2f", is_drawn=False),
+    ]
     names = [*SCHEDULES, FLOOR]
-    others = {name: _beside(name, {"simulated": simulated, "measured in the ODC paper": paper}) for name in names}
-    looks = {name: _BY_TRANSPORT[name.split("/")[0]] for name in names}
-    panels = {
-        f"speed-up over {BASELINE}": [
-            Bar(name, result["speedup"][name], looks[name], None, others[name]) for name in names
-        ],
-        "part of the ranks' time in which they wait": [
-            Bar(name, result["idle_fraction"][name], looks[name]) for name in names
-        ],
-    }
-    wait = result["idle_fraction"]
     title = f"Ranks wait {wait[BASELINE]:.0%} of the time with {BASELINE}, {wait[ON_DEMAND]:.0%} with {ON_DEMAND}"
-    step_s = {"s / step": {name: f"{result['step_s'][name]:.2f}" for name in names if name in result.get("step_s", {})}}
-    return side_by_side("speedups", title, panels, [".2f", ".0%"], [1.0, None], _floor(result), step_s)
+    return side_by_side("speedups", title, columns, {name: name for name in names}, _floor(result))
 
 
 def _floor(result: Mapping[str, Any]) -> str:
@@ -137,40 +124,38 @@ def _floor(result: Mapping[str, Any]) -> str:
     return told
 
 
-def _beside(name: str, others: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    return {source: figures[name] for source, figures in others.items() if name in figures}
-
-
 def _train(result: Mapping[str, Any]) -> Report:
-    speeds, quartiles = result["tokens_per_s"], result["quartiles"]
-    looks = {name: _BY_TRANSPORT.get(name.split("/")[0], Look(SKY, "\\\\\\")) for name in speeds}
-    speed = [Bar(name, value, looks[name], tuple(quartiles[name])) for name, value in speeds.items()]
-    panels = {
-        "tokens per second, with quartiles": speed,
-        "as a multiple of FSDP2's": [Bar(name, result["ratio_to_fsdp2"][name], looks[name]) for name in speeds],
-        "as a multiple of the ceiling": [Bar(name, result["ratio_to_ceiling"][name], looks[name]) for name in speeds],
+    speeds = {
+        name: {"low": result["quartiles"][name][0], "median": speed, "high": result["quartiles"][name][1]}
+        for name, speed in result["tokens_per_s"].items()
     }
+    columns = [Column("tokens per second, with quartiles", speeds, ",.0f")]
+    references = {"fsdp2": "FSDP2's", "ceiling": "the ceiling", "apart": "processes apart"}
+    columns += [
+        Column(f"as a multiple of {title}", result[f"ratio_to_{name}"], ".2f", 1.0)
+        for name, title in references.items()
+        if f"ratio_to_{name}" in result
+    ]
     ours = {name: value for name, value in result["ratio_to_fsdp2"].items() if name.startswith("window/")}
     best = max(ours, key=lambda name: ours[name])
     title = f"{best} trains {ours[best]:.2f} times as fast as FSDP2"
-    caption = "Medians over rounds. The ceiling is one process alone on all of the data, by as many as there are ranks."
-    figures = [side_by_side("speeds", title, panels, [",.0f", ".2f", ".2f"], [None, 1.0, 1.0], caption)]
+    caption = (
+        "Medians over rounds. The ceiling is one process alone on all of the data, by as many as there are ranks. "
+        "Apart: as many processes at once, which exchange nothing."
+    )
+    figures = [side_by_side("speeds", title, columns, {name: name for name in speeds}, caption)]
     losses = result["losses"]
     losses_title = (
         f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
     )
-    curve = Curve("", range(1, len(losses) + 1), [_number(loss) for loss in losses])
+    curve = Curve("", range(1, len(losses) + 1), [math.nan if loss is None else loss for loss in losses])
     figures.append(Figure(picture("curves", "loss", losses_title, [Panel("loss", [curve])], "minibatch")))
     lead = [
         f"{result['library']}, {result['ranks']} ranks of {result['threads']} thread{'s'[: result['threads'] != 1]}, "
         f"{result['model_numel'] / 1e6:.1f} M parameters; {result['repeats']} rounds of {result['steps']} minibatches",
         f"reduction {result['reduction']}, zero-copy {result['zero_copy']}, progress {result['progress']}",
     ]
-    return Report(title, [*lead, told_load(result)], (), figures)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+    return report_on(result, title, lead, figures)
 
 
 #: By the name of the benchmark.

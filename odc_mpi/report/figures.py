@@ -5,14 +5,21 @@ side by side   variants as bars below each other; a row per variant, a column pe
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
-from odc_mpi.report.page import Figure, Table
-from odc_mpi.report.picture_parts import BLUE, GREEN, ORANGE, PURPLE, RED, Bar, Curve, Look, Panel, picture
+from odc_mpi.report.page import Figure, Report, Table
+from odc_mpi.report.picture_parts import BLUE, GREEN, ORANGE, PLAIN, PURPLE, RED, SKY, Bar, Curve, Look, Panel, picture
 from odc_mpi.wording import format_seconds, format_size
 
+#: Of bars, by the beginning of a variant's name; those of our windows have `PLAIN`.
+_LOOKS = {
+    **dict.fromkeys(("collective", "pause"), Look(ORANGE, "///")),
+    "floor": Look("none"),
+    # What others do, and what is not ours.
+    **dict.fromkeys(("apart", "ceiling", "dcp", "fsdp2", "plain", "torch", "without"), Look(SKY, "\\\\\\")),
+}
 #: Look and marker of each curve, in order.
 _LINES = (
     (Look(PURPLE, ":"), "x"),
@@ -97,37 +104,76 @@ def over_sizes(name: str, title: str, panels: Sequence[OverSizes], xlabel: str, 
     return Figure(drawn, caption, [panel.table() for panel in panels])
 
 
+@dataclass(frozen=True)
+class Column:
+    """One figure of variants side by side.
+
+    Attributes:
+        heading: The figure and its unit.
+        figures: Numbers, or their low, median and high, by variant.
+        form: Their number format.
+        line: Where the picture has a line.
+        beside: The same from elsewhere, by where it comes from and by variant.
+        is_drawn: Whether it is in the picture, or in the table alone.
+    """
+
+    heading: str
+    figures: Mapping[str, Any]
+    form: str
+    line: float | None = None
+    beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    is_drawn: bool = True
+
+    def bars(self, labels: Mapping[str, str]) -> list[Bar]:
+        """Return a bar for each of some variants that has a figure. Local."""
+        bars = []
+        for name, label in labels.items():
+            if name in self.figures:
+                figure = self.figures[name]
+                value, *spread = [figure[key] for key in _QUARTILES] if isinstance(figure, Mapping) else [figure]
+                beside = {source: values[name] for source, values in self.beside.items() if name in values}
+                bars.append(Bar(label, value, look(name), (spread[0], spread[1]) if spread else None, beside))
+        return bars
+
+
+_QUARTILES = ("median", "low", "high")
+
+
+def look(name: str) -> Look:
+    """Return the look of a variant's bars. Local."""
+    return _LOOKS.get(name.split("/")[0], PLAIN)
+
+
 def side_by_side(
     name: str,
     title: str,
-    panels: Mapping[str, Sequence[Bar]],
-    forms: Sequence[str],
-    references: Sequence[float | None],
+    columns: Sequence[Column],
+    labels: Mapping[str, str],
     caption: str = "",
-    more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Figure:
     """Show figures of variants side by side. Local.
 
     Args:
         name: Of the picture.
         title: Of picture and table.
-        panels: Bars by heading.
-        forms: The number format of each panel.
-        references: Where each panel has a line.
+        columns: The figures.
+        labels: Of the variants, in order.
         caption: Below picture and table.
-        more: Further columns of the table alone: cells by heading and label.
     """
-    columns: dict[str, dict[str, str]] = {}
-    for (heading, bars), form in zip(panels.items(), forms, strict=True):
-        columns[heading] = {bar.label: _bar_text(bar, form) for bar in bars}
+    panels: dict[str, list[Bar]] = {}
+    cells: dict[str, dict[str, str]] = {}
+    for column in columns:
+        bars = column.bars(labels)
+        cells[column.heading] = {bar.label: _bar_text(bar, column.form) for bar in bars}
         for source in dict.fromkeys(source for bar in bars for source in bar.beside):
-            columns[source] = {bar.label: format(bar.beside[source], form) for bar in bars if source in bar.beside}
-    for heading, cells in (more or {}).items():
-        columns[heading] = dict(cells)
-    labels = dict.fromkeys(label for cells in columns.values() for label in cells)
-    rows = [[label, *(cells.get(label, "") for cells in columns.values())] for label in labels]
-    drawn = picture("bars", name, title, panels, forms, references)
-    return Figure(drawn, caption, [Table("", ["", *columns], rows)])
+            cells[source] = {bar.label: format(bar.beside[source], column.form) for bar in bars if source in bar.beside}
+        if column.is_drawn:
+            panels[column.heading] = bars
+    shown = [label for label in labels.values() if any(label in own for own in cells.values())]
+    rows = [[label, *(own.get(label, "") for own in cells.values())] for label in shown]
+    drawn = [column for column in columns if column.is_drawn]
+    forms, lines = [column.form for column in drawn], [column.line for column in drawn]
+    return Figure(picture("bars", name, title, panels, forms, lines), caption, [Table("", ["", *cells], rows)])
 
 
 def _bar_text(bar: Bar, form: str) -> str:
@@ -135,8 +181,28 @@ def _bar_text(bar: Bar, form: str) -> str:
     return f"{bar.value:{form}}{quartiles}"
 
 
-def goals(result: Entry) -> list[Table]:
-    """Return a table of a benchmark's goals, if it has any. Local."""
+def told_ranks(result: Entry) -> str:
+    """Write the MPI library, ranks and nodes of a benchmark's object. Local."""
+    ranks, nodes = result["ranks"], result["nodes"]
+    return f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}"
+
+
+def report_on(
+    result: Entry,
+    title: str,
+    lead: Sequence[str],
+    figures: Sequence[Figure],
+    tables: Sequence[Table] = (),
+    notes: Sequence[str] = (),
+) -> Report:
+    """Return a report with what all benchmarks' objects may have: load, what was left out, goals. Local."""
+    if "load_average" in result:
+        lead = [*lead, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
+    left_out = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]
+    return Report(title, lead, [*notes, *left_out], figures, [*tables, *_goals(result)])
+
+
+def _goals(result: Entry) -> list[Table]:
     rows = [
         [
             " ".join(word.replace("_", " ") for word in (goal["goal"], goal.get("variant", ""))).strip(),
@@ -148,14 +214,3 @@ def goals(result: Entry) -> list[Table]:
         for goal in result.get("goals", ())
     ]
     return [Table("Goals", ["", "size", "figure", "goal", "reached"], rows)] if rows else []
-
-
-def told_ranks(result: Mapping[str, Any]) -> str:
-    """Write the MPI library, ranks and nodes of a benchmark's object. Local."""
-    ranks, nodes = result["ranks"], result["nodes"]
-    return f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}"
-
-
-def told_load(result: Mapping[str, Any]) -> str:
-    """Write the load of the node before and after a benchmark. Local."""
-    return "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])

@@ -3,13 +3,19 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from odc_mpi.report.figures import OverSizes, gb_per_s_text, goals, over_sizes, side_by_side, told_load, told_ranks
+from odc_mpi.report.figures import (
+    Column,
+    OverSizes,
+    gb_per_s_text,
+    look,
+    over_sizes,
+    report_on,
+    side_by_side,
+    told_ranks,
+)
 from odc_mpi.report.page import Figure, Report, Table
-from odc_mpi.report.picture_parts import BLUE, ORANGE, SKY, Bar, Look, picture
+from odc_mpi.report.picture_parts import Bar, picture
 from odc_mpi.wording import format_seconds, format_size
-
-#: Of what others do, and of what is not ours.
-_OTHER = Look(SKY, "\\\\\\")
 
 #: Variants by name, as curves and as heads of columns.
 _FETCHES = {
@@ -74,48 +80,38 @@ def transport(result: Mapping[str, Any]) -> Report:
         told="",
     )
     tables = [alone.table()] if alone.measured() else []
-    return _report(title, result, lead, [over_sizes("speeds", title, panels, "bytes of a unit", caption)], tables)
+    return report_on(result, title, lead, [over_sizes("speeds", title, panels, "bytes of a unit", caption)], tables)
 
 
 def checkpoint(result: Mapping[str, Any]) -> Report:
     """Report on `odc-mpi bench checkpoint`. Local."""
     reached = {goal["goal"]: goal["figure"] for goal in result["goals"]}
     variants = result["variants"]
-    panels = {
-        f"{what}, GB/s with quartiles": [
-            _speed_bar(label, variants[f"{what}_{way}"], result["state_bytes"], way)
-            for way, label in _CHECKPOINT_WAYS.items()
-            if f"{what}_{way}" in variants
-        ]
+    seconds = {name: entry["seconds"] for name, entry in variants.items()}
+    speeds = {name: _speed(entry, result["state_bytes"]) for name, entry in variants.items()}
+    columns = [
+        Column(f"{what}, GB/s with quartiles", {name.removeprefix(f"{what}_"): s for name, s in speeds.items()}, ".2f")
         for what in ("write", "read")
-    }
+    ]
     title = (
         f"Checkpoints are written at {reached['write_of_plain']:.2f} of the speed of plain files and read at "
         f"{reached['read_of_plain']:.2f}"
     )
     caption = "Of the bytes of all ranks together, synced to the disk; what is read comes from the disk."
     pause_title = f"Training waits for {reached['pause_of_write']:.0%} of the time that a checkpoint takes"
-    pause = [
-        Bar(label, variants[name]["seconds"]["median"], look, _quartiles(variants[name]["seconds"]))
-        for name, label, look in (
-            ("write_odc_mpi", "until it is on the disk", Look(BLUE)),
-            ("pause", "training waits", Look(ORANGE, "///")),
-        )
-    ]
+    pause = {"write_odc_mpi": "until it is on the disk", "pause": "training waits"}
     figures = [
-        side_by_side("speeds", title, panels, [".2f", ".2f"], [None, None], caption),
-        side_by_side("pause", pause_title, {"seconds, with quartiles": pause}, [".3f"], [None]),
+        side_by_side("speeds", title, columns, _CHECKPOINT_WAYS, caption),
+        side_by_side("pause", pause_title, [Column("seconds, with quartiles", seconds, ".3f")], pause),
     ]
     size = f"{result['state_bytes'] / 1e9:.2f} GB of parameters and optimizer state"
-    return _report(
-        title, result, [f"{result['library']}, {result['ranks']} ranks, {size}, {result['repeats']} rounds"], figures
-    )
+    lead = [f"{result['library']}, {result['ranks']} ranks, {size}, {result['repeats']} rounds"]
+    return report_on(result, title, lead, figures)
 
 
-def _speed_bar(label: str, entry: Mapping[str, Any], num_bytes: int, way: str) -> Bar:
-    low_s, high_s = _quartiles(entry["seconds"])
-    look = Look(BLUE) if way == "odc_mpi" else _OTHER
-    return Bar(label, entry["gb_per_s"], look, (num_bytes / 1e9 / high_s, num_bytes / 1e9 / low_s))
+def _speed(entry: Mapping[str, Any], num_bytes: int) -> dict[str, float]:
+    gb, seconds = num_bytes / 1e9, entry["seconds"]
+    return {"low": gb / seconds["high"], "median": entry["gb_per_s"], "high": gb / seconds["low"]}
 
 
 def progress(result: Mapping[str, Any]) -> Report:
@@ -149,7 +145,7 @@ def progress(result: Mapping[str, Any]) -> Report:
         for size in result["reduction"]
         for name, reason in size["left_out"].items()
     }
-    return _report(title, {**result, "left_out": left_out}, lead, figures)
+    return report_on({**result, "left_out": left_out}, title, lead, figures)
 
 
 def _politeness(polite: Mapping[str, Any], without: str) -> Figure:
@@ -157,19 +153,13 @@ def _politeness(polite: Mapping[str, Any], without: str) -> Figure:
     worst = max(slow_down, key=lambda name: slow_down[name]["median"])
     title = f"With nothing to serve, a thread costs a rank that computes at most {slow_down[worst]['median']:.1%}"
     labels = {name: f"thread of {name}" if name in slow_down else without for name in polite["seconds"]}
-    bars = [
-        Bar(labels[name], seconds["median"], Look(BLUE) if name in slow_down else _OTHER, _quartiles(seconds))
-        for name, seconds in polite["seconds"].items()
+    heading = f"seconds for {polite['steps']} steps of a small net on every rank, with quartiles"
+    columns = [
+        Column(heading, polite["seconds"], ".4f", polite["seconds"]["without"]["median"]),
+        Column("longer by", slow_down, "+.1%", is_drawn=False),
     ]
-    return side_by_side(
-        "politeness",
-        title,
-        {f"seconds for {polite['steps']} steps of a small net on every rank, with quartiles": bars},
-        [".4f"],
-        [polite["seconds"]["without"]["median"]],
-        "The title has the median over rounds of ratios within a round.",
-        {"longer by": {labels[name]: _percent(spread) for name, spread in slow_down.items()}},
-    )
+    caption = "The title has the median over rounds of ratios within a round."
+    return side_by_side("politeness", title, columns, labels, caption)
 
 
 def _reductions(sizes: Sequence[Mapping[str, Any]]) -> Figure:
@@ -209,13 +199,13 @@ def gpu(result: Mapping[str, Any]) -> Report:
         name, spread = next(iter(overhead.items()))
         part = f"{abs(spread['median']):.1%} {'longer' if spread['median'] > 0 else 'less'}"
         title = f"With {_CONTENDERS[name]} a step on one GPU takes {part} than plain torch's"
-    return _report(title, result, lead, figures)
+    return report_on(result, title, lead, figures)
 
 
 def _kernels(sizes: Sequence[Mapping[str, Any]]) -> Figure:
     size = sizes[-1]
     bars = [
-        Bar(name.replace("_", " "), task["of_copy"], _OTHER if name.endswith(_TORCH) else Look(BLUE))
+        Bar(name.replace("_", " "), task["of_copy"], look("torch" if name.endswith(_TORCH) else name))
         for name, task in sorted(size["tasks"].items())
         if name != "copy"
     ]
@@ -240,40 +230,11 @@ def _task(tasks: Mapping[str, Any], name: str) -> str:
 
 
 def _step(step: Mapping[str, Any]) -> Figure:
-    labels = {name: _CONTENDERS[name] for name in step["seconds"]}
-    looks = {name: _OTHER if name == "plain" else Look(BLUE) for name in labels}
-    panels = {
-        "seconds per minibatch, with quartiles": [
-            Bar(label, step["seconds"][name]["median"], looks[name], _quartiles(step["seconds"][name]))
-            for name, label in labels.items()
-        ],
-        "tokens per second": [Bar(label, step["tokens_per_s"][name], looks[name]) for name, label in labels.items()],
-    }
-    return side_by_side(
-        "step",
-        f"A step of {step['model_numel'] / 1e6:,.0f} M parameters in {step['param_dtype']} on one rank",
-        panels,
-        [".4f", ",.0f"],
-        [None, None],
-        f"Losses are alike within {max(step['loss_deviation'].values()):.1g} of the loss.",
-        {"overhead": {labels[name]: _percent(spread) for name, spread in step["overhead"].items()}},
-    )
-
-
-def _percent(spread: Mapping[str, float]) -> str:
-    return f"{spread['median']:+.1%} [{spread['low']:+.1%}, {spread['high']:+.1%}]"
-
-
-def _quartiles(spread: Mapping[str, float]) -> tuple[float, float]:
-    return spread["low"], spread["high"]
-
-
-def _report(
-    title: str,
-    result: Mapping[str, Any],
-    lead: Sequence[str],
-    figures: Sequence[Figure],
-    tables: Sequence[Table] = (),
-) -> Report:
-    left_out = [f"left out: {name}, {reason}" for name, reason in result["left_out"].items()]
-    return Report(title, [*lead, told_load(result)], left_out, figures, [*tables, *goals(result)])
+    columns = [
+        Column("seconds per minibatch, with quartiles", step["seconds"], ".4f"),
+        Column("tokens per second", step["tokens_per_s"], ",.0f"),
+        Column("overhead", step["overhead"], "+.1%", is_drawn=False),
+    ]
+    title = f"A step of {step['model_numel'] / 1e6:,.0f} M parameters in {step['param_dtype']} on one rank"
+    caption = f"Losses are alike within {max(step['loss_deviation'].values()):.1g} of the loss."
+    return side_by_side("step", title, columns, _CONTENDERS, caption)

@@ -43,6 +43,7 @@ class Job:
 
     Attributes:
         rank: This rank.
+        num_windows: Windows that the transports of this process hold.
         status: The status pages of all ranks; None while their window does not exist: then no rank can be named.
     """
 
@@ -53,6 +54,7 @@ class Job:
             unlink(startup_memory())  # this process's own, as MPI sees no other
             raise
         self.rank = MPI.COMM_WORLD.Get_rank()
+        self.num_windows = 0
         self.status: StatusWindow | None = None
         self._limit = limit
         self._main_thread_only = not any_thread_may_call()

@@ -58,7 +58,6 @@ class World:
         num_nodes: Nodes of these ranks.
         hosts: The host name of every rank.
         layout: Host name and number of ranks of each node.
-        num_windows: Windows that this world's transports hold; libraries limit their number.
         node_ranks: The ranks of this node, by local rank.
         comm: These ranks; this world's own.
         node_comm: The ranks of this node.
@@ -103,7 +102,6 @@ class World:
         self.layout = [(self.hosts[leader], ranks[leader]) for leader in leaders]
         # In order, as keys.
         self._resources: dict[Callable[[], None], None] = dict.fromkeys([self.comm.Free, self.node_comm.Free])
-        self.num_windows = 0
         self._closed = False
         if job is None:
             self.on_close(self._job.hide)
@@ -136,6 +134,15 @@ class World:
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
         self._job.timeout_s = seconds
+
+    @property
+    def num_windows(self) -> int:
+        """Windows that the transports of this process hold; libraries limit their number. Local."""
+        return self._job.num_windows
+
+    @num_windows.setter
+    def num_windows(self, number: int) -> None:
+        self._job.num_windows = number
 
     @property
     def mpi_library(self) -> str:

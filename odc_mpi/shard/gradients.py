@@ -4,29 +4,53 @@ Autograd's gradients of one call of a unit are laid into a buffer as the flat ar
 added into the owners' shards. Only the stretch between the first and the last parameter with a gradient travels.
 A push is on its way while the next gradient is computed and laid out; in a thread where the transport allows it.
 
+As far as a budget goes (`shard.residency`), gradients of an array are added up here instead, one pass over each, and
+the sum is pushed once: before A, or in the last backward as soon as the gradient of the array has come.
+
 Note: sums that overflow
     Finite gradients of several pushes may have a sum that is not. Whether an owner's sum is finite it knows only after
     A, and to tell the others would take one more meeting. So every rank tells at A how large the sum of what it pushed
     may be in any element: of each array the largest elements of the pushes, added up. If all ranks' together may be
-    beyond what `reduce_dtype` holds, the gradients count as not finite.
+    beyond what `reduce_dtype` holds, the gradients count as not finite. A sum made here is one push: what has
+    overflowed stays infinite or NaN, however many gradients are added after it.
 """
 
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.kernels.native import flatten
+from odc_mpi.comm.kernels.native import add_slots, flatten, largest_magnitude
+from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.transport import Pending, Transport
 from odc_mpi.shard.layout import Slot
 from odc_mpi.shard.prefetch import CommunicationThread
+from odc_mpi.shard.residency import Residency
 from odc_mpi.shard.spans import Spans
 from odc_mpi.shard.unit import Unit
 
 #: Buffers for gradients: pushes on their way, and the one that is being filled.
 MAX_BUFFERS = 2
+
+#: Gradients of an array, each with its place in it, in order.
+Pieces = Sequence[tuple[Slot, torch.Tensor]]
+
+
+@dataclass
+class Sum:
+    """Gradients of an array, added up at home: `[numel]`, zero beyond elements `start` to `stop`."""
+
+    flat: torch.Tensor
+    start: int
+    stop: int
+
+    def add(self, pieces: Pieces) -> None:
+        """Add gradients. Local."""
+        add_slots(self.flat, [(slot.start, gradient) for slot, gradient in pieces])
+        self.start, self.stop = min(self.start, pieces[0][0].start), max(self.stop, pieces[-1][0].stop)
 
 
 class GradientPusher:
@@ -36,24 +60,42 @@ class GradientPusher:
         transport: Reaches the owners.
         in_thread: Push from a thread, unless one thread only may call the transport.
         spans: Told when the computation pushes, or waits for pushes.
+        traffic: Told of every push.
 
     Attributes:
+        residency: Which arrays' gradients are added up here; none, where pushes go nowhere or are collective.
         padding: Whether gradients count as zeros, whatever they are.
+        is_last_backward: Whether no other backward of this minibatch follows.
         names: Of the parameters that got a gradient since `start`.
     """
 
-    def __init__(self, transport: Transport, in_thread: bool = False, spans: Spans | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        in_thread: bool = False,
+        spans: Spans | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.residency = Residency()
         self._store = transport.gradients
         self._spans = spans or Spans()
+        self._traffic = traffic or Traffic(transport)
         self._thread = CommunicationThread("odc_mpi-push") if in_thread and transport.threads else None
         self._buffers = BufferPool(transport.gradients.memory)
-        self._on_the_way: deque[tuple[Pending, torch.Tensor]] = deque()
+        self._on_the_way: deque[tuple[Pending, torch.Tensor, int]] = deque()
+        self._sums: dict[int, Sum] = {}
         self._open = False
         self._bounds: dict[int, torch.Tensor] = {}
         # Half of what it holds: sums are rounded.
         self._limit = torch.finfo(transport.gradients.dtype).max / 2
         self.padding = False
+        self.is_last_backward = False
         self.names: set[str] = set()
+
+    @property
+    def peak_buffer_bytes(self) -> int:
+        """The most bytes that gradients ever took here, on their way and added up. Local."""
+        return self._buffers.peak_bytes
 
     @property
     def fullness(self) -> float:
@@ -72,6 +114,7 @@ class GradientPusher:
     def start(self) -> None:
         """Allow pushes: a minibatch begins. Local."""
         self._open = True
+        self.is_last_backward = False
         self._bounds = {}
         self.names = set()
 
@@ -95,41 +138,79 @@ class GradientPusher:
         for array, pieces in arrays.items():
             pieces.sort(key=lambda piece: piece[0].start)
             index = unit.indices[array]
-            self._send(index, self._lay_out(index, pieces), pieces[0][0].start)
+            if (kept := self._kept_sum(index, unit.layouts[array].numel)) is None:
+                self._send(index, self._lay_out(index, pieces), pieces[0][0].start)
+                continue
+            kept.add(pieces)
+            if self.is_last_backward:
+                self._send_sum(index)
 
     def finish(self) -> None:
-        """Wait until every push has left this rank; allow no more. One-sided."""
+        """Push what was added up, and wait until every push has left this rank; allow no more. One-sided."""
+        for index in list(self._sums):
+            self._send_sum(index)
         self._wait(0)
         self._open = False
+
+    def clear(self) -> None:
+        """Let go of all memory that is not in use. Local."""
+        self._buffers.clear()
 
     def close(self) -> None:
         """Complete what is on its way and end the thread. One-sided; a second call does nothing."""
         if self._thread is not None:
             self._thread.close()
 
-    def _lay_out(self, index: int, pieces: Sequence[tuple[Slot, torch.Tensor]]) -> torch.Tensor:
+    def _kept_sum(self, index: int, numel: int) -> Sum | None:
+        """Return the sum that a gradient of an array is to be added to; None if it is to be pushed by itself."""
+        if self.padding or index in self._sums:
+            return None if self.padding else self._sums[index]
+        if self.is_last_backward or not self.residency.fits(numel * self._store.dtype.itemsize):
+            return None
+        flat = self._buffers.take(numel, self._store.dtype)
+        # A buffer that was used before may be larger than what it is for.
+        if not self.residency.admit(index, flat.untyped_storage().nbytes()):
+            self._buffers.give_back(flat)
+            return None
+        self._sums[index] = Sum(flat.zero_(), numel, 0)
+        return self._sums[index]
+
+    def _send_sum(self, index: int) -> None:
+        if self._thread is None:
+            self._wait(MAX_BUFFERS - 1)  # a push that is on its way may take memory of its own, such as pinned memory
+        done = self._sums.pop(index)
+        flat = done.flat[done.start : done.stop]
+        self._add_bound(index, largest_magnitude(flat))
+        self._send(index, flat, done.start)
+
+    def _lay_out(self, index: int, pieces: Pieces) -> torch.Tensor:
         """Lay gradients into a buffer, and note how large they are, without asking: a device tells when it is done."""
         first, stop = pieces[0][0].start, pieces[-1][0].stop
         self._wait(MAX_BUFFERS - 1)
         flat = self._buffers.take(stop - first, self._store.dtype)
         counting = () if self.padding else [(slot.start - first, gradient) for slot, gradient in pieces]
-        largest = flatten(counting, flat)
-        self._bounds[index] = self._bounds[index] + largest if index in self._bounds else largest
+        self._add_bound(index, flatten(counting, flat))
         return flat
+
+    def _add_bound(self, index: int, largest: torch.Tensor) -> None:
+        self._bounds[index] = self._bounds[index] + largest if index in self._bounds else largest
 
     def _send(self, index: int, flat: torch.Tensor, start: int) -> None:
         began = time.perf_counter()
         push = self._store.push
         self._store.hand_over(flat)
         pending = self._thread.start(push, index, flat, start) if self._thread else push(index, flat, start)
-        self._on_the_way.append((pending, flat))
+        self._on_the_way.append((pending, flat, index))
+        self._traffic.add_push(index, start, start + flat.numel())
         self._spans.add("accumulate", began)
 
     def _wait(self, num_left: int) -> None:
         """Wait for the oldest pushes until at most so many are on their way."""
         while len(self._on_the_way) > num_left:
             began = time.perf_counter()
-            pending, flat = self._on_the_way.popleft()
+            pending, flat, index = self._on_the_way.popleft()
             pending.wait()
             self._buffers.give_back(flat)
+            if index not in self._sums:
+                self.residency.drop(index)
             self._spans.add("accumulate", began)

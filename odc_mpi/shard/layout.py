@@ -1,4 +1,4 @@
-"""Where every element of a parameter lives: order, padding, owners. Pure arithmetic, no tensors, no communication.
+"""Where every element of a parameter lives: order, padding, owners. Pure arithmetic, no memory, no communication.
 
 A unit's parameters are laid end to end into one flat array, which is cut into as many equal shards as there are ranks:
 
@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 #: Parameters and shards begin at multiples of this many elements: 128 bytes of fp32 and 64 of bf16, a cache line or
 #: more, and what vectorised kernels ask for. The same for every dtype, so that parameters and gradients line up.
 ALIGNMENT_NUMEL = 32
@@ -19,11 +21,19 @@ ALIGNMENT_NUMEL = 32
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter as the module defines it."""
+    """A parameter as the module defines it.
+
+    Attributes:
+        name: Dotted name.
+        shape: Shape of the whole parameter.
+        requires_grad: Whether it is trained.
+        dtype: Type in which it is hosted; None: the type of the parameter store.
+    """
 
     name: str
     shape: tuple[int, ...]
     requires_grad: bool
+    dtype: torch.dtype | None = None
 
     @property
     def numel(self) -> int:
@@ -77,6 +87,7 @@ class FlatLayout:
         num_owners: Ranks that share the array: rank r owns `[r * shard_numel, (r + 1) * shard_numel)`.
         shard_numel: Elements per rank, the same for all; the last shards may lie beyond `numel`, wholly or in part.
         trainable: Whether the parameters get gradients: all of them or none.
+        dtype: Type of the parameters; None: the type of the parameter store.
     """
 
     name: str
@@ -85,6 +96,7 @@ class FlatLayout:
     num_owners: int
     shard_numel: int
     trainable: bool
+    dtype: torch.dtype | None = None
 
     @classmethod
     def build(cls, name: str, specs: Sequence[ParameterSpec], num_owners: int) -> "FlatLayout":
@@ -92,21 +104,20 @@ class FlatLayout:
 
         Args:
             name: For messages.
-            specs: Parameters in order; all trainable or all frozen.
+            specs: Parameters in order; all trainable or all frozen, all of one type.
             num_owners: Ranks that share them.
         """
         assert specs and num_owners > 0
-        assert len({spec.requires_grad for spec in specs}) == 1, (
-            "trainable and frozen parameters need arrays of their own"
+        assert len({(spec.requires_grad, spec.dtype) for spec in specs}) == 1, (
+            "trainable and frozen parameters, and those of other types, need arrays of their own"
         )
         slots, start = [], 0
         for spec in specs:
             slots.append(Slot(spec, start))
             start = _align(start + spec.numel)
         numel = slots[-1].stop
-        return cls(
-            name, tuple(slots), numel, num_owners, _align(max(1, -(-numel // num_owners))), specs[0].requires_grad
-        )
+        shard_numel = _align(max(1, -(-numel // num_owners)))
+        return cls(name, tuple(slots), numel, num_owners, shard_numel, specs[0].requires_grad, specs[0].dtype)
 
     def owned(self, rank: int) -> tuple[int, int]:
         """Return the first and one past the last element of the flat array of a rank; equal if it owns none. Local."""

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+#: What every model tells of each rank: bytes since the A before, of `comm.traffic`.
+TRAFFIC = tuple(f"bytes_{did}_{where}" for did in ("fetched", "pushed") for where in ("same_node", "other_nodes"))
+
 
 class Minibatch:
     """What the ranks tell each other when a minibatch ends.

@@ -11,7 +11,7 @@ Nothing else here communicates, but for `ShardedModel()`, which is collective, a
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any, TypeVar
@@ -20,14 +20,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.transport import Transport
+from odc_mpi.errors import UserError
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.layout import FlatLayout, Slice
-from odc_mpi.shard.minibatch import Minibatch
+from odc_mpi.shard.minibatch import TRAFFIC, Minibatch
 from odc_mpi.shard.modules import place_on_demand, replicate, wrap_forward
 from odc_mpi.shard.optim import StepGuard, clip_coefficient, require_elementwise, squared_norm
 from odc_mpi.shard.partition import UnitChoice, UnitParameters, partition
+from odc_mpi.shard.residency import Budgets, Needs
 from odc_mpi.shard.slices import ModuleWeights, OwnSlices, Weights
 from odc_mpi.shard.spans import Spans
 from odc_mpi.shard.unit import ReadyUnits, Unit
@@ -57,6 +60,7 @@ class ShardedModel:
         prefetch: How many units to fetch ahead of their use, where the transport can. With 0 no thread is started;
             with 1 or more, gradients are pushed from a thread, too.
         optimizer_device: Where this rank's slices are optimized; by default on the host, where the shards are.
+        dtypes: Types of parameters, by name, that are hosted in another type than the transport's.
 
     Raises:
         ValueError: Nothing to train, a choice of units that matches nothing, parameters without values or complex, an
@@ -66,6 +70,7 @@ class ShardedModel:
         module: The module; calling it is calling the model. Its `parameters()` are placeholders.
         units: All units that have parameters, the root first.
         spans: Where this rank's time went besides computing.
+        traffic: What this rank fetched and pushed.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class ShardedModel:
         activation_checkpointing: bool = False,
         prefetch: int = 0,
         optimizer_device: torch.device | None = None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch: expected a number of units, 0 or more, got {prefetch}")
@@ -88,7 +94,8 @@ class ShardedModel:
         self._places = places
         self._phase = Phase.COMPLETE
         self.spans = Spans()
-        self.units, layouts = _layouts(parts, transport.group.size)
+        self.traffic = Traffic(transport)
+        self.units, layouts = _layouts(parts, transport.group.size, dtypes or {})
         # Freed in reverse: before the windows go, the slices must let go of them.
         self._resources = ExitStack()
         self._resources.callback(transport.close)
@@ -97,9 +104,9 @@ class ShardedModel:
         self._resources.callback(self._slices.detach)
         for unit in self.units:
             self._resources.callback(unit.forget)
-        self._ready = ReadyUnits(transport, prefetch, self.spans)
+        self._ready = ReadyUnits(transport, prefetch, self.spans, self.traffic)
         self._resources.callback(self._ready.close)
-        self._pusher = GradientPusher(transport, in_thread=prefetch > 0, spans=self.spans)
+        self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic)
         self._resources.callback(self._pusher.close)
         calls, saved = UnitCalls(self._ready, self._push), SavedTensors(self._ready)
         self._slices.load(weights or ModuleWeights(parts, transport.group))
@@ -153,7 +160,7 @@ class ShardedModel:
 
     @property
     def layouts(self) -> list[FlatLayout]:
-        """How parameters are spread over the ranks: a flat array or two for each unit. Local."""
+        """How parameters are spread over the ranks: the flat arrays of each unit. Local."""
         return [layout for unit in self.units for layout in unit.layouts]
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -179,7 +186,7 @@ class ShardedModel:
         self._advance(Phase.PUBLISHED, Phase.MINIBATCH, "minibatch()")
         self._pusher.start()
         self._ready.activity.start_minibatch()
-        minibatch = Minibatch(names)
+        minibatch = Minibatch((*names, *TRAFFIC))
         # An exception in the enclosed code does not come back here: a rank that failed must not meet the others.
         yield minibatch
         self._transport.group.note("completing its fetches and pushes")
@@ -188,6 +195,7 @@ class ShardedModel:
         self._ready.readable = False
         self._pusher.finish()
         self._ready.activity.finish_minibatch()
+        minibatch.values.update(zip(TRAFFIC, self.traffic.take(), strict=True))
         report = minibatch.report(self._pusher.fullness, self._slices.pushed(self._pusher.names))
         minibatch.receive(self._at_boundary("A", lambda: self._transport.complete_gradients(report)))
         self._slices.attach_gradients(minibatch.pushed)
@@ -214,6 +222,59 @@ class ShardedModel:
         finally:
             self._pusher.padding = False
 
+    def set_is_last_backward(self) -> None:
+        """Tell that no backward follows the next one in this minibatch. Local; it need not be told.
+
+        What was added up of a unit's gradients is then pushed as soon as that backward has the last of them, beside the
+        computation, and not after it.
+        """
+        self._pusher.is_last_backward = True
+
+    @property
+    def cache_bytes(self) -> Budgets:
+        """What this rank may spend to keep fetched units, and gradients that are pushed once. Local.
+
+        A rank's own affair, and 0 at first. No more than `cache_needs` is of use. To be changed between minibatches;
+        what was kept so far is released, and its memory freed.
+        """
+        return Budgets(self._ready.residency.budget_bytes, self._pusher.residency.budget_bytes)
+
+    @cache_bytes.setter
+    def cache_bytes(self, budgets: Budgets) -> None:
+        needs = self.cache_needs
+        self._ready.residency.budget_bytes = budgets.parameters if needs.all.parameters else 0
+        self._pusher.residency.budget_bytes = budgets.gradients if needs.all.gradients else 0
+        self._ready.clear()
+        self._pusher.clear()
+
+    @property
+    def cache_needs(self) -> Needs:
+        """What the caches could take. Local."""
+        return Needs.of(self.units, self._transport)
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """Have the whole model on this rank in the enclosed code, which then fetches nothing. One-sided.
+
+        For forwards in a row, such as those of generation. What was fetched stays beyond the enclosed code, as all that
+        the budget holds does, until the next minibatch ends or parameters change. Where fetches move no bytes, nothing
+        is done.
+
+        Raises:
+            UserError: `comm.parameter_cache_bytes` does not hold all units but the root, or fetches are collective.
+        """
+        if self._transport.parameters.copies:
+            if not self._transport.one_sided:
+                raise UserError("a resident model needs one-sided fetches: set comm.transport to window")
+            wanted, granted = self.cache_needs.all.parameters, self.cache_bytes.parameters
+            if granted < wanted:
+                raise UserError(
+                    f"comm.parameter_cache_bytes: expected at least {wanted}, so that the whole model stays on this "
+                    f"rank, got {granted}, which is {wanted - granted} bytes short"
+                )
+            self._ready.require_all(self.units)
+        yield
+
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their common norm is at most `max_norm`; point N. Collective.
 
@@ -238,7 +299,7 @@ class ShardedModel:
         self._ready.readable = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return parameters, in `param_dtype`, and persistent buffers, whole and copied, by the module's names.
+        """Return parameters, as they are hosted, and persistent buffers, whole and copied, by the module's names.
 
         One-sided: any rank may call it alone, but not between points A and B; collective where the transport's fetches
         are. The caller needs room for all of it.
@@ -273,6 +334,12 @@ class ShardedModel:
         """The most bytes this rank ever held for parameters: window shards and buffers of fetched units. Local."""
         parameters = self._transport.parameters
         return parameters.shard_bytes + parameters.buffers.peak_bytes
+
+    @property
+    def peak_gradient_bytes(self) -> int:
+        """The most bytes this rank ever held for gradients of units: shards, sums, pushes on their way. Local."""
+        shards = sum(layout.shard_numel for layout in self.layouts if layout.trainable)
+        return shards * self._transport.gradients.dtype.itemsize + self._pusher.peak_buffer_bytes
 
     @property
     def num_collectives(self) -> int:
@@ -326,13 +393,14 @@ def _check(module: nn.Module, parts: list[UnitParameters], weights: Weights | No
         raise ValueError(f"{missing} is on the meta device: expected `weights` to read initial values from, got None")
 
 
-def _layouts(parts: list[UnitParameters], num_owners: int) -> tuple[list[Unit], list[FlatLayout]]:
-    """Give every unit a flat array for its trainable parameters and one for the frozen, where it has such."""
+def _layouts(
+    parts: list[UnitParameters], num_owners: int, dtypes: Mapping[str, torch.dtype]
+) -> tuple[list[Unit], list[FlatLayout]]:
+    """Give every unit a flat array for its trainable parameters and one for the frozen, for each type."""
     units: list[Unit] = []
     layouts: list[FlatLayout] = []
     for part in parts:
-        kinds = [specs for specs in (part.specs(requires_grad=True), part.specs(requires_grad=False)) if specs]
-        own = [FlatLayout.build(part.name or "(root)", specs, num_owners) for specs in kinds]
+        own = [FlatLayout.build(part.name or "(root)", specs, num_owners) for specs in part.specs(dtypes)]
         units.append(Unit(part.name, own, range(len(layouts), len(layouts) + len(own))))
         layouts += own
     return units, layouts

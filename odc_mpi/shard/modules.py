@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -13,7 +13,41 @@ from torch.utils.checkpoint import checkpoint
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
 from odc_mpi.shard.partition import Place, whole_on_every_rank
-from odc_mpi.shard.unit import OnDemandParameters, Unit, placeholder
+from odc_mpi.shard.unit import Unit
+
+
+class OnDemandParameters(dict[str, Any]):
+    """A module's `_parameters` in which looking up a sharded parameter fetches it.
+
+    Iterating, as `module.parameters()` does, shows placeholders: right shape, dtype and device, no memory, NaN.
+
+    Args:
+        placeholders: What iterating shows, by key.
+        find: Gives the parameter of a dotted name.
+        names: Dotted name of every key that is sharded.
+    """
+
+    def __init__(
+        self, placeholders: dict[str, nn.Parameter | None], find: Callable[[str], torch.Tensor], names: dict[str, str]
+    ) -> None:
+        super().__init__(placeholders)
+        self._find = find
+        self._names = names
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self._names:
+            raise RuntimeError(f"{self._names[key]} is sharded: expected changes to its slices, not a new parameter")
+        super().__setitem__(key, value)
+
+    def __getitem__(self, key: str) -> torch.Tensor | None:
+        name = self._names.get(key)
+        return super().__getitem__(key) if name is None else self._find(name)
+
+
+def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Return a parameter that has a shape but no memory of its own; whoever computes with it gets NaN. Local."""
+    nan = torch.full((), float("nan"), dtype=dtype, device=device)
+    return nn.Parameter(nan.expand(parameter.shape), requires_grad=parameter.requires_grad)
 
 
 class StateDictGuard:
@@ -121,7 +155,9 @@ def place_on_demand(
         for key, name in keys.items():
             if name not in shown:
                 originals[name] = cast(nn.Parameter, submodule._parameters[key])
-                shown[name] = placeholder(originals[name], transport.parameters.dtype, transport.device)
+                unit = unit_of[name]
+                dtype = transport.parameters.dtype_of(unit.indices[unit.slots[name][0]])
+                shown[name] = placeholder(originals[name], dtype, transport.device)
         items = {key: shown[keys[key]] if key in keys else p for key, p in submodule._parameters.items()}
         submodule.__dict__["_parameters"] = OnDemandParameters(items, find, keys)
         if isinstance(submodule, nn.RNNBase):

@@ -5,7 +5,7 @@ further down takes. What is left belongs to the root unit, and so does a paramet
 fetched first and stays for the whole minibatch, so that a shared parameter is fetched once.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -31,13 +31,17 @@ class UnitParameters:
     module: nn.Module
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
-    def specs(self, requires_grad: bool) -> list[ParameterSpec]:
-        """Describe the trainable or the frozen parameters. Local."""
-        return [
-            ParameterSpec(name, tuple(parameter.shape), requires_grad)
-            for name, parameter in self.parameters.items()
-            if parameter.requires_grad == requires_grad
-        ]
+    def specs(self, dtypes: Mapping[str, torch.dtype]) -> list[list[ParameterSpec]]:
+        """Describe the parameters: the trainable first, then the frozen, those of each type apart. Local.
+
+        Args:
+            dtypes: Types of parameters that are not of the type of the parameter store, by name.
+        """
+        kinds: dict[tuple[bool, str], list[ParameterSpec]] = {}
+        for name, parameter in self.parameters.items():
+            spec = ParameterSpec(name, tuple(parameter.shape), parameter.requires_grad, dtypes.get(name))
+            kinds.setdefault((not spec.requires_grad, str(spec.dtype)), []).append(spec)
+        return [kinds[kind] for kind in sorted(kinds)]
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,11 @@ class OwnSlices:
     def __init__(self, transport: Transport, layouts: Sequence[FlatLayout], device: torch.device) -> None:
         self._transport = transport
         self._layouts = layouts
-        # Optimizers work in fp32 at least.
-        dtype = torch.promote_types(transport.parameters.dtype, torch.float32)
-        # `to` gives back the window itself where nothing is to be changed.
+        # Optimizers work in fp32 at least. `to` gives back the window itself where nothing is to be changed.
         self._masters = [
-            self._window(i).to(device, dtype) if layout.trainable else self._window(i)
+            self._window(i).to(device, torch.promote_types(self._window(i).dtype, torch.float32))
+            if layout.trainable
+            else self._window(i)
             for i, layout in enumerate(layouts)
         ]
         self.trainable = [

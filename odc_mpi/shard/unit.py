@@ -7,9 +7,9 @@ FETCHING  a buffer is being filled from the owners' windows, perhaps in a thread
 READY     the buffer holds the whole parameters; tensors look into it
 
 Parameters are immutable between two publications, so a ready unit may stay, be dropped and be fetched again at will,
-also ahead of its use: `ReadyUnits` keeps the root, the most recently used few and those that it expects next. Whoever
-touches a parameter gets it, fetched if need be: modules find them through `OnDemandParameters`, autograd through
-`shard.autograd`.
+also ahead of its use: `ReadyUnits` keeps the root, the most recently used few, those that it expects next and as many
+more as a budget holds (`shard.residency`). Whoever touches a parameter gets it, fetched if need be: modules find them
+through `shard.modules`, autograd through `shard.autograd`.
 
 Note: changes in place
     What is handed out may be the memory of other ranks' windows, so a change would reach them, and train nothing.
@@ -26,19 +26,19 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from typing import Any
 
 import torch
-from torch import nn
 
+from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.transport import Fetch, Transport
 from odc_mpi.shard.activity import Activity, in_backward
 from odc_mpi.shard.layout import FlatLayout, Slot
 from odc_mpi.shard.prefetch import CommunicationThread, FetchOrder
+from odc_mpi.shard.residency import Residency
 from odc_mpi.shard.spans import Spans
 
-#: Units held besides the root and those in use: one that computes and one that comes or goes. Each unit that is fetched
-#: ahead beyond the first adds one.
+#: Units held besides the root, those in use and those that stay: one that computes, and one that comes or goes. Each
+#: that is fetched ahead beyond the first adds one.
 MAX_READY_UNITS = 2
 
 
@@ -51,7 +51,7 @@ class UnitState(Enum):
 
 
 class Unit:
-    """The parameters of one submodule, in one or two flat arrays: the trainable and the frozen.
+    """The parameters of one submodule, in flat arrays: the trainable and the frozen, those of each type apart.
 
     Args:
         name: Dotted name of the module; "" for the root.
@@ -119,6 +119,10 @@ class Unit:
         """Let go of all memory of a unit that will not be fetched again. Local."""
         self._handed_out = {}
 
+    def buffer_bytes(self) -> int:
+        """Return the bytes of the memory that a ready unit's arrays occupy. Local."""
+        return sum(array.untyped_storage().nbytes() for array in self._arrays)
+
     def storage_pointers(self) -> list[int]:
         """Return the addresses of the memory that a ready unit's arrays occupy. Local."""
         return [array.untyped_storage().data_ptr() for array in self._arrays]
@@ -163,18 +167,24 @@ class ReadyUnits:
         prefetch: How many of the uses that come next to fetch ahead, in a thread. From a transport whose fetches move
             no bytes, or that one thread only may call, nothing is.
         spans: Told of every wait for a fetch.
+        traffic: Told of every fetch.
 
     Attributes:
+        residency: What stays until the end of a minibatch. Nothing, where fetches move no bytes or are collective.
         activity: Tells the other ranks which unit is in use.
         generation: Counts publications: what was fetched before the last one is stale.
         readable: Whether parameters may be fetched: not between A and B, when their owners write them.
         stay: Whether what units show may be kept, released or not.
     """
 
-    def __init__(self, transport: Transport, prefetch: int = 0, spans: Spans | None = None) -> None:
+    def __init__(
+        self, transport: Transport, prefetch: int = 0, spans: Spans | None = None, traffic: Traffic | None = None
+    ) -> None:
+        self.residency = Residency()
         self.activity = Activity(transport.group)
         self._transport = transport
         self._spans = spans or Spans()
+        self._traffic = traffic or Traffic(transport)
         self._prefetch = prefetch if transport.parameters.copies and transport.threads else 0
         self._strict = not transport.one_sided
         self._max_others = 0 if self._strict else max(MAX_READY_UNITS - 1, self._prefetch)
@@ -235,6 +245,20 @@ class ReadyUnits:
         self._latest = None
         self._order.restart()
 
+    def require_all(self, units: Sequence[Unit]) -> None:
+        """Make units ready that the budget holds all at once. One-sided."""
+        missing = [unit for unit in units if not (unit.is_root or unit in self.residency)]
+        if missing and self._transport.parameters.copies:
+            # In buffers of their own size: one that is larger would take a part of the budget.
+            self.clear()
+            for unit in units:
+                self.require(unit)
+
+    def clear(self) -> None:
+        """Release every unit and let go of the memory. One-sided, as `release_all`."""
+        self.release_all()
+        self._transport.parameters.buffers.clear()
+
     def expire(self) -> None:
         """Release every unit because parameters are about to change. One-sided, as `release_all`."""
         self.release_all()
@@ -273,11 +297,18 @@ class ReadyUnits:
             self.activity.tell("fetching", unit.name)
         start = time.perf_counter()
         if fetch is not None:
-            unit.start_fetch(fetch)
+            self._start(unit, fetch)
         unit.wait()
         self._spans.add("fetch", start)
         self._held[unit] = None
+        if not unit.is_root:
+            self.residency.admit(unit, unit.buffer_bytes())
         self._by_pointer |= {pointer: (unit, i) for i, pointer in enumerate(unit.storage_pointers())}
+
+    def _start(self, unit: Unit, fetch: Callable[[int], Fetch]) -> None:
+        unit.start_fetch(fetch)
+        for index in unit.indices:
+            self._traffic.add_fetch(index)
 
     def _look_ahead(self, unit: Unit) -> None:
         """Start to fetch what is likely to be used after this unit, which is used now."""
@@ -286,8 +317,8 @@ class ReadyUnits:
         for following in coming:
             if following.state is UnitState.SHARDED:
                 if not following.is_root:
-                    self._make_room(unit, self._max_others - 1, coming)
-                following.start_fetch(self._fetch_in_thread)
+                    self._make_room(unit, self._max_others - (unit not in self.residency), coming)
+                self._start(following, self._fetch_in_thread)
                 self._held[following] = None
 
     def _fetch_in_thread(self, index: int) -> Fetch:
@@ -297,8 +328,11 @@ class ReadyUnits:
         return Fetch(buffer, self._thread.start(parameters.start_fetch, index, buffer))
 
     def _make_room(self, unit: Unit, num_others: int, spared: Collection[Unit] = ()) -> None:
-        """Release the longest unused until at most so many are held besides this unit, the root and those in use."""
-        others = [x for x in self._held if not (x is unit or x.is_root or x.num_calls)]
+        """Release the longest unused until at most so many are held besides this unit.
+
+        The root, units in use and those that stay do not count.
+        """
+        others = [x for x in self._held if not (x is unit or x.is_root or x.num_calls or x in self.residency)]
         idle = [x for x in others if x not in spared]
         for other in idle[: max(0, len(others) - num_others)]:
             self._release(other)
@@ -316,41 +350,8 @@ class ReadyUnits:
         for pointer in unit.storage_pointers():
             del self._by_pointer[pointer]
         del self._held[unit]
+        self.residency.drop(unit)
         unit.release(self._transport)
-
-
-class OnDemandParameters(dict[str, Any]):
-    """A module's `_parameters` in which looking up a sharded parameter fetches it.
-
-    Iterating, as `module.parameters()` does, shows placeholders: right shape, dtype and device, no memory, NaN.
-
-    Args:
-        placeholders: What iterating shows, by key.
-        find: Gives the parameter of a dotted name.
-        names: Dotted name of every key that is sharded.
-    """
-
-    def __init__(
-        self, placeholders: dict[str, nn.Parameter | None], find: Callable[[str], torch.Tensor], names: dict[str, str]
-    ) -> None:
-        super().__init__(placeholders)
-        self._find = find
-        self._names = names
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key in self._names:
-            raise RuntimeError(f"{self._names[key]} is sharded: expected changes to its slices, not a new parameter")
-        super().__setitem__(key, value)
-
-    def __getitem__(self, key: str) -> torch.Tensor | None:
-        name = self._names.get(key)
-        return super().__getitem__(key) if name is None else self._find(name)
-
-
-def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a parameter that has a shape but no memory of its own; whoever computes with it gets NaN. Local."""
-    nan = torch.full((), float("nan"), dtype=dtype, device=device)
-    return nn.Parameter(nan.expand(parameter.shape), requires_grad=parameter.requires_grad)
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

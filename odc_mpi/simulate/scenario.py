@@ -40,6 +40,8 @@ class Trial:
         overhead_s: What a microbatch takes besides on a rank of speed 1, an empty one too, in seconds.
         communication_s: What a microbatch takes besides on any rank: fetches and pushes that nothing hides, in seconds.
         speeds: Of each rank in this minibatch, float64 [ranks].
+        saved_s: Of `communication_s`, what windows save where units stay and gradients are added up, in seconds.
+        once_s: What a rank pays for that in its first microbatch of a minibatch, in seconds.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -47,14 +49,30 @@ class Trial:
     overhead_s: float
     communication_s: float
     speeds: Floats
+    saved_s: float = 0.0
+    once_s: float = 0.0
 
     def work_s(self, microbatch: Sequence[int]) -> float:
         """Return the seconds of a microbatch, given as positions in the minibatch, on a rank of speed 1. Local."""
-        return self.overhead_s + math.fsum(self.sequence_s[list(microbatch)].tolist())
+        return self.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
 
     def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
         """Return the seconds for which a rank is busy with a microbatch. Local."""
         return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
+
+    def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
+        """Return the same over windows, where a rank may keep units and gradients. Local.
+
+        Args:
+            rank: The rank.
+            microbatch: Positions in the minibatch.
+            is_first: Whether it is the rank's first of the minibatch.
+        """
+        return self.duration_s(rank, microbatch) - self.saved_s + (self.once_s if is_first else 0.0)
+
+    @cached_property
+    def _each_s(self) -> list[float]:
+        return self.sequence_s.tolist()
 
 
 @dataclass(frozen=True)
@@ -79,6 +97,9 @@ class Scenario:
         fetch_gb_per_s: 10^9 bytes of a unit that a fetch moves per second; 0: fetches cost nothing.
         push_gb_per_s: The same for pushes.
         ticket_s: Seconds that it takes to draw a ticket.
+        parameter_cache_bytes: Of a rank over windows, for fetched units that stay for the minibatch.
+        gradient_cache_bytes: Of a rank over windows, for gradients that are added up and pushed once; they are taken to
+            be as large as parameters.
     """
 
     ranks: int = 8
@@ -95,6 +116,8 @@ class Scenario:
     fetch_gb_per_s: float = 0.0
     push_gb_per_s: float = 0.0
     ticket_s: float = 0.0
+    parameter_cache_bytes: int = 0
+    gradient_cache_bytes: int = 0
 
     def __post_init__(self) -> None:
         for option, value, least, most in (
@@ -111,6 +134,8 @@ class Scenario:
             ("--fetch-gb-per-s", self.fetch_gb_per_s, 0, 10**6),
             ("--push-gb-per-s", self.push_gb_per_s, 0, 10**6),
             ("--ticket-s", self.ticket_s, 0, MOST_S),
+            ("--parameter-cache-bytes", self.parameter_cache_bytes, 0, 10**15),
+            ("--gradient-cache-bytes", self.gradient_cache_bytes, 0, 10**15),
         ):
             if not least <= value <= most:  # not a number is neither
                 raise UserError(f"expected {option} from {least} to {most}, got {value}")
@@ -143,11 +168,28 @@ class Scenario:
     @property
     def communication_s(self) -> float:
         """Seconds of a microbatch's fetches and pushes."""
-        seconds_per_gb = sum(
-            times / speed for times, speed in ((2, self.fetch_gb_per_s), (1, self.push_gb_per_s)) if speed
-        )
-        num_bytes = self.num_units * self.unit_bytes if self.unit_bytes else MODEL_BYTES
-        return num_bytes / 1e9 * seconds_per_gb
+        fetch_s, push_s = self._model_s
+        return 2 * fetch_s + push_s
+
+    @property
+    def kept_s(self) -> tuple[float, float]:
+        """Seconds that the caches save in a microbatch over windows, and cost in a rank's first of a minibatch."""
+        num_bytes = self._model_bytes
+        fetch_s, push_s = self._model_s
+        fetch_s *= min(1.0, self.parameter_cache_bytes / num_bytes)
+        push_s *= min(1.0, self.gradient_cache_bytes / num_bytes)
+        return 2 * fetch_s + push_s, fetch_s + push_s
+
+    @property
+    def _model_bytes(self) -> int:
+        return self.num_units * self.unit_bytes if self.unit_bytes else MODEL_BYTES
+
+    @property
+    def _model_s(self) -> tuple[float, float]:
+        """Seconds to fetch all units once, and to push all gradients once."""
+        size = self._model_bytes / 1e9
+        fetch_s, push_s = (size / speed if speed else 0.0 for speed in (self.fetch_gb_per_s, self.push_gb_per_s))
+        return fetch_s, push_s
 
     @property
     def planned_cost(self) -> Cost:
@@ -166,6 +208,7 @@ class Scenario:
                 self.cost.constant,
                 self.communication_s,
                 _factors(self.ranks, self.speed_variation, speeds_rng),
+                *self.kept_s,
             )
 
 

@@ -11,7 +11,7 @@ plan for collectives. Local, all of it; no MPI.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,9 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures as one object. Local."""
-        return {"floor": self.floor, **asdict(self), "paper": nearest(self.scenario)}
+        # To copy the timeline would take as long as a minibatch of a thousand ranks.
+        bare = asdict(replace(self, timeline={}))
+        return {"floor": self.floor, **bare, "timeline": self.timeline, "paper": nearest(self.scenario)}
 
 
 def simulate(scenario: Scenario) -> Outcome:
@@ -92,7 +94,8 @@ def simulate(scenario: Scenario) -> Outcome:
         for name in SCHEDULES:
             transport, balance = name.split("/")
             found = timing(trial, plans[balance], transport, scenario.ticket_s)
-            timeline.setdefault(name, [merged(own, PAUSE_S) for own in found.timeline])
+            if name not in timeline:
+                timeline[name] = [merged(own, PAUSE_S) for own in found.timeline]
             totals[name] += found
             ends[name].append(found.end_s)
             busy[name] += [math.fsum(ended - began for began, ended in own) for own in found.timeline]
@@ -132,16 +135,37 @@ def timing(trial: Trial, plan: Plan, transport: str, ticket_s: float = 0.0) -> T
     """Reckon what a plan takes over a transport, `collective` or `window`. Local."""
     if plan.pool:
         assert transport == "window", "collectives need to know who runs what"
-        work, speeds = list(map(trial.work_s, plan.pool)), trial.speeds.tolist()
-        return drawn(len(work), len(speeds), lambda rank, k: work[k] / speeds[rank] + trial.communication_s, ticket_s)
-    durations = [_durations(trial, rank, own) for rank, own in enumerate(plan.microbatches)]
+        return _drawn(trial, plan.pool, ticket_s)
+    speeds = trial.speeds.tolist()
     if transport == "window":
-        return apart(durations)
+        return apart(
+            [_window_durations(trial, speed, own) for speed, own in zip(speeds, plan.microbatches, strict=True)]
+        )
+    durations = [
+        [trial.work_s(each) / speed + trial.communication_s if each else 0.0 for each in own]
+        for speed, own in zip(speeds, plan.microbatches, strict=True)
+    ]
     return lockstep(durations, [trial.duration_s(rank, ()) for rank in range(len(durations))])
 
 
-def _durations(trial: Trial, rank: int, microbatches: Sequence[Sequence[int]]) -> list[float]:
-    return [trial.duration_s(rank, microbatch) if microbatch else 0.0 for microbatch in microbatches]
+def _drawn(trial: Trial, pool: Sequence[Sequence[int]], ticket_s: float) -> Timing:
+    work, speeds = list(map(trial.work_s, pool)), trial.speeds.tolist()
+    each_s, started = trial.communication_s - trial.saved_s, set[int]()
+
+    def duration(rank: int, k: int) -> float:
+        once_s = 0.0 if rank in started else trial.once_s
+        started.add(rank)
+        return work[k] / speeds[rank] + each_s + once_s
+
+    return drawn(len(work), len(speeds), duration, ticket_s)
+
+
+def _window_durations(trial: Trial, speed: float, microbatches: Sequence[Sequence[int]]) -> list[float]:
+    each_s = trial.communication_s - trial.saved_s
+    durations = [trial.work_s(own) / speed + each_s for own in microbatches if own]
+    if durations:
+        durations[0] += trial.once_s
+    return durations
 
 
 def floor_s(trial: Trial, max_tokens: int) -> tuple[float, float]:
@@ -153,6 +177,9 @@ def floor_s(trial: Trial, max_tokens: int) -> tuple[float, float]:
     """
     fewest = math.ceil(int(trial.lengths.sum()) / max_tokens)
     work = math.fsum(trial.sequence_s.tolist()) + fewest * trial.overhead_s
-    longest = (float(trial.sequence_s.max()) + trial.overhead_s) / float(trial.speeds.max()) + trial.communication_s
+    communication_s = trial.communication_s - trial.saved_s
+    longest = (
+        (float(trial.sequence_s.max()) + trial.overhead_s) / float(trial.speeds.max()) + communication_s + trial.once_s
+    )
     # Communication takes the same on each rank, work the less the faster it is.
-    return longest, (work + fewest * trial.communication_s * float(trial.speeds.min())) / float(trial.speeds.sum())
+    return longest, (work + fewest * communication_s * float(trial.speeds.min())) / float(trial.speeds.sum())

@@ -161,15 +161,15 @@ def _free_shared_memory(world: World) -> int | None:
 def _try_shared_memory(world: World) -> SharedMemory:
     """Let the ranks of each node read each other in place. Collective."""
     num_bytes = 5000  # no multiple of a page or a cache line: a gap would show
-    with world.meeting("allocating shared memory"):
-        node = MPI.Intracomm(world.comm.Split_type(MPI.COMM_TYPE_SHARED))
-        rank, size = node.Get_rank(), node.Get_size()
-        win = MPI.Win.Allocate_shared(num_bytes, 1, MPI.INFO_NULL, node)
+    node = world.split("node")
+    rank, size = node.rank, node.size
+    with node.meeting("allocating shared memory"):
+        win = MPI.Win.Allocate_shared(num_bytes, 1, MPI.INFO_NULL, node.comm)
         win.Lock_all(MPI.MODE_NOCHECK)
         pieces = [np.asarray(win.Shared_query(other)[0]) for other in range(size)]
         pieces[rank][:] = rank % 251 + 1
         win.Sync()
-    world.meet(node.Ibarrier(), "writing shared memory")
+    node.meet(node.comm.Ibarrier(), "writing shared memory")
     win.Sync()
     readable = all(piece.size == num_bytes and (piece == other % 251 + 1).all() for other, piece in enumerate(pieces))
     starts = [piece.ctypes.data for piece in pieces]
@@ -177,10 +177,10 @@ def _try_shared_memory(world: World) -> SharedMemory:
     load_s = _time_of_a_load(pieces[(rank + 1) % size]) if size > 1 else None
     everywhere = world.gather_objects((readable, contiguous, load_s))
     pieces.clear()
-    with world.meeting("freeing shared memory"):
+    with node.meeting("freeing shared memory"):
         win.Unlock_all()
         win.Free()
-        node.Free()
+    node.close()
     return SharedMemory(
         readable=all(readable for readable, _, _ in everywhere),
         contiguous=all(contiguous for _, contiguous, _ in everywhere),

@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from odc_mpi.data.dataset import Dataset, vocabulary_digest
 from odc_mpi.data.loader import Loader
 from odc_mpi.data.plan.balance import check_fit
@@ -47,6 +49,8 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
             "all run each together: set data.balance to lb_micro, or comm.transport to window"
         )
     built = build_model(config.model, config.run.seed)
+    if config.lora.r is not None:
+        built = _with_adapters(built, config)
     dataset = _open_dataset("data.path", config.data.path, config.model, built)
     loader = Loader(
         dataset,
@@ -121,9 +125,25 @@ def _check_vocabulary(setting: str, dataset: Dataset, model: ModelConfig, built:
         )
 
 
+def _with_adapters(built: models.BuiltModel, config: Config) -> models.BuiltModel:
+    """Put the adapters of a configuration into a model. Local."""
+    # peft takes a second to import.
+    from odc_mpi.models.adapters import add_adapters
+
+    lora = config.lora
+    settings = {
+        "r": lora.r,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": lora.target_modules,
+        "modules_to_save": lora.modules_to_save,
+    }
+    return add_adapters(built, settings, config.run.seed, getattr(torch, config.model.param_dtype))
+
+
 def build_model(config: ModelConfig, seed: int) -> models.BuiltModel:
     """Build the model that a configuration names. Local."""
     if config.path is not None:
-        return models.from_directory(Path(config.path))
+        return models.from_directory(Path(config.path), config.attn_implementation)
     assert config.config is not None, "config.load requires one of model.path and model.config"
-    return models.from_config(config.config, seed)
+    return models.from_config(config.config, seed, config.attn_implementation)

@@ -34,6 +34,10 @@ class Source(Participant, ABC):
     def microbatches(self, minibatch: Minibatch) -> Iterable[Batch]:
         """Yield this rank's microbatches, each when the one before it is done. Local, or one-sided."""
 
+    def num_microbatches(self, minibatch: Minibatch) -> int | None:
+        """Return how many microbatches this rank will run; None if that is open. Local."""
+        return None
+
     def padding(self, minibatch: Minibatch) -> Iterable[Batch]:
         """Yield microbatches that count nothing, for a transport under which all ranks run as many. Local."""
         return ()
@@ -112,7 +116,17 @@ class Trainer(AbstractContextManager["Trainer"]):
         return step.metrics
 
     def start(self) -> None:
-        """Have all participants prepare for the steps to come. Collective, as `Participant.start` is."""
+        """Have all participants prepare for the steps to come. Collective, as `Participant.start` is.
+
+        Raises:
+            ValueError: Two of them tell a number of the same name, of which only one would be heard.
+        """
+        tellers: dict[str, Participant] = {}
+        for participant in self.participants:
+            for name in participant.names:
+                if (other := tellers.setdefault(name, participant)) is not participant:
+                    both = f"{type(other).__name__} and {type(participant).__name__}"
+                    raise ValueError(f"expected a name of each participant's own at point A, got {name!r} of {both}")
         for participant in self.participants:
             participant.start(self.done)
 
@@ -141,7 +155,10 @@ class Trainer(AbstractContextManager["Trainer"]):
         with self.model.minibatch(*(name for each in self.participants for name in each.names)) as told:
             for participant in self.participants:
                 participant.begin(step)
-            for batch in self._source.microbatches(step.minibatch):
+            count = self._source.num_microbatches(step.minibatch)
+            for number, batch in enumerate(self._source.microbatches(step.minibatch), 1):
+                if number == count:
+                    self.model.set_is_last_backward()
                 self._run(step, batch)
             for batch in self._source.padding(step.minibatch):
                 with self.model.padding():

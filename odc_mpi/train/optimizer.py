@@ -29,6 +29,7 @@ def make_optimizer(
         shapes,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
+        fused={"auto": None, "on": True, "off": False}[config.fused],
         **settings[config.optimizer],
     )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,15 @@ import torch
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
 from odc_mpi.checkpoint.reader import Checkpoint, directories
-from odc_mpi.checkpoint.saver import restore
+from odc_mpi.checkpoint.saver import restore, retired
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_optimizer, restore_buffers
 from odc_mpi.errors import AgreedError, UserError, warn
+from odc_mpi.models.base import check_base
+from odc_mpi.models.build import BuiltModel
 from odc_mpi.observe.terminal import terminal_width
 from odc_mpi.runtime.allocation import slurm_job
 from odc_mpi.runtime.world import World
+from odc_mpi.shard.slices import Weights
 from odc_mpi.train.inputs import Inputs
 from odc_mpi.train.owner import Owner, take
 from odc_mpi.train.rundir import has_records, open_run_directory, reopen_run_directory
@@ -26,7 +28,10 @@ from odc_mpi.train.settings import Config, defaults, dump
 #: torch's classes of optim.optimizer.
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 #: Settings that may change without a word.
-_PRIVATE = {"run.dir", "run.log_dir", "run.resume", "run.checkpoint_every", "run.keep_checkpoints", "comm.timeout_s"}
+_PRIVATE = {
+    *("run.dir", "run.log_dir", "run.resume", "run.report_to", "run.checkpoint_every", "run.keep_checkpoints"),
+    "comm.timeout_s",
+}
 #: Keys of a model's configuration that say nothing of what it computes, or only how it is computed here.
 _INCIDENTAL = {
     *("dtype", "torch_dtype", "use_cache", "transformers_version", "_name_or_path", "architectures"),
@@ -68,10 +73,9 @@ class Origin:
         """What the run told of itself when it saved."""
         return self.checkpoint.manifest.about
 
-    @cached_property
-    def weights(self) -> "PatientWeights":
-        """Where parameters come from; to be asked for its error when all are read."""
-        return PatientWeights(self.checkpoint)
+    def weights(self, base: Weights) -> "PatientWeights":
+        """Return where parameters come from, those of the base of adapters too. Local."""
+        return PatientWeights(self.checkpoint, base)
 
     def one_line(self, config: Config) -> str:
         """Say where the run begins, and which settings are others than before. Local."""
@@ -91,10 +95,11 @@ class PatientWeights:
 
     Args:
         checkpoint: Stays open while weights are read.
+        base: Of parameters that belong to the base of adapters.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._weights = CheckpointWeights(checkpoint)
+    def __init__(self, checkpoint: Checkpoint, base: Weights) -> None:
+        self._weights = CheckpointWeights(checkpoint, base if "base" in checkpoint.manifest.about else None)
         self._error: UserError | None = None
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -129,6 +134,9 @@ def find_origin(config: Config, world: World, inputs: Inputs) -> Origin | None:
     origin = _find(config, world)
     if origin:
         world.agree(lambda: _check_fits(origin, config, inputs))
+        base = inputs.model.base
+        if base is not None:
+            world.agree(lambda: check_base(base, origin.about["base"], world.rank, world.size))
         world.agree(lambda: restore_buffers(inputs.model.module, origin.checkpoint))
     return origin
 
@@ -178,7 +186,7 @@ def _find(config: Config, world: World) -> Origin | None:
     job = slurm_job()
     if wish == "never" and not job.get("slurm_restarts"):
         return None
-    candidates = world.agree(lambda: _own_checkpoints(run_dir, world.rank))
+    candidates = world.agree(lambda: _own_checkpoints(run_dir, world.rank, config.comm.timeout_s))
     if wish == "never":
         own = _newest(world, candidates)
         # The same run, which the scheduler started once more; another's checkpoint is none of it.
@@ -207,10 +215,12 @@ def _find(config: Config, world: World) -> Origin | None:
     return Origin(found, found.directory.resolve().parent == (run_dir / CHECKPOINTS).resolve(), path)
 
 
-def _own_checkpoints(run_dir: Path, rank: int) -> list[Path]:
+def _own_checkpoints(run_dir: Path, rank: int, timeout_s: float) -> list[Path]:
     try:
-        if rank == 0:
-            restore(run_dir / CHECKPOINTS)
+        if rank == 0 and retired(run_dir / CHECKPOINTS):
+            # Another run may be about to give the name to a newer checkpoint.
+            with take(run_dir, timeout_s):
+                restore(run_dir / CHECKPOINTS)
         return list(steps_in(run_dir / CHECKPOINTS).values())
     except OSError as error:
         raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from error
@@ -218,6 +228,7 @@ def _own_checkpoints(run_dir: Path, rank: int) -> list[Path]:
 
 def _check_fits(origin: Origin, config: Config, inputs: Inputs) -> None:
     checkpoint, about = origin.checkpoint, origin.about
+    _require_adapters(origin, inputs.model)
     require_model(checkpoint, inputs.model.module)
     _require_configuration(origin, model_config(inputs.model.module))
     require_optimizer(checkpoint.manifest, OPTIMIZERS[config.optim.optimizer], checkpoint)
@@ -236,6 +247,23 @@ def _check_fits(origin: Origin, config: Config, inputs: Inputs) -> None:
             f"run.steps: expected more than the {origin.step} that {checkpoint.directory} has behind it, got "
             f"{config.run.steps}: raise run.steps"
         )
+
+
+def _require_adapters(origin: Origin, model: BuiltModel) -> None:
+    """Check that the checkpoint and the run both have adapters of the same strength, or none."""
+    theirs, ours = origin.about.get("adapter"), model.adapter
+    if (theirs is None) != (ours is None):
+        found, got = ("a whole model", "adapters") if theirs is None else ("adapters", "no lora.r")
+        raise UserError(
+            f"the checkpoint {origin.checkpoint.directory} is of {found}, got {got}: set lora.* as that run had it, or "
+            f"to begin anew, {_ANEW}"
+        )
+    for setting, name in (("lora.r", "r"), ("lora.alpha", "lora_alpha")):
+        if theirs and ours and theirs[name] != ours[name]:
+            raise UserError(
+                f"{setting}: expected {theirs[name]}, as in the checkpoint {origin.checkpoint.directory}, got "
+                f"{ours[name]}: change {setting}; or {_ANEW}"
+            )
 
 
 def _require_configuration(origin: Origin, config: Mapping[str, Any]) -> None:

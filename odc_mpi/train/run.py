@@ -8,7 +8,7 @@ finish    collective: the last checkpoint is waited for, every rank's totals are
 import math
 import os
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from odc_mpi.observe.log import Log
 from odc_mpi.observe.participant import Participant
 from odc_mpi.observe.timing import OwnClock, Timing
 from odc_mpi.observe.trace import Trace
+from odc_mpi.observe.trackers import require
+from odc_mpi.observe.tracking import FINISH_S, Tracking
+from odc_mpi.observe.traffic import TrafficReport
 from odc_mpi.runtime.allocation import describe, slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
@@ -32,8 +35,8 @@ from odc_mpi.train.inputs import Inputs, open_inputs, remove_staged
 from odc_mpi.train.loop import Trainer
 from odc_mpi.train.objectives.sft import SupervisedFineTuning
 from odc_mpi.train.optimizer import make_optimizer
-from odc_mpi.train.resume import Origin, anew_line, find_origin, open_run, say_complete
-from odc_mpi.train.saving import Saving, about_run
+from odc_mpi.train.resume import Origin, PatientWeights, anew_line, find_origin, open_run, say_complete
+from odc_mpi.train.saving import Saving, about_run, describe_adapters
 from odc_mpi.train.settings import Config, dump
 from odc_mpi.train.source import DatasetSource, LearnedCost
 from odc_mpi.train.stop import StopWish
@@ -63,13 +66,16 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
             return train(config, world, stop)
     world.timeout_s = config.comm.timeout_s
     _set_threads(config, world)
+    world.agree(lambda: require(config.run.report_to or ()) if world.rank == 0 else None)
     inputs = _open_inputs(config, world)
     config = with_steps(config, inputs.dataset)
+    steps_per_epoch = math.ceil(len(inputs.dataset) / config.data.minibatch_sequences)
     _check_stop(stop, world)
     origin = find_origin(config, world, inputs)
     if origin and origin.step >= config.run.steps:
         return say_complete(origin, config, world)
     digest = inputs.dataset.digest()
+    adapters = describe_adapters(config, world, inputs.model, origin.about if origin else None)
     decision = decide(config, world)
     trainer = build_trainer(config, world, inputs, decision, origin)
     opening = _opening(config, world, len(inputs.dataset), trainer.model, decision, origin)
@@ -82,12 +88,12 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
     owner = world.agree(lambda: open_run(run_dir, config, origin) if world.rank == 0 else None)
     log = Log(run_dir, config.run.steps, opening, trainer.participants, speaks=world.rank == 0)
     with trainer, owner or nullcontext(), log:
-        about = about_run(config, trainer.model.module, digest, origin.path if origin else None)
+        about = about_run(config, trainer.model.module, digest, origin.path if origin else None, adapters)
 
         def about_now() -> dict[str, Any]:
             return {**about, "cost": None, **trainer.state()}  # None: unless a participant learns the cost
 
-        state = TrainingState(trainer.model, trainer.update.optimizer, world.rank)
+        state = TrainingState(trainer.model, trainer.update.optimizer, world.rank, over_base=bool(adapters))
         best = origin.about.get("best") if origin and origin.own else None
         saving = Saving(config, world, state, about_now, stop, owner, best)
         trace = Trace(
@@ -96,7 +102,7 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
         limit = SkipLimit(config.run.max_skipped_steps, origin.about if origin else None)
         # In this order: the trace ends at B, and the log writes the line of a step before the limit ends the run for
         # it, in which case nothing is saved any more.
-        trainer.participants += [trace, log, limit, stop, saving]
+        trainer.participants += [trace, log, _tracking(config, world, steps_per_epoch), limit, stop, saving]
         try:
             trainer.start()
             while trainer.done < config.run.steps and not stop.agreed:
@@ -156,7 +162,7 @@ def build_trainer(
     clock = OwnClock(model, waits_apart=one_sided)
     tickets = Tickets(world) if config.data.balance == "dynamic" else None
     source = DatasetSource(inputs.dataset, inputs.loader, config.run.seed, tickets, pads=not one_sided)
-    participants: list[Participant] = [Timing(world, model, clock)]
+    participants: list[Participant] = [Timing(world, model, clock), TrafficReport()]
     if config.data.cost == "fitted":
         participants.append(LearnedCost(inputs.dataset, inputs.loader))
     update = Update(model, optimizer, config)
@@ -191,22 +197,33 @@ def _check_stop(stop: StopWish, world: World) -> None:
 
 
 def _shard(config: Config, world: World, inputs: Inputs, decision: Decision, origin: Origin | None) -> ShardedModel:
+    weights = origin.weights(inputs.model.weights) if origin else inputs.model.weights
     model = shard_model(
         inputs.model.module,
         world,
-        param_dtype=getattr(torch, config.model.param_dtype),
+        # Adapters, in float32, and their base each have their own type.
+        param_dtype=None if inputs.model.adapter else getattr(torch, config.model.param_dtype),
         reduce_dtype=getattr(torch, config.model.reduce_dtype),
         activation_checkpointing=config.model.gradient_checkpointing,
         prefetch=config.comm.prefetch,
-        weights=origin.weights if origin else inputs.model.weights,
+        weights=weights,
         decision=decision,
         mailbox_bytes=config.comm.mailbox_bytes,
+        parameter_cache_bytes=config.comm.parameter_cache_bytes,
+        gradient_cache_bytes=config.comm.gradient_cache_bytes,
         device=config.run.device,
         optimizer_device=config.optim.device,
     ).train()
-    if origin:
-        world.agree(origin.weights.require_intact)
+    if isinstance(weights, PatientWeights):
+        world.agree(weights.require_intact)
     return model
+
+
+def _tracking(config: Config, world: World, steps_per_epoch: int) -> Tracking:
+    names = config.run.report_to if world.rank == 0 else None
+    # The other ranks wait at the end for rank 0.
+    finish_s = min(FINISH_S, world.timeout_s / 2)
+    return Tracking(names or (), Path(config.run.dir), asdict(config), steps_per_epoch, finish_s)
 
 
 def _restore(trainer: Trainer, origin: Origin, rank: int) -> None:
@@ -219,7 +236,6 @@ def _opening(
     config: Config, world: World, num_sequences: int, model: ShardedModel, decision: Decision, origin: Origin | None
 ) -> str:
     """Return the lines before the first step; why ranks reach each other as they do tells `odc-mpi doctor`."""
-    frozen = f", {_numel(model, False):,} frozen" if _numel(model, False) else ""
     reach = decision.one_line()
     if decision.reduction.choice == "mailbox":
         reach += f", mailbox of {config.comm.mailbox_bytes >> 10:,} KiB per rank at most"
@@ -227,20 +243,40 @@ def _opening(
         reach += "; why: odc-mpi doctor"
     data, dtype = config.data, config.model.param_dtype
     share = f"{data.minibatch_sequences} in each of {config.run.steps:,} steps"
-    trained = f"{_numel(model, True):,} parameters{frozen}"
+    trained = f"{_numel(model, True):,} parameters"
+    if _numel(model, False):
+        trained = f"{_numel(model, True):,} trained of {_numel(model):,} parameters"
+    if config.lora.r is not None:
+        trained += f", adapters of rank {config.lora.r}"
     lines = {
         "ranks": f"{world.size} {describe(world.layout, slurm_job())}; {world.mpi_library}",
         "model": f"{type(model.module).__name__}, {trained}, {dtype}, on {model.device}",
         "data": f"{data.path}, {num_sequences:,} sequences, {share}",
         "comm": reach,
+        "caches": _caches(config, model),
         "writes": config.run.dir,
     }
     beginning = f"resuming {origin.one_line(config)}" if origin else anew_line(config)
     return "\n".join([*(f"{name:<8}{told}" for name, told in lines.items()), *filter(None, [beginning])])
 
 
-def _numel(model: ShardedModel, trainable: bool) -> int:
-    layouts = (layout for layout in model.layouts if layout.trainable is trainable)
+def _caches(config: Config, model: ShardedModel) -> str:
+    """Tell what this rank may keep, of what there is to keep."""
+    if config.comm.transport == "collective":
+        return "none, as ranks fetch and push together"
+    told, needs, given = [], model.cache_needs.all, model.cache_bytes
+    for kind, setting, granted, wanted, otherwise in (
+        ("parameters", config.comm.parameter_cache_bytes, given.parameters, needs.parameters, "in place"),
+        ("gradients", config.comm.gradient_cache_bytes, given.gradients, needs.gradients, "in place"),
+    ):
+        part = f"{min(granted, wanted) / 2**20:,.1f} of {wanted / 2**20:,.1f} MiB per rank"
+        told.append(f"{kind} {part}{' (auto)' if setting == 'auto' else ''}" if wanted else f"{kind} {otherwise}")
+    return ", ".join(told)
+
+
+def _numel(model: ShardedModel, trainable: bool | None = None) -> int:
+    """Return how many elements all, the trainable or the frozen parameters have."""
+    layouts = (layout for layout in model.layouts if trainable in (None, layout.trainable))
     return sum(slot.spec.numel for layout in layouts for slot in layout.slots)
 
 
@@ -259,6 +295,8 @@ def _facts(config: Config, world: World, decision: Decision, model: ShardedModel
         "progress": decision.progress.choice,
         "window_device": made.choice if (made := decision.window_device) else "cpu",
         "param_dtype": config.model.param_dtype,
+        "num_parameters": _numel(model),
+        "num_trained_parameters": _numel(model, True),
         "device": str(model.device),
         "mpi_library": world.mpi_library,
         "decision": decision.to_dict(),

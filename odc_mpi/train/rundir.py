@@ -9,10 +9,11 @@ from odc_mpi.checkpoint.saver import clean
 from odc_mpi.errors import UserError
 from odc_mpi.files import make_directory, replace_text
 from odc_mpi.observe.metrics import METRICS, read_metrics
+from odc_mpi.observe.tracking import DIRECTORY as TRACKERS
 
 _CONFIG, _TRACE, _SUMMARY = "config.yaml", "trace.json", "summary.json"
 #: What a run and its report write and a later run in the same directory must not mix with its own.
-RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS)
+RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACKERS)
 
 
 def open_run_directory(path: Path, config_text: str) -> None:

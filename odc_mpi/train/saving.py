@@ -12,7 +12,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from odc_mpi.checkpoint.manifest import CHECKPOINTS
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.errors import StoppedError, TrainingError, warn
+from odc_mpi.models.base import part_digests
+from odc_mpi.models.build import BuiltModel
 from odc_mpi.observe.participant import Participant, Step
 from odc_mpi.runtime.allocation import slurm_job
 from odc_mpi.runtime.world import World
@@ -163,8 +165,18 @@ class Saving(Participant):
         self._pause_s += time.perf_counter() - waited
 
 
-def about_run(config: Config, module: Any, data_digest: str, origin: str | None) -> dict[str, Any]:
-    """Return the description of a run that a checkpoint holds besides the state, as JSON takes it. Local."""
+def about_run(
+    config: Config, module: Any, data_digest: str, origin: str | None, adapters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the description of a run that a checkpoint holds besides the state, as JSON takes it. Local.
+
+    Args:
+        config: Of the run.
+        module: The model.
+        data_digest: Of the data set.
+        origin: The checkpoint that the run began at.
+        adapters: What `describe_adapters` returned.
+    """
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     return {
         "config": asdict(config),
@@ -173,8 +185,32 @@ def about_run(config: Config, module: Any, data_digest: str, origin: str | None)
         "slurm_job_id": slurm_job().get("slurm_job_id"),
         "transformers_config": model_config(module),
         "architectures": [type(module).__name__],
+        **adapters,
         "versions": {"odc_mpi": __version__, "python": platform.python_version(), **versions},
     }
+
+
+def describe_adapters(
+    config: Config, world: World, model: BuiltModel, before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the description of adapters and their base for a checkpoint; empty without adapters. Collective.
+
+    Args:
+        config: Of the run.
+        world: The ranks, each of which reads its share of the base to make its digest.
+        model: The model.
+        before: Of the checkpoint that the run begins at, whose base is known to be this one.
+    """
+    base = model.base
+    if base is None:
+        return {}
+    if before:
+        digests = before["base"]["sha256"]
+    else:
+        shares = world.gather_objects(world.agree(lambda: part_digests(base, world.rank, world.size)))
+        digests = {part: share[part] for share in shares for part in share}
+    reference = {"path": config.model.path, "config": config.model.config, "seed": config.run.seed}
+    return {"adapter": model.adapter, "base": {**reference, "sha256": dict(sorted(digests.items()))}}
 
 
 def model_config(module: Any) -> dict[str, Any]:

@@ -15,11 +15,14 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, NewType, Union, get_args, get_origin, get_type_hints
 
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
-from odc_mpi.wording import did_you_mean
+from odc_mpi.wording import did_you_mean, parse_size
+
+#: A number of bytes, also written as text such as 512M.
+Size = NewType("Size", int)
 
 
 class Check(NamedTuple):
@@ -38,19 +41,25 @@ _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
 _SEED = Check("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
 _TOKENS = Check("from 1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
 _THREADS = Check("from 0 to 1024", lambda value: 0 <= value <= 1024)
+_TRACKERS = Check(
+    "each one of tensorboard, mlflow, wandb and trackio",
+    lambda value: all(name in ("tensorboard", "mlflow", "wandb", "trackio") for name in value),
+)
 _NOT_EMPTY = Check("not empty", lambda value: value != "")
+_NAMES = Check("not empty", lambda value: bool(value) and all(isinstance(name, str) and name for name in value))
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model is trained, and in which precision it is stored and reduced."""
 
-    path: Annotated[
-        str | None, "local directory with config.json and safetensors; or give model.config", _NOT_EMPTY
-    ] = None
+    path: Annotated[str | None, "directory with config.json and safetensors; or give model.config", _NOT_EMPTY] = None
     config: Annotated[dict[str, Any] | None, "transformers configuration with its model_type: a new model"] = None
     param_dtype: Annotated[Literal["float32", "bfloat16"], "type in which parameters are held and fetched"] = "float32"
     reduce_dtype: Annotated[Literal["float32", "float64"], "type in which gradients are summed over ranks"] = "float32"
+    attn_implementation: Annotated[
+        Literal["sdpa", "eager"], "attention of each packed sequence; eager: also with soft caps"
+    ] = "sdpa"
     gradient_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
 
 
@@ -88,7 +97,26 @@ class CommConfig:
         Literal["auto", "cuda", "cpu"], "run.device cuda: where shards are; auto: cuda if proved"
     ] = "auto"
     prefetch: Annotated[int, "units fetched ahead of their use, from a thread; 0: no threads", _NOT_NEGATIVE] = 1
+    parameter_cache_bytes: Annotated[
+        Literal["auto"] | Size, "memory of a rank for fetched units that stay for the minibatch"
+    ] = "auto"
+    gradient_cache_bytes: Annotated[
+        Literal["auto"] | Size, "memory of a rank for gradients that are added up and pushed once"
+    ] = "auto"
     timeout_s: Annotated[float, "seconds to wait for a rank before the run fails", _ONE_OR_MORE] = 600.0
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters, by peft: trained in place of the model, which is then a frozen base."""
+
+    r: Annotated[int | None, "rank of the adapters; null: none, the whole model is trained", _ONE_OR_MORE] = None
+    alpha: Annotated[int, "adapters are scaled by alpha / r", _ONE_OR_MORE] = 8
+    dropout: Annotated[float, "dropout of what goes into adapters", _FRACTION] = 0.0
+    target_modules: Annotated[list[str] | Literal["all-linear"], "linear layers that get adapters, by name", _NAMES] = (
+        "all-linear"
+    )
+    modules_to_save: Annotated[list[str] | None, "modules to train whole besides, as lm_head", _NAMES] = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +130,7 @@ class OptimConfig:
     adam_beta2: Annotated[float, "adamw: decay of the second moment", _FRACTION] = 0.999
     adam_epsilon: Annotated[float, "adamw: added to the denominator", _POSITIVE] = 1e-8
     momentum: Annotated[float, "sgd: momentum", _FRACTION] = 0.0
+    fused: Annotated[Literal["auto", "on", "off"], "torch's fused step; auto: for adamw"] = "auto"
     max_grad_norm: Annotated[
         float, "global norm that gradients are clipped to; 0 switches clipping off", _NOT_NEGATIVE
     ] = 1.0
@@ -136,9 +165,8 @@ class RunConfig:
     checkpoint_every: Annotated[int, "steps between checkpoints, one after the last step; 0: none", _NOT_NEGATIVE] = 0
     keep_checkpoints: Annotated[int, "how many of them to keep, the newest; 0: all", _NOT_NEGATIVE] = 0
     keep_best: Annotated[bool, "keep the checkpoint of the lowest evaluation loss besides"] = False
-    resume: Annotated[str, "auto: from the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = (
-        "auto"
-    )
+    resume: Annotated[str, "auto: the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = "auto"
+    report_to: Annotated[list[str] | None, "trackers to write files for; docs/trackers.md", _TRACKERS] = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +175,7 @@ class Config:
 
     model: ModelConfig
     data: DataConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -259,6 +288,7 @@ def _override(values: dict[str, Any], key: str, text: str) -> None:
     else:
         kinds = _kinds(_known(_ARGUMENTS, key).type)
         verbatim = any(kind is str or get_origin(kind) is Literal for kind in kinds)
+        verbatim = verbatim and not (list[str] in kinds and text.startswith("["))
         value = text if verbatim and not (text == "null" and types.NoneType in kinds) else dialect.read_value(text)
         values[key] = _checked(_ARGUMENTS, key, value)
 
@@ -292,6 +322,8 @@ def _checked(source: str, key: str, value: Any) -> Any:
     """Return the value of a setting in its own type, or raise the one line that says what it should have been."""
     setting = _known(source, key)
     kinds = _kinds(setting.type)
+    if isinstance(value, str) and list[str] in kinds and not any(_fits(value, kind) for kind in kinds):
+        value = [value]  # a list of one, as transformers takes it
     expected = f"{source}: {key}: expected {_describe(setting.type)}"
     if not any(_fits(value, kind) for kind in kinds):
         cure = " (put it in quotes)" if str in kinds and not isinstance(value, dict | list) else ""
@@ -299,6 +331,9 @@ def _checked(source: str, key: str, value: Any) -> Any:
     for check in setting.checks:
         if value is not None and not check.holds(value):
             raise UserError(f"{expected}, {check.words}, got {_show(value)}")
+    if Size in kinds and isinstance(value, str):
+        size = parse_size(value)
+        return value if size is None else size
     return float(value) if float in kinds and value is not None else value
 
 
@@ -311,11 +346,23 @@ def _fits(value: Any, kind: Any) -> bool:
         return value in get_args(kind)
     if kind is float:  # true is no number, nor are nan and inf of any use in a setting
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if get_origin(kind) is list:
+        return type(value) is list and all(any(_fits(each, own) for own in get_args(kind)) for each in value)
+    if kind is Size:
+        return (type(value) is int and value >= 0) or (isinstance(value, str) and parse_size(value) is not None)
     return type(value) is (get_origin(kind) or kind)
 
 
 def _describe(hint: Any) -> str:
-    words = {int: "an integer", float: "a finite number", bool: "true or false", str: "text", types.NoneType: "null"}
+    words: dict[Any, str] = {
+        int: "an integer",
+        float: "a finite number",
+        bool: "true or false",
+        str: "text",
+        types.NoneType: "null",
+    }
+    words[list[str]] = "a list of names"
+    words[Size] = "a size such as 512M or 0"
     parts = [
         " or ".join(get_args(kind)) if get_origin(kind) is Literal else words.get(kind, "a mapping")
         for kind in _kinds(hint)
@@ -343,6 +390,10 @@ def _check_together(values: dict[str, Any], source: str) -> None:
     if values.get("run.num_train_epochs") is not None and "run.steps" in values:
         raise UserError(f"{source}: expected one of run.steps and run.num_train_epochs, got both: leave one out")
     _check_evaluation(values, source)
+    if values.get("lora.r") is None:
+        given = [key for key in values if key.startswith("lora.") and key != "lora.r"]
+        if any(values[key] != _settings()[key].default for key in given):
+            raise UserError(f"{source}: {given[0]} goes with lora.r, got none: set lora.r, the rank of the adapters")
 
 
 def _check_evaluation(values: dict[str, Any], source: str) -> None:

@@ -45,6 +45,10 @@ class DatasetSource(Source):
             torch.manual_seed(_seed(self._seed, minibatch.data_epoch, int(batch.indices[0])))
             yield batch
 
+    def num_microbatches(self, minibatch: Minibatch) -> int | None:
+        """Return how many microbatches the plan has for this rank; None if it leaves some to whoever is free. Local."""
+        return None if minibatch.plan.pool else sum(map(bool, minibatch.plan.microbatches[minibatch.rank]))
+
     def padding(self, minibatch: Minibatch) -> Iterable[Batch]:
         """Yield the shortest sequence as often as another rank has more microbatches. Local."""
         return minibatch.padding() if self._pads else ()

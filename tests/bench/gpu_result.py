@@ -1,7 +1,7 @@
 """A result of `odc-mpi bench gpu` made up for tests, and the times that it is made of."""
 
 from odc_mpi.bench.gpu import kernels as gpu_kernels
-from odc_mpi.bench.gpu import windows as gpu_windows
+from odc_mpi.bench.measure import entries
 
 LINKS = {"fetch_host": "copy_to_device", "push_host_mailbox": "copy_to_host"}
 TIMES = {
@@ -46,11 +46,11 @@ def result(on_device=True, with_kernels=True):
         "left_out": {} if on_device else {"fetch_device": "windows on GPUs were not tried"},
         "sizes": [
             {"size_bytes": size, "num_units": 1, "crossing_bytes": size // 2}
-            | {"variants": gpu_windows.entries(size, times, LINKS)}
+            | {"variants": entries(times, size, of_copy=lambda _: "copy_device", of_link=LINKS.get)}
             for size in (4 << 20, 256 << 20)
         ],
         "kernels": [
-            {"size_bytes": 4 << 20, "tasks": gpu_kernels.entries(dict.fromkeys(tasks, 8 << 20), tasks)},
+            {"size_bytes": 4 << 20, "tasks": gpu_kernels.task_entries(dict.fromkeys(tasks, 8 << 20), tasks)},
         ],
         "step": step,
     }

@@ -6,13 +6,12 @@ import pytest
 from gpu_result import LINKS, TIMES, result
 from shown import shown
 
+from odc_mpi.bench.contenders import Round
 from odc_mpi.bench.gpu import benchmark as gpu
 from odc_mpi.bench.gpu import kernels as gpu_kernels
 from odc_mpi.bench.gpu import run as gpu_command
 from odc_mpi.bench.gpu import step as gpu_step
-from odc_mpi.bench.gpu import windows as gpu_windows
-from odc_mpi.bench.measure import times_in
-from odc_mpi.bench.train import Round
+from odc_mpi.bench.measure import entries, times_in
 from odc_mpi.cli.main import parser
 from odc_mpi.runtime.launch import Ending, Failure, FailureKind
 from odc_mpi.stack.device_decision import RUN_DOCTOR
@@ -29,7 +28,7 @@ def test_a_sample_has_as_many_operations_as_fit():
 
 
 def test_speeds_are_of_the_whole_unit_and_ratios_of_the_same_round():
-    found = gpu_windows.entries(10**8, TIMES, LINKS)
+    found = entries(TIMES, 10**8, of_copy=lambda _: "copy_device", of_link=LINKS.get)
     assert found["copy_device"]["gb_per_s"] == {"low": 62.5, "median": 75.0, "high": 87.5}
     assert found["fetch_host"]["seconds"]["median"] == pytest.approx(30e-3)
     assert (found["fetch_host"]["of_copy"], found["fetch_host"]["of_link"]) == (0.05, 0.5)
@@ -39,7 +38,7 @@ def test_speeds_are_of_the_whole_unit_and_ratios_of_the_same_round():
 
 def test_bytes_are_counted_alike_for_the_copy_and_the_kernels():
     times = {"copy": [1.0, 2.0], "add_fp32": [3.0, 6.0], "add_fp32_torch": [9.0, 18.0]}
-    found = gpu_kernels.entries(MOVED, times)
+    found = gpu_kernels.task_entries(MOVED, times)
     assert found["add_fp32"]["of_copy"] == pytest.approx(1.0), "three times the bytes in three times the time"
     assert found["add_fp32"]["of_torch"] == pytest.approx(3.0)
     assert found["add_fp32_torch"]["of_copy"] == pytest.approx(1 / 3)

@@ -1,6 +1,7 @@
 """Models that train a little and are saved, and loaded, on N ranks in the threads of this process."""
 
 import numpy as np
+import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
@@ -72,6 +73,16 @@ def whole(parts):
     }
 
 
+def write(directory, transport, size, model, optimizer, step, about, warn):
+    state = TrainingState(model, optimizer, transport.group.rank)
+    saver = Saver(directory, transport.group.rank, size, "token", warn=warn)
+    manifest = state.describe(step, about) if transport.group.rank == 0 else None
+    saver.start(step, state.snapshot(), manifest)
+    saver.wait_until_written()
+    saver.hear(transport.complete_gradients(np.array(saver.report())))
+    saver.wait_until_published()
+
+
 def save(directory, size, step=2, param_dtype=torch.float32, make=make_adamw, about=None, **options):
     """Train and save on some ranks; return the whole state, and the module's buffers."""
     warnings = []
@@ -80,21 +91,15 @@ def save(directory, size, step=2, param_dtype=torch.float32, make=make_adamw, ab
         model = ShardedModel(build(**options), transport)
         optimizer = make(model.shard_parameters())
         train(model, optimizer)
-        state = TrainingState(model, optimizer, transport.group.rank)
-        saver = Saver(directory, transport.group.rank, size, "token", warn=warnings.append)
-        manifest = state.describe(step, about or {}) if transport.group.rank == 0 else None
-        saver.start(step, state.snapshot(), manifest)
-        saver.wait_until_written()
-        saver.hear(transport.complete_gradients(np.array(saver.report())))
-        saver.wait_until_published()
+        write(directory, transport, size, model, optimizer, step, about or {}, warnings.append)
         return state_of(model, optimizer), {k: v.clone() for k, v in model.module.named_buffers() if k != "scratch"}
 
     parts = run_ranks(size, work, param_dtype, torch.float32)
     return whole([part for part, _ in parts]), parts[0][1], warnings
 
 
-def load(directory, size, param_dtype=torch.float32, make=make_adamw, steps=0, **options):
-    """Load on some ranks, and train on; return the whole state and the buffers."""
+def load(directory, size, param_dtype=torch.float32, make=make_adamw, steps=0, out=None, **options):
+    """Load on some ranks, train on, and save there if asked; return the whole state and the buffers."""
 
     def work(transport):
         module = build(seed=99, **options)
@@ -106,6 +111,8 @@ def load(directory, size, param_dtype=torch.float32, make=make_adamw, steps=0, *
             TrainingState(model, optimizer, transport.group.rank).restore(checkpoint)
         if steps:
             train(model, optimizer, steps)
+        if out is not None:
+            write(out, transport, size, model, optimizer, 2, {}, pytest.fail)
         return state_of(model, optimizer), {k: v.clone() for k, v in model.module.named_buffers() if k != "scratch"}
 
     parts = run_ranks(size, work, param_dtype, torch.float32)

@@ -104,7 +104,7 @@ def test_the_tokenizer_is_that_of_the_data_set(saved, tmp_path):
 
 def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
     directory, *_ = saved
-    alive, peaks, make = {}, [], module._tensor
+    alive, peaks, make = {}, [], module.WholeModel.tensor
 
     def count(*arguments):
         made = make(*arguments)
@@ -113,7 +113,7 @@ def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
         peaks.append(sum(alive.values()))
         return made
 
-    monkeypatch.setattr(module, "_tensor", count)
+    monkeypatch.setattr(module.WholeModel, "tensor", count)
     with Checkpoint(directory) as checkpoint:
         names = export(checkpoint, tmp_path / "out", file_bytes=6000)
         model = [record for record in checkpoint.manifest.tensors.values() if record.kind != "state"]

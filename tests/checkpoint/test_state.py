@@ -9,6 +9,7 @@ import torch
 from saved import assert_same, build, load, make_adamw, save
 
 from odc_mpi.checkpoint import shard_file
+from odc_mpi.checkpoint.commands import digest_line
 from odc_mpi.checkpoint.manifest import shard_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import require_model
@@ -40,6 +41,20 @@ def test_any_number_of_ranks(saved, writers, readers, dtype):
     loaded, loaded_buffers = load(directory, readers, param_dtype=dtype)
     assert_same(loaded, state)
     assert_same(loaded_buffers, buffers)
+
+
+@pytest.mark.parametrize("size", (1, 3, 4))
+def test_the_digest_is_of_values_not_of_the_ranks_that_hold_them(saved, tmp_path, size):
+    directory, *_ = saved(2, torch.bfloat16)
+    load(directory, size, param_dtype=torch.bfloat16, out=tmp_path)
+    digest, place = digest_line(tmp_path).split()
+    assert (digest, place) == (digest_line(directory).split()[0], str(tmp_path / STEP))
+
+
+def test_the_digest_tells_other_values_and_other_types(saved, tmp_path):
+    directory, *_ = saved(2, torch.float32)
+    load(directory, 2, steps=1, out=tmp_path)
+    assert len({digest_line(path).split()[0] for path in (directory, tmp_path, saved(2, torch.bfloat16)[0])}) == 3
 
 
 def test_masters_are_saved_not_what_is_fetched(saved):

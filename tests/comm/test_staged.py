@@ -1,21 +1,19 @@
 """Staging between a device and another transport, with a device that is late and notices haste."""
 
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import rank_threads
 import torch
 from late_device import LateDevice
-from local_transport import LocalGroup, LocalTransport
+from local_transport import LocalTransport
 from ranks import LateTransport
 
 from odc_mpi.comm.compose import staged
 from odc_mpi.comm.device.device import find_device
 from odc_mpi.comm.transport import Done, Fetch
 from odc_mpi.errors import UserError
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
 HOSTS = pytest.mark.parametrize("kind", ["copies", "views", "late"])
@@ -37,32 +35,8 @@ class ViewTransport(LocalTransport):
 TRANSPORTS = {"copies": LocalTransport, "views": ViewTransport, "late": LateTransport}
 
 
-def layouts(size):
-    shapes = [[(3, 5), (70,)], [(1,)], [(0,)], [(400,)]]
-    return [
-        FlatLayout.build(f"u{i}", [ParameterSpec(f"{i}.{k}", shape, True) for k, shape in enumerate(unit)], size)
-        for i, unit in enumerate(shapes)
-    ]
-
-
 def run(size, kind, work, **dtypes):
-    group = LocalGroup(size, timeout_s=10.0)
-
-    def rank(r):
-        try:
-            transport = staged(TRANSPORTS[kind](group, r, **dtypes), LateDevice())
-            transport.allocate(layouts(size))
-            return work(transport)
-        except BaseException:
-            group.barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(rank, r) for r in range(size)]
-    errors = [error for error in (future.exception() for future in futures) if error is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error
-    return [future.result() for future in futures]
+    return rank_threads.run(size, lambda *rank: staged(TRANSPORTS[kind](*rank, **dtypes), LateDevice()), work)
 
 
 @SIZES
@@ -95,7 +69,7 @@ def test_a_push_adds_what_the_device_had_when_it_was_handed_over(size, kind):
         pushes.append([])
         for _ in range(20):
             i = rng.choice([0, 1, 3])
-            numel = layouts(size)[i].numel
+            numel = rank_threads.make_layouts(size)[i].numel
             start = rng.randint(0, numel - 1)
             pushes[rank].append((i, start, torch.randint(-9, 9, (rng.randint(1, numel - start),)).float()))
 
@@ -111,7 +85,7 @@ def test_a_push_adds_what_the_device_had_when_it_was_handed_over(size, kind):
         return [transport.gradients.shard(i).clone() for i in range(4)]
 
     ranks = run(size, kind, work)
-    for i, layout in enumerate(layouts(size)):
+    for i, layout in enumerate(rank_threads.make_layouts(size)):
         wanted = torch.zeros(size * layout.shard_numel)
         for own in pushes:
             for k, start, gradient in own:

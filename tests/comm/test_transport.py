@@ -1,47 +1,22 @@
 import random
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+import rank_threads
 import torch
 from local_transport import LocalGroup, LocalTransport
+from rank_threads import make_layouts
 
 from odc_mpi.comm.transport import PARAMETER_DTYPES, REDUCE_DTYPES
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
 
 
-def make_layouts(size: int) -> list[FlatLayout]:
-    shapes = [[(3, 5), (70,)], [(1,)], [(0,)], [(400,)]]
-    return [
-        FlatLayout.build(f"u{i}", [ParameterSpec(f"{i}.{k}", shape, True) for k, shape in enumerate(unit)], size)
-        for i, unit in enumerate(shapes)
-    ]
-
-
 def run(size: int, work: Callable[[LocalTransport], Any], **dtypes: torch.dtype) -> list[Any]:
-    """Run every rank in a thread; a failing one breaks the barrier for the others."""
-    group = LocalGroup(size, timeout_s=10.0)
-
-    def rank(r: int) -> Any:
-        try:
-            transport = LocalTransport(group, r, **dtypes)
-            transport.allocate(make_layouts(size))
-            return work(transport)
-        except BaseException:
-            group.barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(rank, r) for r in range(size)]
-    errors = [error for error in (future.exception() for future in futures) if error is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error
-    return [future.result() for future in futures]
+    return rank_threads.run(size, lambda *rank: LocalTransport(*rank, **dtypes), work)
 
 
 @SIZES

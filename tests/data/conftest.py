@@ -9,7 +9,7 @@ import pytest
 
 from odc_mpi.data import stdlib
 from odc_mpi.data.dataset import DatasetWriter
-from odc_mpi.data.prepare import PrepareReport, prepare
+from odc_mpi.data.prepare import Options, PrepareReport, prepare
 from odc_mpi.data.stdlib import Sample
 from odc_mpi.data.tokenizer import load_tokenizer
 
@@ -25,7 +25,7 @@ def stdlib_report(stdlib_samples: list[Sample], tmp_path_factory: pytest.TempPat
     """The standard library, prepared once, with a tokenizer trained on it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stdlib, "functions", lambda: iter(stdlib_samples))
-        return prepare("stdlib", tmp_path_factory.mktemp("stdlib") / "stdlib.h5", vocab_size=2048)
+        return prepare(["stdlib"], tmp_path_factory.mktemp("stdlib") / "stdlib.h5", Options(vocab_size=2048))
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from odc_mpi.data.encode import Encoded, encode, render_chat
-from odc_mpi.data.jsonl import BadLine, Conversation, Pair
+from odc_mpi.data.examples import BadLine, Conversation, Pair
 from odc_mpi.errors import UserError
 
 CHAT = [
@@ -149,3 +149,25 @@ def test_masks_with_glued_blanks() -> None:
     assert tokens.count("<s>") == 1, "the template writes it, the tokenizer must not"
     trained = [token for token, mask in zip(tokens, encoded.loss_mask, strict=True) if mask]
     assert "".join(trained).replace("▁", " ") == " It is me</s> It is me</s>"
+
+
+def test_tools_reach_the_template_and_generation_marks_change_nothing(tokenizer: Any) -> None:
+    said = "{{ '<|im_start|>' + m.role + '\n' }}"
+    marked = with_template(
+        tokenizer,
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+        f"{said}{{% generation %}}{{{{ m.content + '<|im_end|>' }}}}{{% endgeneration %}}{{{{ '\n' }}}}{{% endfor %}}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    )
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    rendered = render_chat(marked, Conversation("", CHAT, tools))
+    assert rendered.text.startswith('[{"type": "function", "function": {"name": "look"}}]<|im_start|>system')
+    [plain] = encode(tokenizer, [Conversation("", CHAT)])
+    for example in (Conversation("", CHAT), Conversation("", CHAT, tools)):
+        [encoded] = encode(marked, [example])
+        assert trained_runs(marked, encoded) == trained_runs(tokenizer, plain)
+
+
+def test_context_is_not_learnt(tokenizer: Any) -> None:
+    [encoded] = encode(tokenizer, [Conversation("", CHAT[:5], num_context=4)])
+    assert trained_runs(tokenizer, encoded) == ["No.<|im_end|>"]

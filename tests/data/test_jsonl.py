@@ -1,18 +1,37 @@
 import gzip
-import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from odc_mpi.data.jsonl import BadLines, Conversation, Example, Fields, Pair, read
+from odc_mpi.data.examples import BadLine, BadLines, Conversation, Example, Fields, Pair, example_of
+from odc_mpi.data.jsonl import read_lines
 from odc_mpi.errors import UserError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
-def read_bytes(content: bytes, name: str = "a.jsonl", fields: Fields = Fields()) -> list[Example]:  # noqa: B008
-    return list(read(io.BytesIO(content), name, fields, BadLines()))
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def read_bytes(
+    content: bytes,
+    name: str = "a.jsonl",
+    fields: Fields = Fields(),  # noqa: B008
+    bad: BadLines | None = None,
+) -> list[Example]:
+    Path(name).write_bytes(content)
+    examples = []
+    for block in read_lines(Path(name), lambda: 1, lambda _: None):
+        for where, record in block.records():
+            try:
+                examples.append(example_of(record(), where, fields))
+            except BadLine as error:
+                (bad or BadLines()).add(error)
+    return examples
 
 
 def line(record: Any) -> bytes:
@@ -116,7 +135,7 @@ def test_bad_lines_are_named(bad: bytes, expected: str) -> None:
 def test_bad_lines_can_be_skipped() -> None:
     content = b'{"text": "x"}\n{"text": \n{}\n[]\n{"text": "y"}\n3\n'
     bad = BadLines(skip=True)
-    assert [example.where[-1] for example in read(io.BytesIO(content), "a", Fields(), bad)] == ["1", "5"]
+    assert [example.where[-1] for example in read_bytes(content, "a", bad=bad)] == ["1", "5"]
     assert bad.num_skipped == 4
     assert [message[:9] for message in bad.first] == ["a, line 2", "a, line 3", "a, line 4"]
 
@@ -169,4 +188,4 @@ def test_damaged_gzip_files() -> None:
     wrong_checksum = whole[:-8] + bytes(4) + whole[-4:]
     assert "CRC" in refused(wrong_checksum, "a.gz")
     # Behind the header's 10 bytes come the bits that tell the first block's type; type 3 is none.
-    assert "invalid block type" in refused(whole[:10] + bytes([whole[10] | 0b110]) + whole[11:], "a.gz")
+    assert "cannot be read" in refused(whole[:10] + bytes([whole[10] | 0b110]) + whole[11:], "a.gz")

@@ -20,6 +20,8 @@ AGENT = Path(__file__).with_name("agent")
 ADDRESSES = {"node0": "10.77.0.1", "node1": "10.77.0.2"}
 #: The exit code for a job that ended well and left something behind.
 LEFT_BEHIND = 99
+#: What `tc qdisc` is given for either end of the link, such as "netem rate 1gbit delay 500us"; nothing by default.
+LINK = "ODC_MPI_TWO_HOSTS_LINK"
 #: Launchers leave the last of their daemons to end by themselves; slow ones took 0.3 s.
 GRACE_S = 5.0
 
@@ -60,6 +62,9 @@ def make_network():
         run("ip", "-n", name, "addr", "add", f"{address}/30", "dev", "eth0")
         for interface in ("lo", "eth0"):
             run("ip", "-n", name, "link", "set", interface, "up")
+    if link := os.environ.get(LINK):
+        for name in ADDRESSES:
+            run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *link.split())
     # The link counts as up some time after both ends are. MPICH would see a host without a network, and take lo.
     wait_until(lambda: all("state UP" in read("ip", "-n", name, "link", "show", "eth0") for name in ADDRESSES), 20)
 

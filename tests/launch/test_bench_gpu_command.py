@@ -73,7 +73,7 @@ def test_the_whole_benchmark_prints_one_object(bench):
     assert all(len(size["variants"]) == 10 for size in result["sizes"])
     assert set(result["step"]["overhead"]) == {"host_windows", "device_windows"}
     said = [line for line in done.err.splitlines() if line.startswith("odc-mpi: measuring")]
-    assert said[-1] == "odc-mpi: measuring steps, round 1 of 1"
+    assert said[-1] == "odc-mpi: measuring steps, round 1 of 1: plain"
 
 
 def test_a_crash_of_windows_on_gpus_costs_nothing_else(bench):

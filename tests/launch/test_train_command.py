@@ -46,6 +46,7 @@ LINE = {
     *("step", "loss", "grad_norm", "learning_rate", "num_tokens", "num_input_tokens", "step_s", "tokens_per_s"),
     *("idle_fraction", "microbatches_min", "microbatches_max", "slowest_rank", "skipped"),
     *("fetch_wait_s", "accumulate_wait_s", "boundary_wait_s"),
+    *(f"bytes_{did}{where}" for did in ("fetched", "pushed") for where in ("", "_same_node", "_other_nodes")),
 }
 
 
@@ -73,8 +74,8 @@ def test_a_run_and_what_it_leaves(config, tmp_path, ranks):
     assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "trace.json", "summary.json"}
     assert len(re.findall(r"^\s*\d/8 ", done.out, re.M)) == 8, "a line per step, from one rank"
     assert "loss first -> last" in done.out
-    opening = done.out.splitlines()[:5]
-    assert [line.split()[0] for line in opening] == ["ranks", "model", "data", "comm", "writes"]
+    opening = done.out.splitlines()[:6]
+    assert [line.split()[0] for line in opening] == ["ranks", "model", "data", "comm", "caches", "writes"]
     assert max(map(len, opening[1:])) < 120 and str(run) in opening[-1]
     reach = f"reduction {summary['reduction']}"
     assert reach in opening[3] and "odc-mpi doctor" in opening[3] and summary["decision"]["reduction"]["reason"]

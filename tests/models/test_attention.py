@@ -29,10 +29,11 @@ def draw(num_tokens, batch=1):
 
 @pytest.mark.parametrize("boundaries", [[0, 12], [0, 1, 12], [0, 5, 6, 12], list(range(13))])
 @pytest.mark.parametrize("window", [None, 3])
-def test_values_and_gradients(boundaries, window):
+@pytest.mark.parametrize("eager", [False, True])
+def test_values_and_gradients(boundaries, window, eager):
     inputs = draw(12)
     bounds = torch.tensor(boundaries, dtype=torch.int32)
-    actual, weights = packed_attention(None, *inputs, None, sliding_window=window, cu_seq_lens_q=bounds)
+    actual, weights = packed_attention(None, *inputs, None, sliding_window=window, cu_seq_lens_q=bounds, eager=eager)
     wanted = written_out(*inputs, boundaries, window)
     assert weights is None
     torch.testing.assert_close(actual, wanted)

@@ -6,6 +6,7 @@ from mpi4py import MPI
 
 from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.runtime.world import World
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 VOCAB = 61
 #: Numbers of ranks that a test runs on unless its mark `sizes` says otherwise: a pair, and a pair that others stand by.
@@ -54,3 +55,20 @@ def dataset_path(world, shared_dir):
                 writer.append(rng.integers(0, VOCAB, size=length).astype(np.uint32), mask)
     world.gather_objects(None)
     return path
+
+
+@pytest.fixture
+def allocate(world):
+    """Allocate a transport with a unit of one parameter for each size; they are all closed, twice, after the test."""
+    made = []
+
+    def allocate(transport, sizes, trainable=True):
+        specs = [[ParameterSpec(f"p{i}", (numel,), trainable)] for i, numel in enumerate(sizes)]
+        transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
+        made.append(transport)
+        return transport
+
+    yield allocate
+    for transport in made:
+        transport.close()
+        transport.close()

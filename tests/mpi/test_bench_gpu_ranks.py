@@ -10,7 +10,7 @@ from late_device import LateDevice
 from test_device_training import keep_verdict, pose_as_device
 from test_parity import configure
 
-from odc_mpi.bench import train
+from odc_mpi.bench import contenders
 from odc_mpi.bench.gpu import benchmark as gpu
 from odc_mpi.bench.gpu import kernels as gpu_kernels
 from odc_mpi.bench.gpu import step as gpu_step
@@ -173,14 +173,15 @@ def test_a_plain_loop_that_trains_something_else_is_found_out(world, device, con
         gpu_step.measure(alone, config, device, [gpu_step.HOST], steps=3, repeats=2)
 
 
-def test_a_round_ends_when_the_device_is_done(device):
+def test_a_round_ends_when_the_device_is_done(world, device):
     class Quick:
         def step(self):
             device.later(lambda: time.sleep(0.05))
             return 1.0, 10
 
     device.later(lambda: time.sleep(1.0))  # whatever was before
-    done = gpu_step._round(Quick(), device, 2)
+    with world.alone() as alone:
+        done = contenders._round(alone, Quick(), "quick", 2, lambda: device.mark().synchronize())
     assert 0.1 <= done.seconds < 1.0
     assert (done.num_tokens, done.losses) == (20, [1.0, 1.0])
 
@@ -266,7 +267,9 @@ def test_without_memory_for_windows_the_rest_is_measured(world, device, options,
 
 
 def test_a_mistake_on_rank_0_ends_all(world, device, options, monkeypatch):
-    monkeypatch.setattr(train.Ours, "step", lambda self: (lambda loss, tokens: (1.01 * loss, tokens))(*_step(self)))
+    monkeypatch.setattr(
+        contenders.Ours, "step", lambda self: (lambda loss, tokens: (1.01 * loss, tokens))(*_step(self))
+    )
     with pytest.raises(AgreedError, match=r"losses of host_windows and plain differ by 0\.01"):
         run(world, device, options)
     with pytest.raises(AgreedError, match="nowhere"):
@@ -291,4 +294,4 @@ def test_the_benchmark_s_own_data_and_model(world, tmp_path, monkeypatch):
     inputs.dataset.close()
 
 
-_step = train.Ours.step
+_step = contenders.Ours.step

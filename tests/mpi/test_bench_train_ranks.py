@@ -8,7 +8,7 @@ import torch
 import transformers
 from test_parity import QWEN2, configure
 
-from odc_mpi.bench import train
+from odc_mpi.bench import contenders, train
 from odc_mpi.bench.baselines.plain import whole_model
 from odc_mpi.errors import AgreedError
 from odc_mpi.train.inputs import open_inputs
@@ -27,30 +27,35 @@ def config(dataset_path):
 def test_all_ways_train_the_same(world, config):
     """Three sequences: on four ranks one has none, and pads where all have to meet."""
     result = train.measure(world, config, steps=2, repeats=1)
-    for name in ("tokens_per_s", "quartiles", "ratio_to_fsdp2", "ratio_to_ceiling", "loss_deviation"):
+    for name in ("tokens_per_s", "quartiles", "ratio_to_fsdp2", "ratio_to_ceiling", "ratio_to_apart"):
         assert set(result[name]) == set(train.CONTENDERS)
+    # Each of those apart trains by its own gradients.
+    assert set(result["loss_deviation"]) == set(train.CONTENDERS) - {train.APART}
     assert all(speed > 0 for speed in result["tokens_per_s"].values())
     assert result["ratio_to_fsdp2"]["fsdp2"] == result["ratio_to_ceiling"]["ceiling"] == 1.0
+    assert result["ratio_to_apart"]["apart"] == 1.0
     assert max(result["loss_deviation"].values()) < 1e-5
     assert len(result["losses"]) == 4
     assert result["ranks"] == world.size
 
 
 def test_one_that_trains_something_else_is_found_out(world, config, monkeypatch):
-    monkeypatch.setattr(train.Ours, "step", lambda self: (lambda loss, tokens: (1.01 * loss, tokens))(*_step(self)))
+    monkeypatch.setattr(
+        contenders.Ours, "step", lambda self: (lambda loss, tokens: (1.01 * loss, tokens))(*_step(self))
+    )
     with pytest.raises(AgreedError, match=r"losses of .* and fsdp2 differ by 0\.01"):
         train.measure(world, config, steps=1, repeats=1)
 
 
 @pytest.mark.parametrize("name", [train.BASELINE, "window/lb_mini"])
 def test_a_loss_that_is_no_number_is_found_out(world, config, monkeypatch, name):
-    real = train._round
+    real = contenders._round
 
-    def fails(world, contender, which, steps):
-        done = real(world, contender, which, steps)
+    def fails(world, contender, which, steps, synchronize):
+        done = real(world, contender, which, steps, synchronize)
         return replace(done, losses=[math.nan] * steps) if which == name else done
 
-    monkeypatch.setattr(train, "_round", fails)
+    monkeypatch.setattr(contenders, "_round", fails)
     with pytest.raises(AgreedError, match=r"expected losses that are numbers, got another from .*learning_rate"):
         train.measure(world, config, steps=1, repeats=1)
 
@@ -69,7 +74,7 @@ def test_what_only_we_can_do_is_not_compared(world, dataset_path, changes, words
         train.measure(world, configure(dataset_path, **changes), steps=1, repeats=1)
 
 
-_step = train.Ours.step
+_step = contenders.Ours.step
 
 
 def test_the_whole_model_is_in_fp32_whatever_files_hold(world, shared_dir, config):

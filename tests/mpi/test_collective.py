@@ -11,7 +11,6 @@ from odc_mpi.comm import collective
 from odc_mpi.comm.compose import collective_transport, window_transport
 from odc_mpi.data.loader import Loader, read_batch
 from odc_mpi.errors import UserError
-from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.optim import build_optimizer, schedule_factor
 from odc_mpi.train.inputs import open_inputs
@@ -244,20 +243,12 @@ def test_the_same_gradients_as_over_windows(world):
 
 
 @pytest.fixture
-def make(world):
-    made = []
-
+def make(world, allocate):
     def build(param_dtype=torch.float32, reduce_dtype=torch.float32, trainable=True):
         transport = collective_transport(world, param_dtype, reduce_dtype)
-        specs = [[ParameterSpec(f"p{i}", (numel,), trainable)] for i, numel in enumerate(SIZES)]
-        transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
-        made.append(transport)
-        return transport
+        return allocate(transport, SIZES, trainable)
 
-    yield build
-    for transport in made:
-        transport.close()
-        transport.close()
+    return build
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -66,10 +66,9 @@ def bytes_of(view):
 
 
 @pytest.fixture(params=["accumulate", "mailbox", "mailbox with a thread"])
-def make(world, monkeypatch, request):
+def make(world, monkeypatch, request, allocate):
     for module in (device_window, device_slots):
         monkeypatch.setattr(module, "DeviceWindow", LateDeviceWindow)
-    made = []
 
     def build(sizes=SIZES, **dtypes):
         transport = device_transport(
@@ -80,15 +79,9 @@ def make(world, monkeypatch, request):
             mailbox_bytes=LITTLE_ROOM * max(1, world.size - 1),
             progress=request.param.endswith("thread"),
         )
-        specs = [[ParameterSpec(f"p{i}", (numel,), True)] for i, numel in enumerate(sizes)]
-        transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
-        made.append(transport)
-        return transport
+        return allocate(transport, sizes)
 
-    yield build
-    for transport in made:
-        transport.close()
-        transport.close()
+    return build
 
 
 def write_late(transport, values):

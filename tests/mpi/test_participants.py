@@ -82,3 +82,25 @@ def test_forwards_between_steps_change_nothing(world, dataset_path):
     assert len({tuple(told) for told in world.gather_objects(evaluation.losses)}) == 1
     world.gather_objects(None)
     trainer.model.close()
+
+
+@pytest.mark.sizes(1)
+def test_two_participants_with_the_same_name_are_refused(world, dataset_path):
+    """Of two numbers of one name only the last would be heard."""
+    config = configure(dataset_path)
+    inputs = open_inputs(config, world.rank, world.size)
+    trainer = build_trainer(config, world, inputs, decide(config, world))
+    for _ in range(2):
+        trainer.participants.append(Named())
+    with pytest.raises(ValueError, match="got 'heard' of Named and Named"):
+        trainer.start()
+    trainer.participants.pop()
+    trainer.start()
+    trainer.model.close()
+
+
+class Named(Participant):
+    names = ("heard",)
+
+    def tell(self):
+        return (1.0,)

@@ -69,7 +69,8 @@ def test_another_thread_is_refused_where_mpi_lets_the_main_thread_alone_call_it(
     monkeypatch.setattr(MPI, "Query_thread", lambda: getattr(MPI, level.removeprefix("MPI_")))
     with World(timeout_s=60) as world:
         decision = decide_for(world, zero_copy="off", reduction="accumulate", progress="off")
-        model = shard_model(torch.nn.Linear(2, 2), world, decision=decision)
+        # A gradient that stays here until A would call nothing.
+        model = shard_model(torch.nn.Linear(2, 2), world, decision=decision, gradient_cache_bytes=0)
         refused = pytest.raises(UserError, match=rf"MPI lets the main thread alone call it \({level}\), .* autograd_0")
         with model.minibatch():
             loss = model(torch.ones(1, 2)).sum()

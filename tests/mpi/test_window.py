@@ -31,24 +31,16 @@ both_reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
 
 
 @pytest.fixture
-def make(world, zero_copy):
-    made = []
-
+def make(world, zero_copy, allocate):
     def build(
         sizes=SIZES, param_dtype=torch.float32, reduce_dtype=torch.float32, trainable=True, reduction="accumulate"
     ):
         transport = window_transport(
             world, param_dtype, reduce_dtype, zero_copy=zero_copy, reduction=REDUCTIONS[reduction]
         )
-        specs = [[ParameterSpec(f"p{i}", (numel,), trainable)] for i, numel in enumerate(sizes)]
-        transport.allocate([FlatLayout.build(f"unit{i}", spec, world.size) for i, spec in enumerate(specs)])
-        made.append(transport)
-        return transport
+        return allocate(transport, sizes, trainable)
 
-    yield build
-    for transport in made:
-        transport.close()
-        transport.close()
+    return build
 
 
 def write_own_parameters(transport, values):

@@ -126,6 +126,14 @@ class TestSummary:
         assert result["boundary_wait_s"] == pytest.approx(0.15)
         assert 0 <= result["elapsed_s"] < 5
 
+    def test_of_an_entry_per_step_every_step_counts_the_same(self):
+        summary = Summary(
+            {"moved": Entry("moved", "per_step")}, earlier=[{"step_s": 9.0, "skipped": False, "moved": 5}]
+        )
+        for moved, step_s in ((1, 1.0), (3, 10.0)):
+            summary.add({"step_s": step_s, "skipped": True, "moved": moved})
+        assert summary.finish({})["moved"] == 3.0
+
     def test_one_step_is_first_and_last(self):
         summary = Summary(ENTRIES)
         summary.add(STEP)

@@ -21,6 +21,7 @@ class LateDevice:
 
     torch_device = torch.device("cpu")
     name = "late device"
+    num_visible = 1
 
     def __init__(self, copy_s=0.0005, can_register=True):
         self.can_register = can_register
@@ -34,6 +35,9 @@ class LateDevice:
 
     def use(self):
         pass
+
+    def free_bytes(self):
+        return 1 << 30
 
     def memory(self, num_bytes):
         memory = torch.full((num_bytes,), 255, dtype=torch.uint8)  # NaN in every floating-point type

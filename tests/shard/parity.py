@@ -10,6 +10,7 @@ from ranks import LateTransport, RecordingTransport, run_ranks
 from torch import nn, optim
 
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.shard.residency import Budgets
 
 #: Arguments of one forward.
 Batch = tuple[Any, ...]
@@ -97,14 +98,25 @@ def train_sharded(
     make_optimizer: MakeOptimizer = adamw,
     max_norm: float | None = 0.5,
     assign: Assign = in_turn,
+    tell_last: bool = False,
 ) -> dict[tuple[int, int], float]:
-    """Train; return the loss of every microbatch of this rank by step and number."""
+    """Train; return the loss of every microbatch of this rank by step and number.
+
+    With `tell_last` the model is told which backward is this rank's last in a minibatch.
+    """
     optimizer = make_optimizer(model.shard_parameters())
     losses: dict[tuple[int, int], float] = {}
     for step, minibatch in enumerate(minibatches):
         with model.minibatch():
             for i, batch in enumerate(minibatch):
                 if assign(step, i, transport.group.size) == transport.group.rank:
+                    own = [
+                        j
+                        for j in range(len(minibatch))
+                        if assign(step, j, transport.group.size) == transport.group.rank
+                    ]
+                    if tell_last and i == own[-1]:
+                        model.set_is_last_backward()
                     value = loss(model, batch)
                     value.backward()
                     losses[step, i] = float(value.detach())
@@ -137,11 +149,14 @@ def check_parity(
     tolerance: float = 1e-9,
     with_buffers: bool = False,
     prefetch: int = 0,
+    budgets: Callable[[int], Budgets] | None = None,
+    kind: type[RecordingTransport] | None = None,
     **training: Any,
 ) -> list[Trained]:
     """Train a module, of `param_dtype`, on one process and as shards; fail where losses or parameters differ.
 
-    With `prefetch` over a transport that is late and that notices what may not be.
+    With `prefetch` over a transport that is late and that notices what may not be, unless `kind` is given. With
+    `budgets`, which gives a rank's, units stay and gradients are added up.
     """
     module = module.to(param_dtype)
     plain = copy.deepcopy(module)
@@ -155,11 +170,16 @@ def check_parity(
             activation_checkpointing=activation_checkpointing,
             prefetch=prefetch,
         )
+        if budgets is not None:
+            model.cache_bytes = budgets(transport.group.rank)
         losses = train_sharded(model, transport, minibatches, **training)
         return Trained(model, transport, model.state_dict(), losses)
 
-    ranks = run_ranks(size, work, param_dtype, reduce_dtype, LateTransport if prefetch else RecordingTransport)
-    training.pop("assign", None)
+    ranks = run_ranks(
+        size, work, param_dtype, reduce_dtype, kind or (LateTransport if prefetch else RecordingTransport)
+    )
+    for option in ("assign", "tell_last"):
+        training.pop(option, None)
     expected_losses = train_plain(plain, minibatches, **training)
     losses = {key: value for rank in ranks for key, value in rank.losses.items()}
     assert sorted(losses) == [(step, i) for step, minibatch in enumerate(minibatches) for i in range(len(minibatch))]

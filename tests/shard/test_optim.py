@@ -244,6 +244,25 @@ def test_weight_decay_goes_by_the_whole_shape() -> None:
     )
 
 
+@pytest.mark.parametrize(("kind", "settings"), [("adamw", {"betas": (0.8, 0.9)}), ("sgd", {"momentum": 0.5})])
+def test_the_fused_step_gives_the_same_parameters(kind: str, settings: dict[str, Any]) -> None:
+    shapes = {"matrix": (70, 90), "bias": (90,), "empty": (3, 4)}
+    sizes = {"matrix": 4099, "bias": 31, "empty": 0}  # slices, one of them of nothing
+    found = []
+    for fused in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        named = [(name, nn.Parameter(torch.randn(size, generator=generator))) for name, size in sizes.items()]
+        optimizer = build_optimizer(kind, named, shapes, weight_decay=0.1, fused=fused, lr=1e-2, **settings)
+        assert all(bool(group["fused"]) == fused for group in optimizer.param_groups)
+        for _ in range(20):
+            for _, parameter in named:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        found.append([parameter.detach() for _, parameter in named])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
 def test_sgd_and_groups_without_parameters() -> None:
     named = iter([("matrix", nn.Parameter(torch.ones(5)))])
     optimizer = build_optimizer("sgd", named, {"matrix": (5, 1)}, weight_decay=0.3, lr=0.1, momentum=0.5)

@@ -145,5 +145,11 @@ def test_trainable_and_frozen_are_described_apart() -> None:
     module = Layer(3)
     module.linear.bias.requires_grad_(False)
     (unit,), _ = partition(module, None)
-    assert [(s.name, s.shape, s.requires_grad) for s in unit.specs(True)] == [("linear.weight", (3, 3), True)]
-    assert [(s.name, s.shape, s.requires_grad) for s in unit.specs(False)] == [("linear.bias", (3,), False)]
+    described = [[(s.name, s.shape, s.requires_grad) for s in specs] for specs in unit.specs({})]
+    assert described == [[("linear.weight", (3, 3), True)], [("linear.bias", (3,), False)]]
+
+
+def test_parameters_of_other_types_are_described_apart() -> None:
+    (unit,), _ = partition(Layer(3), None)
+    described = [[(s.name, s.dtype) for s in specs] for specs in unit.specs({"linear.bias": torch.bfloat16})]
+    assert described == [[("linear.weight", None)], [("linear.bias", torch.bfloat16)]]

@@ -8,7 +8,8 @@ from ranks import RecordingTransport, run_ranks
 from torch import nn
 
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
-from odc_mpi.shard.unit import MAX_READY_UNITS, OnDemandParameters, ReadyUnits, Unit, UnitState, placeholder
+from odc_mpi.shard.modules import OnDemandParameters, placeholder
+from odc_mpi.shard.unit import MAX_READY_UNITS, ReadyUnits, Unit, UnitState
 
 
 def specs(name: str, *shapes: tuple[int, ...], trainable: bool = True) -> list[ParameterSpec]:

@@ -192,6 +192,31 @@ def test_a_ticket_and_a_microbatch_cost_time():
     assert dynamic(fetch_gb_per_s=10.0) > dynamic(fetch_gb_per_s=100.0) > dynamic()
 
 
+def test_what_a_cache_buys():
+    """A rank that keeps the whole model pays one fetch and one push of it per minibatch, whatever it runs."""
+    lengths = np.full(8, 1000)
+    free = Scenario(ranks=2, per_rank=4, lengths="equal")
+    slow = replace(free, num_units=10, unit_bytes=10**8, fetch_gb_per_s=2.0, push_gb_per_s=1.0)
+    kept = replace(slow, parameter_cache_bytes=10**9, gradient_cache_bytes=10**10)
+    half = replace(slow, parameter_cache_bytes=5 * 10**8, gradient_cache_bytes=5 * 10**8)
+    assert slow.kept_s == (0.0, 0.0) and half.kept_s == (1.0, 0.75) and kept.kept_s == (2.0, 1.5)
+
+    def ends(scenario, transport, balance):
+        trial = next(scenario.trials())
+        trial = replace(trial, lengths=lengths, sequence_s=np.full(8, 3.0))
+        pool = tuple((i,) for i in range(8))
+        own = Plan(((), ()), pool) if balance == "dynamic" else Plan((pool[:4], (*pool[4:7], ())), ())
+        return timing(trial, own, transport).end_s
+
+    for balance in ("lb_mini", "dynamic"):
+        of_each = [ends(scenario, "window", balance) for scenario in (free, slow, half, kept)]
+        assert of_each == pytest.approx([12.0, 4 * 5.0, 4 * 4.0 + 0.75, 12.0 + 1.5])
+    assert ends(kept, "collective", "lb_mini") == ends(slow, "collective", "lb_mini") == 20.0
+    found = [simulate(replace(scenario, num_minibatches=3)) for scenario in (slow, half, kept)]
+    assert found[0].speedup["window/dynamic"] < found[1].speedup["window/dynamic"] < found[2].speedup["window/dynamic"]
+    assert all(max(outcome.speedup.values()) == outcome.floor for outcome in found)
+
+
 def test_the_command_prints_one_object(capsys):
     assert cli.main(["simulate", "--ranks", "4", "--minibatches", "3", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -12,6 +12,7 @@ import pytest
 from odc_mpi.errors import UserError
 from odc_mpi.train import owner as module
 from odc_mpi.train.owner import NAME, Owner, take
+from odc_mpi.train.resume import _own_checkpoints
 
 TIMEOUT_S = 0.4
 
@@ -51,6 +52,19 @@ def test_a_run_that_is_alive_is_left_alone(tmp_path, another):
     with pytest.raises(UserError, match=rf"no other run writes, got .*, where another run \(process {another.pid} on"):
         take(tmp_path, TIMEOUT_S)
     assert (tmp_path / NAME).read_text() == before
+
+
+def test_a_checkpoint_that_another_run_is_about_to_replace_is_left_alone(tmp_path, another):
+    hidden = tmp_path / "checkpoints" / ".retired_step_00000004.17"
+    hidden.mkdir(parents=True)
+    (hidden / "manifest.json").write_text("{}")
+    left_by(tmp_path, pid=another.pid, started=module._start_of(another.pid))
+    with pytest.raises(UserError, match="no other run writes"):
+        _own_checkpoints(tmp_path, 0, TIMEOUT_S)
+    assert hidden.exists()
+    (tmp_path / NAME).unlink()
+    assert _own_checkpoints(tmp_path, 0, TIMEOUT_S) == [tmp_path / "checkpoints" / "step_00000004"]
+    assert not (tmp_path / NAME).exists()
 
 
 def test_a_run_that_was_killed_is_no_obstacle(tmp_path, another, capfd):

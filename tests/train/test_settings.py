@@ -86,7 +86,7 @@ def random_value(rng: random.Random, default):
 def random_section(rng: random.Random, section):
     values = {}
     for name, hint in get_type_hints(section).items():
-        choices = [choice for choice in get_args(hint) if isinstance(choice, str)]
+        choices = [choice for part in (hint, *get_args(hint)) for choice in get_args(part) if isinstance(choice, str)]
         values[name] = rng.choice(choices) if choices else random_value(rng, getattr(section, name, ""))
     return section(**values)
 
@@ -98,7 +98,8 @@ def random_config(rng: random.Random) -> Config:
     fractions = {name: rng.random() for name in ("adam_beta1", "adam_beta2", "momentum")}
     comm = replace(sections["comm"], timeout_s=1 + rng.random() * 10.0 ** rng.randint(0, 300))
     data = replace(sections["data"], eval_path=rng.choice([*AWKWARD, None]) or "held out")
-    run = replace(sections["run"], num_train_epochs=None, keep_best=False)
+    trackers = rng.choice([None, [], ["wandb"], ["mlflow", "tensorboard"]])
+    run = replace(sections["run"], num_train_epochs=None, keep_best=False, report_to=trackers)
     optim = replace(sections["optim"], **fractions)
     return Config(model=model, data=data, comm=comm, optim=optim, run=run)
 
@@ -154,6 +155,13 @@ def test_one_key_of_a_mapping_is_overridden(write):
     assert load(path, ["--model.config", "{model_type: gpt2}"]).model.config == {"model_type": "gpt2"}
 
 
+def test_a_list_of_one_needs_no_brackets(write):
+    path = write(MINIMAL + "run: {report_to: wandb}\n")
+    assert load(path).run.report_to == ["wandb"]
+    assert load(path, ["--run.report_to", "[mlflow, trackio]"]).run.report_to == ["mlflow", "trackio"]
+    assert load(path, ["--run.report_to", "null"]).run.report_to is None
+
+
 def test_null_takes_a_setting_back(write):
     config = load(write(MINIMAL), ["--model.path", "null", "--model.config.model_type", "qwen2"])
     assert config.model == ModelConfig(config={"model_type": "qwen2"})
@@ -178,9 +186,22 @@ def test_zero_is_allowed_where_it_has_a_meaning(write):
     assert [config[section][name] for section, name in (key.split(".") for key in zeros)] == [0] * len(zeros)
 
 
+@pytest.mark.parametrize("text", ["auto", "0", "4096", "512M", "2g"])
+def test_sizes_however_written(write, text):
+    expected = {"auto": "auto", "0": 0, "4096": 4096, "512M": 512 << 20, "2g": 2 << 30}[text]
+    path = write(f"{MINIMAL}comm: {{parameter_cache_bytes: {text}}}\n")
+    assert load(path).comm.parameter_cache_bytes == expected
+    config = load(write(MINIMAL), ["--comm.gradient_cache_bytes", text])
+    assert config.comm.gradient_cache_bytes == expected
+    assert load(write(dump(config))) == config
+
+
 def test_arguments_for_text_are_taken_as_they_are(write):
     for text in ("3", "1e3", "on", "a: b"):
         assert load(write(MINIMAL), ["--run.dir", text]).run.dir == text
+
+
+SIZE = "expected auto or a size such as 512M or 0"
 
 
 @pytest.mark.parametrize(
@@ -196,6 +217,10 @@ def test_arguments_for_text_are_taken_as_they_are(write):
         ("run: {steps: 3.0}", "job.yaml: run.steps: expected an integer, got 3.0"),
         ("run: {steps: '3'}", 'job.yaml: run.steps: expected an integer, got "3"'),
         ("run: {steps: }", "job.yaml: run.steps: expected an integer, got null"),
+        *(
+            (f"comm: {{gradient_cache_bytes: {got}}}", f"job.yaml: comm.gradient_cache_bytes: {SIZE}, got {got}")
+            for got in ("-1", "1.5", "true", '"-512M"', '"512MB"', '"much"', '""', "[1]")
+        ),
         ("run: {steps: [1]}", "job.yaml: run.steps: expected an integer, got [1]"),
         ("run: {steps: 0}", "job.yaml: run.steps: expected an integer, 1 or more, got 0"),
         ("run: {dir: 3}", "job.yaml: run.dir: expected text, got 3 (put it in quotes)"),
@@ -205,6 +230,12 @@ def test_arguments_for_text_are_taken_as_they_are(write):
         ("run: {seed: 9223372036854775808}", "job.yaml: run.seed: expected an integer, from 0"),
         ("run: {device: gpu}", 'job.yaml: run.device: expected cpu or cuda, got "gpu"'),
         ("run: {threads: -1}", "job.yaml: run.threads: expected an integer, from 0 to 1024"),
+        ("run: {report_to: 1}", "job.yaml: run.report_to: expected a list of names or null, got 1"),
+        (
+            "run: {report_to: [wandb, x]}",
+            "job.yaml: run.report_to: expected a list of names or null, each one of tensorboard, mlflow, wandb and "
+            'trackio, got ["wandb", "x"]',
+        ),
         ("run: {max_skipped_steps: 0}", "job.yaml: run.max_skipped_steps: expected an integer, 1 or more"),
         ("model: {gradient_checkpointing: 1}", "job.yaml: model.gradient_checkpointing: expected true or false, got 1"),
         ("model: {config: qwen2}", 'job.yaml: model.config: expected a mapping or null, got "qwen2"'),
@@ -235,7 +266,7 @@ def test_arguments_for_text_are_taken_as_they_are(write):
         ("optim: {momentum: 1.5}", "job.yaml: optim.momentum: expected a finite number, 0 or more and below 1"),
         ("optim: {max_grad_norm: -1}", "job.yaml: optim.max_grad_norm: expected a finite number, 0 or more"),
         ("optim: {warmup_steps: -1}", "job.yaml: optim.warmup_steps: expected an integer, 0 or more"),
-        ("- 1\n- 2", "job.yaml: expected a mapping of the sections model, data, comm, optim, run, got [1, 2]"),
+        ("- 1\n- 2", "job.yaml: expected a mapping of the sections model, data, lora, comm, optim, run, got [1, 2]"),
         ("run:\n  steps: [1", "job.yaml, line 2: expected YAML, got: "),
         ("run:\n\tsteps: 1", "job.yaml, line 2: expected YAML, got: "),
         ("run: {}\n---\nrun: {}", "job.yaml, line 2: expected YAML, got: "),
@@ -266,6 +297,16 @@ def test_arguments_for_text_are_taken_as_they_are(write):
             "job.yaml: expected exactly one of model.path and model.config, got both",
         ),
         ("data: {path: d}\nmodel: {config: {hidden_size: 3}}", "job.yaml: model.config: expected a model_type"),
+        ("data: {path: d}\nmodel: {path: m}\nlora: {r: 0}", "job.yaml: lora.r: expected an integer or null, 1 or more"),
+        (
+            "data: {path: d}\nmodel: {path: m}\nlora: {target_modules: q_proj}",
+            "job.yaml: lora.target_modules goes with lora.r, got none",
+        ),
+        (
+            "data: {path: d}\nmodel: {path: m}\nlora: {r: 4, target_modules: []}",
+            "job.yaml: lora.target_modules: expected a list of names or all-linear, not empty, got []",
+        ),
+        ("data: {path: d}\nmodel: {path: m}\nlora: {alpha: 16}", "job.yaml: lora.alpha goes with lora.r, got none"),
     ],
 )
 def test_mistakes_in_a_file(write, text, expected):
@@ -288,6 +329,7 @@ def test_mistakes_in_a_file(write, text, expected):
         (["--run.steps", "[1"], 'command line: run.steps: expected an integer, got "[1"'),
         (["--run.steps", "1.5"], "command line: run.steps: expected an integer, got 1.5"),
         (["--run.steps", "true"], "command line: run.steps: expected an integer, got true"),
+        (["--comm.parameter_cache_bytes", "-5"], f'command line: comm.parameter_cache_bytes: {SIZE}, got "-5"'),
         (["--optim.optimizer", "adam"], 'command line: optim.optimizer: expected adamw or sgd, got "adam"'),
         (["--data.path", ""], 'command line: data.path: expected text, not empty, got ""'),
         (["run.steps", "3"], 'command line: expected --section.key value, got "run.steps"'),

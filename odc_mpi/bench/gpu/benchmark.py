@@ -8,30 +8,7 @@ What uses windows on GPUs may crash or hang whatever a doctor has proved. So all
 first; then, where they are to be used, bandwidths and steps once more with them, everything else beside them anew in
 the same run. Whoever calls hears what is known before each part, and loses nothing of it.
 
-`measure` returns, and `--json` prints, one object:
-
-    benchmark        "gpu"
-    library, ranks, nodes, repeats, devices, torch
-    load_average     [before, after], the node's over a minute
-    left_out         {what: reason}: a variant of `sizes`; "bandwidths"; "kernels"; "step"; "step_device_windows";
-                     "device_windows": what ended the measurement with these
-    sizes            a list, as asked for, of
-        size_bytes, num_units, crossing_bytes
-        variants     {variant: {seconds, gb_per_s, of_copy, of_link}}: seconds of one operation, the slowest rank's, and
-                     GB/s of the whole unit, as {low, median, high}, the quartiles over the rounds; the speed as a
-                     multiple of copy_device's, and of the plain copy's over the same link: copy_to_device's for a
-                     fetch from hosts, copy_to_host's for a push; else null
-    kernels          a list, as asked for, of
-        size_bytes, slots, pieces
-        tasks        {task: {moved_bytes, seconds, gb_per_s, of_copy, of_torch}}: GB/s of what the task has to move,
-                     counted as `bench.gpu.kernels` has it; the speed as a multiple of the copy's, counted alike, and of
-                     torch's operators'; null where it says nothing
-    step             null where it was left out, else
-        steps, param_dtype, model_numel, reduction
-        seconds      {contender: {low, median, high}}: of a minibatch
-        tokens_per_s {contender: median}
-        overhead     {contender: {low, median, high}}: our time by plain torch's in the same round, less 1
-        loss_deviation, tolerance, losses
+`measure` returns, and `--json` prints, the object of docs/gpu.md.
 """
 
 import gc
@@ -50,6 +27,7 @@ from odc_mpi.bench.fetch_and_push import REDUCTIONS
 from odc_mpi.bench.gpu import kernels as gpu_kernels
 from odc_mpi.bench.gpu import step as gpu_step
 from odc_mpi.bench.gpu import windows as gpu_windows
+from odc_mpi.bench.together import header
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.kernels.native import why_no_kernels
 from odc_mpi.errors import AgreedError, UserError
@@ -114,19 +92,13 @@ def measure(
     """
     before = os.getloadavg()[0]
     against = against_reductions(world, device, options.window_device)
+    devices = sorted(set(world.gather_objects(device.name)))
     with ExitStack() as stack:
         wanted = world.rank == 0 and "step" in options.parts
         config = world.agree(lambda: _configuration(options, stack) if wanted else None)
         part = _Parts(world, device, options, config, tell)
         part.result = {
-            "benchmark": "gpu",
-            "library": world.mpi_library,
-            "ranks": world.size,
-            "nodes": world.num_nodes,
-            "repeats": options.repeats,
-            "devices": sorted(set(world.gather_objects(device.name))),
-            "torch": torch.__version__,
-            "load_average": [before, before],
+            **header(world, "gpu", before, repeats=options.repeats, devices=devices, torch=torch.__version__),
             "left_out": left_out(against),
             "sizes": [],
             "kernels": [],

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from odc_mpi.bench.gpu.windows import MAX_OPERATIONS, MAX_UNITS, SAMPLE_S, UNITS_BYTES, in_memory
-from odc_mpi.bench.measure import ratio, seconds, sized_rounds, speeds
+from odc_mpi.bench.measure import entries, seconds, sized_rounds
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.kernels import native
 
@@ -168,27 +168,13 @@ def measure_size(device: Device, num_bytes: int, repeats: int, with_kernels: boo
     if wrong:
         raise RuntimeError(f"{wrong[0]} came out wrong on shards of {num_bytes} bytes")
     moved = {name: task.moved_bytes for name, task in tasks.by_name.items()}
-    return {"size_bytes": num_bytes, "slots": SLOTS, "pieces": PIECES, "tasks": entries(moved, times)}
+    return {"size_bytes": num_bytes, "slots": SLOTS, "pieces": PIECES, "tasks": task_entries(moved, times)}
 
 
-def entries(moved_bytes: Mapping[str, int], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the entry `tasks` of a size. Local.
-
-    Args:
-        moved_bytes: Of one operation, by name.
-        times: Seconds of one operation in each round, by name.
-    """
-    result = {}
-    for name, own in times.items():
-        moved = moved_bytes[name]
-        beside = times.get(name + TORCH)
-        result[name] = {
-            "moved_bytes": moved,
-            **speeds(moved, own),
-            "of_copy": ratio(times[COPY], own) * moved / moved_bytes[COPY],
-            "of_torch": ratio(beside, own) if beside is not None else None,
-        }
-    return result
+def task_entries(moved_bytes: Mapping[str, int], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return the entry `tasks` of a size, from bytes of an operation and its seconds in each round, by name. Local."""
+    found = entries(times, moved_bytes, of_copy=lambda _: COPY, of_torch=lambda name: name + TORCH)
+    return {name: {"moved_bytes": moved_bytes[name], **entry} for name, entry in found.items()}
 
 
 def _sample(device: Device, task: Task, times: int) -> float:

@@ -21,6 +21,7 @@ CHILD = (sys.executable, "-m", "odc_mpi.bench.gpu.child")
 MARGIN_S = 15.0
 #: Seconds between two of its news: a model of a billion parameters is drawn in less, for each contender.
 QUIET_S = 300.0
+_AS_GIVEN = ("repeats", "steps", "window_device", "ranks", "timeout_s", "parts")
 #: What part of `left_out` tells how windows on GPUs ended the measurement.
 ENDED = "device_windows"
 
@@ -34,16 +35,9 @@ def options(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UserError: Sizes that are none.
     """
-    return {
-        "sizes": parse_sizes(arguments.sizes),
-        "repeats": arguments.repeats,
-        "steps": arguments.steps,
-        "config": str(arguments.config) if arguments.config else None,
-        "window_device": arguments.window_device,
-        "ranks": arguments.ranks,
-        "timeout_s": arguments.timeout_s,
-        "parts": arguments.parts,
-    }
+    given = {name: getattr(arguments, name) for name in _AS_GIVEN}
+    config = str(arguments.config) if arguments.config else None
+    return {"sizes": parse_sizes(arguments.sizes), "config": config, **given}
 
 
 def require_gpu() -> None:

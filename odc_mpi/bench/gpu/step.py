@@ -8,29 +8,25 @@ All compute in `model.param_dtype`, add gradients and optimize in fp32, on the G
 each keeps fp32 masters. On one rank there is nobody to wait for: what is left is what moving units costs, and the
 runtime's own work. Many ranks may gain more than that by not waiting for each other, which is not measured here.
 
-As in `bench.train` all train on the same next minibatches round by round, in an order that goes around, the first round
-to warm up, and their losses must agree. A round ends when the GPU is done.
+In rounds, as `bench.contenders` has it. A round ends when the GPU is done.
 """
 
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 
 from odc_mpi.bench.baselines.plain import Whole
-from odc_mpi.bench.measure import around
-from odc_mpi.bench.train import Contender, Ours, Round, agreement
+from odc_mpi.bench.contenders import Contender, Ours, Round, agreement, check_comparable, run_rounds
+from odc_mpi.bench.measure import quartiles
 from odc_mpi.comm.device.device import Device
 from odc_mpi.data.dataset import DatasetWriter
-from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
-from odc_mpi.simulate.spread import Spread
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.loop import Trainer
 from odc_mpi.train.run import build_trainer, decide
@@ -42,6 +38,9 @@ WINDOW_DEVICE = {HOST: "cpu", DEVICE: "cuda"}
 #: Losses may differ by so much of the loss, by `model.param_dtype`: the same sums in another order, on a GPU also from
 #: one run to the next (attention's backward adds as it comes), carried on through the steps.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}
+
+#: What all contenders do alike, by setting.
+COMPARABLE = {"model.gradient_checkpointing": (False,), "model.reduce_dtype": ("float32",)}
 
 #: What is trained unless a configuration is given: a Qwen2 of 1.03 billion parameters, one sequence per microbatch.
 LENGTH = 4096
@@ -87,11 +86,7 @@ def comparable(config: Config) -> Config:
     Raises:
         UserError: It asks for what only we do.
     """
-    model = config.model
-    if model.gradient_checkpointing or model.reduce_dtype != "float32":
-        name = "gradient_checkpointing" if model.gradient_checkpointing else "reduce_dtype"
-        expected = "false" if model.gradient_checkpointing else "float32"
-        raise UserError(f"bench gpu compares with model.{name}: {expected} only: change it")
+    check_comparable(config, COMPARABLE, "bench gpu")
     return replace(
         config,
         data=replace(config.data, balance="lb_mini"),
@@ -139,11 +134,14 @@ def measure(
     assert alone.size == 1
     torch.set_num_threads(config.run.threads or alone.cores_per_rank())
     contenders = _Contenders(alone, config, device, names, report)
-    rounds: dict[str, list[Round]] = {name: [] for name in contenders.by_name}
-    for turn in range(repeats + 1):
-        report(f"steps, round {turn} of {repeats}" if turn else "steps, warming up")
-        for name in around(list(rounds), turn):
-            rounds[name].append(_round(contenders.by_name[name], device, steps))
+    rounds = run_rounds(
+        alone,
+        contenders.by_name,
+        steps,
+        repeats,
+        lambda line: report(f"steps, {line}"),
+        lambda: device.mark().synchronize(),
+    )
     facts = contenders.facts()
     contenders.close()
     tolerance = TOLERANCE[config.model.param_dtype]
@@ -169,9 +167,9 @@ def figures(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
         if name != PLAIN
     }
     return {
-        "seconds": {name: asdict(Spread.of(times)) for name, times in step_s.items()},
+        "seconds": {name: quartiles(times) for name, times in step_s.items()},
         "tokens_per_s": {name: statistics.median(values) for name, values in speeds.items()},
-        "overhead": {name: asdict(Spread.of(values)) for name, values in overheads.items()},
+        "overhead": {name: quartiles(values) for name, values in overheads.items()},
     }
 
 
@@ -209,13 +207,3 @@ class _Contenders:
                 trainer.model.close()
         for dataset in self._datasets:
             dataset.close()
-
-
-def _round(contender: Contender, device: Device, steps: int) -> Round:
-    device.mark().synchronize()
-    began = perf_counter()
-    results = [contender.step() for _ in range(steps)]
-    # The last optimizer's step may still run, where nothing has asked for what comes of it.
-    device.mark().synchronize()
-    taken = perf_counter() - began
-    return Round(taken, sum(tokens for _, tokens in results), [loss for loss, _ in results])

@@ -16,7 +16,7 @@ counted as done. Copies of a row queue on one stream, so what it takes to launch
 As in `bench.fetch_and_push` units take turns, values are small whole numbers, and every sum is checked exactly.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,8 @@ from odc_mpi.bench.fetch_and_push import (
     require_host_memory,
     unit_layout,
 )
-from odc_mpi.bench.measure import ratio, seconds, sized_rounds, speeds
-from odc_mpi.bench.transport import slowest
+from odc_mpi.bench.measure import entries, seconds, sized_rounds
+from odc_mpi.bench.together import slowest
 from odc_mpi.comm.compose import device_transport, staged, window_transport
 from odc_mpi.comm.device.device import Device, Mark
 from odc_mpi.comm.transport import Transport
@@ -193,28 +193,10 @@ def measure_size(
         "size_bytes": num_bytes,
         "num_units": units.num_units,
         "crossing_bytes": units.crossing_bytes,
-        "variants": entries(num_bytes, times, units.links),
+        "variants": entries(times, num_bytes, of_copy=lambda _: COPY, of_link=units.links.get),
     }
     units.free()
     return result
-
-
-def entries(num_bytes: int, times: Mapping[str, Sequence[float]], links: Mapping[str, str]) -> dict[str, Any]:
-    """Return the entry `variants` of a size. Local.
-
-    Args:
-        num_bytes: Of a unit.
-        times: Seconds of an operation in each round, by variant.
-        links: The variant of plain copies that goes the way of another.
-    """
-    return {
-        name: {
-            **speeds(num_bytes, own),
-            "of_copy": ratio(times[COPY], own),
-            "of_link": ratio(times[links[name]], own) if name in links else None,
-        }
-        for name, own in times.items()
-    }
 
 
 def in_memory(allocate: Callable[[], Any]) -> Any:

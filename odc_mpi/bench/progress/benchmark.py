@@ -51,6 +51,7 @@ from odc_mpi.bench.fetch_and_push import require_host_memory
 from odc_mpi.bench.measure import Goal
 from odc_mpi.bench.progress import gets, politeness, pushes
 from odc_mpi.bench.progress.computing import find_target, take_one_core_each
+from odc_mpi.bench.together import header
 from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES
 from odc_mpi.errors import AgreedError
@@ -99,16 +100,16 @@ def measure(
     report(f"pushes of {', '.join(map(format_size, sorted(push_sizes)))} to rank {target}")
     pushed = pushes.measure(world, target, push_sizes, repeats, budget_s)
     return {
-        "benchmark": "progress",
-        "library": world.mpi_library,
-        "ranks": world.size,
-        "nodes": world.num_nodes,
-        "repeats": repeats,
-        "cores": cores,
-        "target": target,
-        "other_node": world.num_nodes > 1,
-        "mpich_async_progress": all(world.gather_objects(_async_progress(world.mpi_library, os.environ))),
-        "load_average": [load, os.getloadavg()[0]],
+        **header(
+            world,
+            "progress",
+            load,
+            repeats=repeats,
+            cores=cores,
+            target=target,
+            other_node=world.num_nodes > 1,
+            mpich_async_progress=all(world.gather_objects(_async_progress(world.mpi_library, os.environ))),
+        ),
         "get": read,
         "politeness": polite,
         "reduction": pushed,

@@ -6,7 +6,6 @@ the slowest rank's time counts.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from math import ceil
 from time import perf_counter
@@ -16,11 +15,11 @@ import torch
 from torch import nn
 
 from odc_mpi.bench.fetch_and_push import unit_layout
-from odc_mpi.bench.measure import interleaved
+from odc_mpi.bench.measure import interleaved, quartiles
+from odc_mpi.bench.together import slowest_s
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
 from odc_mpi.runtime.world import World
-from odc_mpi.simulate.spread import Spread
 from odc_mpi.stack.repeat import each_for
 
 #: A sample takes about so long: a hundred looks of the thread.
@@ -58,8 +57,8 @@ def measure(world: World, rounds: int, sample_s: float = SAMPLE_S) -> dict[str, 
         mailbox.free()
     return {
         "steps": steps,
-        "seconds": {name: asdict(Spread.of(own)) for name, own in times.items()},
-        "slow_down": {name: asdict(Spread.of(slow_downs(times[WITHOUT], times[name]))) for name in serving},
+        "seconds": {name: quartiles(own) for name, own in times.items()},
+        "slow_down": {name: quartiles(slow_downs(times[WITHOUT], times[name])) for name in serving},
     }
 
 
@@ -77,15 +76,14 @@ def _run_with_thread(world: World, serve: Callable[[], bool], run: Callable[[], 
 
 def _run(world: World, step: Callable[[], object], steps: int) -> float:
     """Return the slowest rank's seconds for some steps that all begin together. Collective."""
-    world.meet(world.comm.Ibarrier(), "beginning to compute")
-    # Nothing of this rank but the thread, if there is one, is to enter MPI.
-    with world.inattentive():
-        began = perf_counter()
-        for _ in range(steps):
-            step()
-        seconds = perf_counter() - began
-    world.meet(world.comm.Ibarrier(), "computing")
-    return max(world.gather_objects(seconds))
+
+    def compute() -> None:
+        # Nothing of this rank but the thread, if there is one, is to enter MPI.
+        with world.inattentive():
+            for _ in range(steps):
+                step()
+
+    return slowest_s(world, "computing", compute)
 
 
 def _training_step() -> Callable[[], object]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from odc_mpi.bench.fetch_and_push import REDUCTIONS, unit_layout
-from odc_mpi.bench.measure import around, ratio, speeds
+from odc_mpi.bench.measure import around, entries
 from odc_mpi.bench.progress.computing import Spells, Work, kinds_of_work
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.windows.rma import Window
@@ -206,19 +206,11 @@ def entry(num_bytes: int, taken: Mapping[str, Sequence[float]], left_out: Mappin
         left_out: Why the others have none.
     """
     kept = {name: list(times[1:] or times) for name, times in taken.items()}
+    found = entries(kept, num_bytes, of_put=lambda _: PUT)
     return {
         "size_bytes": num_bytes,
-        "variants": {name: _figures(num_bytes, times, kept.get(PUT, [])) for name, times in kept.items()},
+        "variants": {name: {"num_samples": len(kept[name]), **figures} for name, figures in found.items()},
         "left_out": dict(left_out),
-    }
-
-
-def _figures(num_bytes: int, times: list[float], put: list[float]) -> dict[str, Any]:
-    rounds = min(len(times), len(put))
-    return {
-        "num_samples": len(times),
-        **speeds(num_bytes, times),
-        "of_put": ratio(put[:rounds], times[:rounds]) if rounds else None,
     }
 
 

@@ -5,15 +5,13 @@ push      the device adds the gradient, in the order of what it was given to com
 A, B      nothing: the optimizer's work is behind the backward's, and before the next forward's, in the same order
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.transport import Done, Fetch, Footprint, GradientStore, Host, Layout, ParameterStore, Pending
+from odc_mpi.comm.transport import Done, Fetch, GradientStore, ParameterStore, Pending, PrivateHost
 
 
-class OwnParameters(ParameterStore, Host):
+class OwnParameters(PrivateHost, ParameterStore):
     """Whole arrays of parameters on a device. Making one is local.
 
     Args:
@@ -27,29 +25,16 @@ class OwnParameters(ParameterStore, Host):
     def __init__(self, dtype: torch.dtype, device: Device) -> None:
         super().__init__(dtype)
         self._device = device
-        self._layouts: tuple[Layout, ...] = ()
         self._arrays: list[torch.Tensor] = []
 
-    @property
-    def layouts(self) -> Sequence[Layout]:  # noqa: D102
-        return self._layouts
-
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
-        self._layouts = tuple(layouts)
-        return Footprint()
-
     def allocate(self) -> None:  # noqa: D102
-        self._arrays = [zeros(self._device, layout.shard_numel, self.dtype) for layout in self._layouts]
+        self._arrays = [zeros(self._device, layout.shard_numel, layout.dtype or self.dtype) for layout in self.layouts]
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._arrays[index]
 
     def fetch(self, index: int) -> Fetch:  # noqa: D102
-        return Fetch(self._arrays[index][: self._layouts[index].numel], Done())
-
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
-        buffer.copy_(self._arrays[index][: buffer.numel()])
-        return Done()
+        return Fetch(self._arrays[index][: self.layouts[index].numel], Done())
 
     def release(self, fetched: torch.Tensor) -> None:
         """Do nothing: the memory stays. Local."""
@@ -58,7 +43,7 @@ class OwnParameters(ParameterStore, Host):
         self._arrays.clear()
 
 
-class OwnGradients(GradientStore, Host):
+class OwnGradients(PrivateHost, GradientStore):
     """Whole arrays of gradients on a device. Making one is local.
 
     Args:
@@ -66,18 +51,15 @@ class OwnGradients(GradientStore, Host):
         device: Has the memory, and adds.
     """
 
+    travels = False
+
     def __init__(self, dtype: torch.dtype, device: Device) -> None:
         super().__init__(dtype)
         self._device = device
-        self._layouts: Sequence[Layout] = ()
         self._sums: dict[int, torch.Tensor] = {}
 
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
-        self._layouts = layouts
-        return Footprint()
-
     def allocate(self) -> None:  # noqa: D102
-        trained = {index: layout.shard_numel for index, layout in enumerate(self._layouts) if layout.trainable}
+        trained = {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
         self._sums = {index: zeros(self._device, numel, self.dtype) for index, numel in trained.items()}
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102

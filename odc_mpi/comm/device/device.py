@@ -35,13 +35,18 @@ class Device(Protocol):
     Attributes:
         torch_device: Torch's name of it.
         name: Its model, how many this process sees, what torch drives it with: by which it may behave otherwise.
+        num_visible: How many this process sees.
     """
 
     torch_device: torch.device
     name: str
+    num_visible: int
 
     def use(self) -> None:
         """Make it the one that this thread's calls are about, those of an MPI library too. Local; costs little."""
+
+    def free_bytes(self) -> int:
+        """Return how much of its memory nobody uses. Local."""
 
     def memory(self, num_bytes: int) -> torch.Tensor:
         """Return memory of the device, `[num_bytes]` uint8, its content undefined. Local."""
@@ -108,8 +113,8 @@ class CudaDevice:
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
-        visible = torch.cuda.device_count()
-        self.name = f"{torch.cuda.get_device_name(index)} ({visible} visible), CUDA {torch.version.cuda}"
+        self.num_visible = torch.cuda.device_count()
+        self.name = f"{torch.cuda.get_device_name(index)} ({self.num_visible} visible), CUDA {torch.version.cuda}"
         self._inward = torch.cuda.Stream(self.torch_device)
         self._outward = torch.cuda.Stream(self.torch_device)
         self._adding = torch.cuda.Stream(self.torch_device)
@@ -117,6 +122,12 @@ class CudaDevice:
     def use(self) -> None:
         """See `Device`."""
         torch.cuda.set_device(self.torch_device)
+
+    def free_bytes(self) -> int:
+        """See `Device`. What torch's allocator keeps for what comes is free, too."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return free + kept
 
     def memory(self, num_bytes: int) -> torch.Tensor:
         """See `Device`.

@@ -97,7 +97,7 @@ class StagedParameters(ParameterStore):
             self._device.copy(buffer, whole, after).synchronize()
         else:
             # It is the windows' own memory, which the driver did not take: only the processor can copy from it.
-            pinned = self._pinned.pool.take(whole.numel(), self.dtype)
+            pinned = self._pinned.pool.take(whole.numel(), whole.dtype)
             pinned.copy_(whole)
             self._device.copy(buffer, pinned, after).synchronize()
             self._pinned.pool.give_back(pinned)

@@ -95,6 +95,11 @@ def flatten_with_torch(pieces: Sequence[Piece], flat: torch.Tensor) -> torch.Ten
         flat[start:filled].view(piece.shape).copy_(_dense(piece))
     if filled < flat.numel():
         flat[filled:].zero_()
+    return largest_magnitude(flat)
+
+
+def largest_magnitude(flat: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude in an array, a scalar, float64, on its device; NaN if there is one. Local."""
     if not flat.numel():
         return torch.zeros((), dtype=torch.float64, device=flat.device)
     low, high = torch.aminmax(flat)
@@ -110,8 +115,8 @@ def add_slots(shard: torch.Tensor, slots: Sequence[Piece]) -> None:
 
     Args:
         shard: `[n]`, contiguous.
-        slots: Where each slot begins in the shard, and the slot: `[numel]` of any floating-point dtype, on the shard's
-            device. They may overlap one another, but not the shard's memory.
+        slots: Where each slot begins in the shard, and the slot: of any shape, layout and floating-point dtype, on the
+            shard's device. They may overlap one another, but not the shard's memory.
     """
     for start, slot in slots:
         stop = start + slot.numel()
@@ -131,7 +136,11 @@ def add_slots(shard: torch.Tensor, slots: Sequence[Piece]) -> None:
 def add_slots_with_torch(shard: torch.Tensor, slots: Sequence[Piece]) -> None:
     """Do what `add_slots` does, with torch's operators: one pass for each slot. Local."""
     for start, slot in slots:
-        shard[start : start + slot.numel()].add_(slot.to(shard.dtype))
+        dense = _dense(slot)
+        # What is narrower is cast on the way, without a copy.
+        exact = torch.promote_types(dense.dtype, shard.dtype) == shard.dtype
+        values = dense if exact else dense.to(shard.dtype)
+        shard[start : start + slot.numel()].view(slot.shape).add_(values)
 
 
 def why_no_kernels(device: torch.device) -> str | None:

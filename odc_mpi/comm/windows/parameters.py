@@ -22,7 +22,7 @@ class ParameterWindows(Host):
 
     Args:
         world: The ranks that share every array.
-        dtype: Of the shards.
+        dtype: Of the shards, unless a layout has a type of its own.
         kind: Of the windows.
 
     Attributes:
@@ -45,13 +45,13 @@ class ParameterWindows(Host):
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
         self.layouts = tuple(layouts)
-        num_bytes = sum(layout.shard_numel for layout in layouts) * self.dtype.itemsize
+        num_bytes = sum(layout.shard_numel * (layout.dtype or self.dtype).itemsize for layout in layouts)
         per_array = 2 if self._kind.in_place and self._world.num_nodes > 1 else 1
         return Footprint(len(layouts) * per_array, num_bytes if self._kind.on_host else 0)
 
     def allocate(self) -> None:  # noqa: D102
         for layout in self.layouts:
-            self._windows.append(self._kind.make(self._world, layout.shard_numel, self.dtype))
+            self._windows.append(self._kind.make(self._world, layout.shard_numel, layout.dtype or self.dtype))
         self.are_whole = all(window.whole is not None for window in self._windows)
 
     def parts(self, index: int) -> dict[int, tuple[int, int]]:

@@ -9,6 +9,7 @@ computes the same plan and nothing is communicated. All functions have one signa
     dynamic      microbatches that ranks draw when they are free: for windows
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.plan.cost import Cost
-from odc_mpi.data.plan.cut import Microbatch, cut, ordered
+from odc_mpi.data.plan.cut import Microbatch, cut
 from odc_mpi.data.plan.partition import by_falling, first_fit, partition, partition_evenly
 from odc_mpi.errors import UserError
 
@@ -182,7 +183,8 @@ def _split(
     """Split a rank's sequences into so many microbatches of even cost, costliest first; `packed` is known to fit."""
     own_lengths, own_costs = lengths[part], costs[part]
     bins = partition(own_costs.tolist(), count)
-    if any(own_lengths[own].sum() > max_tokens for own in bins):
+    tokens = own_lengths.tolist()
+    if any(sum(tokens[i] for i in own) > max_tokens for own in bins):
         bins = _spread(own_lengths, own_costs, max_tokens, count) or packed
     bins = [own for own in bins if own]
     while len(bins) < min(count, len(part)):
@@ -207,5 +209,7 @@ def _spread(lengths: Lengths, costs: Costs, max_tokens: int, count: int) -> list
 
 
 def _named(part: list[int], bins: list[list[int]], costs: Costs) -> tuple[Microbatch, ...]:
-    """Name bins of positions in `part` by what stands there, costliest first."""
-    return ordered([[part[i] for i in own] for own in bins], costs)
+    """Name bins of positions in `part` by what stands there, costliest first, equal ones by their lowest position."""
+    each = costs[part].tolist()
+    found = [(-math.fsum([each[i] for i in own]), tuple([part[i] for i in own])) for own in bins]
+    return tuple(own for _, own in sorted(found, key=lambda bin_: (bin_[0], min(bin_[1]))))

@@ -9,9 +9,10 @@ and on ranks whose speeds differ, since costs are estimates.
 Only comparisons, plain sums in a fixed order and `math.fsum` decide: every process gets the same cut.
 """
 
-import heapq
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,46 +49,89 @@ def cut(
     Returns:
         Microbatches of positions in `lengths`, costliest first; a position is in exactly one.
     """
-    best: Sequence[tuple[float, int, Sequence[int]]] = ()
+    best: tuple[Bins, npt.NDArray[np.intp]] | None = None
     earliest = math.inf
-    each = costs.tolist()  # plain numbers are summed several times faster
     for bins in _candidates(lengths, costs, max_tokens, size):
-        # As `ordered` has it; no two bins have the same first position.
-        found = sorted((-math.fsum([each[i] for i in own]), min(own), own) for own in bins)
-        work = [constant - minus for minus, _, _ in found]
+        totals = bins.sums(costs)
+        order = np.lexsort((bins.firsts(), -totals))
+        work = constant + totals[order]
         end = 0.0
         for spread in SPREADS:
             if end < earliest:  # else it can only come later still
                 end += makespan(work, size, spread)
         if end < earliest:
-            best, earliest = found, end
-    return tuple(tuple(own) for _, _, own in best)
+            best, earliest = (bins, order), end
+    assert best is not None
+    each = best[0].as_tuples()
+    return tuple(each[i] for i in best[1])
 
 
-def makespan(work: Sequence[float], size: int, spread: float = 0.0) -> float:
+def makespan(work: npt.ArrayLike, size: int, spread: float = 0.0) -> float:
     """Return the time at which the last rank ends, if ranks draw pieces of work in this order. Local.
 
     Args:
-        work: Cost of each piece.
+        work: Cost of each piece, float64 [n].
         size: Number of ranks.
         spread: Ranks take from 1 - spread to 1 + spread times the cost, evenly spaced.
     """
-    slowness = [1 + spread * (2 * rank / (size - 1) - 1 if size > 1 else 0) for rank in range(size)]
-    free = [(0.0, rank) for rank in range(size)]
-    for cost in work:
-        began, rank = free[0]
-        heapq.heapreplace(free, (began + cost * slowness[rank], rank))
-    return max(free)[0]
+    left = np.asarray(work, dtype=np.float64)
+    ranks = np.arange(size)
+    slowness = 1 + spread * (2 * ranks / (size - 1) - 1 if size > 1 else 0 * ranks)
+    free = np.zeros(size)
+    while len(left):
+        # So many ranks draw, each once, before one of them is free again.
+        drawing = np.argsort(free, kind="stable")[: len(left)]
+        began = free[drawing]
+        ended = began + left[: len(drawing)] * slowness[drawing]
+        waits = began[1:] >= np.minimum.accumulate(ended)[:-1]
+        count = int(waits.argmax()) + 1 if waits.any() else len(drawing)
+        free[drawing[:count]] = ended[:count]
+        left = left[count:]
+    return float(free.max())
 
 
-def ordered(bins: Sequence[Sequence[int]], costs: npt.NDArray[np.float64]) -> tuple[Microbatch, ...]:
-    """Sort bins of positions by falling cost, equal ones by position. Local."""
-    return tuple(map(tuple, sorted(bins, key=lambda own: (-math.fsum(costs[list(own)].tolist()), min(own)))))
+class Bins:
+    """Bins of positions in the minibatch.
+
+    Args:
+        members: Positions, those of a bin side by side, int64 [n].
+        sizes: How many are in each bin, at least 1, int64 [bins].
+    """
+
+    def __init__(self, members: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
+        self._members, self._sizes = members, sizes
+        self._begins = np.cumsum(sizes) - sizes
+
+    @classmethod
+    def of(cls, part: npt.NDArray[np.int64], bins: Sequence[Sequence[int]]) -> "Bins":
+        """Take bins of indices in a part of the positions. Local."""
+        members = part[np.fromiter(chain.from_iterable(bins), np.int64, len(part))]
+        return cls(members, np.fromiter(map(len, bins), np.int64, len(bins)))
+
+    def __add__(self, other: "Bins") -> "Bins":
+        return Bins(np.concatenate([self._members, other._members]), np.concatenate([self._sizes, other._sizes]))
+
+    def sums(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the rounded exact sum of each bin, of one value for each position. Local."""
+        sums = np.add.reduceat(values[self._members], self._begins)  # of one or two it is exact
+        many = np.flatnonzero(self._sizes > 2)
+        flat, begins, ends = values[self._members].tolist(), self._begins[many], (self._begins + self._sizes)[many]
+        sums[many] = [math.fsum(flat[begin:end]) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        return sums
+
+    def firsts(self) -> npt.NDArray[np.int64]:
+        """Return the lowest position in each bin. Local."""
+        return np.minimum.reduceat(self._members, self._begins)
+
+    def as_tuples(self) -> list[Microbatch]:
+        """Return the positions in each bin. Local."""
+        members, begins = self._members.tolist(), self._begins.tolist()
+        return [tuple(members[begin:end]) for begin, end in pairwise([*begins, len(members)])]
 
 
 def _candidates(
     lengths: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], max_tokens: int, size: int
-) -> Iterator[list[list[int]]]:
+) -> Iterator[Bins]:
     rising = np.array(by_falling(costs))[::-1]
     up_to = np.cumsum(costs[rising])
     least = -(-int(lengths.sum()) // (size * max_tokens))
@@ -98,8 +142,11 @@ def _candidates(
             continue
         for per_rank in sorted({max(least, wish) for wish in PER_RANK}):
             heads = _evenly(large, lengths, costs, max_tokens, size * per_rank)
-            most = max(math.fsum(costs[own]) for own in heads)
-            for fraction in FRACTIONS if num_small else (1,):
+            if not num_small:
+                yield heads
+                continue
+            most = float(heads.sums(costs).max())
+            for fraction in FRACTIONS:
                 yield heads + _packed(small, lengths, costs, max_tokens, most / fraction)
 
 
@@ -109,13 +156,13 @@ def _evenly(
     costs: npt.NDArray[np.float64],
     max_tokens: int,
     count: int,
-) -> list[list[int]]:
+) -> Bins:
     """Split a part of the minibatch into about so many bins of about equal cost, more where tokens ask for it."""
     if len(part) < min(MANY_EACH * count, MANY):
-        bins = [part[own].tolist() for own in partition(costs[part].tolist(), count) if own]
-        if all(int(lengths[own].sum()) <= max_tokens for own in bins):
+        bins = Bins.of(part, [own for own in partition(costs[part].tolist(), count) if own])
+        if int(bins.sums(lengths).max()) <= max_tokens:
             return bins
-    return _packed(part, lengths, costs, max_tokens, math.fsum(costs[part]) / count)
+    return _packed(part, lengths, costs, max_tokens, math.fsum(costs[part].tolist()) / count)
 
 
 def _packed(
@@ -124,5 +171,5 @@ def _packed(
     costs: npt.NDArray[np.float64],
     max_tokens: int,
     most: float,
-) -> list[list[int]]:
-    return [part[own].tolist() for own in even_fit(lengths[part], costs[part], max_tokens, most)]
+) -> Bins:
+    return Bins.of(part, even_fit(lengths[part], costs[part], max_tokens, most))

@@ -5,11 +5,18 @@ comparisons and additions in a fixed order decide, so every process that has the
 """
 
 import heapq
+import math
+from bisect import insort
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+#: So many times fewer bins are put in their places one by one, instead of sorting all.
+FEW = 16
+#: So many pairs of items are looked at all at once.
+FEW_PAIRS = 4096
 
 # A bin of the differencing method: (minus its cost, its lowest index, its contents as nested pairs of indices). As
 # tuples they sort by falling cost, and the index, unique to the bin, keeps the contents from ever being compared.
@@ -105,8 +112,10 @@ def _exchange(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[li
 def _halving(high: npt.NDArray[np.float64], low: npt.NDArray[np.float64], gap: float) -> tuple[int, int]:
     """Return the first pair of a high and a low item whose difference is closest to half of a gap.
 
-    For each high item the low items next to the wanted value are looked up: all pairs would take quadratic memory.
+    For each high item the low items next to the wanted value are looked up: many pairs would take quadratic memory.
     """
+    if len(high) * len(low) <= FEW_PAIRS:
+        return divmod(int(np.abs(high[:, None] - low - gap / 2).argmin()), len(low))
     order = np.argsort(low, kind="stable")
     rising = low[order]
     above = np.searchsorted(rising, high - gap / 2)
@@ -124,11 +133,17 @@ def _join(one: list[_Bin], other: list[_Bin], size: int) -> list[_Bin]:
     """Join two splits, largest bins to smallest; empty bins, not stored, are the smallest."""
     num_shared = max(0, len(one) + len(other) - size)  # pairs of bins where neither is empty
     apart = len(one) - num_shared
-    bins = one[:apart] + other[: len(other) - num_shared]
+    changed = other[: len(other) - num_shared]
     for a, b in zip(one[apart:], reversed(other), strict=False):
-        bins.append((a[0] + b[0], min(a[1], b[1]), (a[2], b[2])))
-    bins.sort()
-    return bins
+        changed.append((a[0] + b[0], min(a[1], b[1]), (a[2], b[2])))
+    del one[apart:]  # nobody else has this split any more
+    if len(changed) * FEW < len(one):
+        for new in changed:
+            insort(one, new)
+        return one
+    one += changed
+    one.sort()
+    return one
 
 
 def _difference(bins: list[_Bin], size: int) -> float:
@@ -159,15 +174,25 @@ def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
     Returns:
         Bins of indices, each by falling size, in the order in which they were opened.
     """
-    room = np.full(len(sizes), capacity, dtype=np.int64)
     bins: list[list[int]] = []
-    for i in by_falling(sizes):
-        # One more than the bins in use: an unused one always fits.
-        slot = int(np.argmax(room[: len(bins) + 1] >= sizes[i]))
-        if slot == len(bins):
+    room: list[int] = []
+    usable: list[int] = []  # bins with room for the smallest item, in the order in which they were opened
+    each = sizes.tolist()
+    order = sorted(range(len(each)), key=each.__getitem__, reverse=True)  # stable; numpy's takes longer for a few
+    for i in order:
+        size = each[i]
+        for slot in usable:
+            if room[slot] >= size:
+                break
+        else:
+            slot = len(bins)
             bins.append([])
+            room.append(capacity)
+            usable.append(slot)
         bins[slot].append(i)
-        room[slot] -= sizes[i]
+        room[slot] -= size
+        if room[slot] < each[order[-1]]:
+            usable.remove(slot)
     return bins
 
 
@@ -189,17 +214,28 @@ def even_fit(
     Returns:
         Bins of indices in the order in which they were opened.
     """
-    bins: list[list[int]] = []
-    open_bins: list[tuple[float, int, int]] = []  # (cost, serial, room)
     order = by_falling(costs)
-    for i, size, cost in zip(order, sizes[order].tolist(), costs[order].tolist(), strict=True):
-        if open_bins and open_bins[0][0] + cost <= most and open_bins[0][2] >= size:
-            total, serial, room = open_bins[0]
-            heapq.heapreplace(open_bins, (total + cost, serial, room - size))
+    falling = costs[order]
+    fitting = np.flatnonzero(falling[:-1] + falling[1:] <= most)
+    alone = int(fitting[0]) + 1 if len(fitting) else len(order)  # so many open a bin each, whatever the sizes are
+    rooms = (capacity - sizes[order]).tolist()  # what each leaves in a bin of its own
+    bins = [[i] for i in order[:alone]]
+    others = list(zip(falling[:alone].tolist(), range(alone), rooms[:alone], strict=True))
+    heapq.heapify(others)
+    total, serial, room = heapq.heappop(others)  # the cheapest bin
+    next_total = others[0][0] if others else math.inf
+    for i, cost, left in zip(order[alone:], falling[alone:].tolist(), rooms[alone:], strict=True):
+        if total + cost <= most and room + left >= capacity:
             bins[serial].append(i)
+            total, room = total + cost, room + left - capacity
         else:
-            heapq.heappush(open_bins, (cost, len(bins), capacity - size))
+            heapq.heappush(others, (total, serial, room))
+            total, serial, room = cost, len(bins), left
             bins.append([i])
+            next_total = others[0][0]
+        if total >= next_total:
+            total, serial, room = heapq.heappushpop(others, (total, serial, room))
+            next_total = others[0][0]
     return bins
 
 

@@ -37,6 +37,18 @@ def test_makespan_is_that_of_ranks_that_draw():
     assert makespan([5.0, 1.0], 1, spread=0.5) == 6.0
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.1])
+def test_makespan_is_the_same_to_the_last_bit_as_piece_by_piece(spread):
+    rng = np.random.default_rng(0)
+    for size in (2, 3, 17, 100):
+        for work in (rng.exponential(1.0, 400), -np.sort(-rng.exponential(1.0, 400)), rng.integers(0, 4, 90) * 1.0):
+            free = [0.0] * size
+            for cost in work.tolist():
+                rank = free.index(min(free))
+                free[rank] += cost * (1 + spread * (2 * rank / (size - 1) - 1))
+            assert makespan(work, size, spread) == max(free)
+
+
 @pytest.mark.parametrize("size", [2, 8])
 def test_a_constant_is_paid_seldom_and_equal_ranks_still_end_together(size):
     """Within a tenth of a fixed plan, which knows everything here; single sequences take half as long again."""

@@ -6,6 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from odc_mpi.data.plan import partition as partition_module
 from odc_mpi.data.plan.cost import Cost
 from odc_mpi.data.plan.partition import _halving, by_falling, even_fit, first_fit, partition, partition_evenly
 
@@ -104,8 +105,10 @@ def test_even_parts_of_equal_costs_follow_the_index() -> None:
     assert sorted(map(len, partition_evenly([1.0] * 5, 2))) == [2, 3]
 
 
+@pytest.mark.parametrize("few_pairs", [0, partition_module.FEW_PAIRS])
 @pytest.mark.parametrize("integers", [True, False])
-def test_the_exchange_is_the_best_of_all_pairs(integers: bool) -> None:
+def test_the_exchange_is_the_best_of_all_pairs(monkeypatch: pytest.MonkeyPatch, integers: bool, few_pairs: int) -> None:
+    monkeypatch.setattr(partition_module, "FEW_PAIRS", few_pairs)
     rng = np.random.default_rng(integers)
     for _ in range(300):
         num_high, num_low = rng.integers(1, 12, 2)
@@ -145,6 +148,20 @@ def test_even_fit_keeps_both_caps() -> None:
 def test_even_fit_fills_the_cheapest_bin() -> None:
     assert even_fit(np.array([6, 5, 3, 2]), np.array([6.0, 5.0, 3.0, 2.0]), 10, 8.0) == [[0, 3], [1, 2]]
     assert even_fit(np.array([6, 5, 3, 2]), np.array([6.0, 5.0, 3.0, 2.0]), 7, 8.0) == [[0], [1], [2, 3]]
+
+
+def test_even_fit_takes_the_older_of_equally_cheap_bins() -> None:
+    rng = np.random.default_rng(0)
+    for most in (0.0, 9.0, 20.0, 1e9):
+        sizes = rng.integers(1, 10, 200)
+        bins: list[list[int]] = []
+        for i in by_falling(sizes):
+            cheapest = min(bins, key=lambda own: sizes[own].sum(), default=[])
+            if cheapest and sizes[cheapest].sum() + sizes[i] <= min(most, 40):
+                cheapest.append(i)
+            else:
+                bins.append([i])
+        assert even_fit(sizes, sizes * 1.0, 40, most) == bins
 
 
 def test_falling_order_keeps_equal_ones_in_place() -> None:

@@ -1,0 +1,72 @@
+"""`odc-mpi generate`: its options and its run."""
+
+import argparse
+from pathlib import Path
+
+from odc_mpi.cli.imports import no_collections
+from odc_mpi.cli.options import positive
+from odc_mpi.runtime.launch import launched_rank
+from odc_mpi.runtime.ranks import on_ranks, start_of_mpi
+
+HELP = "what a model makes of prompts; under mpiexec on all its ranks"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options. Local."""
+    parser.description = "Continue prompts with a model; under mpiexec its parameters are spread over the ranks."
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        type=Path,
+        help="a run directory, a checkpoint, a Hugging Face directory, or adapters in one of peft",
+    )
+    parser.add_argument("--step", metavar="N", help="of a run: this checkpoint, or best; default: the newest")
+    parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    parser.add_argument("--prompts", metavar="FILE.jsonl", type=Path, help="lines with a prompt, or with messages")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="default: 0, the most likely token each time"
+    )
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="above 0 and at most 1; default: 1")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn; default: 0")
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="write lines; default: text on the terminal")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="a directory or data set with one; default: SOURCE's own"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute; default: cpu")
+    parser.add_argument(
+        "--attn-implementation",
+        choices=("sdpa", "eager"),
+        help="eager: also with soft caps, as Gemma 2 has; default: that of the run, else sdpa",
+    )
+    parser.add_argument(
+        "--timeout-s", type=positive, default=3600, metavar="S", help="longest wait for another rank; default: 3600"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generate, and return the exit code. Collective.
+
+    Raises:
+        UserError: An option is out of its range.
+    """
+    from odc_mpi.observe.rank_log import RankLog
+
+    with RankLog(launched_rank()) as log:
+        # Before MPI: a rank that fails to import anything after its start would leave the others waiting.
+        with no_collections():
+            from odc_mpi.rollout.generate import Sampling
+        sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed)
+        with start_of_mpi():
+            from odc_mpi.rollout.run import Job, generate_all
+            from odc_mpi.runtime.world import World
+
+        names = ("source", "step", "tokenizer", "prompt", "prompts", "out", "device", "attn_implementation")
+        job = Job(sampling=sampling, **{name: getattr(arguments, name) for name in names})
+        world = World(timeout_s=arguments.timeout_s, limit="--timeout-s")
+
+        def work() -> None:
+            world.agree(lambda: log.open(None, world))
+            generate_all(job, world)
+
+        return on_ranks(world, work)

@@ -1,0 +1,76 @@
+"""How many bytes this rank fetches and pushes: from and to other ranks of its node, and ranks of other nodes.
+
+Counted are parameters and gradients that travel, by who owns them; what a rank reads and adds to itself does not, nor
+does what is seen in place. What a library adds to a message is not counted.
+"""
+
+from dataclasses import dataclass
+
+from odc_mpi.comm.transport import Transport
+
+
+@dataclass
+class Bytes:
+    """Bytes so far."""
+
+    same_node: int = 0
+    other_nodes: int = 0
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.same_node + other.same_node, self.other_nodes + other.other_nodes)
+
+    def __sub__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.same_node - other.same_node, self.other_nodes - other.other_nodes)
+
+
+class Traffic:
+    """Counts; for the thread that computes.
+
+    Args:
+        transport: Whose fetches and pushes are counted.
+
+    Attributes:
+        fetched: Since the start.
+        pushed: Since the start.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.fetched = Bytes()
+        self.pushed = Bytes()
+        self._taken = Bytes(), Bytes()
+        self._shares: dict[tuple[int, int, int, int], Bytes] = {}
+
+    def add_fetch(self, index: int) -> None:
+        """Count a fetch of an array. Local."""
+        parameters = self._transport.parameters
+        if parameters.copies:
+            numel, itemsize = parameters.layouts[index].numel, parameters.dtype_of(index).itemsize
+            self.fetched += self._share_out(index, 0, numel, itemsize)
+
+    def add_push(self, index: int, start: int, stop: int) -> None:
+        """Count a push of elements `start` to `stop` of an array. Local."""
+        self.pushed += self._share_out(index, start, stop, self._transport.gradients.dtype.itemsize)
+
+    def take(self) -> tuple[int, int, int, int]:
+        """Return bytes since the last call: fetched from this node and from others, pushed alike. Local."""
+        (fetched, pushed), self._taken = self._taken, (self.fetched, self.pushed)
+        fetched, pushed = self.fetched - fetched, self.pushed - pushed
+        return fetched.same_node, fetched.other_nodes, pushed.same_node, pushed.other_nodes
+
+    def _share_out(self, index: int, start: int, stop: int, itemsize: int) -> Bytes:
+        # There are few stretches, and perhaps a thousand owners of each: no step looks at these anew.
+        key = index, start, stop, itemsize
+        if key not in self._shares:
+            self._shares[key] = self._by_owner(*key)
+        return self._shares[key]
+
+    def _by_owner(self, index: int, start: int, stop: int, itemsize: int) -> Bytes:
+        layout, group, shared = self._transport.parameters.layouts[index], self._transport.group, Bytes()
+        for owner in layout.owners(start, stop):
+            first, last = layout.owned(owner)
+            num_bytes = (min(stop, last) - max(start, first)) * itemsize
+            if owner != group.rank and num_bytes > 0:
+                near = group.on_this_node(owner)
+                shared += Bytes(num_bytes, 0) if near else Bytes(0, num_bytes)
+        return shared

@@ -1,0 +1,131 @@
+"""Reading Parquet files in batches of rows, in bounded memory. Needs pyarrow, the extra `parquet`.
+
+Columns that a row does not have, and fields of structures that it does not have, are null in a table; here they are
+left out, as a line of JSON leaves them out.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from odc_mpi.data.jsonl import Take
+from odc_mpi.errors import UserError, in_one_line
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+SUFFIX = ".parquet"
+_BATCH_ROWS = 256
+#: Read ahead of a column, instead of whole row groups, which may be as large as the file.
+_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a file.
+
+    Attributes:
+        name: The file, for messages.
+        numbers: Of each row, from 1.
+        batch: The rows, in Arrow's format for streams.
+    """
+
+    name: str
+    numbers: list[int]
+    batch: bytes
+
+    def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """Yield the file and row for messages, and a function that returns the record. Local."""
+        pyarrow = _library(self.name)
+        try:
+            with pyarrow.ipc.open_stream(self.batch) as stream:
+                rows = [_without_nulls(row) for batch in stream for row in batch.to_pylist()]
+        except (ValueError, OverflowError) as error:  # a time within a structure that Python cannot tell
+            raise UserError(
+                f"{self.name}, rows {self.numbers[0]} to {self.numbers[-1]}: cannot be read ({in_one_line(error)}): "
+                "change SOURCE"
+            ) from error
+        for number, row in zip(self.numbers, rows, strict=True):
+            yield f"{self.name}, row {number}", lambda row=row: row  # type: ignore[misc]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def read_rows(path: Path, take: Take, advance: Callable[[int], None]) -> Iterator[Rows]:
+    """Yield the rows of a file in blocks, in its order. Local.
+
+    Args:
+        path: The file.
+        take: Says how often to take each row.
+        advance: Called with the bytes of the file that were read since it was last called, about.
+
+    Raises:
+        UserError: The file cannot be read, or pyarrow is missing.
+    """
+    pyarrow = _library(str(path))
+    size, done = path.stat().st_size, 0
+    try:
+        with _open(path) as file:
+            total = max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
+                taken = [i for i in range(batch.num_rows) for _ in range(take())]
+                if taken:
+                    text = _without_times(pyarrow, batch.take(taken))
+                    yield Rows(str(path), [done + i + 1 for i in taken], _stream_of(pyarrow, text))
+                done += batch.num_rows
+                advance(size * batch.num_rows // total)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def count_rows(path: Path) -> int:
+    """Return the rows of a file. Local.
+
+    Raises:
+        UserError: The file cannot be read, or pyarrow is missing.
+    """
+    pyarrow = _library(str(path))
+    try:
+        with _open(path) as file:
+            return int(file.metadata.num_rows)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _open(path: Path) -> "pyarrow.parquet.ParquetFile":
+    import pyarrow.parquet
+
+    return pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+
+
+def _without_times(pyarrow: Any, batch: Any) -> Any:
+    """Leave out columns of times, which hold no text, and of which Python cannot tell the nanoseconds."""
+    return batch.select([i for i, field in enumerate(batch.schema) if not pyarrow.types.is_temporal(field.type)])
+
+
+def _stream_of(pyarrow: Any, batch: Any) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path}: cannot be read ({in_one_line(error)}): is SOURCE complete?")
+
+
+def _library(name: str) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            f"expected the package pyarrow, to read {name!r}, got none: pip install 'odc_mpi[parquet]'"
+        ) from error
+    return pyarrow

@@ -1,0 +1,287 @@
+"""Where the text comes from: files, folders of shards and the standard library, with weights or without.
+
+Without weights every example of every source is taken once. With weights a source's weight is its share of the
+examples (lines or rows) that are taken; which ones is drawn by a seed, and no example is taken twice unless the
+strategy says so. All sources come in the order in which they were named: training shuffles.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from odc_mpi.data import jsonl, parquet, stdlib
+from odc_mpi.data.examples import Fields
+from odc_mpi.data.jsonl import Take
+from odc_mpi.errors import UserError
+
+STDLIB = "stdlib"
+#: Where a weighted mixture ends, by the names of datasets.interleave_datasets.
+STRATEGIES = ("first_exhausted", "all_exhausted")
+_BLOCK_SAMPLES = 256
+_MOST_NAMES = 6  # files of a folder that are named
+_MOST_PASSES = 1000  # over one source
+_EXPANSION = 4  # text is about so much larger than its compressed file
+
+
+class Block(Protocol):
+    """Some examples of a source, in the order of the file; goes to other processes."""
+
+    def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """Yield the place of each for messages, and a function that returns the record or raises BadLine. Local."""
+        ...
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Some functions of the standard library."""
+
+    samples: Sequence[stdlib.Sample]
+
+    def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """Yield "stdlib" and a function that returns the record. Local."""
+        for sample in self.samples:
+            record = {"prompt": sample.prompt, "completion": sample.completion}
+            yield STDLIB, lambda record=record: record  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of examples.
+
+    Attributes:
+        name: As the user wrote it, without its weight.
+        weight: Its share of the examples, in proportion to the others' weights; None if none was given.
+        files: In the order in which they are read; none for the standard library.
+    """
+
+    name: str
+    weight: float | None
+    files: tuple[Path, ...]
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the user named a folder. Local."""
+        return bool(self.files) and self.files[0] != Path(self.name)
+
+    def describe_folder(self) -> str:
+        """Say which files of a folder are read. Local."""
+        names = [file.name for file in self.files]
+        if len(names) > _MOST_NAMES:
+            names = [*names[: _MOST_NAMES - 1], "...", names[-1]]
+        return f"{self.name}: {len(self.files)} {'files' if len(self.files) > 1 else 'file'}, {', '.join(names)}"
+
+    def stamps(self) -> list[tuple[str, int, int]]:
+        """Return path, size in bytes and time in ns of each file. Local."""
+        return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files. Local."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
+    def num_text_bytes(self) -> int:
+        """About how many bytes of text that is. Local."""
+        packed = (*jsonl.COMPRESSED, parquet.SUFFIX)
+        return sum(file.stat().st_size * (_EXPANSION if file.suffix in packed else 1) for file in self.files)
+
+    @cached_property
+    def _samples(self) -> list[stdlib.Sample]:
+        return list(stdlib.functions())
+
+    def fields(self, fields: Fields) -> Fields:
+        """Return the names of the fields in its records, which the user's choice of names is not for. Local."""
+        return fields if self.files else Fields()
+
+    def count(self) -> int:
+        """Return how many examples there are, of which some may turn out unusable. Local; reads compressed files."""
+        if not self.files:
+            return len(self._samples)
+        return sum(parquet.count_rows(file) if _is_parquet(file) else jsonl.count_lines(file) for file in self.files)
+
+    def read(self, take: Take, advance: Callable[[int], None]) -> Iterator[Block]:
+        """Yield its examples in blocks. Local.
+
+        Args:
+            take: Says how often to take each example, asked once for each in order.
+            advance: Called with the bytes that were read since the last call.
+
+        Raises:
+            UserError: A file cannot be read.
+        """
+        if not self.files:
+            taken = [sample for sample in self._samples for _ in range(take())]
+            for begin in range(0, len(taken), _BLOCK_SAMPLES):
+                yield Samples(taken[begin : begin + _BLOCK_SAMPLES])
+        for file in self.files:
+            yield from (parquet.read_rows if _is_parquet(file) else jsonl.read_lines)(file, take, advance)
+
+
+def find_sources(words: Sequence[str]) -> list[Source]:
+    """Find the sources that a user named, each as a path, or as a path, a colon and a weight. Local.
+
+    A file or folder whose name is the whole word, colon and all, comes before a weight.
+
+    Raises:
+        UserError: There is no such file, a folder holds none that is known, or only some sources have a weight.
+    """
+    sources = [_find(word) for word in words]
+    without = [source.name for source in sources if source.weight is None]
+    if without and len(without) < len(sources):
+        raise UserError(
+            f"expected a weight for each SOURCE or for none, got none for {without[0]!r}: write {without[0]}:WEIGHT"
+        )
+    return sources
+
+
+def _find(word: str) -> Source:
+    name, weight = _split(word)
+    if name == STDLIB:
+        return Source(name, weight, ())
+    path = Path(name)
+    if path.is_dir():
+        return Source(name, weight, _shards(path))
+    if not path.is_file():
+        raise UserError(
+            f"expected JSONL or Parquet files, folders of them or the word {STDLIB} as SOURCE, got {word!r}, "
+            "which is no file"
+        )
+    return Source(name, weight, (path,))
+
+
+def _split(word: str) -> tuple[str, float | None]:
+    """Return the name of a source, and its weight if it ends in one."""
+    name, colon, number = word.rpartition(":")
+    if not colon or Path(word).exists():
+        return word, None
+    try:
+        weight = float(number)
+    except ValueError:
+        return word, None
+    if not 0 < weight < float("inf"):
+        raise UserError(f"expected a weight above 0, got {number!r} in {word!r}: change SOURCE")
+    return name, weight
+
+
+def _shards(folder: Path) -> tuple[Path, ...]:
+    """Return the files of a folder that are known by their names, sorted."""
+    files = tuple(sorted(path for path in folder.iterdir() if _is_known(path) and path.is_file()))
+    if not files:
+        known = ", ".join((*jsonl.SUFFIXES, parquet.SUFFIX))
+        raise UserError(
+            f"expected files that end in {known}, or .gz or .zst behind one of the first two, in the folder "
+            f"{str(folder)!r}, got none: change SOURCE"
+        )
+    return files
+
+
+def _is_known(path: Path) -> bool:
+    if path.name.startswith("."):
+        return False
+    bare = path.with_suffix("") if path.suffix in jsonl.COMPRESSED else path
+    return bare.suffix in jsonl.SUFFIXES or _is_parquet(path)
+
+
+def _is_parquet(path: Path) -> bool:
+    return path.suffix == parquet.SUFFIX
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sources, and how many examples of each are taken.
+
+    Attributes:
+        sources: In their order.
+        counts: The examples that each source has, and those that are taken; None without weights: all are, once.
+        seed: Draws which examples of a source are taken.
+    """
+
+    sources: Sequence[Source]
+    counts: Sequence[tuple[int, int]] | None
+    seed: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files, as often as they are read. Local."""
+        return sum(source.num_bytes * len(self._passes(index)) for index, source in enumerate(self.sources))
+
+    def read(self, advance: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
+        """Yield the examples that are taken, in blocks: the index of the source, and the block. Local.
+
+        Args:
+            advance: Called with the bytes that were read since the last call.
+
+        Raises:
+            UserError: A file cannot be read.
+        """
+        for index, source in enumerate(self.sources):
+            for take in self._passes(index):
+                for block in source.read(take, advance):
+                    yield index, block
+
+    def _passes(self, index: int) -> list[Take]:
+        """Return, for each time that the files of a source are read, which examples to take."""
+        if self.counts is None:
+            return [_once]
+        count, num_taken = self.counts[index]
+        whole, rest = divmod(num_taken, count)
+        return [_once] * whole + ([_drawn(count, rest, f"{self.seed} {index}")] if rest else [])
+
+
+def mix(sources: Sequence[Source], seed: int, strategy: str) -> Mixture:
+    """Decide how many examples of each source are taken. Local; with weights the sources are read to count them.
+
+    Args:
+        sources: All with a weight, or none.
+        seed: Draws which examples are taken.
+        strategy: "first_exhausted": as many as there are without taking an example twice; the source that has fewest
+            for its weight is taken whole. "all_exhausted": as many as it takes until each source is taken whole, the
+            others several times.
+
+    Raises:
+        UserError: A file cannot be read, a source has no example, or one would be taken too often.
+    """
+    if any(source.weight is None for source in sources):
+        return Mixture(sources, None, seed)
+    counts = [source.count() for source in sources]
+    for source, count in zip(sources, counts, strict=True):
+        if not count:
+            raise UserError(f"expected examples in {source.name!r}, which has a weight, got none: change SOURCE")
+    weights = [source.weight or 0.0 for source in sources]
+    choose = min if strategy == "first_exhausted" else max
+    ratios = [count / weight for count, weight in zip(counts, weights, strict=True)]
+    decisive = ratios.index(choose(ratios))
+    passes = [ratios[decisive] * weight / count for count, weight in zip(counts, weights, strict=True)]
+    if max(passes) > _MOST_PASSES:
+        often = weights.index(max(weights))
+        raise UserError(
+            f"expected weights for which no source is read more than {_MOST_PASSES:,} times, got "
+            f"{weights[decisive]:g} for {sources[decisive].name!r} and {weights[often]:g} for {sources[often].name!r}: "
+            "change SOURCE"
+        )
+    taken = [max(1, round(ratios[decisive] * weight)) for weight in weights]
+    taken[decisive] = counts[decisive]
+    if strategy == "first_exhausted":
+        taken = [min(pair) for pair in zip(taken, counts, strict=True)]
+    return Mixture(sources, list(zip(counts, taken, strict=True)), seed)
+
+
+def _once() -> int:
+    return 1
+
+
+def _drawn(count: int, num_taken: int, seed: str) -> Take:
+    """Draw so many of `count` examples, each equally likely, one after the other (Knuth, TAOCP 2, algorithm S)."""
+    uniform = random.Random(seed).random  # the same on every version of Python
+    left = [count, num_taken]
+
+    def take() -> int:
+        taken = uniform() * left[0] < left[1]
+        left[0] -= 1
+        left[1] -= taken
+        return int(taken)
+
+    return take

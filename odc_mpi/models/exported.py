@@ -1,0 +1,104 @@
+"""What `odc-mpi checkpoint export` writes of a checkpoint of adapters: the adapters for peft, or the merged model.
+
+One tensor of the base is read at a time, and a file's tensors are in memory until the file is written.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from odc_mpi.checkpoint.export import Exported, model_config, read_whole
+from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.checkpoint.state import MODEL
+from odc_mpi.models.adapters import ADAPTER, base_name, is_adapter, peft_name
+from odc_mpi.models.load import load_base
+from odc_mpi.shard.partition import whole_and_persistent
+
+
+class Adapters(Exported):
+    """Adapters, as `PeftModel.from_pretrained(base, out)` loads them.
+
+    Args:
+        checkpoint: Of adapters.
+    """
+
+    stem, config_name, dtype = "adapter_model", "adapter_config.json", "float32"
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._names = {peft_name(name): name for name in _trained(checkpoint)}
+
+    def sizes(self, dtype: torch.dtype) -> dict[str, int]:
+        """See `Exported`. All in one file, as peft reads no others."""
+        numels = {
+            shown: math.prod(self._checkpoint.record(f"{MODEL}/{name}").shape) for shown, name in self._names.items()
+        }
+        return {shown: numel * dtype.itemsize for shown, numel in numels.items()}
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """See `Exported`."""
+        return read_whole(self._checkpoint, self._names[name]).to(dtype)
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        """See `Exported`."""
+        about = self._checkpoint.manifest.about
+        return {**about["adapter"], "base_model_name_or_path": about["base"]["path"]}
+
+
+class Merged(Exported):
+    """The base with its adapters added: W + B A alpha / r, computed in float32.
+
+    Args:
+        checkpoint: Of adapters; their base is read from where it was.
+
+    Raises:
+        UserError: The base is not there, or another.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        about = checkpoint.manifest.about
+        self._checkpoint = checkpoint
+        self.dtype = about["config"]["model"]["param_dtype"]
+        built = load_base(checkpoint)
+        self._base = built.weights
+        self._shapes = {name: p.shape for name, p in built.module.named_parameters()}
+        self._buffers = dict(whole_and_persistent(built.module))
+        self._scale = about["adapter"]["lora_alpha"] / about["adapter"]["r"]
+        trained = _trained(checkpoint)
+        self._replaced = {base_name(name): name for name in trained if not is_adapter(name)}
+        # The two matrices of an adapter belong to the weight of their layer.
+        self._added: dict[str, str] = {}
+        for name in trained:
+            if is_adapter(name):
+                layer = name.rpartition(".lora_")[0]
+                self._added[f"{base_name(layer)}.weight"] = layer
+
+    def sizes(self, dtype: torch.dtype) -> dict[str, int]:
+        """See `Exported`."""
+        sizes = {name: shape.numel() * dtype.itemsize for name, shape in self._shapes.items()}
+        return sizes | {name: buffer.nbytes for name, buffer in self._buffers.items()}
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """See `Exported`."""
+        if name in self._buffers:
+            return self._buffers[name]
+        if name in self._replaced:
+            return read_whole(self._checkpoint, self._replaced[name]).to(dtype)
+        shape = self._shapes[name]
+        weight = self._base.read(name, 0, shape.numel()).reshape(shape)
+        if name not in self._added:
+            return weight.to(dtype)
+        a, b = (
+            read_whole(self._checkpoint, f"{self._added[name]}.lora_{side}.{ADAPTER}.weight").float() for side in "AB"
+        )
+        return torch.addmm(weight.float(), b, a, alpha=self._scale).to(dtype)
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        """See `Exported`."""
+        return model_config(self._checkpoint, dtype)
+
+
+def _trained(checkpoint: Checkpoint) -> list[str]:
+    tensors = checkpoint.manifest.tensors.items()
+    return [path.removeprefix(f"{MODEL}/") for path, record in tensors if record.kind == "trainable"]

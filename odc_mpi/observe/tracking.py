@@ -1,0 +1,166 @@
+"""A run's metrics for trackers, such as TensorBoard, which show the series of many runs. Local; for rank 0.
+
+Each tracker has a thread, so no step waits for a library: one that is too slow, hangs or fails is given up with a
+warning. The tags are those that transformers' callbacks write: `train/loss`, `eval/loss`.
+
+A tracker's files are in `trackers/` of the run directory. What such a library has written it cannot take back; so a run
+that goes on writes them anew, from metrics.jsonl, and steps that it repeats are there once.
+"""
+
+import math
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from odc_mpi.errors import in_one_line, warn
+from odc_mpi.observe.metrics import read_metrics
+from odc_mpi.observe.participant import Participant, Step
+from odc_mpi.observe.trackers import TRACKERS, About, Point, Tracker
+
+#: The directory of all trackers' files in a run directory.
+DIRECTORY = "trackers"
+#: Points that may wait for a tracker; what comes then is lost.
+MAX_WAITING = 10_000
+#: At the end of a run a tracker gets so long to write what is left.
+FINISH_S = 30.0
+
+
+class Tracking(Participant):
+    """Hands the metrics of every step to trackers. It comes after those who report. Making one writes nothing.
+
+    Args:
+        names: Of trackers; none on ranks other than 0.
+        run_dir: Of the run, which has its metrics.jsonl.
+        config: All settings.
+        steps_per_epoch: Steps of a pass over the data.
+        finish_s: At the end a tracker gets so long to write what is left.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        run_dir: Path,
+        config: Mapping[str, Any],
+        steps_per_epoch: int,
+        finish_s: float = FINISH_S,
+    ) -> None:
+        self._names, self._run_dir, self._finish_s = dict.fromkeys(names), run_dir, finish_s
+        self._config, self._steps_per_epoch = config, steps_per_epoch
+        self._senders: list[Sender] = []
+
+    def start(self, done: int) -> None:
+        """Start the threads, which write the steps that are done first. Local."""
+        if not self._names:
+            return
+        earlier = [point for line, at in _dated(read_metrics(self._run_dir, done)) for point in self._points(line, at)]
+        for name in self._names:
+            about = About(self._run_dir / DIRECTORY / name, self._run_dir.resolve().name, self._config)
+            self._senders.append(Sender(name, partial(_anew, TRACKERS[name], about), earlier))
+
+    def after_step(self, step: Step) -> None:
+        """Hand on what the step reports. Local; returns immediately."""
+        if self._senders:
+            points = list(self._points(step.metrics, time.time()))
+            for sender in self._senders:
+                sender.put(points)
+
+    def close(self) -> None:
+        """Have the trackers write what is left, for a limited time. Local."""
+        end = time.monotonic() + self._finish_s
+        for sender in self._senders:
+            sender.ask_to_end()
+        while self._senders:
+            self._senders.pop().join(max(0.0, end - time.monotonic()))
+
+    def _points(self, metrics: Mapping[str, Any], time_s: float) -> Iterator[Point]:
+        metrics = dict(metrics)
+        step = int(metrics.pop("step"))
+        at_start = metrics.pop("eval_loss_start", None)
+        if at_start is not None:
+            yield Point(step - 1, time_s, {"eval/loss": at_start})
+        yield Point(step, time_s, tagged({"epoch": step / self._steps_per_epoch, **metrics}))
+
+
+class Sender:
+    """A thread that hands points to a tracker.
+
+    Args:
+        name: Of the tracker.
+        make: Makes the tracker, in the thread.
+        earlier: Points to begin with.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Tracker], earlier: Sequence[Point] = ()) -> None:
+        self._name, self._make = name, make
+        self._failed = False
+        self._waiting: queue.Queue[list[Point] | None] = queue.Queue(MAX_WAITING)
+        self._waiting.put_nowait(list(earlier))
+        self._thread = threading.Thread(target=self._run, name=f"odc_mpi-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, points: list[Point] | None) -> None:
+        """Hand on points; those for which there is no room are lost, with a warning the first time. Local."""
+        if self._failed:
+            return
+        try:
+            self._waiting.put_nowait(points)
+        except queue.Full:
+            self._give_up(f"it is {MAX_WAITING:,} steps behind")
+
+    def ask_to_end(self) -> None:
+        """Have the thread end when all is written. Local."""
+        self.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread for a limited time. Local."""
+        if not self._failed:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                self._give_up("it did not write the last points in time")
+
+    def _run(self) -> None:
+        try:
+            tracker = self._make()
+            while (points := self._waiting.get()) is not None and not self._failed:
+                if points:
+                    tracker.write(points)
+            tracker.close()
+        except BaseException as error:  # whatever a library does, down to SystemExit, the run goes on
+            self._give_up(in_one_line(error))
+
+    def _give_up(self, reason: str) -> None:
+        if not self._failed:
+            self._failed = True
+            warn(f"WARNING: run.report_to: {self._name} is incomplete: {reason}; the run goes on without")
+
+
+def tagged(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers among metrics by the tags of transformers' `rewrite_logs`. Local."""
+    numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
+    return {
+        f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": number
+        for key, number in numbers.items()
+        if math.isfinite(number)
+    }
+
+
+def _dated(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
+    """Return lines of metrics.jsonl with the times of their steps, which are not in the file: as if all ended now."""
+    at = time.time() - sum(float(line["step_s"]) for line in lines)
+    dated = []
+    for line in lines:
+        at += float(line["step_s"])
+        dated.append((line, at))
+    return dated
+
+
+def _anew(kind: type[Tracker], about: About) -> Tracker:
+    if about.directory.exists():
+        shutil.rmtree(about.directory)
+    about.directory.mkdir(parents=True)
+    return kind(about)

@@ -1,0 +1,1 @@
+"""Generation: prompts in, completions out, by the model that is trained."""

@@ -1,0 +1,96 @@
+"""Prompts: from text or JSONL to tokens, and from tokens back to text. Local."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from odc_mpi.data.encode import end_of_turn, render_prompt, start_tokens
+from odc_mpi.data.examples import Conversation, Example, Pair, prompt_of
+from odc_mpi.data.jsonl import read_lines
+from odc_mpi.errors import UserError
+from odc_mpi.rollout.generate import Completion, Prompt
+
+
+class Request(NamedTuple):
+    """A prompt as its author wrote it, and as tokens.
+
+    Attributes:
+        asked: A pair without a completion, or a conversation.
+        prompt: The tokens.
+    """
+
+    asked: Example
+    prompt: Prompt
+
+
+def read(text: str | None, path: Path | None) -> list[Example]:
+    """Return the one prompt of the command line, or those of a JSONL file. Local.
+
+    Raises:
+        UserError: Neither or both are given, the file cannot be read, or has no prompt or a line that is none.
+    """
+    if (text is None) == (path is None):
+        got = "neither" if text is None else "both"
+        raise UserError(f"expected one of --prompt TEXT and --prompts FILE.jsonl, got {got}")
+    if text is not None:
+        if not text:
+            raise UserError("--prompt: expected a text, got an empty one")
+        return [Pair("--prompt", text, "")]
+    assert path is not None
+    if not path.is_file():
+        raise UserError(f"--prompts: expected a file of JSON lines, got {path}, which is none")
+    blocks = read_lines(path, lambda: 1, lambda _: None)
+    asked = [prompt_of(parse(), where) for block in blocks for where, parse in block.records()]
+    if not asked:
+        raise UserError(f"--prompts: expected a line for each prompt, got {path}, which has none")
+    return asked
+
+
+def tokenized(tokenizer: Any, asked: Sequence[Example], stop: Sequence[int]) -> list[Request]:
+    """Tokenise prompts as training data, messages through the chat template up to the assistant's turn. Local.
+
+    Args:
+        tokenizer: A fast tokenizer of transformers.
+        asked: The prompts.
+        stop: Tokens that end any completion; those of messages also end with the assistant's turn.
+
+    Raises:
+        UserError: There is no chat template, or it refuses the messages; the message names the line.
+    """
+    ends = (*stop, *_end_of_turn(tokenizer)) if any(isinstance(one, Conversation) for one in asked) else ()
+    requests = []
+    for index, one in enumerate(asked):
+        if isinstance(one, Conversation):
+            tokens = _tokens(tokenizer, render_prompt(tokenizer, one))
+        else:
+            tokens = [*start_tokens(tokenizer), *_tokens(tokenizer, one.prompt)]
+        if not tokens:
+            raise UserError(f"{one.where}: expected a prompt of at least one token, got none")
+        own_stop = ends if isinstance(one, Conversation) else stop
+        requests.append(Request(one, Prompt(index, tokens, tuple(dict.fromkeys(own_stop)))))
+    return requests
+
+
+def told(tokenizer: Any, request: Request, completion: Completion) -> dict[str, Any]:
+    """Return the content of a line of the output file: the prompt, and the text without its stop token. Local."""
+    text = tokenizer.decode(completion.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    asked = request.asked
+    prompt = {"messages": asked.messages} if isinstance(asked, Conversation) else {"prompt": asked.prompt}
+    count = {"num_tokens": len(completion.tokens), "finish_reason": completion.finish_reason}
+    return {**prompt, "completion": text, **count}
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    tokens: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return tokens
+
+
+def _end_of_turn(tokenizer: Any) -> list[int]:
+    """Return the token that ends the assistant's turns, if there is one of its own."""
+    chat = Conversation("", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    try:
+        turn = render_prompt(tokenizer, chat, for_generation=False)
+    except UserError:  # told when the messages are rendered
+        return []
+    last = _tokens(tokenizer, turn[: end_of_turn(tokenizer, turn)])[-1:]
+    return [token for token in last if token in tokenizer.get_added_vocab().values()]

@@ -1,0 +1,129 @@
+"""What generates: a run, a checkpoint or a directory on disk, its tokenizer, and the tokens that end a text."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from odc_mpi.checkpoint.commands import newest
+from odc_mpi.checkpoint.export import tokenizer_of
+from odc_mpi.checkpoint.manifest import steps_in
+from odc_mpi.checkpoint.reader import Checkpoint
+from odc_mpi.data.tokenizer import load_files, load_tokenizer, tokenizer_files
+from odc_mpi.errors import UserError
+from odc_mpi.models.adapter_directory import base_of, is_adapter_directory, stored_dtype
+from odc_mpi.models.build import BuiltModel, is_model_directory
+from odc_mpi.models.load import load_checkpoint, load_model
+
+
+@dataclass
+class Source:
+    """A model that can be sharded, and what belongs to it.
+
+    Attributes:
+        name: Of the checkpoint or directory.
+        built: The model, on the meta device.
+        tokenizer: A fast tokenizer of transformers.
+        stop: Tokens that end any completion.
+        dtype: To compute in; None: the types of the module's parameters.
+    """
+
+    name: str
+    built: BuiltModel
+    tokenizer: Any
+    stop: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+def open_source(
+    path: Path, step: str | None, tokenizer: Path | None, rank: int, size: int, attn_implementation: str | None = None
+) -> Source:
+    """Open what SOURCE names. Local.
+
+    Args:
+        path: A Hugging Face model directory; one of adapters, as peft writes it; a checkpoint; or a run, of which the
+            newest checkpoint counts.
+        step: Of a run: the number of a step, or best, the checkpoint of the lowest evaluation loss; None: the newest.
+        tokenizer: A tokenizer's directory, or a data set with one; None: the model's own.
+        rank: This rank.
+        size: Number of ranks.
+        attn_implementation: "sdpa" or "eager"; None: that of the run, else sdpa.
+
+    Raises:
+        UserError: There is no model, no such checkpoint or no tokenizer, or one is damaged.
+    """
+    if is_adapter_directory(path) or is_model_directory(path):
+        if step is not None:
+            raise UserError(f"--step goes with a run, got {path}, a Hugging Face directory: leave it out")
+        built = load_model(path, rank, size, attn_implementation)
+        return _of_directory(path, built, tokenizer)
+    checkpoint = _checkpoint(path, step)
+    built = load_checkpoint(checkpoint, rank, size, attn_implementation)
+    config = checkpoint.manifest.about["config"]
+    own = load_tokenizer(tokenizer) if tokenizer else _tokenizer_of_run(checkpoint, config)
+    base = config["model"]["path"]
+    return Source(f"{checkpoint.directory}", built, own, _stop(own, Path(base) if base else None), None)
+
+
+def _of_directory(path: Path, built: BuiltModel, tokenizer: Path | None) -> Source:
+    if not is_adapter_directory(path):
+        own = load_tokenizer(tokenizer or path)
+        return Source(str(path), built, own, _stop(own, path), stored_dtype(path))
+    # Adapters alone may have been saved without a tokenizer.
+    base = base_of(path)
+    own = load_tokenizer(tokenizer or (path if tokenizer_files(path) else base))
+    return Source(str(path), built, own, _stop(own, base), None)
+
+
+def _checkpoint(path: Path, step: str | None) -> Checkpoint:
+    try:
+        found = newest(path)
+    except UserError as error:
+        if not path.exists() or not any(steps_in(place) for place in (path / "checkpoints", path, path.parent)):
+            raise UserError(
+                "expected SOURCE to be a run directory with checkpoints, a checkpoint, or a directory with config.json "
+                f"or adapter_config.json, got {path}" + ("" if path.exists() else ", which does not exist")
+            ) from error
+        raise
+    if step is None:
+        return found
+    with found:
+        if step == "best":
+            best = found.manifest.about.get("best")
+            if not best:
+                raise UserError(
+                    f"--step best: {path} has evaluated no checkpoint: leave --step out, or train with data.eval_path"
+                )
+            step = str(best["step"])
+        if not (step.isascii() and step.isdecimal()):
+            raise UserError(f"--step: expected a number or best, got {step!r}")
+        steps = steps_in(found.directory.parent)
+    if int(step) not in steps:
+        raise UserError(f"--step: expected one of {', '.join(map(str, steps))}, got {step}")
+    return Checkpoint(steps[int(step)])
+
+
+def _tokenizer_of_run(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Any:
+    files = tokenizer_of(config)
+    if not files:
+        raise UserError(
+            f"{checkpoint.directory} was trained on {config['data']['path']}, where no tokenizer is found any more: "
+            "name one with --tokenizer"
+        )
+    return load_files(files, Path(config["data"]["path"]))
+
+
+def _stop(tokenizer: Any, directory: Path | None) -> tuple[int, ...]:
+    """Return the tokenizer's end-of-sequence token, and those of a directory's generation_config.json."""
+    found = [tokenizer.eos_token_id]
+    path = directory / "generation_config.json" if directory else None
+    if path and path.is_file():
+        try:
+            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"{path}: expected the JSON of a generation configuration, got {error}") from error
+        found += named if isinstance(named, list) else [named]
+    return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))

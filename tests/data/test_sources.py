@@ -1,0 +1,168 @@
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from odc_mpi.data import parquet
+from odc_mpi.data.examples import Conversation, Fields, Pair, example_of
+from odc_mpi.data.sources import Mixture, find_sources, mix
+from odc_mpi.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, texts: list[str]) -> str:
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if name.endswith(".gz"):
+        content = gzip.compress(content)
+    elif name.endswith(".zst"):
+        zstandard = pytest.importorskip("zstandard")
+        half = content.index(b"\n") + 1  # two frames, as of files put one behind the other
+        content = b"".join(zstandard.compress(part) for part in (content[:half], content[half:]))
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_bytes(content)
+    return name
+
+
+def table(name: str, rows: list[dict[str, Any]], **options: Any) -> str:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), name, **options)
+    return name
+
+
+def taken(mixture: Mixture) -> list[str]:
+    texts = []
+    for _, block in mixture.read(lambda _: None):
+        for where, record in block.records():
+            example = example_of(record(), where, Fields())
+            assert isinstance(example, Pair)
+            texts.append(example.completion)
+    return texts
+
+
+def read_all(*words: str) -> list[str]:
+    return taken(mix(find_sources(words), 0, "first_exhausted"))
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        read_all(*words)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_files_and_folders_in_order() -> None:
+    write("d/2.jsonl.gz", ["c", "d"])
+    write("d/10.jsonl", ["a"])
+    write("d/30.ndjson.zst", ["e", "f"])
+    table("d/4.parquet", [{"text": "g"}, {"text": "h"}])
+    for ignored in ("d/README.md", "d/.hidden.jsonl", "d/state.json"):
+        write(ignored, ["no"])
+    write("alone.txt", ["x"])
+    assert read_all("alone.txt", "d") == ["x", *"acdefgh"]
+    _, folder = find_sources(["alone.txt", "d"])
+    assert folder.describe_folder() == "d: 4 files, 10.jsonl, 2.jsonl.gz, 30.ndjson.zst, 4.parquet"
+    Path("empty").mkdir()
+    assert "in the folder 'empty', got none" in refused("empty")
+    assert "which is no file" in refused("missing.jsonl")
+
+
+def test_a_colon_in_a_name_is_no_weight() -> None:
+    write("a:0.5", ["colon"])
+    write("b", ["b"])
+    assert [(source.name, source.weight) for source in find_sources(["a:0.5:2", "b:1"])] == [("a:0.5", 2), ("b", 1)]
+    assert [source.weight for source in find_sources(["a:0.5", "b"])] == [None, None]
+    assert "weight above 0" in refused("b:0") and "weight above 0" in refused("b:-1", "b:nan")
+    assert "got none for 'b': write b:WEIGHT" in refused("a:0.5:1", "b")
+    assert "'b:x', which is no file" in refused("b:x")
+
+
+def test_weights_are_shares_drawn_by_the_seed() -> None:
+    write("a.jsonl", [f"a{i}" for i in range(100)])
+    write("b.jsonl.gz", [f"b{i}" for i in range(1000)])
+    table("c.parquet", [{"text": f"c{i}"} for i in range(1000)], row_group_size=300)
+    sources = find_sources(["a.jsonl:0.2", "b.jsonl.gz:0.5", "c.parquet:0.3"])
+    first = taken(mix(sources, 0, "first_exhausted"))
+    assert [sum(text[0] == name for text in first) for name in "abc"] == [100, 250, 150]
+    assert len(set(first)) == 500, "nothing twice"
+    assert first == sorted(first, key=lambda text: (text[0], int(text[1:])))
+    assert 300 < sum(int(text[1:]) for text in first if text[0] == "b") / 250 < 700, "from all of the file"
+    assert taken(mix(sources, 0, "first_exhausted")) == first
+    assert taken(mix(sources, 1, "first_exhausted")) != first
+    every = taken(mix(sources, 0, "all_exhausted"))
+    assert [sum(text[0] == name for text in every) for name in "abc"] == [667, 1667, 1000]
+    assert {f"{n}{i}" for n, count in (("a", 100), ("b", 1000), ("c", 1000)) for i in range(count)} == set(every)
+    assert {every.count(f"a{i}") for i in range(100)} == {6, 7}
+    write("none.jsonl", [])
+    assert "expected examples in 'none.jsonl'" in refused("none.jsonl:1", "a.jsonl:1")
+    for little in ("1e-9", "1e-320"):
+        with pytest.raises(UserError, match=r"more than 1,000 times.*'b.jsonl.gz'"):
+            mix(find_sources([f"a.jsonl:{little}", "b.jsonl.gz:1"]), 0, "all_exhausted")
+
+
+def test_rows_are_as_lines() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "name": "Bot"}]
+    rows = [
+        {"messages": chat, "tools": json.dumps(tools), "text": None},
+        {"messages": None, "tools": None, "text": "x"},
+    ]
+    [source] = find_sources([table("a.parquet", rows)])
+    [block] = source.read(lambda: 1, lambda _: None)
+    examples = [example_of(record(), where, Fields()) for where, record in block.records()]
+    assert examples == [Conversation("a.parquet, row 1", chat, tools), Pair("a.parquet, row 2", "", "x")]
+    Path("bad.parquet").write_bytes(b"PAR1 or not")
+    assert "bad.parquet: cannot be read" in refused("bad.parquet")
+
+
+def test_times_in_rows_are_left_out() -> None:
+    """Of nanoseconds, which pandas writes by default, Python cannot tell."""
+    pyarrow = pytest.importorskip("pyarrow")
+    times = pyarrow.array([1, 2], pyarrow.timestamp("ns"))
+    within = pyarrow.StructArray.from_arrays([times], ["at"])
+    write_table = pytest.importorskip("pyarrow.parquet").write_table
+    write_table(pyarrow.table({"text": ["a", "b"], "at": times}), "a.parquet")
+    assert read_all("a.parquet") == ["a", "b"]
+    write_table(pyarrow.table({"text": ["a", "b"], "meta": within}), "b.parquet")
+    assert "b.parquet, rows 1 to 2: cannot be read" in refused("b.parquet")
+
+
+def test_damaged_zstandard() -> None:
+    """Also cut off in the second of two frames, or behind a whole line, where no line tells of it."""
+    texts = [f"{i} {i * i}" for i in range(50_000)]
+    whole = Path(write("c.jsonl.zst", texts)).read_bytes()
+    assert read_all("c.jsonl.zst") == texts
+    for size in (len(whole) // 2, len(whole) - 1):
+        Path("c.jsonl.zst").write_bytes(whole[:size])
+        assert "it ends within a Zstandard frame" in refused("c.jsonl.zst")
+    write("a.jsonl.zst", ["abc" * 1000] * 1000)
+    Path("a.jsonl.zst").write_bytes(Path("a.jsonl.zst").read_bytes()[:20] + bytes(50))
+    assert "SOURCE complete?" in refused("a.jsonl.zst")
+    write("b.jsonl", ["x"])
+    Path("b.zst").write_bytes(Path("b.jsonl").read_bytes())
+    assert "SOURCE complete?" in refused("b.zst")
+
+
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    write("b.jsonl.zst", ["x"])
+    table("a.parquet", [{"text": "x"}])
+    for name in ("pyarrow", "zstandard", "compression.zstd"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    assert "pip install 'odc_mpi[parquet]'" in refused("a.parquet")
+    assert "pip install 'odc_mpi[zstd]'" in refused("b.jsonl.zst")
+
+
+def test_a_file_is_read_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "_BATCH_ROWS", 7)
+    table("a.parquet", [{"text": str(i)} for i in range(50)])
+    [source] = find_sources(["a.parquet"])
+    advanced: list[int] = []
+    blocks = list(source.read(lambda: 1, advanced.append))
+    assert len(blocks) == 8 and sum(advanced) <= source.num_bytes
+    places = [where for block in blocks for where, _ in block.records()]
+    assert places == [f"a.parquet, row {i + 1}" for i in range(50)]

@@ -1,0 +1,38 @@
+"""Adapters as a person trains and exports them, over a base that was drawn at random; more in test_post_training."""
+
+import json
+
+import pytest
+from mpi_launch import odc_mpi
+
+from odc_mpi.cli.main import main
+
+LORA = ("--lora.r", "2", "--lora.target_modules", "all-linear")
+
+
+@pytest.mark.quick
+@pytest.mark.timeout(300)
+def test_a_run_with_adapters(config, data, tmp_path, capsys):
+    run = tmp_path / "run"
+    evaluated = ("--data.eval_path", data, "--data.eval_sequences", 4, "--run.eval_every", 2, "--run.keep_best", "true")
+    often = ("--run.checkpoint_every", "2", "--run.keep_checkpoints", "1")
+    done = odc_mpi(2, "train", "--config", config, *LORA, *evaluated, *often, "--run.steps", "4")
+    assert done.code == 0, done.err
+    summary = json.loads((run / "summary.json").read_text())
+    trained, total = summary["num_trained_parameters"], summary["num_parameters"]
+    assert 0 < trained < total / 4
+    assert f"{trained:,} trained of {total:,} parameters, adapters of rank 2" in done.out
+    assert summary["best_checkpoint"] is not None and "eval_loss" in summary
+
+    done = odc_mpi(0, "train", "--config", config, "--run.steps", "8")
+    assert (done.code, len(done.err.splitlines())) == (2, 1) and "is of adapters, got no lora.r" in done.err
+
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    assert main(["checkpoint", "show", str(run)]) == 0
+    assert "adapters of rank 2, alpha 8, over a model drawn with seed 0" in capsys.readouterr().out
+    for out, more, files in (
+        ("adapters", (), {"adapter_config.json", "adapter_model.safetensors"}),
+        ("merged", ("--merge",), {"config.json", "model.safetensors"}),
+    ):
+        assert main(["checkpoint", "export", str(run), str(tmp_path / out), *more]) == 0
+        assert {path.name for path in (tmp_path / out).iterdir()} == files

@@ -1,0 +1,109 @@
+"""Adapters in a model on the meta device: first values, names, and everything that can be wrong with the settings."""
+
+import math
+import sys
+
+import pytest
+import torch
+from test_build import QWEN2
+
+from odc_mpi.errors import UserError
+from odc_mpi.models import build as models
+from odc_mpi.models.adapters import add_adapters, base_name, is_adapter
+from odc_mpi.models.base import check_base, part_digests
+
+LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "all-linear", "modules_to_save": None}
+UNTIED = QWEN2 | {"tie_word_embeddings": False}
+
+
+def adapted(settings=UNTIED, seed=0, dtype=torch.float32, **changes):
+    return add_adapters(models.from_config(settings, 0), LORA | changes, seed, dtype)
+
+
+def first_values(built):
+    return {name: built.weights.read(name, 0, p.numel()) for name, p in built.module.named_parameters()}
+
+
+def test_adapters_alone_are_trained_and_nothing_has_memory():
+    built = adapted(dtype=torch.bfloat16)
+    for name, parameter in built.module.named_parameters():
+        assert parameter.is_meta
+        assert parameter.requires_grad == is_adapter(name)
+        assert parameter.dtype == (torch.float32 if is_adapter(name) else torch.bfloat16)
+
+
+def test_first_values_are_those_of_peft_and_the_base_is_as_it_was():
+    values, base = first_values(adapted()), first_values(models.from_config(UNTIED, 0))
+    for name, value in values.items():
+        if ".lora_A." in name:
+            numel = 32 if "down_proj" not in name else 48
+            assert value.abs().max() <= 1 / math.sqrt(numel) and value.std() == pytest.approx(
+                1 / math.sqrt(3 * numel), rel=0.25
+            )
+        elif ".lora_B." in name:
+            assert not value.any()
+        else:
+            assert torch.equal(value, base[base_name(name)])
+    assert {base_name(name) for name in values if not is_adapter(name)} == base.keys()
+
+
+def test_adapters_depend_on_seed_and_name_alone():
+    one, two, other = first_values(adapted()), adapted(), first_values(adapted(seed=1))
+    a, b = (f"model.layers.{i}.mlp.up_proj.lora_A.default.weight" for i in (0, 1))
+    assert torch.equal(two.weights.read(a, 7, 20), one[a][7:20]), "whatever was read before"
+    assert not torch.equal(one[a], one[b]) and not torch.equal(one[a], other[a])
+
+
+def test_a_module_that_is_trained_whole_begins_as_the_base():
+    built = adapted(dtype=torch.bfloat16, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    values = first_values(built)
+    assert torch.equal(values["lm_head.modules_to_save.default.weight"], values["lm_head.original_module.weight"])
+    trained = {name for name, p in built.module.named_parameters() if p.requires_grad}
+    assert "lm_head.modules_to_save.default.weight" in trained and len(trained) == 1 + 2 * 2
+    assert built.adapter["modules_to_save"] == ["lm_head"] and built.adapter["target_modules"] == ["q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"target_modules": ["q_proj", "qproj"]},
+            "lora.target_modules: no module is named qproj, expected some of down_proj, gate_proj, k_proj, lm_head, "
+            "o_proj, q_proj, up_proj, v_proj$",
+        ),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens, which is a Embedding"),
+        ({"modules_to_save": ["head"]}, "lora.modules_to_save: no module is named head, expected some of .*lm_head"),
+        (
+            {"target_modules": ["lm_head"], "tied": True},
+            "lora.target_modules: lm_head shares its weights between embedding and head",
+        ),
+        (
+            {"modules_to_save": ["embed_tokens"], "tied": True},
+            "lora.modules_to_save: embed_tokens shares its weights between embedding and head",
+        ),
+    ],
+    ids=["target", "embedding", "saved", "tied target", "tied saved"],
+)
+def test_mistakes(changes, words):
+    changes = dict(changes)
+    settings = UNTIED | {"tie_word_embeddings": changes.pop("tied", False)}
+    with pytest.raises(UserError, match=words):
+        adapted(settings, **changes)
+
+
+def test_peft_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"pip install 'odc_mpi\[lora\]'"):
+        adapted()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_digest_of_a_drawn_base(size):
+    weights = [models.from_config(UNTIED, seed).weights for seed in (0, 1)]
+    shares = [part_digests(weights[0], rank, size) for rank in range(size)]
+    assert sum(map(len, shares)) == len(weights[0].parts())
+    record = {"path": None, "config": UNTIED, "seed": 0, "sha256": {k: v for share in shares for k, v in share.items()}}
+    for rank in range(size):
+        check_base(weights[0], record, rank, size)
+        with pytest.raises(UserError, match=r"a qwen2 drawn with seed 0, got another: .* differs"):
+            check_base(weights[1], record, rank, size)

@@ -1,0 +1,199 @@
+"""A sharded model completes as the plain one, on any number of ranks and in any order; and its training goes on."""
+
+import json
+import shutil
+
+import plain
+import pytest
+import torch
+from test_parity import configure, expected
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from odc_mpi.checkpoint.commands import newest
+from odc_mpi.checkpoint.export import export
+from odc_mpi.errors import AgreedError
+from odc_mpi.models.load import load_model
+from odc_mpi.rollout.generate import Prompt, Sampling, generate, seed_of
+from odc_mpi.rollout.run import Job, generate_all
+from odc_mpi.train.inputs import open_inputs
+from odc_mpi.train.run import build_trainer, decide, train
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+
+SAMPLINGS = [Sampling(max_new_tokens=6), Sampling(max_new_tokens=6, temperature=0.9, top_p=0.9, seed=5)]
+LONG = {"run.steps": 4, "optim.lr_scheduler_type": "constant"}
+#: Words are numbers, so that a text tells the tokens.
+WORDS = [" ".join(map(str, words)) for words in ([3], [1, 2, 3, 4], [60, 9], [7] * 12, [8, 1])]
+
+
+def reference(model, tokens, index, sampling):
+    torch.manual_seed(seed_of(sampling.seed, index))
+    ids = torch.tensor([tokens])
+    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
+    limits = {"max_new_tokens": sampling.max_new_tokens, "do_sample": bool(drawn), "pad_token_id": 0}
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=60, **limits, **drawn)
+    return found[0, len(tokens) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def trained(world, shared_dir, dataset_path):
+    """A run with two checkpoints, and what is needed to generate with it."""
+    settings = {"run.dir": shared_dir / "generation", "run.checkpoint_every": 2, **LONG}
+    config = configure(dataset_path, **settings)
+    train(config, world)
+    if world.rank == 0:
+        words = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="60")
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+        tokenizer.save_pretrained(shared_dir / "words")
+        lines = [{"prompt": text} for text in WORDS[:3]]
+        lines += [{"messages": [{"role": "user", "content": text}]} for text in WORDS[3:]]
+        (shared_dir / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    world.gather_objects(None)
+    return config
+
+
+def job(shared_dir, **changes):
+    usual = {
+        "source": shared_dir / "generation",
+        "step": None,
+        "tokenizer": shared_dir / "words",
+        "prompt": None,
+        "prompts": shared_dir / "prompts.jsonl",
+        "sampling": SAMPLINGS[0],
+        "out": None,
+        "device": "cpu",
+    }
+    return Job(**(usual | changes))
+
+
+@pytest.mark.parametrize("step", [None, "2"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_completions_of_a_checkpoint(world, shared_dir, trained, sampling, step):
+    out = shared_dir / f"out-{step}-{sampling.temperature}" / "completions.jsonl"
+    found = generate_all(job(shared_dir, sampling=sampling, step=step, out=out), world)
+    inputs = open_inputs(trained, 0, 1)
+    _, parameters = expected(configure(trained.data.path, **(LONG | {"run.steps": int(step or 4)})), inputs.dataset)
+    model = plain.model(inputs.model, trained.model.config).eval()
+    model.load_state_dict(parameters, strict=False)
+    model.set_attn_implementation("sdpa")
+    wanted = [reference(model, [*map(int, text.split())], index, sampling) for index, text in enumerate(WORDS)]
+    assert [one.tokens for one in found] == wanted
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line.get("prompt") for line in lines] == [*WORDS[:3], None, None]
+    assert lines[3]["messages"] == [{"role": "user", "content": WORDS[3]}]
+    texts = [" ".join(str(token) for token in tokens if token != 60) for tokens in wanted]
+    assert [line["completion"] for line in lines] == texts
+    assert [line["num_tokens"] for line in lines] == [len(tokens) for tokens in wanted]
+
+
+def loaded(path, *, with_adapters):
+    """The model of a run in plain torch, in one process."""
+    built = load_model(path)
+    for name, parameter in list(built.module.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        value = built.weights.read(name, 0, parameter.numel()).view(parameter.shape).clone()
+        if ".lora_" in name and not with_adapters:
+            value.zero_()
+        built.module.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
+    built.module.set_attn_implementation("sdpa")
+    built.module.config.use_cache = True
+    return built.module.eval()
+
+
+@pytest.mark.sizes(1, 2)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of peft itself
+def test_adapters_count(world, shared_dir, dataset_path, trained):
+    settings = {"lora.r": 4, "optim.learning_rate": 0.1, "run.dir": shared_dir / "adapted", "run.checkpoint_every": 5}
+    train(configure(dataset_path, **settings), world)
+    found = generate_all(job(shared_dir, source=shared_dir / "adapted", sampling=SAMPLINGS[1]), world)
+    wanted, base = (
+        [reference(model, [*map(int, text.split())], number, SAMPLINGS[1]) for number, text in enumerate(WORDS)]
+        for model in (loaded(shared_dir / "adapted", with_adapters=given) for given in (True, False))
+    )
+    assert [one.tokens for one in found] == wanted != base
+
+
+@pytest.mark.sizes(2)
+def test_a_hugging_face_directory(world, shared_dir, trained):
+    """What an export of the run makes, with a tokenizer of its own and in bfloat16."""
+    if world.rank == 0:
+        with newest(shared_dir / "generation") as checkpoint:
+            export(checkpoint, shared_dir / "exported", dtype="bfloat16")
+        for path in (shared_dir / "words").iterdir():
+            shutil.copy(path, shared_dir / "exported")
+    world.gather_objects(None)
+    found = generate_all(job(shared_dir, source=shared_dir / "exported", tokenizer=None), world)
+    model = AutoModelForCausalLM.from_pretrained(shared_dir / "exported", dtype=torch.bfloat16).eval()
+    wanted = [reference(model, [*map(int, text.split())], number, SAMPLINGS[0]) for number, text in enumerate(WORDS)]
+    assert [one.tokens for one in found] == wanted
+    with pytest.raises(AgreedError, match="--step goes with a run"):
+        generate_all(job(shared_dir, source=shared_dir / "exported", tokenizer=None, step="4"), world)
+
+
+def test_a_model_in_training_does_not_notice(world, dataset_path):
+    """Each rank another number of prompts, between two steps, with dropout in the model."""
+    config = configure(dataset_path, **{"model.config.attention_dropout": 0.3})
+    losses = []
+    for generates in (False, True):
+        inputs = open_inputs(config, world.rank, world.size)
+        trainer = build_trainer(config, world, inputs, decide(config, world))
+        losses.append([])
+        for _ in range(config.run.steps):
+            losses[-1].append(trainer.step()["loss"])
+            for index in range(generates * world.rank):
+                generate(trainer.model.module, Prompt(index, (1, 2, 3), ()), SAMPLINGS[1])
+        world.gather_objects(None)
+        with trainer:
+            trainer.model.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt": "1"}, "expected one of --prompt TEXT and --prompts FILE.jsonl, got both"),
+        ({"prompts": None}, "expected one of --prompt TEXT and --prompts FILE.jsonl, got neither"),
+        (
+            {"prompts": None, "prompt": " ".join("1" * 300)},
+            "--prompt: prompt 0: expected fewer tokens than the model's",
+        ),
+        ({"step": "3"}, "--step: expected one of 2, 4, got 3"),
+        ({"step": "best"}, "--step best: .* has evaluated no checkpoint"),
+        ({"tokenizer": None}, "no tokenizer is found any more: name one with --tokenizer"),
+    ],
+)
+def test_what_is_refused(world, shared_dir, trained, changes, words):
+    with pytest.raises(AgreedError, match=words):
+        generate_all(job(shared_dir, **changes), world)
+
+
+@pytest.mark.sizes(2)
+def test_a_bad_line_is_named_and_nothing_is_written(world, shared_dir, trained):
+    path = shared_dir / "bad.jsonl"
+    for line, words in (
+        ('{"text": "1"}', "line 2: expected the field 'prompt' or 'messages'"),
+        ('{"prompt": 1}', "line 2: expected 'prompt' to be a string"),
+        ("{", "line 2: expected a JSON object"),
+        ('{"prompt": ""}', "line 2: expected a prompt of at least one token"),
+        ('{"prompt": "' + "1 " * 300 + '"}', "line 2: prompt 1: expected fewer tokens"),
+    ):
+        if world.rank == 0:
+            path.write_text(f'{{"prompt": "1"}}\n{line}\n')
+        world.gather_objects(None)
+        with pytest.raises(AgreedError, match=words):
+            generate_all(job(shared_dir, prompts=path, out=shared_dir / "no" / "out.jsonl"), world)
+    assert not (shared_dir / "no").exists()
+
+
+@pytest.mark.sizes(2)
+def test_where_no_file_can_be_nothing_is_generated(world, shared_dir, trained):
+    def engine(*_):
+        raise AssertionError("generated for nothing")
+
+    for out, words in ((shared_dir, "Is a directory"), (shared_dir / "prompts.jsonl" / "out.jsonl", "Not a directory")):
+        with pytest.raises(AgreedError, match=f"--out: expected a file that can be written, got {out}: {words}"):
+            generate_all(job(shared_dir, out=out), world, engine)

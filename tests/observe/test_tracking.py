@@ -1,0 +1,197 @@
+"""What trackers' own readers find of a run, also of one that repeats steps; and that no tracker holds a run up."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from odc_mpi.errors import UserError
+from odc_mpi.observe import tracking
+from odc_mpi.observe.metrics import METRICS, MetricsWriter
+from odc_mpi.observe.participant import Step
+from odc_mpi.observe.trackers import TRACKERS, Tracker, require
+from odc_mpi.observe.tracking import Tracking, tagged
+
+CONFIG = {"run": {"steps": 8}, "model": {"path": None}}
+
+
+def train(run_dir, name, done, steps, scale):
+    """Run steps whose loss tells which start they are of."""
+    lines = (run_dir / METRICS).read_text().splitlines()[:done] if done else []
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / METRICS).write_text("".join(f"{line}\n" for line in lines))  # as a run that goes on leaves it
+    tracked = Tracking([name], run_dir, CONFIG, steps_per_epoch=2)
+    with MetricsWriter(run_dir) as writer:
+        tracked.start(done)
+        for number in range(done + 1, steps + 1):
+            metrics = {"step": number, "loss": scale * number, "grad_norm": None, "step_s": 0.5, "skipped": False}
+            metrics |= {"eval_loss_start": 9.0} if number == 1 else {}
+            metrics |= {"eval_loss": scale + number, "eval_s": float("nan")} if number % 2 == 0 else {}
+            writer.write(metrics)
+            tracked.after_step(Step(number, SimpleNamespace(), metrics))
+    tracked.close()
+
+
+def read_tensorboard(place):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(place)).Reload()
+    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def read_mlflow(place):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{place / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("odc_mpi").experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.params["run.steps"]) == ("run", "FINISHED", "8")
+    return {
+        tag: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, tag)] for tag in run.data.metrics
+    }
+
+
+def logged(content):
+    """Yield the records of a log in LevelDB's format, which begins with a header of 7 bytes."""
+    at, record = 7, b""
+    while at < len(content):
+        left = -at % 32768
+        if left and left < 7:  # too little for a header: the rest of the block is empty
+            at += left
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        record = (record if kind in (3, 4) else b"") + content[at + 7 : at + 7 + length]
+        if kind in (1, 4):
+            yield record
+        at += 7 + length
+
+
+def read_wandb(place):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = place.glob("wandb/offline-run-*/*.wandb")
+    found = {}
+    for record in map(Record.FromString, logged(path.read_bytes())):
+        step = record.history.step.num
+        for item in record.history.item:
+            tag = item.key or "/".join(item.nested_key)
+            if not tag.startswith("_"):
+                found.setdefault(tag, []).append((step, json.loads(item.value_json)))
+    return found
+
+
+def read_trackio(place):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    found = {}
+    for line in SQLiteStorage.get_logs("odc_mpi", "run"):
+        for tag, value in line.items():
+            if "/" in tag:
+                found.setdefault(tag, []).append((line["step"], value))
+    assert (place / "odc_mpi.db").is_file()
+    return found
+
+
+READERS = {
+    "tensorboard": read_tensorboard,
+    "mlflow": read_mlflow,
+    "wandb": read_wandb,
+    "trackio": read_trackio,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # the readers' own
+@pytest.mark.parametrize(
+    "name", ["tensorboard", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlflow", "wandb", "trackio"))]
+)
+def test_a_run_that_repeats_steps_has_each_once(tmp_path, monkeypatch, name):
+    if not all(map(importlib.util.find_spec, TRACKERS[name].modules)):  # they read the environment when imported
+        pytest.skip(f"{name} is not installed")
+    run_dir = tmp_path / "run"
+    for arguments in ((0, 6, 1.0), (3, 8, 10.0)):  # the second start from the checkpoint of step 3
+        command = [sys.executable, __file__, run_dir, name, *arguments]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), done.stderr
+    monkeypatch.setenv("TRACKIO_DIR", str(run_dir / "trackers" / name))
+    found = READERS[name](run_dir / "trackers" / name)
+    losses = [(1, 1.0), (2, 2.0), (3, 3.0), *((step, 10.0 * step) for step in range(4, 9))]
+    assert found["train/loss"] == losses
+    assert found["eval/loss"] == [(0, 9.0), (2, 3.0), (4, 14.0), (6, 16.0), (8, 18.0)]
+    assert found["train/epoch"] == [(step, step / 2) for step in range(1, 9)]
+    assert found.keys() == {"train/loss", "eval/loss", "train/epoch", "train/step_s", "train/skipped"}
+
+
+def test_tags_are_those_of_transformers():
+    metrics = {"loss": 1.5, "learning_rate": 1e-3, "eval_loss": 3.0, "idle_fraction": 0.25, "epoch": 1}
+    assert tagged(metrics) == {
+        "train/loss": 1.5,
+        "train/learning_rate": 1e-3,
+        "eval/loss": 3.0,
+        "train/idle_fraction": 0.25,
+        "train/epoch": 1.0,
+    }
+    assert tagged({"grad_norm": None, "loss": float("inf"), "hosts": "a"}) == {}
+
+
+class Broken(Tracker):
+    """Takes some points, then raises or hangs."""
+
+    modules = ()
+    hang = None
+
+    def __init__(self, about):
+        self.num = 0
+
+    def write(self, points):
+        self.num += 1
+        if self.num > 1 and self.hang:
+            self.hang.wait()
+        elif self.num > 1:
+            raise SystemExit("the disk is full")
+
+    def close(self):
+        pass
+
+
+def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(TRACKERS, "broken", Broken)
+    train(tmp_path / "run", "broken", done=0, steps=20, scale=1.0)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "run.report_to: broken is incomplete: the disk is full; the run goes on without" in told
+
+
+def test_a_tracker_that_hangs_holds_up_no_step_and_no_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(TRACKERS, "broken", Broken)
+    monkeypatch.setattr(Broken, "hang", threading.Event())
+    monkeypatch.setattr(tracking, "MAX_WAITING", 50)
+    began = time.monotonic()
+    tracked = Tracking(["broken"], tmp_path, CONFIG, steps_per_epoch=2, finish_s=0.2)
+    tracked.start(0)
+    for number in range(1, 4):
+        tracked.after_step(Step(number, SimpleNamespace(), {"step": number}))
+    tracked.close()
+    assert "it did not write the last points in time" in capsys.readouterr().err
+    tracked = Tracking(["broken"], tmp_path, CONFIG, steps_per_epoch=2)
+    tracked.start(0)
+    for number in range(1, 200):
+        tracked.after_step(Step(number, SimpleNamespace(), {"step": number}))
+    tracked.close()
+    assert capsys.readouterr().err.count("it is 50 steps behind") == 1
+    assert time.monotonic() - began < 10
+    Broken.hang.set()
+
+
+def test_a_missing_library_is_told_with_its_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"wandb needs the package wandb.*pip install 'odc_mpi\[wandb\]'"):
+        require(["wandb"])
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))

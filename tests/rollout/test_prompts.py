@@ -1,0 +1,63 @@
+"""Prompts become the tokens that training has before a completion, and end where training ends."""
+
+import json
+
+import pytest
+
+from odc_mpi.data.encode import encode
+from odc_mpi.data.examples import Conversation, Pair
+from odc_mpi.data.tokenizer import TURN_END, train_tokenizer
+from odc_mpi.errors import UserError
+from odc_mpi.rollout.generate import Completion
+from odc_mpi.rollout.prompts import read, tokenized, told
+
+QUESTION = {"role": "user", "content": "one two"}
+ANSWER = {"role": "assistant", "content": "three"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["one two three four"] * 9, 300)
+
+
+@pytest.mark.parametrize(
+    ("asked", "learnt"),
+    [
+        (Pair("here", "one two ", ""), Pair("here", "one two ", "three")),
+        (Conversation("here", [QUESTION]), Conversation("here", [QUESTION, ANSWER])),
+    ],
+)
+def test_tokens_are_those_before_the_completion(tokenizer, asked, learnt):
+    (request,) = tokenized(tokenizer, [asked], stop=[tokenizer.eos_token_id])
+    (encoded,) = encode(tokenizer, [learnt])
+    first = int(encoded.loss_mask.argmax())
+    assert request.prompt.tokens == encoded.tokens[:first].tolist()
+    # What training ends a completion with is among what ends one here.
+    last = int(encoded.loss_mask.nonzero()[0][-1])
+    assert encoded.tokens[last] in request.prompt.stop
+    completion = Completion(0, encoded.tokens[first : last + 1].tolist(), "stop")
+    line = told(tokenizer, request, completion)
+    assert line["completion"] == "three" and line["finish_reason"] == "stop" and line["num_tokens"] == last + 1 - first
+    assert next(iter(line)) == ("messages" if isinstance(asked, Conversation) else "prompt")
+
+
+def test_only_conversations_end_with_a_turn(tokenizer):
+    (turn_end,) = tokenizer.convert_tokens_to_ids([TURN_END])
+    text, chat = tokenized(tokenizer, [Pair("a", "one", ""), Conversation("b", [QUESTION])], stop=[0])
+    assert (text.prompt.number, text.prompt.stop) == (0, (0,))
+    assert (chat.prompt.number, chat.prompt.stop) == (1, (0, turn_end))
+
+
+def test_messages_need_a_template(tokenizer):
+    plain = train_tokenizer(["one two"] * 9, 300)
+    plain.chat_template = None
+    with pytest.raises(UserError, match="line 3: 'messages' need a chat template"):
+        tokenized(plain, [Conversation("file, line 3", [QUESTION])], stop=[0])
+
+
+def test_the_answer_in_a_file_to_train_on_is_left_out(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    lines = [[QUESTION], [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER]]
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in lines))
+    asked = [one.messages for one in read(None, path)]
+    assert asked == [[QUESTION], [QUESTION], [QUESTION, ANSWER, QUESTION]]
