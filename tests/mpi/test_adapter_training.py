@@ -190,7 +190,7 @@ def test_the_same_microbatches_equal_peft(world, dataset_path, changes):
     if config.model.param_dtype == "float32":
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert_trained_alike(state, trained, 1e-4, 1e-6)
-    else:  # sums in another order round to other activations: single elements move by 3e-4, arrays by 3e-3 of their norm
+    else:  # sums in another order round to other activations: elements move by 3e-4, arrays by 3e-3 of their norm
         assert losses == pytest.approx(wanted, rel=1e-3)
         for name, value in trained.items():
             assert (state[name] - value).norm() <= 2e-2 * value.norm(), name
