@@ -174,7 +174,7 @@ def test_files_that_rank_0_does_not_see(tmp_path):
 
 
 def test_nothing_has_the_name_before_the_manifest_is_there(tmp_path, monkeypatch):
-    seen, write = [], savers.write_manifest
+    seen, write = [], publish.write_manifest
 
     def look(path, content):
         seen.append((path.parent.name, list(steps_in(tmp_path))))
