@@ -93,11 +93,8 @@ def shard_model(
     """
     computing = world.agree(lambda: _device(device, optimizer_device, world.host_rank))
     world.agree(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
-    if reduce_dtype is None:
-        reduce_dtype = _widest(module, param_dtype)
-    dtypes: dict[str, torch.dtype] = {}
-    if param_dtype is None:
-        param_dtype, dtypes = _own_dtypes(module)
+    reduce_dtype = reduce_dtype or _widest(module, param_dtype)
+    param_dtype, dtypes = (param_dtype, {}) if param_dtype else _own_dtypes(module)
     decision = decision or decide_for(world, device=device)
     transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes)
     model = ShardedModel(
@@ -110,13 +107,10 @@ def shard_model(
         optimizer_device=transport.device if optimizer_device == "cuda" else None,
         dtypes=dtypes,
     )
-    on_device = computing is None or optimizer_device == "cuda"
-    state_bytes = OPTIMIZER_BYTES * sum(p.numel() for p in model.shard_parameters()) if on_device else 0
-    free_bytes, num_ranks = _free_bytes(world, computing)
+    optimizes_here = computing is None or optimizer_device == "cuda"
+    free_bytes, num_ranks = _free_bytes(world, computing, model if optimizes_here else None)
     needs = model.cache_needs
-    model.cache_bytes = auto_budgets(
-        free_bytes - num_ranks * state_bytes, num_ranks, needs.all, parameter_cache_bytes, gradient_cache_bytes
-    )
+    model.cache_bytes = auto_budgets(free_bytes, num_ranks, needs.all, parameter_cache_bytes, gradient_cache_bytes)
     if world.rank == 0:
         _warn_of_slips(model.cache_bytes, needs)
     return model
@@ -169,11 +163,19 @@ def decide_for(
     return decision
 
 
-def _free_bytes(world: World, device: Device | None) -> tuple[int, int]:
-    """Return the free memory where this rank computes, and how many ranks share it."""
-    if device is None:
-        return available_bytes(), world.host_size
-    return device.free_bytes(), -(-world.host_size // device.num_visible)
+def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | None) -> tuple[int, int]:
+    """Return the free memory where this rank computes, and how many ranks share it.
+
+    Args:
+        world: The ranks.
+        device: Where this rank computes.
+        optimized: The model, if the state of its optimizer will be there, too.
+    """
+    free, num_ranks = available_bytes(), world.host_size
+    if device is not None:
+        free, num_ranks = device.free_bytes(), -(-world.host_size // device.num_visible)
+    state_bytes = OPTIMIZER_BYTES * sum(p.numel() for p in optimized.shard_parameters()) if optimized else 0
+    return free - num_ranks * state_bytes, num_ranks
 
 
 def _check_caches(parameters: object, gradients: object) -> None:

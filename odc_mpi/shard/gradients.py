@@ -17,15 +17,16 @@ from dataclasses import dataclass
 import torch
 
 from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.pending import Pending
 from odc_mpi.comm.traffic import Traffic
-from odc_mpi.comm.transport import Pending, Transport
+from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.elements.fixed_point import FixedPoint
 from odc_mpi.shard.elements.floating_point import FloatingPoint
 from odc_mpi.shard.layout import Slot
 from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.residency import Residency
 from odc_mpi.shard.spans import Spans
-from odc_mpi.shard.unit import Unit
+from odc_mpi.shard.units.unit import Unit
 
 #: Buffers for gradients: pushes on their way, and the one that is being filled.
 MAX_BUFFERS = 2

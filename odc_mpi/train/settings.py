@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NewType, Union, get_args
 
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
+from odc_mpi.observe.trackers import TRACKERS
 from odc_mpi.wording import did_you_mean, parse_size
 
 #: A number of bytes, also written as text such as 512M.
@@ -41,10 +42,7 @@ _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
 _SEED = Check("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
 _TOKENS = Check("from 1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
 _THREADS = Check("from 0 to 1024", lambda value: 0 <= value <= 1024)
-_TRACKERS = Check(
-    "each one of tensorboard, mlflow, wandb and trackio",
-    lambda value: all(name in ("tensorboard", "mlflow", "wandb", "trackio") for name in value),
-)
+_TRACKERS = Check(f"each one of {', '.join(TRACKERS)}", lambda value: all(name in TRACKERS for name in value))
 _NOT_EMPTY = Check("not empty", lambda value: value != "")
 _NAMES = Check("not empty", lambda value: bool(value) and all(isinstance(name, str) and name for name in value))
 

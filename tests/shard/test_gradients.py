@@ -5,10 +5,10 @@ import pytest
 import torch
 from ranks import LateTransport, RecordingTransport, run_ranks
 
-from odc_mpi.comm.transport import Pending
+from odc_mpi.comm.pending import Pending
 from odc_mpi.shard.gradients import MAX_BUFFERS, GradientPusher
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
-from odc_mpi.shard.unit import Unit
+from odc_mpi.shard.units.unit import Unit
 
 SHAPES = {"a": (3, 5), "b": (40,), "c": (), "d": (2, 2, 3), "e": (0, 4)}
 
