@@ -65,7 +65,8 @@ def shard_model(
             adapters in fp32 over a frozen base in bf16. Where the type is narrower than fp32, owners keep an fp32
             master of their trainable slices for the optimizer.
         reduce_dtype: Type in which gradients are summed: float32 or float64, by default the wider of float32 and the
-            types of the trainable parameters.
+            types of the trainable parameters; or int64, which stands for 64-bit fixed-point numbers, whose sums do not
+            depend on their order (docs/exact.md).
         activation_checkpointing: Keep only the inputs of each unit for the backward, and run its forward again there.
         prefetch: How many units to fetch ahead of their use, beside the computation; each beyond the first takes memory
             for one more unit. With 0 no thread is started; with 1 or more, gradients are pushed from a thread, too.

@@ -30,8 +30,9 @@ from odc_mpi.comm.pending import Fetch, Pending
 
 #: What may travel as parameters: any floating-point type, as bytes.
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-#: What may be summed at the target: MPI knows no bf16, and would add its bytes as integers.
-REDUCE_DTYPES = (torch.float32, torch.float64)
+#: What may be summed at the target: MPI knows no bf16, and would add its bytes as integers. Integers are fixed-point
+#: numbers (`shard.elements.fixed_point`), of which a transport knows no more than how to add them.
+REDUCE_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
 class Group(ABC):

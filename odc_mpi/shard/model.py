@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -22,11 +21,13 @@ from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
 from odc_mpi.shard.boundary import Boundary, Phase
+from odc_mpi.shard.elements.fixed_point import FixedPoint
+from odc_mpi.shard.elements.floating_point import FloatingPoint
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.layout import FlatLayout, Slice
 from odc_mpi.shard.minibatch import TRAFFIC, Minibatch
 from odc_mpi.shard.modules import place_on_demand, replicate, whole_state, wrap_forward
-from odc_mpi.shard.optim import StepGuard, clip_coefficient, require_elementwise, squared_norm
+from odc_mpi.shard.optim import StepGuard, clip_coefficient, require_elementwise
 from odc_mpi.shard.partition import UnitChoice, check_shardable, make_units, partition
 from odc_mpi.shard.residency import Budgets, Needs
 from odc_mpi.shard.slices import ModuleWeights, OwnSlices, Weights
@@ -95,7 +96,8 @@ class ShardedModel:
             self._resources.callback(unit.forget)
         self._ready = ReadyUnits(transport, prefetch, self.spans, self.traffic)
         self._resources.callback(self._ready.close)
-        self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic)
+        self._elements = _elements(transport.gradients.dtype, layouts)
+        self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic, self._elements)
         self._resources.callback(self._pusher.close)
         calls, saved = UnitCalls(self._ready, self._push), SavedTensors(self._ready)
         self._slices.load(weights or ModuleWeights(parts, transport.group))
@@ -185,9 +187,10 @@ class ShardedModel:
         self._pusher.finish()
         self._ready.activity.finish_minibatch()
         minibatch.values.update(zip(TRAFFIC, self.traffic.take(), strict=True))
-        report = minibatch.report(self._pusher.fullness, self._slices.pushed(self._pusher.names))
+        report = minibatch.report(self._elements.tell(), self._slices.pushed(self._pusher.names))
         minibatch.receive(self._boundary.meet("A", lambda: self._transport.complete_gradients(report)))
-        self._slices.attach_gradients(minibatch.pushed)
+        minibatch.finite = self._elements.hear(minibatch.sums)
+        self._slices.attach_gradients(minibatch.pushed, self._elements)
         self._boundary.phase = Phase.COMPLETE
 
     @contextmanager
@@ -266,13 +269,25 @@ class ShardedModel:
             The norm over all parameters of all ranks before scaling. Gradients that are not finite stay as they are.
         """
         self._boundary.advance(Phase.COMPLETE, Phase.COMPLETE, "clip_grad_norm_()")
-        gradients = [p.grad for p in self.shard_parameters() if p.grad is not None]
-        own = np.array([squared_norm(gradients)])
-        norm = float(np.sqrt(self._boundary.meet("N", lambda: self._transport.group.norm(own))[0]))
+        gradients = self._slices.gradients()
+        own = self._elements.squares(gradients)
+        norm = self._elements.norm(self._boundary.meet("N", lambda: self._transport.group.norm(own)))
         coefficient = clip_coefficient(norm, max_norm)
         if coefficient < 1.0:
-            torch._foreach_mul_(gradients, coefficient)
+            torch._foreach_mul_([each for slices in gradients.values() for each in slices], coefficient)
         return norm
+
+    def divide_gradients_(self, divisor: float) -> None:
+        """Divide all gradients by a number, the same on every rank; before they are clipped. Local."""
+        gradients = [each for slices in self._slices.gradients().values() for each in slices]
+        if gradients and divisor != 1.0:
+            torch._foreach_div_(gradients, divisor)
+        self._elements.divide(divisor)
+
+    @property
+    def fixed_point(self) -> FixedPoint | None:
+        """How gradients are added up as integers; None if they are floating-point. Local."""
+        return self._elements if isinstance(self._elements, FixedPoint) else None
 
     def publish(self) -> None:
         """Show this rank's parameters to all, clear the gradients, and meet: point B. Collective."""
@@ -340,3 +355,10 @@ class ShardedModel:
         if any(id(p) in own for p in given):
             require_elementwise(optimizer)
             self._boundary.require(Phase.COMPLETE, "an optimizer's step")
+
+
+def _elements(dtype: torch.dtype, layouts: Sequence[FlatLayout]) -> FloatingPoint | FixedPoint:
+    """Return the numbers that gradients are added up as, given the arrays and the type of their elements."""
+    if dtype.is_floating_point:
+        return FloatingPoint(dtype)
+    return FixedPoint({index: layout.numel for index, layout in enumerate(layouts) if layout.trainable})

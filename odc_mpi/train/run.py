@@ -31,7 +31,8 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.stack.decision import Decision
 from odc_mpi.train.evaluation import Evaluation
-from odc_mpi.train.inputs import Inputs, open_inputs, remove_staged
+from odc_mpi.train.exact import Exponents, deterministic, reduce_dtype, settled
+from odc_mpi.train.inputs import Inputs, first_cost, open_inputs, remove_staged
 from odc_mpi.train.loop import Trainer
 from odc_mpi.train.objectives.sft import SupervisedFineTuning
 from odc_mpi.train.optimizer import make_optimizer
@@ -66,6 +67,12 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
         with StopWish() as stop:
             return train(config, world, stop)
     world.timeout_s = config.comm.timeout_s
+    config = world.agree(lambda: settled(config))
+    with deterministic(config):
+        return _train(config, world, stop)
+
+
+def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
     _set_threads(config, world)
     world.agree(lambda: require(config.run.report_to or ()) if world.rank == 0 else None)
     inputs = _open_inputs(config, world)
@@ -81,7 +88,9 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
     trainer = build_trainer(config, world, inputs, decision, origin)
     opening = _opening(config, world, len(inputs.dataset), trainer.model, decision, origin)
     if inputs.evaluation is not None:
-        trainer.participants.append(Evaluation(config, world, trainer.model, inputs.evaluation, inputs.loader.cost))
+        # Not the fitted cost of a run that goes on: a cut by it would be another one.
+        cost = first_cost(config.data, inputs.model)
+        trainer.participants.append(Evaluation(config, world, trainer.model, inputs.evaluation, cost))
     del inputs  # the weights that it can read have been read
     run_dir = Path(config.run.dir)
     _check_stop(stop, world)
@@ -100,7 +109,10 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
         trainer.participants += [trace, log, _tracking(config, world, steps_per_epoch), limit, stop, saving]
         _run_steps(trainer, config.run.steps, stop, saving)
         # Saving comes first here: whatever becomes of the rest, the last checkpoint is not to be lost.
-        summary = log.summarize(_facts(config, world, decision, trainer.model) | trainer.finish())
+        facts = _facts(config, world, decision, trainer.model)
+        if config.run.exact:
+            facts["parameters_digest"] = saving.parameters_digest()
+        summary = log.summarize(facts | trainer.finish())
         saving.check_end(trainer.done)
         return summary
 
@@ -154,6 +166,8 @@ def build_trainer(
     participants: list[Participant] = [Timing(world, model, clock), TrafficReport()]
     if config.data.cost == "fitted":
         participants.append(LearnedCost(inputs.dataset, inputs.loader))
+    if model.fixed_point is not None:
+        participants.append(Exponents(model.fixed_point))
     update = Update(model, optimizer, config)
     done = origin.step if origin else 0
     trainer = Trainer(model, source, SupervisedFineTuning(), update, participants, clock, done)
@@ -197,7 +211,7 @@ def _shard(config: Config, world: World, inputs: Inputs, decision: Decision, ori
         world,
         # Adapters, in float32, and their base each have their own type.
         param_dtype=None if inputs.model.adapter else getattr(torch, config.model.param_dtype),
-        reduce_dtype=getattr(torch, config.model.reduce_dtype),
+        reduce_dtype=reduce_dtype(config),
         activation_checkpointing=config.model.gradient_checkpointing,
         prefetch=config.comm.prefetch,
         weights=weights,

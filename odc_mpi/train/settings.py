@@ -54,7 +54,9 @@ class ModelConfig:
     path: Annotated[str | None, "directory with config.json and safetensors; or give model.config", _NOT_EMPTY] = None
     config: Annotated[dict[str, Any] | None, "transformers configuration with its model_type: a new model"] = None
     param_dtype: Annotated[Literal["float32", "bfloat16"], "type in which parameters are held and fetched"] = "float32"
-    reduce_dtype: Annotated[Literal["float32", "float64"], "type in which gradients are summed over ranks"] = "float32"
+    reduce_dtype: Annotated[
+        Literal["float32", "float64", "fixed64"], "type in which gradients are summed; fixed64: in any order alike"
+    ] = "float32"
     attn_implementation: Annotated[
         Literal["sdpa", "eager"], "attention of each packed sequence; eager: also with soft caps"
     ] = "sdpa"
@@ -165,6 +167,7 @@ class RunConfig:
     keep_checkpoints: Annotated[int, "how many of them to keep, the newest; 0: all", _NOT_NEGATIVE] = 0
     keep_best: Annotated[bool, "keep the checkpoint of the lowest evaluation loss besides"] = False
     resume: Annotated[str, "auto: the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = "auto"
+    exact: Annotated[bool, "the same result to the last bit on any number of ranks; docs/exact.md"] = False
     report_to: Annotated[list[str] | None, "trackers to write files for; docs/trackers.md", _TRACKERS] = None
 
 
