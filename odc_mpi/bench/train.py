@@ -46,6 +46,7 @@ COMPARABLE = {
     "model.param_dtype": ("float32",),
     "model.reduce_dtype": ("float32",),
     "model.gradient_checkpointing": (False,),
+    "model.compile": (False,),
     "run.device": ("cpu",),
     "optim.device": ("cpu",),
     # Every contender is there all the time, and a thread of one would take time from the others, too.

@@ -200,6 +200,11 @@ def _check_stop(stop: StopWish, world: World) -> None:
 
 
 def _shard(config: Config, world: World, inputs: Inputs, decision: Decision, origin: Origin | None) -> ShardedModel:
+    if config.model.compile:
+        # Here: it takes a second to import, which nobody else should wait for.
+        from odc_mpi.models.compiled import compile_layers
+
+        world.agree(lambda: compile_layers(inputs.model.module))
     weights = origin.weights(inputs.model.weights) if origin else inputs.model.weights
     model = shard_model(
         inputs.model.module,
