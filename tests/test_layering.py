@@ -25,10 +25,10 @@ MAY_SEE = {
     "models": {"shard", "data", "checkpoint"},
     "observe": {"runtime", "data", "shard"},
     "train": {
-        *("api", "checkpoint", "data", "models", "observe", "shard", "comm.tickets", "runtime"),
+        *("api", "checkpoint", "data", "models", "observe", "rollout", "shard", "comm.tickets", "comm.exchange", "runtime"),
         "stack.decision",
     },
-    "rollout": {"api", "comm.tickets", "runtime", "shard", "data", "models", "checkpoint"},
+    "rollout": {"api", "comm.tickets", "comm.exchange", "runtime", "shard", "data", "models", "checkpoint"},
     "slurm": set(),
     "simulate": {"data"},
     "report": {"simulate", "data"},
@@ -60,7 +60,7 @@ SEE_ALSO = {
 KEPT_IN = {
     "mpi4py": {"runtime", "stack", "comm"},
     "torch.distributed": {"bench.baselines"},
-    "h5py": {"data.dataset", "checkpoint"},
+    "h5py": {"data.dataset", "data.prompts.file", "checkpoint"},
     "cupy": {"comm"},
     "transformers": {"models", "data.tokenizer", "rollout"},
     "peft": {"models.adapters"},
