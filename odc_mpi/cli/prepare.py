@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts-only",
         action="store_true",
-        help="write prompts (prompt or messages) to generate from, for run.objective grpo, and all other fields as columns "
-        "for its rewards",
+        help="write prompts (prompt or messages) to generate from, for run.objective grpo, and all other fields as "
+        "columns for its rewards",
     )
     parser.add_argument(
         "--tokenizer",
@@ -90,7 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from odc_mpi.data.prepare import Options, prepare
-
     from odc_mpi.data.prompts.prepare import prepare_prompts
 
     chosen = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)}

@@ -5,9 +5,9 @@ rank hosts; its content lies in the memory of the rank that finished it, open to
 of the board and the owner of a piece take no part.
 
     between B and A    begin:    I have this piece in work
-                       offer:    it is finished, its content lies with me           (stores of the owner, then the board)
+                       offer:    it is finished, its content lies with me (stores of the owner, then the board)
                        settle:   it is finished, nobody else need do anything
-                       claim:    the largest offered piece is mine now              (MPI_Compare_and_swap on its word)
+                       claim:    the largest offered piece is mine now (MPI_Compare_and_swap on its word)
     between A and B    reset:    the host clears the board, each rank its store
 
 Note: each piece once
@@ -98,7 +98,7 @@ class Exchange:
         return True
 
     def look(self, count: int) -> Look:
-        """Return what the board shows of the first `count` pieces; the largest offered first. One-sided."""
+        """Return the state of the first `count` pieces; the largest offered first. One-sided."""
         words = self._words(count)
         states, sizes = words & 7, words >> _SIZE_SHIFT
         offered = np.flatnonzero(states == _OFFERED)
@@ -154,7 +154,7 @@ class Exchange:
         owner, size = (word >> _RANK_SHIFT) & _RANK_MASK, word >> _SIZE_SHIFT
         buffer = np.empty(size, dtype=np.uint8)
         with self._world.deadline("fetching finished work", [owner]):
-            self._store.get(owner, memoryview(buffer), place)
+            self._store.get(owner, buffer, place)
             self._store.flush(owner)
         self._write(piece, _word(_FETCHED, owner))
         return owner, buffer.tobytes()

@@ -312,8 +312,8 @@ def _check_format(file: h5py.File, path: Path) -> None:
     found = file.attrs.get("format")
     if found == PROMPTS_FORMAT:
         raise UserError(
-            f"expected sequences to train on at {str(path)!r}, got prompts without completions: set run.objective to grpo, "
-            "or prepare the data without --prompts-only"
+            f"expected sequences to train on at {str(path)!r}, got prompts without completions: set run.objective to "
+            "grpo, or prepare the data without --prompts-only"
         )
     if not isinstance(found, str) or found != FORMAT:
         raise UserError(

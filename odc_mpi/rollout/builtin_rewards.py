@@ -24,9 +24,7 @@ def text_of(completion: Any) -> str:
 
 def exact_match(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
     """Compare with the column `answer`. Local."""
-    return _each(
-        completions, columns.get("answer"), lambda text, answer: float(text.strip() == str(answer).strip())
-    )
+    return _each(completions, columns.get("answer"), lambda text, answer: float(text.strip() == str(answer).strip()))
 
 
 def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:

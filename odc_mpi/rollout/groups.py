@@ -16,7 +16,7 @@ class RolloutGroup(NamedTuple):
 
     Attributes:
         position: Of the prompt in the minibatch.
-        index: Of the prompt in the file.
+        prompt_index: Of the prompt in the file.
         prompt: Its tokens.
         completions: Tokens of each completion.
         logps: Of each completion, float32 [tokens].
@@ -25,7 +25,7 @@ class RolloutGroup(NamedTuple):
     """
 
     position: int
-    index: int
+    prompt_index: int
     prompt: list[int]
     completions: list[list[int]]
     logps: list[npt.NDArray[np.float32]]
@@ -35,7 +35,7 @@ class RolloutGroup(NamedTuple):
     def to_bytes(self) -> bytes:
         """Return the group as bytes. Local."""
         lengths = [len(tokens) for tokens in self.completions]
-        head = np.array([self.position, self.index, len(self.prompt), len(lengths), *lengths], dtype=np.int64)
+        head = np.array([self.position, self.prompt_index, len(self.prompt), len(lengths), *lengths], dtype=np.int64)
         tokens = np.array([*self.prompt, *(token for own in self.completions for token in own)], dtype=np.int32)
         logps = np.concatenate(self.logps).astype(np.float32)
         parts = (head, tokens, logps, self.advantages.astype(np.float64), self.masked.astype(np.uint8))
@@ -59,7 +59,7 @@ class _Reader:
         self._content, self._place = content, 0
 
     def take(self, dtype: type, count: int) -> npt.NDArray:
-        values = np.frombuffer(self._content, dtype=dtype, count=count, offset=self._place)
+        values: npt.NDArray = np.frombuffer(self._content, dtype=dtype, count=count, offset=self._place)
         self._place += values.nbytes
         return values
 
@@ -132,7 +132,7 @@ def _batch(chosen: Sequence[tuple[RolloutGroup, int]]) -> RolloutBatch:
         inputs,
         len(targets),
         begin,
-        np.array(sorted({group.index for group, _ in chosen})),
+        np.array(sorted({group.prompt_index for group, _ in chosen})),
         places=torch.from_numpy(np.concatenate(places)),
         targets=torch.tensor(targets),
         sequence=torch.from_numpy(np.concatenate(sequence)),

@@ -48,7 +48,7 @@ class TokenLogps(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Return the gradients of hidden states, weight and bias. Local."""
         hidden, weight, bias, targets = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
@@ -103,7 +103,7 @@ def _in_place_of(head: nn.Linear, targets: torch.Tensor, temperature: float) -> 
         found: torch.Tensor = TokenLogps.apply(hidden[0], head.weight, head.bias, targets, temperature)
         return found[None, :, None]
 
-    head.forward = forward  # type: ignore[method-assign]
+    head.forward = forward  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

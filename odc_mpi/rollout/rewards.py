@@ -239,7 +239,7 @@ def _find(place: str) -> RewardFunction:
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"rl.reward_funcs: expected a function {name!r} in {module_name!r}, got none")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _import(name: str) -> Any:

@@ -197,9 +197,7 @@ class _Drawing(LogitsProcessor):
             self._end(row)
         return drawn
 
-    def _draw_rows(
-        self, scores: torch.Tensor, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _draw_rows(self, scores: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens, their log-probabilities and the entropies, each [rows] on the host."""
         logps = torch.log_softmax(scores.float() / (self._sampling.temperature or 1.0), -1)
         probabilities = logps.exp()
@@ -229,7 +227,7 @@ class _Stop(StoppingCriteria):
     def __init__(self, drawing: _Drawing) -> None:
         self._drawing = drawing
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return of each row whether it is done. Local."""
         return self._drawing.done.to(input_ids.device)
 

@@ -63,8 +63,8 @@ class ShardedModel:
         dtypes: Types of parameters, by name, that are hosted in another type than the transport's.
 
     Raises:
-        ValueError: Nothing to train, a choice of units that matches nothing, parameters without values or complex, an
-            embedding with `max_norm`, a negative `prefetch`.
+        ValueError: A choice of units that matches nothing, parameters without values or complex, an embedding with
+            `max_norm`, a negative `prefetch`.
 
     Attributes:
         module: The module; calling it is calling the model. Its `parameters()` are placeholders.
@@ -275,6 +275,25 @@ class ShardedModel:
             self._ready.require_all(self.units)
         yield
 
+    @contextmanager
+    def doing(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Tell other ranks what the enclosed forwards are for, in place of the units in use. Local.
+
+        They are no microbatches: forwards of generation, one for each token.
+
+        Args:
+            what: Words that follow "was last seen".
+
+        Yields:
+            A function that tells other words.
+        """
+        activity = self._ready.activity
+        activity.tell_whole(what)
+        try:
+            yield activity.tell_whole
+        finally:
+            activity.tell_whole("")
+
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their common norm is at most `max_norm`; point N. Collective.
 
@@ -386,8 +405,6 @@ def _check(module: nn.Module, parts: list[UnitParameters], weights: Weights | No
         if getattr(submodule, "max_norm", None) is not None and isinstance(submodule, nn.Embedding | nn.EmbeddingBag):
             raise ValueError(f"{name} has max_norm, which changes weights in the forward: that of a copy would be lost")
     parameters = {name: p for part in parts for name, p in part.parameters.items()}
-    if not any(p.requires_grad for p in parameters.values()):
-        raise ValueError(f"expected a module with trainable parameters, {type(module).__name__} has none to train")
     missing = next((name for name, p in parameters.items() if p.is_meta), None)
     if missing and weights is None:
         raise ValueError(f"{missing} is on the meta device: expected `weights` to read initial values from, got None")

@@ -1,4 +1,4 @@
-"""The exchange of finished work: each piece to one rank, with its content, whoever is slow and however full stores are."""
+"""The exchange of finished work: each piece to one rank, with its content, whoever is slow, however full stores are."""
 
 import time
 

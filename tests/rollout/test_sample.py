@@ -59,7 +59,11 @@ def test_greedy_is_transformers_own():
     for prompt in PROMPTS:
         tokens = torch.tensor([prompt.tokens])
         wanted = plain.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=9, do_sample=False, pad_token_id=0,
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=9,
+            do_sample=False,
+            pad_token_id=0,
             eos_token_id=sorted(STOP),
         )
         assert found[prompt.number].tokens == [wanted[0, len(prompt.tokens) :].tolist()]

@@ -266,7 +266,10 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("optim: {momentum: 1.5}", "job.yaml: optim.momentum: expected a finite number, 0 or more and below 1"),
         ("optim: {max_grad_norm: -1}", "job.yaml: optim.max_grad_norm: expected a finite number, 0 or more"),
         ("optim: {warmup_steps: -1}", "job.yaml: optim.warmup_steps: expected an integer, 0 or more"),
-        ("- 1\n- 2", "job.yaml: expected a mapping of the sections model, data, lora, rl, comm, optim, run, got [1, 2]"),
+        (
+            "- 1\n- 2",
+            "job.yaml: expected a mapping of the sections model, data, lora, rl, comm, optim, run, got [1, 2]",
+        ),
         ("run:\n  steps: [1", "job.yaml, line 2: expected YAML, got: "),
         ("run:\n\tsteps: 1", "job.yaml, line 2: expected YAML, got: "),
         ("run: {}\n---\nrun: {}", "job.yaml, line 2: expected YAML, got: "),

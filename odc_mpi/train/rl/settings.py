@@ -11,6 +11,9 @@ _PROBABILITY = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
 _TWO_OR_MORE = Check("2 or more", lambda value: value >= 2)
 
 
+_STORE_BYTES = Size(16 << 20)
+
+
 @dataclass(frozen=True)
 class RlConfig:
     """Rewards, how completions are generated, and what is made of both."""
@@ -34,7 +37,7 @@ class RlConfig:
     mask_truncated_completions: Annotated[bool, "learn nothing from completions that were cut at their end"] = False
     num_iterations: Annotated[int, "updates for each rollout: 1, as training is strictly on-policy", ONE_OR_MORE] = 1
     max_concurrent_sequences: Annotated[int, "completions that a rank decodes at once, at most", ONE_OR_MORE] = 256
-    store_bytes: Annotated[Size, "memory of a rank for finished rollouts that wait for a free rank"] = Size(16 << 20)
+    store_bytes: Annotated[Size, "memory of a rank for finished rollouts that wait for a free rank"] = _STORE_BYTES
     reward_timeout_s: Annotated[float, "seconds that a reward function may take for a prompt group", POSITIVE] = 60.0
     skip_failed_rewards: Annotated[bool, "leave completions out whose reward fails, instead of ending the run"] = False
     log_completions: Annotated[int, "steps between completions that are shown and written; 0: none", NOT_NEGATIVE] = 0
