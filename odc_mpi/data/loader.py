@@ -15,6 +15,7 @@ import torch
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.plan.balance import BALANCES, Balance, Plan, check_fit
 from odc_mpi.data.plan.cost import Cost
+from odc_mpi.data.plan.same_cut import same_cut
 from odc_mpi.errors import UserError
 from odc_mpi.wording import did_you_mean
 
@@ -176,6 +177,7 @@ class Loader:
         rank: int = 0,
         size: int = 1,
         cost: Cost = Cost(),  # noqa: B008 - frozen
+        exact: bool = False,
     ) -> None:
         """Check the settings against the data. Local.
 
@@ -188,12 +190,15 @@ class Loader:
             rank: The rank whose batches the minibatches yield.
             size: Number of ranks.
             cost: Cost of a sequence.
+            exact: Whether microbatches are to be the same on any number of ranks, and whatever `cost` becomes.
 
         Raises:
             UserError: A setting is out of range, or a sequence fits into no microbatch.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self._balance = _find_balance(balance)
+        if exact:
+            self._balance = same_cut(balance, cost)
         for setting, value, least in (
             ("data.minibatch_sequences", minibatch_sequences, 1),
             ("data.max_tokens_per_microbatch", max_tokens_per_microbatch, 1),

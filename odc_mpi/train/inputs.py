@@ -78,7 +78,8 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
         seed=config.run.seed,
         rank=rank,
         size=size,
-        cost=_first_cost(config.data, built),
+        cost=first_cost(config.data, built),
+        exact=config.run.exact,
     )
     return Inputs(dataset, built, loader, _open_evaluation(config, built))
 
@@ -114,8 +115,8 @@ def _checked_prompts(setting: str, path: str, config: Config, built: models.Buil
     ):
         if limit is not None and longest + length > limit:
             raise UserError(
-                f"rl.max_completion_length: {path} has a prompt of {longest} tokens, with a completion of {length} more "
-                f"than {name}, {limit}: lower it, prepare with a lower --max-length, or raise the limit"
+                f"rl.max_completion_length: {path} has a prompt of {longest} tokens, with a completion of {length} "
+                f"more than {name}, {limit}: lower it, prepare with a lower --max-length, or raise the limit"
             )
     return prompts
 
@@ -141,7 +142,8 @@ def _open_dataset(setting: str, path: str, model: ModelConfig, built: models.Bui
     return dataset
 
 
-def _first_cost(config: DataConfig, built: models.BuiltModel) -> Cost:
+def first_cost(config: DataConfig, built: models.BuiltModel) -> Cost:
+    """Return the cost of a sequence before anything was measured. Local."""
     flops = flops_cost(built.num_multiplying, built.num_layers, built.attention_size)
     name = "flops" if config.cost == "fitted" else config.cost  # nothing was measured yet
     return named_cost(name, flops=flops, linear=config.cost_linear, quadratic=config.cost_quadratic)

@@ -19,11 +19,12 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
-from odc_mpi.train.checks import NAMES as _NAMES
-from odc_mpi.train.checks import NOT_NEGATIVE as _NOT_NEGATIVE
-from odc_mpi.train.checks import ONE_OR_MORE as _ONE_OR_MORE
-from odc_mpi.train.checks import POSITIVE as _POSITIVE
-from odc_mpi.train.checks import Check, Size
+from odc_mpi.observe.trackers import TRACKERS
+from odc_mpi.train.rl.checks import NAMES as _NAMES
+from odc_mpi.train.rl.checks import NOT_NEGATIVE as _NOT_NEGATIVE
+from odc_mpi.train.rl.checks import ONE_OR_MORE as _ONE_OR_MORE
+from odc_mpi.train.rl.checks import POSITIVE as _POSITIVE
+from odc_mpi.train.rl.checks import Check, Size
 from odc_mpi.train.rl.settings import RlConfig, check_rl
 from odc_mpi.wording import did_you_mean, parse_size
 
@@ -33,10 +34,7 @@ _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
 _SEED = Check("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
 _TOKENS = Check("from 1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
 _THREADS = Check("from 0 to 1024", lambda value: 0 <= value <= 1024)
-_TRACKERS = Check(
-    "each one of tensorboard, mlflow, wandb and trackio",
-    lambda value: all(name in ("tensorboard", "mlflow", "wandb", "trackio") for name in value),
-)
+_TRACKERS = Check(f"each one of {', '.join(TRACKERS)}", lambda value: all(name in TRACKERS for name in value))
 _NOT_EMPTY = Check("not empty", lambda value: value != "")
 
 
@@ -47,7 +45,9 @@ class ModelConfig:
     path: Annotated[str | None, "directory with config.json and safetensors; or give model.config", _NOT_EMPTY] = None
     config: Annotated[dict[str, Any] | None, "transformers configuration with its model_type: a new model"] = None
     param_dtype: Annotated[Literal["float32", "bfloat16"], "type in which parameters are held and fetched"] = "float32"
-    reduce_dtype: Annotated[Literal["float32", "float64"], "type in which gradients are summed over ranks"] = "float32"
+    reduce_dtype: Annotated[
+        Literal["float32", "float64", "fixed64"], "type in which gradients are summed; fixed64: in any order alike"
+    ] = "float32"
     attn_implementation: Annotated[
         Literal["sdpa", "eager"], "attention of each packed sequence; eager: also with soft caps"
     ] = "sdpa"
@@ -158,6 +158,7 @@ class RunConfig:
     keep_checkpoints: Annotated[int, "how many of them to keep, the newest; 0: all", _NOT_NEGATIVE] = 0
     keep_best: Annotated[bool, "keep the checkpoint of the lowest evaluation loss besides"] = False
     resume: Annotated[str, "auto: the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = "auto"
+    exact: Annotated[bool, "the same result to the last bit on any number of ranks; docs/exact.md"] = False
     report_to: Annotated[list[str] | None, "trackers to write files for; docs/trackers.md", _TRACKERS] = None
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from odc_mpi.errors import UserError
-from odc_mpi.train.checks import NAMES, NOT_NEGATIVE, ONE_OR_MORE, POSITIVE, Check, Size
+from odc_mpi.train.rl.checks import NAMES, NOT_NEGATIVE, ONE_OR_MORE, POSITIVE, Check, Size
 
 _PROBABILITY = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
 _TWO_OR_MORE = Check("2 or more", lambda value: value >= 2)
@@ -71,6 +71,7 @@ def check_rl(values: Mapping[str, Any], source: str) -> None:
         )
     _check_on_policy(values, source)
     _check_sizes(values, source)
+    _check_exactness(values, source)
 
 
 def _check_on_policy(values: Mapping[str, Any], source: str) -> None:
@@ -90,6 +91,16 @@ def _check_on_policy(values: Mapping[str, Any], source: str) -> None:
             f"{source}: comm.transport: run.objective grpo expects window, got {values['comm.transport']}: ranks "
             "generate and train different numbers of tokens"
         )
+
+
+def _check_exactness(values: Mapping[str, Any], source: str) -> None:
+    """Refuse what is exact for examples alone."""
+    for key, given in (("run.exact", True), ("model.reduce_dtype", "fixed64")):
+        if values.get(key) == given:
+            raise UserError(
+                f"{source}: {key}: run.objective grpo is the same on any number of ranks to rounding, not to the last "
+                "bit: leave it out"
+            )
 
 
 def _check_sizes(values: Mapping[str, Any], source: str) -> None:
