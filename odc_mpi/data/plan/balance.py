@@ -10,7 +10,7 @@ computes the same plan and nothing is communicated. All functions have one signa
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from odc_mpi.data.plan.cost import Cost
 from odc_mpi.data.plan.cut import Microbatch, cut
 from odc_mpi.data.plan.partition import by_falling, first_fit, partition, partition_evenly
+from odc_mpi.data.plan.pieces import Split
 from odc_mpi.errors import UserError
 
 Lengths = npt.NDArray[np.int64]
@@ -35,10 +36,19 @@ class Plan:
             have different numbers of microbatches, also none. An empty microbatch is skipped where ranks do not meet
             in microbatches, and run as padding where they do.
         pool: Microbatches without a rank: a free rank draws the next. None of them is empty.
+        splits: Sequences cut into pieces, each for a rank of its own, in the order in which every rank runs its pieces;
+            before all microbatches. They are in no microbatch. See `data.plan.context`.
     """
 
     microbatches: tuple[tuple[Microbatch, ...], ...]
     pool: tuple[Microbatch, ...] = ()
+    splits: tuple[Split, ...] = ()
+
+    def pieces(self, rank: int) -> Iterator[tuple[Split, int]]:
+        """Yield this rank's pieces in order, each as its sequence and its index among the sequence's pieces. Local."""
+        for split in self.splits:
+            if rank in split.ranks:
+                yield split, split.ranks.index(rank)
 
 
 def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:

@@ -11,6 +11,10 @@ import numpy.typing as npt
 from odc_mpi.errors import UserError
 from odc_mpi.wording import did_you_mean
 
+#: Cost of a piece of a sequence to the cost of its part: attention in two parts that are joined, and smaller products.
+#: An assumption. A sketch in plain torch, 4,096 tokens in two pieces on CPUs, had 1.01.
+PIECE_FACTOR = 1.08
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -20,11 +24,16 @@ class Cost:
         linear: Cost per token: all operations on single tokens.
         quadratic: Cost per pair of tokens: attention.
         constant: Cost of a microbatch of any content: fetching units, launching kernels.
+        piece_factor: Cost of a piece of a sequence to the cost of its part, at least 1.
+        earlier: Cost, in a piece, per token of the pieces before it: reading their keys and values, and adding to
+            the gradients of these.
     """
 
     linear: float = 1.0
     quadratic: float = 0.0
     constant: float = 0.0
+    piece_factor: float = PIECE_FACTOR
+    earlier: float = 0.0
 
     def sequence(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Return the cost of sequences of the given lengths. Local.
@@ -37,6 +46,15 @@ class Cost:
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         return self.linear * tokens + self.quadratic * tokens**2
+
+    def piece(self, begin: int, end: int) -> float:
+        """Return the cost of the tokens from `begin` to `end` of a sequence, computed apart from the others. Local.
+
+        Under causal attention a token attends to all tokens before it, so the part's cost is that of `end` tokens less
+        that of `begin`; the constant of a microbatch is not in there.
+        """
+        part = self.linear * (end - begin) + self.quadratic * (end * end - begin * begin)
+        return self.piece_factor * part + self.earlier * begin
 
     def microbatch(self, lengths: npt.ArrayLike) -> float:
         """Return the cost of a microbatch of sequences of the given lengths, the constant too. Local.

@@ -35,7 +35,12 @@ MANY_EACH, MANY = 16, 2048
 
 
 def cut(
-    lengths: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], max_tokens: int, constant: float, size: int
+    lengths: npt.NDArray[np.int64],
+    costs: npt.NDArray[np.float64],
+    max_tokens: int,
+    constant: float,
+    size: int,
+    begun: Sequence[npt.NDArray[np.float64]] | None = None,
 ) -> tuple[Microbatch, ...]:
     """Cut a minibatch. Local.
 
@@ -45,10 +50,12 @@ def cut(
         max_tokens: The most tokens in a microbatch.
         constant: Constant cost of a microbatch.
         size: Number of ranks.
+        begun: For each of `SPREADS`, the cost after which each rank begins to draw, float64 [size]; None: all at once.
 
     Returns:
         Microbatches of positions in `lengths`, costliest first; a position is in exactly one.
     """
+    starts = [np.zeros(size)] * len(SPREADS) if begun is None else begun
     best: tuple[Bins, npt.NDArray[np.intp]] | None = None
     earliest = math.inf
     for bins in _candidates(lengths, costs, max_tokens, size):
@@ -56,9 +63,9 @@ def cut(
         order = np.lexsort((bins.firsts(), -totals))
         work = constant + totals[order]
         end = 0.0
-        for spread in SPREADS:
+        for spread, free in zip(SPREADS, starts, strict=True):
             if end < earliest:  # else it can only come later still
-                end += makespan(work, size, spread)
+                end += makespan(work, size, spread, free)
         if end < earliest:
             best, earliest = (bins, order), end
     assert best is not None
@@ -66,18 +73,21 @@ def cut(
     return tuple(each[i] for i in best[1])
 
 
-def makespan(work: npt.ArrayLike, size: int, spread: float = 0.0) -> float:
+def makespan(
+    work: npt.ArrayLike, size: int, spread: float = 0.0, begun: npt.NDArray[np.float64] | None = None
+) -> float:
     """Return the time at which the last rank ends, if ranks draw pieces of work in this order. Local.
 
     Args:
         work: Cost of each piece, float64 [n].
         size: Number of ranks.
         spread: Ranks take from 1 - spread to 1 + spread times the cost, evenly spaced.
+        begun: When each rank begins to draw, float64 [size]; None: all at 0.
     """
     left = np.asarray(work, dtype=np.float64)
     ranks = np.arange(size)
     slowness = 1 + spread * (2 * ranks / (size - 1) - 1 if size > 1 else 0 * ranks)
-    free = np.zeros(size)
+    free = np.zeros(size) if begun is None else begun.copy()
     while len(left):
         # So many ranks draw, each once, before one of them is free again.
         drawing = np.argsort(free, kind="stable")[: len(left)]

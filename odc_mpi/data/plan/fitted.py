@@ -15,6 +15,7 @@ different processors agree to the last bit; else their plans would differ, and s
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -130,7 +131,7 @@ class FittedCost:
             state: A `state_dict`.
         """
         constant, linear, quadratic = state["cost"]
-        self._cost = Cost(linear, quadratic, constant)
+        self._cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
         self._rows = np.array(state["rows"], dtype=np.float64).reshape(-1, ROW_LENGTH)
         self._seen.clear()
         self._new.clear()
@@ -161,7 +162,9 @@ def _fit(rows: Rows, start: Cost, prior: Cost) -> Cost:
         even = _at_mean_speed(rows, coefficients)
         coefficients = _solve([math.fsum(column) for column in even.T.tolist()], before)
     constant, linear, quadratic = coefficients
-    return Cost(linear, quadratic, constant) if linear + quadratic > 0 else start
+    if not linear + quadratic > 0:
+        return start
+    return replace(start, linear=linear, quadratic=quadratic, constant=constant)
 
 
 def _at_mean_speed(rows: Rows, coefficients: _Vector) -> Rows:
