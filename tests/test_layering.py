@@ -26,7 +26,7 @@ MAY_SEE = {
     "observe": {"runtime", "data", "shard"},
     "train": {
         *("api", "checkpoint", "data", "models", "observe", "shard", "comm.tickets", "runtime"),
-        "stack.decision",
+        *("stack.decision", "comm.pieces"),
     },
     "rollout": {"api", "comm.tickets", "runtime", "shard", "data", "models", "checkpoint"},
     "slurm": set(),

@@ -25,7 +25,9 @@ Note: why nothing deadlocks
     before the first layer of a rank's next sequence: all pieces of sequences before that one can end by then.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
 
@@ -50,20 +52,50 @@ _GRADIENT_SLOTS = 2
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """How much memory a rank's pieces take.
+
+    Attributes:
+        num_layers: Layers with attention.
+        token_bytes: Of the keys and values of a token in one layer.
+        max_piece_tokens: The most tokens in a piece.
+        max_earlier_tokens: The most tokens before a piece.
+    """
+
+    num_layers: int
+    token_bytes: int
+    max_piece_tokens: int
+    max_earlier_tokens: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the keys and values of a layer."""
+        return _aligned(self.max_piece_tokens * self.token_bytes)
+
+    @property
+    def gradient_slot_bytes(self) -> int:
+        """Bytes of the gradients of a layer, for all earlier pieces."""
+        return _aligned(self.max_earlier_tokens * self.token_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_layers * self.slot_bytes + _GRADIENT_SLOTS * self.gradient_slot_bytes
+
+
 class PieceWindows:
     """Memory of this rank's pieces that other ranks can read. Making one is collective, as is closing it.
 
     Args:
         world: The ranks.
-        num_layers: Layers with attention.
-        token_bytes: Of the keys and values of a token in one layer.
-        max_piece_tokens: The most tokens in a piece.
-        max_earlier_tokens: The most tokens before a piece.
+        sizes: Of the memory.
         in_place: Whether ranks of a node read each other's memory in place.
         serve: The owner's part of the gradient store, called while this rank waits.
 
     Attributes:
-        num_bytes: Memory of this rank.
+        sizes: As given.
+        waited_s: Seconds that this rank waited for others so far.
 
     Raises:
         UserError: /dev/shm has too little room; raised on every rank.
@@ -72,24 +104,17 @@ class PieceWindows:
     def __init__(
         self,
         world: World,
+        sizes: Sizes,
         *,
-        num_layers: int,
-        token_bytes: int,
-        max_piece_tokens: int,
-        max_earlier_tokens: int,
         in_place: bool,
         serve: Callable[[], object] = lambda: None,
     ) -> None:
-        assert 0 < num_layers < _MOST_LAYERS
-        self.world = world
-        self.num_layers = num_layers
+        assert 0 < sizes.num_layers < _MOST_LAYERS
+        self.world, self.sizes = world, sizes
         self._serve = serve
-        self._slot_bytes = _aligned(max_piece_tokens * token_bytes)
-        self._gradient_slot_bytes = _aligned(max_earlier_tokens * token_bytes)
-        self.num_bytes = num_layers * self._slot_bytes + _GRADIENT_SLOTS * self._gradient_slot_bytes
-        world.require_shared_memory(self.num_bytes, "keys and values of pieces of sequences")
+        world.require_shared_memory(sizes.num_bytes, "keys and values of pieces of sequences")
         make = SharedWindow if in_place else Window
-        self._memory: SharedWindow | Window = make(world, self.num_bytes, torch.uint8)
+        self._memory: SharedWindow | Window = make(world, sizes.num_bytes, torch.uint8)
         self._flags = Window(world, len(_NAMES) * world.size, torch.int64)
         self._arrived = self._flags.tensor.numpy()
         # What the last Put of each flag carried: untouched until that is flushed.
@@ -98,6 +123,7 @@ class PieceWindows:
         # Flags of other ranks, by kind and number, that come before a slot is free.
         self._readers: list[tuple[int, int]] = []
         self._takers: list[list[tuple[int, int]]] = [[] for _ in range(_GRADIENT_SLOTS)]
+        self.waited_s = 0.0
         self._open = True
         world.on_close(self.close)
         world.meet(world.comm.Ibarrier(), "clearing the flags of pieces")
@@ -114,12 +140,12 @@ class PieceWindows:
 
     def slot(self, layer: int) -> int:
         """Return where the keys and values of a layer begin, in bytes. Local."""
-        return layer * self._slot_bytes
+        return layer * self.sizes.slot_bytes
 
     def gradient_slot(self, layer: int) -> int:
         """Return where the gradients of a layer begin, in bytes. Local."""
         turn = layer % _GRADIENT_SLOTS
-        return self.num_layers * self._slot_bytes + turn * self._gradient_slot_bytes
+        return self.slot(self.sizes.num_layers) + turn * self.sizes.gradient_slot_bytes
 
     def await_readers(self, what: str) -> None:
         """Wait until nobody reads the keys and values of this rank's last piece. One-sided."""
@@ -199,8 +225,10 @@ class PieceWindows:
         """Wait for a flag of another rank, serving others meanwhile. One-sided."""
         flag = _Flag(self, kind * self.world.size + rank, number)
         if not flag.Test():
+            began = time.perf_counter()
             with self.world.deadline(f"waiting for the {_NAMES[kind]} of {what}", [rank]):
                 complete(flag, self._meanwhile)
+            self.waited_s += time.perf_counter() - began
 
     def arrived(self, place: int) -> int:
         """Return a flag in this rank's memory. Local."""
@@ -249,7 +277,9 @@ class PieceExchange:
         """
         if layer < self._num_shown:
             return
-        assert layer == self._num_shown < self._windows.num_layers, f"layer {layer} comes after {self._num_shown - 1}"
+        assert layer == self._num_shown < self._windows.sizes.num_layers, (
+            f"layer {layer} comes after {self._num_shown - 1}"
+        )
         self._num_shown += 1
         key, value = own
         self._like.append((torch.empty_like(key[:, :, :1]), torch.empty_like(value[:, :, :1])))
@@ -295,7 +325,7 @@ class PieceExchange:
 
     def finish(self) -> None:
         """Tell earlier pieces that their keys and values are not read any more. One-sided."""
-        self._tell(_READ, self._earlier, 0, self._windows.num_layers - 1)
+        self._tell(_READ, self._earlier, 0, self._windows.sizes.num_layers - 1)
         if self._later:
             self._windows.expect_readers([(rank, self._base) for rank in self._later])
         self._windows.flush(f"ending {self._say(self._own, 0)}")
@@ -309,7 +339,7 @@ class PieceExchange:
         return self._ranks[self._own + 1 :]
 
     def _from_top(self, layer: int) -> int:
-        return self._windows.num_layers - layer
+        return self._windows.sizes.num_layers - layer
 
     def _gradients(self, piece: int, layer: int) -> int:
         """Return where gradients of an earlier piece begin in the memory of a later one."""

@@ -145,7 +145,7 @@ def _attend_backward(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what the attention to these keys adds to the gradients of query, key and value."""
+    """Return the part of these keys in the gradients of query, key and value."""
     gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         upstream, query, key, value, output, lse, 0.0, causal, scale=scaling
     )

@@ -1,7 +1,7 @@
 """What a run is made from: the data set, the model and the loader, opened and checked against each other."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from odc_mpi.data.plan.cost import Cost, flops_cost, named_cost
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
+from odc_mpi.train.pieces import Cutting, choose
 from odc_mpi.train.settings import Config, DataConfig, ModelConfig
 
 
@@ -24,6 +25,7 @@ class Inputs:
     model: models.BuiltModel
     loader: Loader
     evaluation: Dataset | None = None
+    cutting: Cutting = field(default_factory=Cutting)
 
     @property
     def datasets(self) -> dict[str, Dataset]:
@@ -49,9 +51,10 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
             "all run each together: set data.balance to lb_micro, or comm.transport to window"
         )
     built = build_model(config.model, config.run.seed)
+    dataset = _open_dataset("data.path", config.data.path, config.model, built)
+    cutting = choose(config, built, dataset, size)
     if config.lora.r is not None:
         built = _with_adapters(built, config)
-    dataset = _open_dataset("data.path", config.data.path, config.model, built)
     loader = Loader(
         dataset,
         minibatch_sequences=config.data.minibatch_sequences,
@@ -61,8 +64,9 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
         rank=rank,
         size=size,
         cost=_first_cost(config.data, built),
+        cuts=cutting.shape is not None,
     )
-    return Inputs(dataset, built, loader, _open_evaluation(config, built))
+    return Inputs(dataset, built, loader, _open_evaluation(config, built), cutting)
 
 
 def remove_staged(path: str) -> None:

@@ -35,6 +35,7 @@ from odc_mpi.train.inputs import Inputs, open_inputs, remove_staged
 from odc_mpi.train.loop import Trainer
 from odc_mpi.train.objectives.sft import SupervisedFineTuning
 from odc_mpi.train.optimizer import make_optimizer
+from odc_mpi.train.pieces import Pieces, open_windows
 from odc_mpi.train.resume import Origin, PatientWeights, anew_line, find_origin, open_run, say_complete
 from odc_mpi.train.saving import Saving, about_run, describe_adapters
 from odc_mpi.train.settings import Config, dump
@@ -78,7 +79,7 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
     adapters = describe_adapters(config, world, inputs.model, origin.about if origin else None)
     decision = decide(config, world)
     trainer = build_trainer(config, world, inputs, decision, origin)
-    opening = _opening(config, world, len(inputs.dataset), trainer.model, decision, origin)
+    opening = _opening(config, world, inputs, trainer.model, decision, origin)
     if inputs.evaluation is not None:
         trainer.participants.append(Evaluation(config, world, trainer.model, inputs.evaluation, inputs.loader.cost))
     del inputs  # the weights that it can read have been read
@@ -159,9 +160,11 @@ def build_trainer(
     optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes())
     # With collectives ranks wait for the slowest in each fetch and push, and have to take part in all of them.
     one_sided = decision.transport == "window"
-    clock = OwnClock(model, waits_apart=one_sided)
+    windows = open_windows(inputs.cutting, world, model, in_place=decision.zero_copy.choice == "on")
+    pieces = Pieces(windows) if windows else None
+    clock = OwnClock(model, waits_apart=one_sided, waited_s=lambda: windows.waited_s if windows else 0.0)
     tickets = Tickets(world) if config.data.balance == "dynamic" else None
-    source = DatasetSource(inputs.dataset, inputs.loader, config.run.seed, tickets, pads=not one_sided)
+    source = DatasetSource(inputs.dataset, inputs.loader, config.run.seed, tickets, pads=not one_sided, pieces=pieces)
     participants: list[Participant] = [Timing(world, model, clock), TrafficReport()]
     if config.data.cost == "fitted":
         participants.append(LearnedCost(inputs.dataset, inputs.loader))
@@ -233,7 +236,7 @@ def _restore(trainer: Trainer, origin: Origin, rank: int) -> None:
 
 
 def _opening(
-    config: Config, world: World, num_sequences: int, model: ShardedModel, decision: Decision, origin: Origin | None
+    config: Config, world: World, inputs: Inputs, model: ShardedModel, decision: Decision, origin: Origin | None
 ) -> str:
     """Return the lines before the first step; why ranks reach each other as they do tells `odc-mpi doctor`."""
     reach = decision.one_line()
@@ -251,7 +254,8 @@ def _opening(
     lines = {
         "ranks": f"{world.size} {describe(world.layout, slurm_job())}; {world.mpi_library}",
         "model": f"{type(model.module).__name__}, {trained}, {dtype}, on {model.device}",
-        "data": f"{data.path}, {num_sequences:,} sequences, {share}",
+        "data": f"{data.path}, {len(inputs.dataset):,} sequences, {share}",
+        **inputs.cutting.told(),
         "comm": reach,
         "caches": _caches(config, model),
         "writes": config.run.dir,

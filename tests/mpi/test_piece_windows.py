@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from odc_mpi.comm.pieces import PieceExchange, PieceWindows
+from odc_mpi.comm.pieces import PieceExchange, PieceWindows, Sizes
 from odc_mpi.models.piece_attention import attend
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
@@ -18,14 +18,7 @@ TOKEN_BYTES = 2 * GROUPS * SIZE * 8  # in fp64, whose rounding hides no mistake
 
 @pytest.fixture(params=[True, False], ids=["in_place", "gets"])
 def windows(request, world):
-    made = PieceWindows(
-        world,
-        num_layers=LAYERS,
-        token_bytes=TOKEN_BYTES,
-        max_piece_tokens=TOKENS,
-        max_earlier_tokens=TOKENS,
-        in_place=request.param,
-    )
+    made = PieceWindows(world, Sizes(LAYERS, TOKEN_BYTES, TOKENS, TOKENS), in_place=request.param)
     yield made
     made.close()
     made.close()
@@ -134,4 +127,4 @@ def test_nobody_else_waits(windows, world):
 
 
 def test_memory_is_bounded_and_told(windows):
-    assert windows.num_bytes == LAYERS * TOKENS * TOKEN_BYTES + 2 * TOKENS * TOKEN_BYTES
+    assert windows.sizes.num_bytes == LAYERS * TOKENS * TOKEN_BYTES + 2 * TOKENS * TOKEN_BYTES

@@ -1,0 +1,154 @@
+"""The longest sequences of a minibatch in pieces: whether a run has them, and this rank's pieces as microbatches.
+
+choose         local       can this model and these settings cut sequences, and what memory does it take
+open_windows   collective  the memory for keys and values
+Pieces         one-sided   the microbatches of a minibatch that are pieces, before all others
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from odc_mpi.comm.pieces import PieceExchange, PieceWindows, Sizes
+from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.loader import Batch, Minibatch, read_piece
+from odc_mpi.errors import UserError
+from odc_mpi.models.attention import UncuttableError
+from odc_mpi.models.build import BuiltModel
+from odc_mpi.models.cuttable import AttentionShape, attention_shape
+from odc_mpi.models.piece_attention import Exchange, attend
+from odc_mpi.runtime.world import World
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.train.settings import Config
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """Whether and how sequences are cut.
+
+    Attributes:
+        shape: Of the attention; None if nothing is cut.
+        reason: Why nothing is cut, to be said once; None if nobody asked for it.
+        token_bytes: Of the keys and values of a token in one layer.
+        max_piece_tokens: The most tokens in a piece.
+        max_sequence_tokens: The most tokens in a sequence.
+    """
+
+    shape: AttentionShape | None = None
+    reason: str | None = None
+    token_bytes: int = 0
+    max_piece_tokens: int = 0
+    max_sequence_tokens: int = 0
+
+    @property
+    def sizes(self) -> Sizes:
+        """What `comm.pieces` allocates; only if sequences are cut. Local."""
+        assert self.shape is not None
+        return Sizes(self.shape.num_layers, self.token_bytes, self.max_piece_tokens, self.max_sequence_tokens - 1)
+
+    def told(self) -> dict[str, str]:
+        """Return a line for the start of a run, if there is something to say. Local."""
+        if self.shape is None:
+            return {"pieces": f"none: {self.reason}"} if self.reason else {}
+        room = f"{self.sizes.num_bytes / 2**20:,.1f} MiB per rank for their keys and values"
+        return {"pieces": f"of sequences too long for an even share; {room}"}
+
+
+def choose(config: Config, built: BuiltModel, dataset: Dataset, size: int) -> Cutting:
+    """Find out whether a run cuts sequences. Local; the same outcome on every rank.
+
+    Args:
+        config: Of the run.
+        built: The model, without adapters.
+        dataset: To train on.
+        size: Number of ranks.
+
+    Raises:
+        UserError: `data.context_parallel` does not go with another setting.
+    """
+    if config.data.context_parallel == "off":
+        return Cutting()
+    _check(config)
+    if size == 1:
+        return Cutting(reason="one rank has nobody to share a sequence with")
+    longest = int(dataset.lengths.max())
+    try:
+        shape = attention_shape(built.module, longest)
+    except UncuttableError as error:
+        return Cutting(reason=f"{type(built.module).__name__} trains whole sequences: {error}")
+    # With adapters a layer may compute in their type.
+    narrow = config.model.param_dtype == "bfloat16" and config.lora.r is None
+    token_bytes = shape.token_numel * (2 if narrow else 4)
+    return Cutting(shape, None, token_bytes, min(longest, config.data.max_tokens_per_microbatch), longest)
+
+
+def open_windows(cutting: Cutting, world: World, model: ShardedModel, *, in_place: bool) -> PieceWindows | None:
+    """Allocate memory for keys and values of pieces, if sequences are cut. Collective.
+
+    Args:
+        cutting: As chosen.
+        world: The ranks.
+        model: Whose gradients this rank serves while it waits.
+        in_place: Whether ranks of a node read each other's memory in place.
+
+    Raises:
+        UserError: There is too little shared memory; raised on every rank.
+    """
+    if cutting.shape is None:
+        return None
+    return PieceWindows(world, cutting.sizes, in_place=in_place, serve=model.serve)
+
+
+class Pieces:
+    """This rank's pieces of the sequences of one minibatch after the other.
+
+    Args:
+        windows: Of this rank.
+    """
+
+    def __init__(self, windows: PieceWindows) -> None:
+        self.windows = windows
+        self._num_cut = 0
+
+    def batches(self, minibatch: Minibatch) -> Iterator[tuple[Batch, int]]:
+        """Yield this rank's pieces, and of each its number in its sequence. One-sided.
+
+        Between one and the next its forward and backward have to run. To be called for every minibatch, by every rank:
+        the sequences that are cut are counted.
+        """
+        first, self._num_cut = self._num_cut + 1, self._num_cut + len(minibatch.plan.splits)
+        for turn, split in enumerate(minibatch.plan.splits, first):
+            if minibatch.rank not in split.ranks:
+                continue
+            number, index = split.ranks.index(minibatch.rank), int(minibatch.indices[split.sequence])
+            batch = read_piece(minibatch.dataset, index, *split.bounds[number : number + 2])
+            with PieceExchange(self.windows, turn, split.bounds, split.ranks, f"sequence {index}") as exchange:
+                yield replace(batch, inputs=batch.inputs | {"piece": _Piece(exchange, split.bounds[-1])}), number
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece as `models.attention` takes it."""
+
+    exchange: Exchange
+    num_tokens: int
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
+    ) -> torch.Tensor:
+        """Attend to all tokens of the sequence up to the piece's own. One-sided, waits for earlier pieces."""
+        return attend(query, key, value, scaling, layer, self.exchange)
+
+
+def _check(config: Config) -> None:
+    for setting, value, wanted in (
+        ("comm.transport", config.comm.transport, "window"),
+        ("data.balance", config.data.balance, "dynamic"),
+        ("run.device", config.run.device, "cpu"),
+    ):
+        if value != wanted:
+            raise UserError(
+                f"data.context_parallel: auto goes with {setting} {wanted}, got {value}: set {setting} to {wanted}, or "
+                "data.context_parallel to off"
+            )
