@@ -17,7 +17,7 @@ MAY_SEE = {
     **{module: set() for module in ROOT},
     "runtime": set(),
     "comm": {"runtime"},
-    "shard": {"comm.transport", "comm.traffic", "comm.buffers", "comm.kernels"},
+    "shard": {"comm.transport", "comm.pending", "comm.traffic", "comm.buffers", "comm.kernels"},
     "checkpoint": {"shard", "data.tokenizer"},
     "stack": {"runtime", "comm"},
     "api": {"stack", "shard", "comm", "runtime"},

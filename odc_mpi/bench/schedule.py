@@ -6,6 +6,8 @@ Units are small for the same reason: what is measured is who waits for whom, not
 
     one microbatch     each unit is fetched and slept for; then, in reverse, fetched, slept for twice as long, and a
                        gradient of it pushed
+    one piece          the same; before each sleep in forward it waits for the pieces before it, after each in backward
+                       for those behind it (`bench.piece_flags`)
     one minibatch      begun together; the slowest rank's time to point B counts
     one round          every schedule runs the same minibatch, one after the other, in an order that goes around
 
@@ -24,18 +26,20 @@ import torch
 
 from odc_mpi.bench.fetch_and_push import unit_layout
 from odc_mpi.bench.measure import around
+from odc_mpi.bench.piece_flags import PieceFlags
 from odc_mpi.bench.together import header
 from odc_mpi.comm.compose import collective_transport, window_transport
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.transport import Transport
 from odc_mpi.data.plan.balance import Plan
+from odc_mpi.data.plan.pieces import Split
 from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
-from odc_mpi.simulate.events import Intervals, merged
+from odc_mpi.simulate.events import FORWARD, Intervals, merged
 from odc_mpi.simulate.scenario import Scenario, Trial
 from odc_mpi.simulate.simulate import (
     BASELINE,
-    FLOOR,
+    BOUNDS,
     PAUSE_S,
     SCHEDULES,
     Outcome,
@@ -48,8 +52,6 @@ from odc_mpi.simulate.simulate import (
 
 #: Elements of a unit.
 UNIT_NUMEL = 1024
-#: Forward's part of a unit's time; backward takes twice as long (Kaplan et al. 2020, arXiv 2001.08361).
-FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -128,11 +130,12 @@ def run_schedules(world: World, scenario: Scenario, step_s: float, report: Calla
         runner.close()
     everyone = world.gather_objects(samples)
     each = {name: [max(s.end_s for s in turn) for turn in _turns(everyone, name)] for name in SCHEDULES}
-    each[FLOOR] = [scale * max(floor) for floor in floors]
+    for name, seconds in zip(BOUNDS, ([max(floor) for floor in floors], [shared for _, shared in floors]), strict=True):
+        each[name] = [scale * end for end in seconds]
     ends = {name: sum(own) for name, own in each.items()}
     ranks_busy = {name: np.array([sum(s.busy_s for s in own[name]) for own in everyone]) for name in SCHEDULES}
     busy = {name: float(own.sum()) for name, own in ranks_busy.items()}
-    busy[FLOOR] = scale * sum(shared for _, shared in floors) * scenario.ranks
+    busy |= dict.fromkeys(BOUNDS, scale * sum(shared for _, shared in floors) * scenario.ranks)
     return Outcome(
         scenario,
         {name: ends[BASELINE] / end for name, end in ends.items()},
@@ -164,7 +167,8 @@ class Runner(ABC):
         """Run a minibatch, begun together. Collective."""
         sleeper = Sleeper()
         self._world.meet(self._world.comm.Ibarrier(), "beginning a minibatch together")
-        began, busy_s = time.perf_counter(), 0.0
+        began = time.perf_counter()
+        busy_s = self.run_pieces(sleeper, trial, plan, scale)
         for microbatch in self.microbatches(plan):
             seconds = scale * self.seconds(trial, microbatch, is_first=not sleeper.slept)
             before = len(sleeper.slept)
@@ -174,7 +178,7 @@ class Runner(ABC):
             else:
                 del sleeper.slept[before:]  # padding is no work
         self._transport.complete_gradients(np.zeros(1))
-        self.prepare_next()
+        self.prepare_next(plan)
         self._transport.publish_parameters()
         end_s = time.perf_counter() - began
         slept = (((start - began) / scale, (stop - began) / scale) for start, stop in sleeper.slept)
@@ -184,23 +188,32 @@ class Runner(ABC):
         """Return the seconds of a microbatch on this rank, less what its caches save. Local."""
         return trial.duration_s(self._world.rank, microbatch)
 
+    def run_pieces(self, sleeper: "Sleeper", trial: Trial, plan: Plan, scale: float) -> float:
+        """Run this rank's pieces, and return the seconds that it was to sleep for. One-sided."""
+        assert not plan.splits, "collectives share no sequence"
+        return 0.0
+
     @abstractmethod
     def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:
         """Yield this rank's microbatches, each when the one before it is done. Local, or one-sided."""
 
-    def prepare_next(self) -> None:  # noqa: B027 - not everybody has to
+    def prepare_next(self, plan: Plan) -> None:  # noqa: B027 - not everybody has to
         """Do what belongs between A and B. Local."""
 
     def close(self) -> None:
         """Free the transport. Collective."""
         self._transport.close()
 
-    def _run_microbatch(self, sleeper: "Sleeper", seconds: float) -> None:
+    def _run_microbatch(self, sleeper: "Sleeper", seconds: float, waits: "Waits | None" = None) -> None:
+        """Run a microbatch, or a piece, which waits for others."""
+        waits = waits or Waits()
         for unit in self._units:
+            waits.before_forward(unit)
             self._with_unit(unit, lambda: sleeper.sleep(FORWARD * seconds / len(self._units)))
         pushes = []
         for unit in reversed(self._units):
             self._with_unit(unit, lambda: sleeper.sleep((1 - FORWARD) * seconds / len(self._units)))
+            waits.after_backward(unit)
             pushes.append(self._transport.gradients.push(unit, self._gradient))
         for push in pushes:
             push.wait()
@@ -217,6 +230,18 @@ class WindowRunner(Runner):
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, window_transport(world), num_units)
         self._tickets = Tickets(world)
+        self._flags = PieceFlags(world, num_units)
+
+    def run_pieces(self, sleeper: "Sleeper", trial: Trial, plan: Plan, scale: float) -> float:  # noqa: D102
+        busy_s, rank = 0.0, self._world.rank
+        for place, split in enumerate(plan.splits):
+            if rank in split.ranks:
+                index = split.ranks.index(rank)
+                seconds = scale * trial.piece_s(rank, split, index, is_first=not sleeper.slept)
+                waits = PieceWaits(self._flags, place, split, index, len(self._units))
+                self._run_microbatch(sleeper, seconds, waits)
+                busy_s += seconds
+        return busy_s
 
     def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:  # noqa: D102
         yield from filter(None, plan.microbatches[self._world.rank])
@@ -227,10 +252,12 @@ class WindowRunner(Runner):
     def seconds(self, trial: Trial, microbatch: Sequence[int], *, is_first: bool) -> float:  # noqa: D102
         return trial.window_s(self._world.rank, microbatch, is_first=is_first)
 
-    def prepare_next(self) -> None:  # noqa: D102
+    def prepare_next(self, plan: Plan) -> None:  # noqa: D102
         self._tickets.reset()
+        self._flags.next_minibatch(len(plan.splits))
 
     def close(self) -> None:  # noqa: D102
+        self._flags.close()
         self._tickets.close()
         super().close()
 
@@ -245,6 +272,34 @@ class CollectiveRunner(Runner):
         own = plan.microbatches[self._world.rank]
         for turn in range(max(map(len, plan.microbatches))):
             yield own[turn] if turn < len(own) else ()
+
+
+class Waits:
+    """What a microbatch waits for in a unit: nothing."""
+
+    def before_forward(self, unit: int) -> None:
+        """Wait before the unit computes. One-sided."""
+
+    def after_backward(self, unit: int) -> None:
+        """Wait before the unit's gradients are pushed. One-sided."""
+
+
+class PieceWaits(Waits):
+    """A piece waits for keys and values of the pieces before it, and for gradients from those behind it."""
+
+    def __init__(self, flags: PieceFlags, place: int, split: Split, index: int, num_units: int) -> None:
+        self._flags, self._num_units = flags, num_units
+        self._place, self._split, self._index = place, split, index
+
+    def before_forward(self, unit: int) -> None:  # noqa: D102
+        self._meet(unit, range(self._index))
+
+    def after_backward(self, unit: int) -> None:  # noqa: D102
+        self._meet(2 * self._num_units - 1 - unit, range(self._index + 1, len(self._split.ranks)))
+
+    def _meet(self, step: int, others: range) -> None:
+        self._flags.show(self._place, step)
+        self._flags.wait(self._place, step, self._split, others)
 
 
 class Sleeper:

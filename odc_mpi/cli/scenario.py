@@ -23,6 +23,8 @@ SCENARIO: tuple[tuple[str, int | float, str], ...] = (
     ("--unit-bytes", 0, "bytes of a unit; 0: of a model of 1.5 B parameters in bf16, by its units"),
     ("--fetch-gb-per-s", 0.0, "of a unit; 0 is free"),
     ("--push-gb-per-s", 0.0, "of a unit; 0 is free"),
+    ("--piece-factor", 1.08, "what a piece of a sequence takes, to its part of the whole"),
+    ("--kv-gb-per-s", 0.0, "of the keys and values of other pieces; 0 is free"),
 )
 #: Ranks of a scenario, unless mpiexec says how many.
 RANKS = 8

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from odc_mpi.comm.host import Footprint, Host
 from odc_mpi.comm.progress import ProgressThread
-from odc_mpi.comm.transport import Footprint, Group, Host
+from odc_mpi.comm.transport import Group
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
 

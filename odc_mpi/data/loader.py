@@ -16,6 +16,7 @@ from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.plan.balance import BALANCES, Balance, Plan, check_fit
 from odc_mpi.data.plan.context import check_pieces_fit, split_longest
 from odc_mpi.data.plan.cost import Cost
+from odc_mpi.data.plan.same_cut import same_cut
 from odc_mpi.errors import UserError
 from odc_mpi.wording import did_you_mean
 
@@ -220,6 +221,7 @@ class Loader:
         size: int = 1,
         cost: Cost = Cost(),  # noqa: B008 - frozen
         cuts: bool = False,
+        exact: bool = False,
     ) -> None:
         """Check the settings against the data. Local.
 
@@ -232,13 +234,16 @@ class Loader:
             rank: The rank whose batches the minibatches yield.
             size: Number of ranks.
             cost: Cost of a sequence.
-            cuts: Whether sequences may be cut into pieces; with the balance `dynamic`.
+            cuts: Whether sequences may be cut into pieces; with the balance `dynamic`, and not `exact`.
+            exact: Whether microbatches are to be the same on any number of ranks, and whatever `cost` becomes.
 
         Raises:
             UserError: A setting is out of range, or a sequence fits into no microbatch.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self._balance = split_longest if cuts else _find_balance(balance)
+        if exact:
+            self._balance = same_cut(balance, cost)
         for setting, value, least in (
             ("data.minibatch_sequences", minibatch_sequences, 1),
             ("data.max_tokens_per_microbatch", max_tokens_per_microbatch, 1),

@@ -22,14 +22,14 @@ def advice(scenario: Scenario) -> str:
         outcomes[per_rank] = simulate(
             replace(scenario, per_rank=per_rank, num_minibatches=min(most, scenario.num_minibatches))
         )
-    lines = [f"{'sequences':>12}{'speed-up':>12}{'':10}{'idle':>12}{'sequences':>14}"]
-    lines.append(f"{'per rank':>12}{'lb_mini':>12}{'dynamic':>10}{'dynamic':>12}{'per s':>14}")
+    lines = [f"{'sequences':>12}{'speed-up':>12}{'':20}{'idle':>12}{'sequences':>14}"]
+    lines.append(f"{'per rank':>12}{'lb_mini':>12}{'dynamic':>10}{'split':>10}{'dynamic':>12}{'per s':>14}")
     rates = {}
     for per_rank, outcome in outcomes.items():
         rates[per_rank] = scenario.ranks * per_rank / outcome.step_s[ADVISED]
         lines.append(
             f"{per_rank:12}{outcome.speedup['window/lb_mini']:12.3f}{outcome.speedup[ADVISED]:10.3f}"
-            f"{outcome.idle_fraction[ADVISED]:12.1%}{rates[per_rank]:14.2f}"
+            f"{outcome.speedup['window/split']:10.3f}{outcome.idle_fraction[ADVISED]:12.1%}{rates[per_rank]:14.2f}"
         )
     return "\n".join([*lines, "", _sentence(rates)])
 

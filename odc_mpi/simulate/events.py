@@ -2,6 +2,7 @@
 
     lockstep   collectives: all ranks meet at every unit of every microbatch
     apart      windows: each rank works through its own microbatches
+    layered    windows: ranks that share a sequence wait for each other's keys, values and gradients in each unit
     drawn      windows: whoever is free draws the next microbatch
 
 All meet at the minibatch boundary, so the last rank's end counts.
@@ -11,6 +12,9 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+
+#: Forward's part of a unit's time; backward takes twice as long (Kaplan et al. 2020, arXiv 2001.08361).
+FORWARD = 1 / 3
 
 #: When a rank computes: beginning and end in seconds, in order.
 Intervals = list[tuple[float, float]]
@@ -73,7 +77,46 @@ def apart(durations: Sequence[Sequence[float]]) -> Timing:
     return Timing(max((own[-1] for own in ends), default=0.0), sum(own[-1] for own in ends), timeline)
 
 
-def drawn(count: int, ranks: int, duration: Callable[[int, int], float], ticket_s: float = 0.0) -> Timing:
+def layered(began: Sequence[float], seconds: Sequence[float], units: int) -> list[Intervals]:
+    """Time the pieces of one sequence, first to last, each on another rank.
+
+    In forward a piece shows its keys and values when it comes to a unit, and waits for those of all pieces before it.
+    In backward, units the other way round, it leaves a unit when all pieces after it have added to its gradients there.
+
+    Local.
+
+    Args:
+        began: When each piece's rank comes to it, in seconds.
+        seconds: What each piece takes without waiting.
+        units: Into how many units of equal time the model is cut.
+
+    Returns:
+        For each piece when it computes, a span for each unit, forward and backward.
+    """
+    at = list(began)
+    timeline: list[Intervals] = [[] for _ in at]
+
+    def compute(part: float) -> list[float]:
+        ends = [start + part * own / units for start, own in zip(at, seconds, strict=True)]
+        for own, start, end in zip(timeline, at, ends, strict=True):
+            own.append((start, end))
+        return ends
+
+    for _ in range(units):
+        at = list(accumulate(at, max))
+        at = compute(FORWARD)
+    for _ in range(units):
+        at = list(accumulate(reversed(compute(1 - FORWARD)), max))[::-1]
+    return timeline
+
+
+def drawn(
+    count: int,
+    ranks: int,
+    duration: Callable[[int, int], float],
+    ticket_s: float = 0.0,
+    begun: Sequence[float] | None = None,
+) -> Timing:
     """Time ranks that draw microbatches, in order, whenever they are free; of two free at once, the lower rank first.
 
     Local.
@@ -84,8 +127,10 @@ def drawn(count: int, ranks: int, duration: Callable[[int, int], float], ticket_
         duration: Seconds of microbatch k on rank r, as (r, k).
         ticket_s: Seconds to draw a ticket. A rank draws one more than it gets microbatches: that there are none left is
             what the last one says.
+        begun: When each rank begins to draw, in seconds; None: all at 0.
     """
-    free = [(0.0, rank) for rank in range(ranks)]
+    free = [(0.0 if begun is None else begun[rank], rank) for rank in range(ranks)]
+    heapq.heapify(free)
     timeline: list[Intervals] = [[] for _ in range(ranks)]
     busy = 0.0
     for microbatch in range(count):

@@ -6,13 +6,14 @@ runtime can sleep for them: both see the same minibatches, since everything foll
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.cost import Cost
+from odc_mpi.data.plan.cost import PIECE_FACTOR, Cost
+from odc_mpi.data.plan.pieces import Split
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.lengths import Source, find
 
@@ -25,6 +26,11 @@ REFERENCE_COST = Cost(linear=2.611821 / 32_000, quadratic=1.982122 / 32_000**2)
 REFERENCE_OVERHEAD_S = 0.666759
 #: Of that model's parameters, in bf16.
 MODEL_BYTES = 2 * 1_500_000_000
+#: Keys and values of a token in all layers of such a model, in bf16: 28 layers, two key-value heads of 128.
+KV_BYTES = 28 * 2 * 2 * 128 * 2
+#: Times that a piece moves the keys and values of the pieces before it: read in forward, read again in backward, and
+#: as many bytes of gradients added.
+KV_MOVES = 3
 #: What is larger was a slip: times of a microbatch in seconds, sequences of a minibatch.
 MOST_S = 10**6
 MOST_SEQUENCES = 10**7
@@ -42,6 +48,7 @@ class Trial:
         speeds: Of each rank in this minibatch, float64 [ranks].
         saved_s: Of `communication_s`, what windows save where units stay and gradients are added up, in seconds.
         once_s: What a rank pays for that in its first microbatch of a minibatch, in seconds.
+        cost: What ranks plan with, in seconds.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -51,6 +58,7 @@ class Trial:
     speeds: Floats
     saved_s: float = 0.0
     once_s: float = 0.0
+    cost: Cost = REFERENCE_COST
 
     def work_s(self, microbatch: Sequence[int]) -> float:
         """Return the seconds of a microbatch, given as positions in the minibatch, on a rank of speed 1. Local."""
@@ -69,6 +77,22 @@ class Trial:
             is_first: Whether it is the rank's first of the minibatch.
         """
         return self.duration_s(rank, microbatch) - self.saved_s + (self.once_s if is_first else 0.0)
+
+    def piece_s(self, rank: int, split: Split, index: int, *, is_first: bool) -> float:
+        """Return the seconds for which a rank is busy with a piece of a sequence, without waiting for others. Local.
+
+        Args:
+            rank: The rank.
+            split: The sequence.
+            index: Of the piece.
+            is_first: Whether it is the first that the rank runs in the minibatch.
+        """
+        begin, end = split.bounds[index : index + 2]
+        moved_s = self.cost.earlier * begin
+        error = self._each_s[split.sequence] / float(self.cost.sequence(self.lengths[split.sequence]))
+        work_s = self.overhead_s + error * (self.cost.piece(begin, end) - moved_s)
+        kept_s = self.saved_s - (self.once_s if is_first else 0.0)
+        return work_s / float(self.speeds[rank]) + self.communication_s + moved_s - kept_s
 
     @cached_property
     def _each_s(self) -> list[float]:
@@ -100,6 +124,9 @@ class Scenario:
         parameter_cache_bytes: Of a rank over windows, for fetched units that stay for the minibatch.
         gradient_cache_bytes: Of a rank over windows, for gradients that are added up and pushed once; they are taken to
             be as large as parameters.
+        piece_factor: What a piece of a sequence takes to the part that it is of the whole.
+        kv_gb_per_s: 10^9 bytes of keys and values, or of their gradients, that a piece moves per second, of
+            `KV_BYTES` a token and `KV_MOVES` times; 0: they cost nothing.
     """
 
     ranks: int = 8
@@ -118,6 +145,8 @@ class Scenario:
     ticket_s: float = 0.0
     parameter_cache_bytes: int = 0
     gradient_cache_bytes: int = 0
+    piece_factor: float = PIECE_FACTOR
+    kv_gb_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         for option, value, least, most in (
@@ -136,6 +165,8 @@ class Scenario:
             ("--ticket-s", self.ticket_s, 0, MOST_S),
             ("--parameter-cache-bytes", self.parameter_cache_bytes, 0, 10**15),
             ("--gradient-cache-bytes", self.gradient_cache_bytes, 0, 10**15),
+            ("--piece-factor", self.piece_factor, 1, 10**3),
+            ("--kv-gb-per-s", self.kv_gb_per_s, 0, 10**6),
         ):
             if not least <= value <= most:  # not a number is neither
                 raise UserError(f"expected {option} from {least} to {most}, got {value}")
@@ -153,6 +184,11 @@ class Scenario:
             raise UserError(
                 f"expected communication of at most {MOST_S} s a microbatch, got {self.communication_s:.3g} s: raise "
                 "--fetch-gb-per-s and --push-gb-per-s, or lower --unit-bytes"
+            )
+        if self.kv_gb_per_s and self.planned_cost.earlier > 1:
+            raise UserError(
+                f"expected keys and values of a token to move within a second, got {self.planned_cost.earlier:.3g} s: "
+                "raise --kv-gb-per-s"
             )
 
     @cached_property
@@ -194,7 +230,9 @@ class Scenario:
     @property
     def planned_cost(self) -> Cost:
         """The cost that ranks plan with, in seconds; communication is part of a microbatch's constant."""
-        return Cost(self.cost.linear, self.cost.quadratic, self.cost.constant + self.communication_s)
+        earlier = KV_MOVES * KV_BYTES / (1e9 * self.kv_gb_per_s) if self.kv_gb_per_s else 0.0
+        constant = self.cost.constant + self.communication_s
+        return replace(self.cost, constant=constant, piece_factor=self.piece_factor, earlier=earlier)
 
     def trials(self) -> Iterator[Trial]:
         """Yield the minibatches, the same ones each time. Local."""
@@ -209,6 +247,7 @@ class Scenario:
                 self.communication_s,
                 _factors(self.ranks, self.speed_variation, speeds_rng),
                 *self.kept_s,
+                self.planned_cost,
             )
 
 

@@ -2,8 +2,10 @@
 
     collective/BALANCE   all ranks meet at each unit of each microbatch, as FSDP and ZeRO-3 do
     window/BALANCE       they meet at the minibatch boundary only
-    floor                no schedule can end earlier: not before the longest sequence on the fastest rank, nor before
-                         all work is done if nobody ever waits
+    window/split         `dynamic`, where sequences too long for an even share are cut over ranks (`data.plan.context`)
+    floor                no schedule of whole sequences can end earlier: not before the longest on the fastest rank, nor
+                         before all work is done if nobody ever waits
+    even_share           nor can any schedule, whatever it cuts, end before the latter
 
 Speed-ups are ratios of the total time of all minibatches, over that of collective/lb_micro, what verl and the ODC paper
 plan for collectives. Local, all of it; no MPI.
@@ -12,13 +14,15 @@ plan for collectives. Local, all of it; no MPI.
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.balance import BALANCES, Plan
-from odc_mpi.simulate.events import Intervals, Timing, apart, drawn, lockstep, merged
+from odc_mpi.data.plan.balance import BALANCES, Balance, Plan
+from odc_mpi.data.plan.context import split_longest
+from odc_mpi.simulate.events import Intervals, Timing, apart, drawn, layered, lockstep, merged
 from odc_mpi.simulate.paper import nearest
 from odc_mpi.simulate.scenario import Scenario, Trial
 from odc_mpi.simulate.spread import Spread
@@ -32,8 +36,13 @@ SCHEDULES = (
     "window/lb_micro",
     "window/lb_mini",
     "window/dynamic",
+    "window/split",
 )
-FLOOR = "floor"
+#: Plans by the name of their balance in `SCHEDULES`.
+PLANS: dict[str, Balance] = {**BALANCES, "split": split_longest}
+FLOOR, EVEN_SHARE = "floor", "even_share"
+#: What bounds schedules, by the same keys as theirs.
+BOUNDS = (FLOOR, EVEN_SHARE)
 #: Of a timeline, pauses below this are not told, in seconds.
 PAUSE_S = 1e-3
 
@@ -44,11 +53,10 @@ class Outcome:
 
     Attributes:
         scenario: Of what.
-        speedup: Over collective/lb_micro, by schedule and for the floor.
+        speedup: Over collective/lb_micro, by schedule and for `BOUNDS`.
         idle_fraction: The part of the ranks' time in which they wait or run padding, likewise.
         idle_per_rank: The same of each rank, by schedule; `idle_fraction` is the mean.
-        speedup_per_minibatch: Over collective/lb_micro, of each minibatch alone, by schedule and for the floor:
-            quartiles.
+        speedup_per_minibatch: Over collective/lb_micro, of each minibatch alone, likewise: quartiles.
         step_s: Mean seconds of a minibatch, likewise.
         longest_rules: The part of minibatches whose floor is the longest sequence, not the sum of all work.
         timeline: Of the first minibatch, by schedule: for each rank when it computes, in seconds, padding left out.
@@ -65,7 +73,7 @@ class Outcome:
 
     @property
     def floor(self) -> float:
-        """The speed-up that no schedule can exceed."""
+        """The speed-up that no schedule of whole sequences can exceed."""
         return self.speedup[FLOOR]
 
     def as_json(self) -> dict[str, Any]:
@@ -84,25 +92,26 @@ def simulate(scenario: Scenario) -> Outcome:
     Raises:
         UserError: Its lengths are not to be had.
     """
-    totals = {name: Timing(0.0, 0.0) for name in (*SCHEDULES, FLOOR)}
+    totals = {name: Timing(0.0, 0.0) for name in (*SCHEDULES, *BOUNDS)}
     ends: dict[str, list[float]] = {name: [] for name in totals}
     busy = {name: np.zeros(scenario.ranks) for name in SCHEDULES}
     timeline: dict[str, list[Intervals]] = {}
     rules = 0
     for trial in scenario.trials():
-        plans = {name: plan(scenario, trial, name) for name in BALANCES}
+        plans = {name: plan(scenario, trial, name) for name in PLANS}
         for name in SCHEDULES:
             transport, balance = name.split("/")
-            found = timing(trial, plans[balance], transport, scenario.ticket_s)
+            found = timing(trial, plans[balance], transport, scenario.ticket_s, scenario.num_units)
             if name not in timeline:
                 timeline[name] = [merged(own, PAUSE_S) for own in found.timeline]
             totals[name] += found
             ends[name].append(found.end_s)
             busy[name] += [math.fsum(ended - began for began, ended in own) for own in found.timeline]
         longest, shared = floor_s(trial, scenario.max_tokens)
-        # The work of the floor is that of the fewest microbatches.
-        totals[FLOOR] += Timing(max(longest, shared), shared * scenario.ranks)
-        ends[FLOOR].append(max(longest, shared))
+        for name, end in zip(BOUNDS, (max(longest, shared), shared), strict=True):
+            # The work of a bound is that of the fewest microbatches.
+            totals[name] += Timing(end, shared * scenario.ranks)
+            ends[name].append(end)
         rules += longest > shared
     return Outcome(
         scenario,
@@ -128,14 +137,14 @@ def speedups(baseline_s: Sequence[float], own_s: Sequence[float]) -> Spread:
 
 def plan(scenario: Scenario, trial: Trial, balance: str) -> Plan:
     """Plan a minibatch as the ranks would, from its lengths alone. Local."""
-    return BALANCES[balance](trial.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
+    return PLANS[balance](trial.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
 
 
-def timing(trial: Trial, plan: Plan, transport: str, ticket_s: float = 0.0) -> Timing:
+def timing(trial: Trial, plan: Plan, transport: str, ticket_s: float = 0.0, num_units: int = 1) -> Timing:
     """Reckon what a plan takes over a transport, `collective` or `window`. Local."""
-    if plan.pool:
+    if plan.pool or plan.splits:
         assert transport == "window", "collectives need to know who runs what"
-        return _drawn(trial, plan.pool, ticket_s)
+        return _drawn(trial, plan, ticket_s, num_units)
     speeds = trial.speeds.tolist()
     if transport == "window":
         return apart(
@@ -148,16 +157,38 @@ def timing(trial: Trial, plan: Plan, transport: str, ticket_s: float = 0.0) -> T
     return lockstep(durations, [trial.duration_s(rank, ()) for rank in range(len(durations))])
 
 
-def _drawn(trial: Trial, pool: Sequence[Sequence[int]], ticket_s: float) -> Timing:
-    work, speeds = list(map(trial.work_s, pool)), trial.speeds.tolist()
-    each_s, started = trial.communication_s - trial.saved_s, set[int]()
+def _drawn(trial: Trial, plan: Plan, ticket_s: float, num_units: int) -> Timing:
+    work, speeds = list(map(trial.work_s, plan.pool)), trial.speeds.tolist()
+    each_s = trial.communication_s - trial.saved_s
+    pieces, begun = _pieces(trial, plan, num_units)
+    started = {rank for rank, own in enumerate(pieces) if own}
 
     def duration(rank: int, k: int) -> float:
         once_s = 0.0 if rank in started else trial.once_s
         started.add(rank)
         return work[k] / speeds[rank] + each_s + once_s
 
-    return drawn(len(work), len(speeds), duration, ticket_s)
+    whole = drawn(len(work), len(speeds), duration, ticket_s if work else 0.0, begun)
+    busy_s = math.fsum(ended - began for own in pieces for began, ended in own)
+    timeline = [[*before, *after] for before, after in zip(pieces, whole.timeline, strict=True)]
+    return Timing(whole.end_s, busy_s + whole.busy_s, timeline)
+
+
+def _pieces(trial: Trial, plan: Plan, num_units: int) -> tuple[list[Intervals], list[float]]:
+    """Return the times at which each rank computes its pieces, and at which it has left the last of them."""
+    timeline: list[Intervals] = [[] for _ in trial.speeds]
+    free = [0.0] * len(timeline)
+    for split in plan.splits:
+        seconds = [
+            trial.piece_s(rank, split, index, is_first=not timeline[rank]) for index, rank in enumerate(split.ranks)
+        ]
+        found = layered([free[rank] for rank in split.ranks], seconds, num_units)
+        # A piece leaves its last unit when the pieces after it have.
+        ends = list(accumulate((own[-1][1] for own in reversed(found)), max))[::-1]
+        for rank, own, end in zip(split.ranks, found, ends, strict=True):
+            timeline[rank] += own
+            free[rank] = end
+    return timeline, free
 
 
 def _window_durations(trial: Trial, speed: float, microbatches: Sequence[Sequence[int]]) -> list[float]:
@@ -169,7 +200,7 @@ def _window_durations(trial: Trial, speed: float, microbatches: Sequence[Sequenc
 
 
 def floor_s(trial: Trial, max_tokens: int) -> tuple[float, float]:
-    """Return two times in seconds before which no schedule ends. Local.
+    """Return two times in seconds before which no schedule of whole sequences ends. Local.
 
     Returns:
         The longest sequence's on the fastest rank, and that of all work, in as few microbatches as there can be, on

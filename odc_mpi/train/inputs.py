@@ -13,7 +13,7 @@ from odc_mpi.data.plan.cost import Cost, flops_cost, named_cost
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
-from odc_mpi.train.pieces import Cutting, choose
+from odc_mpi.train.context.cutting import Cutting, choose
 from odc_mpi.train.settings import Config, DataConfig, ModelConfig
 
 
@@ -63,8 +63,9 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
         seed=config.run.seed,
         rank=rank,
         size=size,
-        cost=_first_cost(config.data, built),
+        cost=first_cost(config.data, built),
         cuts=cutting.shape is not None,
+        exact=config.run.exact,
     )
     return Inputs(dataset, built, loader, _open_evaluation(config, built), cutting)
 
@@ -99,7 +100,8 @@ def _open_dataset(setting: str, path: str, model: ModelConfig, built: models.Bui
     return dataset
 
 
-def _first_cost(config: DataConfig, built: models.BuiltModel) -> Cost:
+def first_cost(config: DataConfig, built: models.BuiltModel) -> Cost:
+    """Return the cost of a sequence before anything was measured. Local."""
     flops = flops_cost(built.num_multiplying, built.num_layers, built.attention_size)
     name = "flops" if config.cost == "fitted" else config.cost  # nothing was measured yet
     return named_cost(name, flops=flops, linear=config.cost_linear, quadratic=config.cost_quadratic)

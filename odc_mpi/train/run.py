@@ -30,12 +30,14 @@ from odc_mpi.runtime.allocation import describe, slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.stack.decision import Decision
+from odc_mpi.train.context.pieces import Pieces, open_windows
 from odc_mpi.train.evaluation import Evaluation
-from odc_mpi.train.inputs import Inputs, open_inputs, remove_staged
+from odc_mpi.train.exact import Exponents, deterministic, reduce_dtype, settled
+from odc_mpi.train.inputs import Inputs, first_cost, open_inputs, remove_staged
 from odc_mpi.train.loop import Trainer
 from odc_mpi.train.objectives.sft import SupervisedFineTuning
 from odc_mpi.train.optimizer import make_optimizer
-from odc_mpi.train.pieces import Pieces, open_windows
+from odc_mpi.train.owner import Owner
 from odc_mpi.train.resume import Origin, PatientWeights, anew_line, find_origin, open_run, say_complete
 from odc_mpi.train.saving import Saving, about_run, describe_adapters
 from odc_mpi.train.settings import Config, dump
@@ -66,6 +68,12 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
         with StopWish() as stop:
             return train(config, world, stop)
     world.timeout_s = config.comm.timeout_s
+    config = world.agree(lambda: settled(config))
+    with deterministic(config):
+        return _train(config, world, stop)
+
+
+def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
     _set_threads(config, world)
     world.agree(lambda: require(config.run.report_to or ()) if world.rank == 0 else None)
     inputs = _open_inputs(config, world)
@@ -81,7 +89,9 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
     trainer = build_trainer(config, world, inputs, decision, origin)
     opening = _opening(config, world, inputs, trainer.model, decision, origin)
     if inputs.evaluation is not None:
-        trainer.participants.append(Evaluation(config, world, trainer.model, inputs.evaluation, inputs.loader.cost))
+        # Not the fitted cost of a run that goes on: a cut by it would be another one.
+        cost = first_cost(config.data, inputs.model)
+        trainer.participants.append(Evaluation(config, world, trainer.model, inputs.evaluation, cost))
     del inputs  # the weights that it can read have been read
     run_dir = Path(config.run.dir)
     _check_stop(stop, world)
@@ -90,29 +100,20 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
     log = Log(run_dir, config.run.steps, opening, trainer.participants, speaks=world.rank == 0)
     with trainer, owner or nullcontext(), log:
         about = about_run(config, trainer.model.module, digest, origin.path if origin else None, adapters)
-
-        def about_now() -> dict[str, Any]:
-            return {**about, "cost": None, **trainer.state()}  # None: unless a participant learns the cost
-
-        state = TrainingState(trainer.model, trainer.update.optimizer, world.rank, over_base=bool(adapters))
-        best = origin.about.get("best") if origin and origin.own else None
-        saving = Saving(config, world, state, about_now, stop, owner, best)
-        trace = Trace(
-            world, run_dir, trainer.model.spans, config.run.trace_steps, config.data.max_tokens_per_microbatch
-        )
+        saving = _saving(config, world, trainer, about, stop, owner, origin)
         limit = SkipLimit(config.run.max_skipped_steps, origin.about if origin else None)
         # In this order: the trace ends at B, and the log writes the line of a step before the limit ends the run for
         # it, in which case nothing is saved any more.
+        trace = Trace(
+            world, run_dir, trainer.model.spans, config.run.trace_steps, config.data.max_tokens_per_microbatch
+        )
         trainer.participants += [trace, log, _tracking(config, world, steps_per_epoch), limit, stop, saving]
-        try:
-            trainer.start()
-            while trainer.done < config.run.steps and not stop.agreed:
-                trainer.step()
-        except TrainingError:
-            saving.finish()  # what is written and not yet published would be lost
-            raise
+        _run_steps(trainer, config.run.steps, stop, saving)
         # Saving comes first here: whatever becomes of the rest, the last checkpoint is not to be lost.
-        summary = log.summarize(_facts(config, world, decision, trainer.model) | trainer.finish())
+        facts = _facts(config, world, decision, trainer.model)
+        if config.run.exact:
+            facts["parameters_digest"] = saving.parameters_digest()
+        summary = log.summarize(facts | trainer.finish())
         saving.check_end(trainer.done)
         return summary
 
@@ -168,6 +169,8 @@ def build_trainer(
     participants: list[Participant] = [Timing(world, model, clock), TrafficReport()]
     if config.data.cost == "fitted":
         participants.append(LearnedCost(inputs.dataset, inputs.loader))
+    if model.fixed_point is not None:
+        participants.append(Exponents(model.fixed_point))
     update = Update(model, optimizer, config)
     done = origin.step if origin else 0
     trainer = Trainer(model, source, SupervisedFineTuning(), update, participants, clock, done)
@@ -206,7 +209,7 @@ def _shard(config: Config, world: World, inputs: Inputs, decision: Decision, ori
         world,
         # Adapters, in float32, and their base each have their own type.
         param_dtype=None if inputs.model.adapter else getattr(torch, config.model.param_dtype),
-        reduce_dtype=getattr(torch, config.model.reduce_dtype),
+        reduce_dtype=reduce_dtype(config),
         activation_checkpointing=config.model.gradient_checkpointing,
         prefetch=config.comm.prefetch,
         weights=weights,
@@ -220,6 +223,34 @@ def _shard(config: Config, world: World, inputs: Inputs, decision: Decision, ori
     if isinstance(weights, PatientWeights):
         world.agree(weights.require_intact)
     return model
+
+
+def _saving(
+    config: Config,
+    world: World,
+    trainer: Trainer,
+    about: dict[str, Any],
+    stop: StopWish,
+    owner: Owner | None,
+    origin: Origin | None,
+) -> Saving:
+    state = TrainingState(trainer.model, trainer.update.optimizer, world.rank, over_base="base" in about)
+    best = origin.about.get("best") if origin and origin.own else None
+
+    def about_now() -> dict[str, Any]:
+        return {**about, "cost": None, **trainer.state()}  # None: unless a participant learns the cost
+
+    return Saving(config, world, state, about_now, stop, owner, best)
+
+
+def _run_steps(trainer: Trainer, steps: int, stop: StopWish, saving: Saving) -> None:
+    try:
+        trainer.start()
+        while trainer.done < steps and not stop.agreed:
+            trainer.step()
+    except TrainingError:
+        saving.finish()  # what is written and not yet published would be lost
+        raise
 
 
 def _tracking(config: Config, world: World, steps_per_epoch: int) -> Tracking:

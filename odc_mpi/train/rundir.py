@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, steps_in
-from odc_mpi.checkpoint.saver import clean
+from odc_mpi.checkpoint.publish import clean
 from odc_mpi.errors import UserError
 from odc_mpi.files import make_directory, replace_text
 from odc_mpi.observe.metrics import METRICS, read_metrics

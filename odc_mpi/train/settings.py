@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NewType, Union, get_args
 
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
+from odc_mpi.observe.trackers import TRACKERS
 from odc_mpi.wording import did_you_mean, parse_size
 
 #: A number of bytes, also written as text such as 512M.
@@ -41,10 +42,7 @@ _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
 _SEED = Check("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
 _TOKENS = Check("from 1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
 _THREADS = Check("from 0 to 1024", lambda value: 0 <= value <= 1024)
-_TRACKERS = Check(
-    "each one of tensorboard, mlflow, wandb and trackio",
-    lambda value: all(name in ("tensorboard", "mlflow", "wandb", "trackio") for name in value),
-)
+_TRACKERS = Check(f"each one of {', '.join(TRACKERS)}", lambda value: all(name in TRACKERS for name in value))
 _NOT_EMPTY = Check("not empty", lambda value: value != "")
 _NAMES = Check("not empty", lambda value: bool(value) and all(isinstance(name, str) and name for name in value))
 
@@ -56,7 +54,9 @@ class ModelConfig:
     path: Annotated[str | None, "directory with config.json and safetensors; or give model.config", _NOT_EMPTY] = None
     config: Annotated[dict[str, Any] | None, "transformers configuration with its model_type: a new model"] = None
     param_dtype: Annotated[Literal["float32", "bfloat16"], "type in which parameters are held and fetched"] = "float32"
-    reduce_dtype: Annotated[Literal["float32", "float64"], "type in which gradients are summed over ranks"] = "float32"
+    reduce_dtype: Annotated[
+        Literal["float32", "float64", "fixed64"], "type in which gradients are summed; fixed64: in any order alike"
+    ] = "float32"
     attn_implementation: Annotated[
         Literal["sdpa", "eager"], "attention of each packed sequence; eager: also with soft caps"
     ] = "sdpa"
@@ -169,6 +169,7 @@ class RunConfig:
     keep_checkpoints: Annotated[int, "how many of them to keep, the newest; 0: all", _NOT_NEGATIVE] = 0
     keep_best: Annotated[bool, "keep the checkpoint of the lowest evaluation loss besides"] = False
     resume: Annotated[str, "auto: the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = "auto"
+    exact: Annotated[bool, "the same result to the last bit on any number of ranks; docs/exact.md"] = False
     report_to: Annotated[list[str] | None, "trackers to write files for; docs/trackers.md", _TRACKERS] = None
 
 

@@ -13,8 +13,8 @@ from odc_mpi.data.plan.fitted import ROW_LENGTH, FittedCost
 from odc_mpi.observe.metrics import Column, Entry
 from odc_mpi.observe.participant import Participant, Ran, Step
 from odc_mpi.shard import model as sharded
+from odc_mpi.train.context.pieces import Pieces
 from odc_mpi.train.loop import Source
-from odc_mpi.train.pieces import Pieces
 
 
 class DatasetSource(Source):

@@ -269,6 +269,16 @@ def test_the_paper_is_drawn_where_it_applies(tmp_path):
     assert "measured in the ODC paper" not in written(tmp_path / "b.json", schedule_result())
 
 
+def test_split_sequences_are_drawn_below_where_they_gain(tmp_path):
+    found = {"benchmark": "simulate", **simulate(Scenario(ranks=4, per_rank=1, num_minibatches=1)).as_json()}
+    with_split = written(tmp_path / "a.json", found, picture="gantt")
+    assert "The longest sequences split, window/split" in with_split and ", split " in with_split
+    assert "window/split" not in written(tmp_path / "b.json", schedule_result(), picture="gantt")
+    for kind in ("timeline", "speedup", "idle_fraction", "step_s"):
+        del found[kind]["window/split"]
+    assert "window/split" not in written(tmp_path / "older.json", found)
+
+
 def test_schedules_without_a_timeline(tmp_path):
     result = schedule_result()
     del result["timeline"]

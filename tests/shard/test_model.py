@@ -14,7 +14,7 @@ from ranks import RecordingTransport, run_ranks
 from torch import nn, optim
 from zoo import WIDTH, Block, Layer, Stack, Transformer
 
-from odc_mpi.comm.transport import Done, Fetch
+from odc_mpi.comm.pending import Done, Fetch
 from odc_mpi.shard.model import ShardedModel
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])

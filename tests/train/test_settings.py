@@ -233,7 +233,7 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("run: {report_to: 1}", "job.yaml: run.report_to: expected a list of names or null, got 1"),
         (
             "run: {report_to: [wandb, x]}",
-            "job.yaml: run.report_to: expected a list of names or null, each one of tensorboard, mlflow, wandb and "
+            "job.yaml: run.report_to: expected a list of names or null, each one of tensorboard, mlflow, wandb, "
             'trackio, got ["wandb", "x"]',
         ),
         ("run: {max_skipped_steps: 0}", "job.yaml: run.max_skipped_steps: expected an integer, 1 or more"),

@@ -28,7 +28,7 @@ from odc_mpi.runtime.world import World
 #: that nobody looks into. Both have a length in elements and can be cut.
 Memory: TypeAlias = np.ndarray | memoryview
 #: How reduced elements are described to MPI. Nothing else may be summed: bf16 would be added as bytes.
-MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
+MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
 #: One message carries at most this many elements: counts are C ints in many MPI libraries.
 MAX_MESSAGE_NUMEL = 1 << 27
 

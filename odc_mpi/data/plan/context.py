@@ -38,6 +38,9 @@ Counts = npt.NDArray[np.int64]
 #: Costs from which on sequences are cut, in even shares of the minibatch's cost: the lowest, and the ratio of one to
 #: the next, up to the costliest sequence.
 LOWEST, STEP = 0.4, 1.06
+#: So many pieces at most, or so many for each rank, are looked at, unless it takes more of them to fit: planning with
+#: thousands takes long and gains nothing.
+MANY, EACH = 64, 2
 #: So many of the most promising plans are made in full.
 FINALISTS = 3
 #: Cutting has to end the minibatch so much earlier: not for a gain as small as what costs are wrong by.
@@ -151,8 +154,11 @@ class _Planner:
         while True:
             wished = np.ceil(pieces / max(most - constant, 1e-3 * most)).astype(np.int64)
             counts = np.where(self._costs + constant > most, np.maximum(wished, 2), 1)
-            yield np.clip(counts, self._fewest, np.minimum(self._size, self._lengths))
-            if not (counts > 1).any():
+            counts = np.clip(counts, self._fewest, np.minimum(self._size, self._lengths))
+            has_to = (self._fewest > 1).any()
+            if has_to or counts[counts > 1].sum() <= max(MANY, EACH * self._size):
+                yield counts
+            if (counts == self._fewest).all():
                 break
             most *= STEP
 

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from odc_mpi.data.plan.cost import Cost
 
-#: Halvings of the interval in which the cost of the costliest piece is searched: as many as a float64 has bits.
-HALVINGS = 53
+#: Halvings of the interval in which the cost of the costliest piece is searched, at first that of one token.
+HALVINGS = 20
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,12 @@ def even_bounds(length: int, count: int, max_tokens: int, cost: Cost) -> tuple[i
         Rising, from 0 to `length`; fewer pieces than `count` only if more of them would make none cheaper.
     """
     assert count * max_tokens >= length, f"{count} pieces of {max_tokens} tokens for {length}"
-    low, high = 0.0, cost.piece(0, length) + cost.earlier * length
-    found = _longest_first(length, count, max_tokens, cost, high)
+    # All pieces together cost at least what they would without tokens before them; the costliest, its share of that.
+    low = cost.piece(0, length) / count
+    margin = cost.piece(length - 1, length)
+    while (found := _longest_first(length, count, max_tokens, cost, low + margin)) is None:
+        low, margin = low + margin, 4 * margin
+    high = low + margin
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         tried = _longest_first(length, count, max_tokens, cost, middle)
@@ -61,7 +65,6 @@ def even_bounds(length: int, count: int, max_tokens: int, cost: Cost) -> tuple[i
             low = middle
         else:
             found, high = tried, middle
-    assert found is not None
     return found
 
 

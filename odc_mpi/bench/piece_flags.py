@@ -1,0 +1,76 @@
+"""How far the ranks that share a sequence have come: flags that each sets for itself and others look at, one-sided.
+
+    forward     a piece shows a unit when it comes to it, and waits until all pieces before it have shown theirs
+    backward    a piece shows that it is done with a unit, and leaves the unit when all pieces after it have shown that
+
+A flag only grows, from minibatch to minibatch, so nothing is ever reset and a late look is never wrong.
+"""
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from odc_mpi.comm.windows.rma import Window
+from odc_mpi.data.plan.pieces import Split
+from odc_mpi.runtime.world import World
+
+#: Seconds between two looks at a flag: short beside the sleep of a unit, long enough to leave cores to others.
+LOOK_S = 5e-4
+
+
+class PieceFlags:
+    """A flag on each rank. Making one is collective.
+
+    Args:
+        world: The ranks; the flags are freed with it.
+        num_units: Units of the model.
+    """
+
+    def __init__(self, world: World, num_units: int) -> None:
+        self._world, self._num_steps = world, 2 * num_units
+        self._window = Window(world, 1, torch.int64)
+        self._num_before = 0
+        world.on_close(self.close)
+        world.meet(world.comm.Ibarrier(), "setting flags of pieces to zero")
+
+    def show(self, place: int, step: int) -> None:
+        """Say that this rank has come to a step of its piece. One-sided.
+
+        Args:
+            place: Of the sequence among the minibatch's.
+            step: Units come to in forward and done with in backward, from 0 on.
+        """
+        with self._world.deadline("showing how far a piece is", [self._world.rank]):
+            self._window.replace(self._world.rank, 0, self._value(place, step))
+
+    def wait(self, place: int, step: int, split: Split, pieces: Iterable[int]) -> None:
+        """Return once other pieces of the sequence have come to a step. One-sided.
+
+        Args:
+            place: Of the sequence among the minibatch's.
+            step: See `show`.
+            split: The sequence.
+            pieces: Those that are waited for.
+        """
+        wanted = self._value(place, step)
+        for index in pieces:
+            rank = split.ranks[index]
+            with self._world.deadline(f"waiting for piece {index} of a sequence at step {step}", [rank]):
+                while self._window.read(rank, 0) < wanted:
+                    time.sleep(LOOK_S)
+
+    def next_minibatch(self, num_splits: int) -> None:
+        """Go on to the next minibatch, after one with so many sequences that were cut. Local, on every rank."""
+        self._num_before += num_splits
+
+    def close(self) -> None:
+        """Free the flags. Collective; a second call does nothing."""
+        if self._num_steps:
+            self._num_steps = 0
+            with self._world.meeting("freeing the flags of pieces"):
+                self._window.free()
+            self._world.forget(self.close)
+
+    def _value(self, place: int, step: int) -> int:
+        return (self._num_before + place) * self._num_steps + step + 1
