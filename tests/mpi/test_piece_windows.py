@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from odc_mpi.comm import pieces as comm_pieces
 from odc_mpi.comm.pieces import PieceExchange, PieceWindows, Sizes
 from odc_mpi.models.piece_attention import attend
 
@@ -110,10 +111,9 @@ def test_a_slow_rank_changes_nothing(windows, world, slowed):
         assert_whole(world, seed, bounds, ranks, results.get(seed))
 
 
+@pytest.mark.sizes(3, 4)
 def test_nobody_else_waits(windows, world):
     """A rank without a piece goes on while the others are still at theirs; one rank of these is late."""
-    if world.size < 3:
-        pytest.skip("all ranks have a piece")
     bounds, ranks = (0, 15, TOKENS), (0, 1)
     ended = time.time()
     own = None
@@ -128,3 +128,32 @@ def test_nobody_else_waits(windows, world):
 
 def test_memory_is_bounded_and_told(windows):
     assert windows.sizes.num_bytes == LAYERS * TOKENS * TOKEN_BYTES + 2 * TOKENS * TOKEN_BYTES
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("flag", ["SHOWN", "GIVEN"])
+def test_a_flag_that_is_looked_at_too_late_is_seen(windows, world, monkeypatch, flag):
+    """Reading before the flag is raised gives what lay there before, so that the comparisons above fail."""
+    unwaited, wait = getattr(comm_pieces, f"_{flag}"), PieceWindows.wait
+
+    def careless(self, kind, *args):
+        if kind != unwaited:
+            wait(self, kind, *args)
+
+    monkeypatch.setattr(PieceWindows, "wait", careless)
+    bounds, ranks = (0, 15, TOKENS), (0, 1)
+    # Who is waited for is late: the first piece in the forward, the second in the backward.
+    late = 0 if flag == "SHOWN" else 1
+    own = piece(windows, 1, 1, bounds, ranks, lambda layer: time.sleep(0.3 if world.rank == late else 0))
+    expected = whole(1)
+    parts = world.gather_objects(own)
+    assert not torch.allclose(torch.cat([part[1] for part in parts], 2), expected[1])
+
+
+@pytest.mark.sizes(2)
+def test_a_gradient_that_is_added_twice_is_seen(windows, world, monkeypatch):
+    taken = PieceExchange.taken
+    monkeypatch.setattr(PieceExchange, "taken", lambda self, layer, own: taken(self, layer, taken(self, layer, own)))
+    own = piece(windows, 1, 1, (0, 15, TOKENS), (0, 1))
+    parts = world.gather_objects(own)
+    assert not torch.allclose(torch.cat([part[1] for part in parts], 2), whole(1)[1])
