@@ -64,7 +64,7 @@ class _Reader:
         return values
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutBatch(Batch):
     """A microbatch of completions, each behind its prompt. `inputs` has no labels.
 

@@ -46,6 +46,7 @@ def settled(config: Config) -> Config:
         ("model.reduce_dtype", config.model.reduce_dtype, "float64", "fixed64"),
         ("comm.transport", config.comm.transport, "collective", "window"),
         ("data.balance", config.data.balance, "lb_micro", "lb_mini or dynamic"),
+        ("data.context_parallel", config.data.context_parallel, "auto", "off"),
         ("optim.fused", config.optim.fused, "off", "auto"),
     ):
         if given == broken:
@@ -63,6 +64,7 @@ _REASONS = {
     "model.reduce_dtype": "floating-point sums depend on their order",
     "comm.transport": "its ranks run the same number of microbatches, cut for the number of ranks",
     "data.balance": "it cuts microbatches for the number of ranks",
+    "data.context_parallel": "it cuts sequences for the number of ranks",
     "optim.fused": "torch's other optimizers may round elements at the end of a shard in another way",
 }
 

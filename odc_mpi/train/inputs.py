@@ -1,7 +1,7 @@
 """What a run is made from: the data set, the model and the loader, opened and checked against each other."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
+from odc_mpi.train.context.cutting import Cutting, check, choose
 from odc_mpi.train.rl.prompts import PromptLoader
 from odc_mpi.train.settings import Config, DataConfig, ModelConfig
 
@@ -29,6 +30,7 @@ class Inputs:
     model: models.BuiltModel
     loader: Loader | PromptLoader
     evaluation: Data | None = None
+    cutting: Cutting = field(default_factory=Cutting)
 
     @property
     def datasets(self) -> dict[str, Data]:
@@ -64,12 +66,13 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
             "data.balance: dynamic hands out microbatches while ranks run, got comm.transport collective, under which "
             "all run each together: set data.balance to lb_micro, or comm.transport to window"
         )
+    check(config)
     built = build_model(config.model, config.run.seed)
-    if config.lora.r is not None:
-        built = _with_adapters(built, config)
     if config.run.objective == "grpo":
-        return _open_prompts(config, built, rank)
+        return _open_prompts(config, _with_adapters(built, config), rank)
     dataset = _open_dataset("data.path", config.data.path, config.model, built)
+    cutting = choose(config, built, dataset, size)
+    built = _with_adapters(built, config)
     loader = Loader(
         dataset,
         minibatch_sequences=config.data.minibatch_sequences,
@@ -79,9 +82,10 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
         rank=rank,
         size=size,
         cost=first_cost(config.data, built),
+        cuts=cutting.shape is not None,
         exact=config.run.exact,
     )
-    return Inputs(dataset, built, loader, _open_evaluation(config, built))
+    return Inputs(dataset, built, loader, _open_evaluation(config, built), cutting)
 
 
 def remove_staged(path: str) -> None:
@@ -174,7 +178,9 @@ def _check_vocabulary(setting: str, dataset: Data, model: ModelConfig, built: mo
 
 
 def _with_adapters(built: models.BuiltModel, config: Config) -> models.BuiltModel:
-    """Put the adapters of a configuration into a model. Local."""
+    """Put the adapters of a configuration into a model, if it has any. Local."""
+    if config.lora.r is None:
+        return built
     # peft takes a second to import.
     from odc_mpi.models.adapters import add_adapters
 

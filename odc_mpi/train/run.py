@@ -31,6 +31,7 @@ from odc_mpi.runtime.allocation import describe, slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.stack.decision import Decision
+from odc_mpi.train.context.pieces import Pieces, open_windows
 from odc_mpi.train.evaluation import Evaluation
 from odc_mpi.train.exact import Exponents, deterministic, reduce_dtype, settled
 from odc_mpi.train.inputs import Data, Inputs, first_cost, open_inputs, remove_staged
@@ -88,7 +89,7 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
     adapters = describe_adapters(config, world, inputs.model, origin.about if origin else None)
     decision = decide(config, world)
     trainer = build_trainer(config, world, inputs, decision, origin)
-    opening = _opening(config, world, len(inputs.dataset), trainer.model, decision, origin)
+    opening = _opening(config, world, inputs, trainer.model, decision, origin)
     if isinstance(inputs.evaluation, Dataset):
         # Not the fitted cost of a run that goes on: a cut by it would be another one.
         cost = first_cost(config.data, inputs.model)
@@ -168,13 +169,17 @@ def build_trainer(
     optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes())
     # With collectives ranks wait for the slowest in each fetch and push, and have to take part in all of them.
     one_sided = decision.transport == "window"
-    clock = OwnClock(model, waits_apart=one_sided)
+    windows = open_windows(inputs.cutting, world, model, in_place=decision.zero_copy.choice == "on")
+    pieces = Pieces(windows) if windows else None
+    clock = OwnClock(model, waits_apart=one_sided, waited_s=lambda: windows.waited_s if windows else 0.0)
     tickets = Tickets(world) if config.data.balance == "dynamic" else None
     participants: list[Participant] = [Timing(world, model, clock), TrafficReport()]
     source: Source
     objective: Objective
     if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):
-        source = DatasetSource(inputs.dataset, inputs.loader, config.run.seed, tickets, pads=not one_sided)
+        source = DatasetSource(
+            inputs.dataset, inputs.loader, config.run.seed, tickets, pads=not one_sided, pieces=pieces
+        )
         objective = SupervisedFineTuning()
         if config.data.cost == "fitted":
             participants.append(LearnedCost(inputs.dataset, inputs.loader))
@@ -284,7 +289,7 @@ def _restore(trainer: Trainer, origin: Origin, rank: int) -> None:
 
 
 def _opening(
-    config: Config, world: World, num_sequences: int, model: ShardedModel, decision: Decision, origin: Origin | None
+    config: Config, world: World, inputs: Inputs, model: ShardedModel, decision: Decision, origin: Origin | None
 ) -> str:
     """Return the lines before the first step; why ranks reach each other as they do tells `odc-mpi doctor`."""
     reach = decision.one_line()
@@ -305,7 +310,8 @@ def _opening(
     lines = {
         "ranks": f"{world.size} {describe(world.layout, slurm_job())}; {world.mpi_library}",
         "model": f"{type(model.module).__name__}, {trained}, {dtype}, on {model.device}",
-        "data": f"{data.path}, {num_sequences:,} {what}, {share}",
+        "data": f"{data.path}, {len(inputs.dataset):,} {what}, {share}",
+        **inputs.cutting.told(),
         "comm": reach,
         "caches": _caches(config, model),
         "writes": config.run.dir,

@@ -63,6 +63,9 @@ class DataConfig:
     balance: Annotated[
         Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "how sequences are dealt out to ranks"
     ] = "lb_mini"
+    context_parallel: Annotated[
+        Literal["auto", "off"], "with balance dynamic: cut the longest sequences over ranks"
+    ] = "off"
     cost: Annotated[
         Literal["linear", "quadratic", "flops", "fitted"], "what balances a sequence; fitted: learned from this run"
     ] = "flops"

@@ -246,10 +246,10 @@ class SharedWindow:
         """Return the shards of this node, as one piece where they are one. Local."""
         return [self.whole] if self.whole is not None else list(self._near.values())
 
-    def get(self, target: int, buffer: Memory) -> None:
-        """Start to read the first elements of the shard of a rank on another node into bytes. One-sided."""
+    def get(self, target: int, buffer: Memory, start: int = 0) -> None:
+        """Start to read elements of the shard of a rank on another node, from `start` on, into bytes. One-sided."""
         assert self._far is not None and target not in self._near
-        _get(self._far, target, buffer, self._itemsize)
+        _get(self._far, target, buffer, self._itemsize, start)
 
     def flush(self) -> None:
         """Complete everything that this rank started. One-sided."""
