@@ -47,7 +47,7 @@ def test_keys_come_before_they_are_read_and_gradients_before_they_are_used(world
             own = run(world, flags, place, split, slow) if world.rank in split.ranks else None
             everyone = world.gather_objects(own)
             pieces = [everyone[rank] for rank in split.ranks]
-            for i, (came, began, left) in enumerate(pieces):
+            for i, (_, began, left) in enumerate(pieces):
                 for step in range(UNITS):
                     assert all(began[step] >= other[0][step] for other in pieces[:i]), (minibatch, step)
                 for step in range(UNITS, 2 * UNITS):
