@@ -65,7 +65,8 @@ def shard_model(
             adapters in fp32 over a frozen base in bf16. Where the type is narrower than fp32, owners keep an fp32
             master of their trainable slices for the optimizer.
         reduce_dtype: Type in which gradients are summed: float32 or float64, by default the wider of float32 and the
-            types of the trainable parameters.
+            types of the trainable parameters; or int64, which stands for 64-bit fixed-point numbers, whose sums do not
+            depend on their order (docs/exact.md).
         activation_checkpointing: Keep only the inputs of each unit for the backward, and run its forward again there.
         prefetch: How many units to fetch ahead of their use, beside the computation; each beyond the first takes memory
             for one more unit. With 0 no thread is started; with 1 or more, gradients are pushed from a thread, too.
@@ -92,11 +93,8 @@ def shard_model(
     """
     computing = world.agree(lambda: _device(device, optimizer_device, world.host_rank))
     world.agree(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
-    if reduce_dtype is None:
-        reduce_dtype = _widest(module, param_dtype)
-    dtypes: dict[str, torch.dtype] = {}
-    if param_dtype is None:
-        param_dtype, dtypes = _own_dtypes(module)
+    reduce_dtype = reduce_dtype or _widest(module, param_dtype)
+    param_dtype, dtypes = (param_dtype, {}) if param_dtype else _own_dtypes(module)
     decision = decision or decide_for(world, device=device)
     transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes)
     model = ShardedModel(
@@ -109,13 +107,10 @@ def shard_model(
         optimizer_device=transport.device if optimizer_device == "cuda" else None,
         dtypes=dtypes,
     )
-    on_device = computing is None or optimizer_device == "cuda"
-    state_bytes = OPTIMIZER_BYTES * sum(p.numel() for p in model.shard_parameters()) if on_device else 0
-    free_bytes, num_ranks = _free_bytes(world, computing)
+    optimizes_here = computing is None or optimizer_device == "cuda"
+    free_bytes, num_ranks = _free_bytes(world, computing, model if optimizes_here else None)
     needs = model.cache_needs
-    model.cache_bytes = auto_budgets(
-        free_bytes - num_ranks * state_bytes, num_ranks, needs.all, parameter_cache_bytes, gradient_cache_bytes
-    )
+    model.cache_bytes = auto_budgets(free_bytes, num_ranks, needs.all, parameter_cache_bytes, gradient_cache_bytes)
     if world.rank == 0:
         _warn_of_slips(model.cache_bytes, needs)
     return model
@@ -168,11 +163,19 @@ def decide_for(
     return decision
 
 
-def _free_bytes(world: World, device: Device | None) -> tuple[int, int]:
-    """Return the free memory where this rank computes, and how many ranks share it."""
-    if device is None:
-        return available_bytes(), world.host_size
-    return device.free_bytes(), -(-world.host_size // device.num_visible)
+def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | None) -> tuple[int, int]:
+    """Return the free memory where this rank computes, and how many ranks share it.
+
+    Args:
+        world: The ranks.
+        device: Where this rank computes.
+        optimized: The model, if the state of its optimizer will be there, too.
+    """
+    free, num_ranks = available_bytes(), world.host_size
+    if device is not None:
+        free, num_ranks = device.free_bytes(), -(-world.host_size // device.num_visible)
+    state_bytes = OPTIMIZER_BYTES * sum(p.numel() for p in optimized.shard_parameters()) if optimized else 0
+    return free - num_ranks * state_bytes, num_ranks
 
 
 def _check_caches(parameters: object, gradients: object) -> None:

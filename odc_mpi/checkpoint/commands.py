@@ -1,18 +1,15 @@
 """The output of `odc-mpi checkpoint list | verify | show | digest`. One process, no communication."""
 
-import hashlib
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 
+from odc_mpi.checkpoint.digest import blocks, digest_of
 from odc_mpi.checkpoint.manifest import MANIFEST, TensorRecord, VersionError
 from odc_mpi.checkpoint.reader import Checkpoint, directories
 from odc_mpi.errors import UserError
-
-#: Elements of a tensor read at a time.
-_PART_NUMEL = 1 << 22
 
 
 def newest(path: Path) -> Checkpoint:
@@ -83,30 +80,22 @@ def show_lines(path: Path) -> Iterator[str]:
 
 
 def digest_line(path: Path) -> str:
-    """Return one SHA-256 over all that a checkpoint restores, and its directory. Local; reads a part at a time.
-
-    Parameters, buffers and the optimizer's state go into it by name, type, shape and bits, whatever the number of ranks
-    that wrote them. Configuration, place in the data and versions do not.
-    """
+    """Return one SHA-256 over all that a checkpoint restores, and its directory. Local; reads a part at a time."""
     with newest(path) as checkpoint:
-        digest = hashlib.sha256()
-        for name, record in sorted(checkpoint.manifest.tensors.items()):
-            digest.update(f"{name} {record.dtype} {list(record.shape)}\n".encode())
+
+        def read(name: str, record: TensorRecord) -> Iterator[np.ndarray]:
             numel = int(np.prod(record.shape, dtype=np.int64))
-            for start in range(0, numel, _PART_NUMEL):
-                digest.update(checkpoint.read(name, start, min(start + _PART_NUMEL, numel)).tobytes())
-        for name, values in sorted(checkpoint.manifest.scalars.items()):
-            for parameter, value in sorted(values.items()):
-                digest.update(f"{name} {parameter} {float(value).hex()}\n".encode())
-        return f"{digest.hexdigest()}  {checkpoint.directory}"
+            return (checkpoint.read(name, start, stop) for start, stop in blocks(0, numel))
+
+        return f"{digest_of(checkpoint.manifest, read)}  {checkpoint.directory}"
 
 
 def _norm(checkpoint: Checkpoint, name: str) -> float:
     record = checkpoint.record(name)
     numel = int(np.prod(record.shape, dtype=np.int64))
     total = 0.0
-    for start in range(0, numel, _PART_NUMEL):
-        part = _numbers(checkpoint.read(name, start, min(start + _PART_NUMEL, numel)), record)
+    for start, stop in blocks(0, numel):
+        part = _numbers(checkpoint.read(name, start, stop), record)
         total += float(np.square(part).sum())
     return float(np.sqrt(total))
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -60,6 +61,18 @@ class TrainingState:
     def snapshot(self) -> list[Entry]:
         """Copy this rank's part of the state. Local; call after point B. Overwrites the result of an earlier call."""
         return [self._copy(live) for live in self._live() if live.tensor.numel()]
+
+    def parts(self) -> dict[str, tuple[int, npt.NDArray]]:
+        """Return this rank's part of each tensor: its first element, and its elements in the stored type. Local.
+
+        Views of what is on the host, which change from point A to B.
+        """
+        live = {live.path: live for live in self._live()}
+        return {
+            path: (own.start, _stored(own.tensor.detach().cpu().contiguous()))
+            for path, own in live.items()
+            if own.tensor.numel()
+        }
 
     def describe(self, step: int, about: dict[str, object]) -> Manifest:
         """Return the manifest of a snapshot of the present state, without its files. Local.
@@ -160,8 +173,7 @@ class TrainingState:
         if copy is None or copy.shape != live.tensor.shape or copy.dtype != live.tensor.dtype:
             copy = self._copies[live.path] = torch.empty_like(live.tensor, device="cpu")
         copy.copy_(live.tensor)
-        dtype = _name(live.tensor.dtype)
-        return Entry(live.path, copy.view(torch.uint8).numpy().view(stored_type(dtype)), live.start, live.shape, dtype)
+        return Entry(live.path, _stored(copy), live.start, live.shape, _name(live.tensor.dtype))
 
 
 class CheckpointWeights:
@@ -235,6 +247,10 @@ def _say(tensor: tuple[tuple[int, ...], str] | None) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _stored(tensor: torch.Tensor) -> npt.NDArray:
+    return tensor.view(torch.uint8).numpy().view(stored_type(_name(tensor.dtype)))
 
 
 def _resume_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> torch.Tensor:

@@ -187,6 +187,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=4, metavar="N", help="minibatches of a round; default: 4")
     parser.add_argument("--model", choices=("qwen2", "llama"), default="qwen2", help="without --config; default: qwen2")
     parser.add_argument("--no-caches", action="store_true", help="fetch and push anew in each microbatch")
+    parser.add_argument("--exact", action="store_true", help="with run.exact besides, for what it costs")
     _add_rounds(parser, 7)
 
 
@@ -203,6 +204,7 @@ def _run_train(arguments: argparse.Namespace) -> int:
             arguments.steps,
             arguments.repeats,
             say,
+            exact=arguments.exact,
         ),
     )
 

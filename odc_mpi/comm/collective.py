@@ -10,7 +10,7 @@ wait for each other at each unit, and one with fewer microbatches than others ha
 
 Note: the same order on all ranks
     Which units a rank fetches follows from the model's control flow alone: nothing is fetched ahead, no unit but the
-    root outlives its forward or backward, and each microbatch begins with none (`shard.unit.ReadyUnits`). A push covers
+    root outlives its forward or backward, and each microbatch begins with none (`shard.units.ready`). A push covers
     the whole array, whichever of its parameters got a gradient. Models whose control flow over units depends on data,
     so that some rank leaves out a unit, do not work here, as they do not with FSDP. Each array has a communicator for
     gathers and one for reductions, so that a rank that does something else is waited for until the deadline, which says
@@ -28,7 +28,9 @@ import torch
 from mpi4py import MPI
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.transport import Fetch, GradientStore, Group, ParameterStore, Pending, PrivateHost
+from odc_mpi.comm.host import PrivateHost
+from odc_mpi.comm.pending import Fetch, Pending
+from odc_mpi.comm.transport import GradientStore, Group, ParameterStore
 from odc_mpi.comm.windows.rma import MPI_DTYPES
 from odc_mpi.runtime.world import World
 

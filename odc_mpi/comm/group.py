@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from odc_mpi.comm.host import Footprint, Host
 from odc_mpi.comm.progress import ProgressThread
-from odc_mpi.comm.transport import Footprint, Group, Host
+from odc_mpi.comm.transport import Group
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
 
@@ -50,6 +51,9 @@ class WorldGroup(Group):
 
     def on_this_node(self, rank: int) -> bool:  # noqa: D102
         return rank in self._world.node_ranks
+
+    def serve(self) -> bool:  # noqa: D102
+        return self._serve()
 
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:  # noqa: D102
         footprint = self._world.agree(lambda: self._checked(num_arrays, plan()))

@@ -13,93 +13,26 @@ A `Transport` holds one of each and leads them past the ordering points. Between
 and within a minibatch there are only one-sided fetches and pushes, which need nothing of their owners. (The one
 exception, `one_sided = False`, is the baseline that all this is measured against: `comm.collective`.)
 
-The memory that the shards lie in belongs to a `Host`, often the store itself. A store that only changes the way of the
-bytes, such as `comm.device.staged`, stands before another store and leaves that one's host as it is. `comm.compose`
-puts the parts together.
+The memory that the shards lie in belongs to a `comm.host.Host`, often the store itself. A store that only changes the
+way of the bytes, such as `comm.device.staged`, stands before another store and leaves that one's host as it is.
+`comm.compose` puts the parts together.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from odc_mpi.comm.buffers import BufferPool, host_memory
+from odc_mpi.comm.host import Footprint, Host, Layout
+from odc_mpi.comm.pending import Fetch, Pending
 
 #: What may travel as parameters: any floating-point type, as bytes.
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-#: What may be summed at the target: MPI knows no bf16, and would add its bytes as integers.
-REDUCE_DTYPES = (torch.float32, torch.float64)
-
-
-class Layout(Protocol):
-    """What a transport needs to know of a flat array."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def numel(self) -> int: ...  # noqa: D102
-    @property
-    def shard_numel(self) -> int: ...  # noqa: D102
-    @property
-    def trainable(self) -> bool: ...  # noqa: D102
-    @property
-    def dtype(self) -> torch.dtype | None: ...  # noqa: D102
-    def owned(self, rank: int) -> tuple[int, int]: ...  # noqa: D102
-    def owners(self, start: int, stop: int) -> range: ...  # noqa: D102
-
-
-class Pending(Protocol):
-    """A fetch or push on its way."""
-
-    def wait(self) -> None:
-        """Return once the operation is complete at this end. One-sided."""
-
-
-class Done:
-    """An operation that was complete when it was started."""
-
-    def wait(self) -> None:
-        """Return at once. Local."""
-
-
-class Later:
-    """An operation that happens where it is waited for. It keeps the memory that it touches until then."""
-
-    def __init__(self, operation: Callable[[], None]) -> None:
-        self._operation: Callable[[], None] | None = operation
-
-    def wait(self) -> None:
-        """Carry it out; a second call does nothing. One-sided."""
-        operation, self._operation = self._operation, None
-        if operation is not None:
-            operation()
-
-
-@dataclass
-class Fetch:
-    """A fetch on its way."""
-
-    buffer: torch.Tensor
-    pending: Pending
-
-    def wait(self) -> torch.Tensor:
-        """Return the whole array, `[numel]` of the store's `dtype`, once it is there. One-sided."""
-        self.pending.wait()
-        return self.buffer
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What hosting takes: windows, and bytes of the host's memory that other ranks can see."""
-
-    num_windows: int = 0
-    shared_bytes: int = 0
-
-    def __add__(self, other: "Footprint") -> "Footprint":
-        return Footprint(self.num_windows + other.num_windows, self.shared_bytes + other.shared_bytes)
+#: What may be summed at the target: MPI knows no bf16, and would add its bytes as integers. Integers are fixed-point
+#: numbers (`shard.elements.fixed_point`), of which a transport knows no more than how to add them.
+REDUCE_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
 class Group(ABC):
@@ -118,6 +51,10 @@ class Group(ABC):
     def on_this_node(self, rank: int) -> bool:
         """Return whether a rank shares this one's node. Local."""
         return True
+
+    def serve(self) -> bool:
+        """Do the owner's part of the gradient store; return whether there was something to do. Local, any thread."""
+        return False
 
     @abstractmethod
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
@@ -159,51 +96,6 @@ class Group(ABC):
     @abstractmethod
     def free(self, hosts: Sequence["Host"]) -> None:
         """Serve no more, meet a last time and free these hosts, the last one first. Collective."""
-
-
-class Host:
-    """Memory of this rank that others reach, from its allocation past the ordering points to its end."""
-
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:
-        """Prepare to host shards of these arrays, known by their index from here on. Local.
-
-        Raises:
-            UserError: A setting does not fit the arrays.
-        """
-        return Footprint()
-
-    def allocate(self) -> None:
-        """Make the memory for what was planned, filled with zeros. Collective, once."""
-
-    def flush(self) -> None:
-        """Wait until everything that this rank pushed is with its owners: before A. One-sided."""
-
-    def complete(self) -> None:
-        """Make the shards hold everything that was pushed: after A. Local."""
-
-    def sync(self) -> None:
-        """Make stores of owners and one-sided accesses see each other: before and after B. Local."""
-
-    def in_place(self) -> list[torch.Tensor]:
-        """Return the memory of the host that fetches read in place and shards lie in, each piece once. Local."""
-        return []
-
-    def free(self) -> None:
-        """Free the memory; nobody may look at it any more. Collective, within a meeting of the caller's."""
-
-
-class PrivateHost(Host):
-    """Memory that no other rank sees: no window, and nothing of the memory that a node's ranks share.
-
-    Attributes:
-        layouts: Of the arrays, once they are known.
-    """
-
-    layouts: Sequence[Layout] = ()
-
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
-        self.layouts = tuple(layouts)
-        return Footprint()
 
 
 class ParameterStore(ABC):

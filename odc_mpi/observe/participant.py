@@ -11,6 +11,7 @@
 All of it is local but for `start`, `after_step` and `finish`, which may be collective.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -20,6 +21,21 @@ from odc_mpi.observe.metrics import Column, Entry
 if TYPE_CHECKING:
     from odc_mpi.data.loader import Batch, Minibatch
     from odc_mpi.shard import model as sharded
+
+#: Bits of a number that is to be added up, below the magnitude that it is told to have at most.
+_SUMMABLE_BITS = 44
+
+
+def summable(value: float, most: float) -> float:
+    """Round a number so that a sum of such numbers is exact, and does not depend on its order. Local.
+
+    Args:
+        value: The number; one that is not finite stays what it is.
+        most: The same for all numbers of a sum, above 0. Sums are exact below 2**8 times it, and numbers are rounded to
+            2**-44 of it or less.
+    """
+    unit = 2.0 ** (math.frexp(most)[1] - 1 - _SUMMABLE_BITS)
+    return round(value / unit) * unit if math.isfinite(value) else value
 
 
 @dataclass

@@ -1,8 +1,17 @@
-"""How much memory is free on this host. Local."""
+"""Memory of this host: how much is free, and what is in /dev/shm, where windows on host memory live."""
 
+import re
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from odc_mpi.errors import UserError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 #: Where Linux shows control groups: those of version 2, or beneath it a folder for each controller of version 1.
 CGROUPS = Path("/sys/fs/cgroup")
@@ -56,3 +65,62 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def check_room(wanted: int, local_size: int, what: str) -> None:
+    """Check that /dev/shm has room for the windows of this node's ranks. Local.
+
+    Args:
+        wanted: Bytes for all ranks of the node together.
+        local_size: Number of ranks of the node.
+        what: Their purpose in words that follow "room for".
+
+    Raises:
+        UserError: There is too little.
+    """
+    # One rank on a node needs no memory that others can see: MPI takes it from the heap.
+    if local_size == 1:
+        return
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return  # Not every system keeps shared memory there; MPI will find its own place or say so.
+    if wanted > free:
+        raise UserError(
+            f"/dev/shm has {free >> 20} MiB free, expected at least {wanted >> 20} MiB as room for {what} of this "
+            f"node's {local_size} ranks: enlarge it (docker --shm-size, mount -o remount,size=...) or use more nodes"
+        )
+
+
+def startup_memory() -> set[str]:
+    """Return the files in /dev/shm that the MPI library made at its start and this rank has mapped. Local.
+
+    Their names are mpich_shm_* (MPICH) and sm_segment.* (Open MPI). Windows have no names from the beginning.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {line.split()[-1] for line in lines if re.search(r"/dev/shm/(mpich_shm_\w+|sm_segment\.\S+)$", line)}
+
+
+def unlink(names: Iterable[str]) -> None:
+    """Remove the names of shared memory that every rank of the node has mapped by now. Local.
+
+    The libraries remove them in MPI_Finalize only: a killed or aborted job would leave megabytes in /dev/shm.
+    """
+    for name in names:
+        with suppress(OSError):
+            Path(name).unlink()
+
+
+def forget_names(node_comm: "MPI.Intracomm") -> None:
+    """Remove the names of the shared memory that MPI made at its start: nobody else will map it. Collective.
+
+    Args:
+        node_comm: The ranks of this node.
+    """
+    # Each has spoken with each of its node, so all have mapped what the library made at its start.
+    node_comm.alltoall([None] * node_comm.Get_size())
+    # Each of them: one that stood in for all might be killed before it came to it.
+    unlink(set.intersection(*node_comm.allgather(startup_memory())))

@@ -7,7 +7,6 @@ at the end. Every wait in them has a deadline, which `runtime.job` watches for a
 
 import atexit
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -22,7 +21,8 @@ from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import Wait
 from odc_mpi.runtime.library import library_name
 from odc_mpi.runtime.limits import end_within
-from odc_mpi.runtime.shared_memory import check_room, startup_memory, unlink
+from odc_mpi.runtime.memory import check_room, forget_names
+from odc_mpi.runtime.topology import Topology
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +33,10 @@ T = TypeVar("T")
 STRANDED_LOOK_S = 0.5
 
 
-class World:
+class World(Topology):
     """The ranks of this job, or some of them. Creating a world is collective.
+
+    Which ranks, and where they are, tell the attributes of `runtime.topology.Topology`: `rank`, `size`, `node`, ...
 
     An exception that leaves the main program on any rank ends the whole job with that rank's traceback; without this
     the other ranks would wait for ever. So does one that ends a thread of this package, but not a thread of the user's.
@@ -45,22 +47,6 @@ class World:
         limit: The setting to name in that error.
         job: The life of the job that the ranks are a part of. By default the ranks are all of a job that begins here
             and ends when this world closes.
-
-    Attributes:
-        rank: This process's number among these ranks, from 0.
-        size: Number of ranks.
-        local_rank: This process's number on its node, from 0.
-        local_size: Ranks on this node.
-        host_rank: This process's number on its host, from 0. It is the local rank, unless MPI was told to take every
-            rank for a node of its own (MPIR_CVAR_NOLOCAL).
-        host_size: Ranks on this host.
-        node: This node's number, from 0, in the order of its lowest rank.
-        num_nodes: Nodes of these ranks.
-        hosts: The host name of every rank.
-        layout: Host name and number of ranks of each node.
-        node_ranks: The ranks of this node, by local rank.
-        comm: These ranks; this world's own.
-        node_comm: The ranks of this node.
     """
 
     def __init__(
@@ -77,29 +63,12 @@ class World:
         # The job's numbers of a part's ranks; None for the whole job, which has the same.
         self._members: tuple[int, ...] | None = None
         with self.deadline("starting up"):
-            self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
-            self.rank = self.comm.Get_rank()
-            self.size = self.comm.Get_size()
-            self.node_comm = MPI.Intracomm(self.comm.Split_type(MPI.COMM_TYPE_SHARED))
-            self.local_rank = self.node_comm.Get_rank()
-            self.local_size = self.node_comm.Get_size()
-            # The lowest rank of each node stands for it.
-            leader = self.node_comm.bcast(self.rank)
-            everyone = self.comm.allgather((leader, MPI.Get_processor_name()))
-            self.node_ranks = self.node_comm.allgather(self.rank)
-            self.hosts = [host for _, host in everyone]
+            super().__init__(MPI.COMM_WORLD if comm is None else comm)
             if job is None:
                 self._job.show(self.comm, self.hosts)
-                self._forget_names()
+                forget_names(self.node_comm)
             else:
                 self._members = tuple(self.comm.allgather(job.rank))
-        leaders = sorted({leader for leader, _ in everyone})
-        self.node = leaders.index(leader)
-        self.host_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
-        self.host_size = self.hosts.count(self.hosts[self.rank])
-        self.num_nodes = len(leaders)
-        ranks = Counter(leader for leader, _ in everyone)
-        self.layout = [(self.hosts[leader], ranks[leader]) for leader in leaders]
         # In order, as keys.
         self._resources: dict[Callable[[], None], None] = dict.fromkeys([self.comm.Free, self.node_comm.Free])
         self._closed = False
@@ -364,10 +333,3 @@ class World:
             request = self.comm.Ibarrier()
             while not complete(request, patience_s=STRANDED_LOOK_S):
                 check_stranded()
-
-    def _forget_names(self) -> None:
-        """Remove the names of the shared memory that MPI made at its start: nobody else will map it. Collective."""
-        # Each has spoken with each of its node, so all have mapped what the library made at its start.
-        self.node_comm.alltoall([None] * self.local_size)
-        # Each of them: one that stood in for all might be killed before it came to it.
-        unlink(set.intersection(*self.node_comm.allgather(startup_memory())))

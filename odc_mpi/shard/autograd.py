@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from odc_mpi.shard.activity import in_backward
-from odc_mpi.shard.unit import ReadyUnits, Unit
+from odc_mpi.shard.units.activity import in_backward
+from odc_mpi.shard.units.ready import ReadyUnits
+from odc_mpi.shard.units.unit import Unit
 
 #: Pushes the gradients of some parameters of a unit; None for those that were not used.
 Push = Callable[[Unit, Sequence[str], Sequence[torch.Tensor | None]], None]

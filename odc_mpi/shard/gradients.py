@@ -1,18 +1,12 @@
 """Pushes of gradients to their owners.
 
-Autograd's gradients of one call of a unit are laid into a buffer as the flat array has them, in `reduce_dtype`, and
-added into the owners' shards. Only the stretch between the first and the last parameter with a gradient travels.
-A push is on its way while the next gradient is computed and laid out; in a thread where the transport allows it.
+Autograd's gradients of one call of a unit are laid into a buffer as the flat array has them, in `reduce_dtype`
+(`shard.elements`), and added into the owners' shards. Only the stretch between the first and the last parameter with a
+gradient travels. A push is on its way while the next gradient is computed and laid out; in a thread where the transport
+allows it.
 
 As far as a budget goes (`shard.residency`), gradients of an array are added up here instead, one pass over each, and
 the sum is pushed once: before A, or in the last backward as soon as the gradient of the array has come.
-
-Note: sums that overflow
-    Finite gradients of several pushes may have a sum that is not. Whether an owner's sum is finite it knows only after
-    A, and to tell the others would take one more meeting. So every rank tells at A how large the sum of what it pushed
-    may be in any element: of each array the largest elements of the pushes, added up. If all ranks' together may be
-    beyond what `reduce_dtype` holds, the gradients count as not finite. A sum made here is one push: what has
-    overflowed stays infinite or NaN, however many gradients are added after it.
 """
 
 import time
@@ -23,14 +17,16 @@ from dataclasses import dataclass
 import torch
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.kernels.native import add_slots, flatten, largest_magnitude
+from odc_mpi.comm.pending import Pending
 from odc_mpi.comm.traffic import Traffic
-from odc_mpi.comm.transport import Pending, Transport
+from odc_mpi.comm.transport import Transport
+from odc_mpi.shard.elements.fixed_point import FixedPoint
+from odc_mpi.shard.elements.floating_point import FloatingPoint
 from odc_mpi.shard.layout import Slot
 from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.residency import Residency
 from odc_mpi.shard.spans import Spans
-from odc_mpi.shard.unit import Unit
+from odc_mpi.shard.units.unit import Unit
 
 #: Buffers for gradients: pushes on their way, and the one that is being filled.
 MAX_BUFFERS = 2
@@ -47,9 +43,8 @@ class Sum:
     start: int
     stop: int
 
-    def add(self, pieces: Pieces) -> None:
-        """Add gradients. Local."""
-        add_slots(self.flat, [(slot.start, gradient) for slot, gradient in pieces])
+    def extend(self, pieces: Pieces) -> None:
+        """Take note of where gradients were added. Local."""
         self.start, self.stop = min(self.start, pieces[0][0].start), max(self.stop, pieces[-1][0].stop)
 
 
@@ -61,8 +56,10 @@ class GradientPusher:
         in_thread: Push from a thread, unless one thread only may call the transport.
         spans: Told when the computation pushes, or waits for pushes.
         traffic: Told of every push.
+        elements: What gradients are pushed and added up as; None: floating-point numbers of the store's type.
 
     Attributes:
+        elements: As given.
         residency: Which arrays' gradients are added up here; none, where pushes go nowhere or are collective.
         padding: Whether gradients count as zeros, whatever they are.
         is_last_backward: Whether no other backward of this minibatch follows.
@@ -75,9 +72,11 @@ class GradientPusher:
         in_thread: bool = False,
         spans: Spans | None = None,
         traffic: Traffic | None = None,
+        elements: FloatingPoint | FixedPoint | None = None,
     ) -> None:
         self.residency = Residency()
         self._store = transport.gradients
+        self.elements = elements or FloatingPoint(self._store.dtype)
         self._spans = spans or Spans()
         self._traffic = traffic or Traffic(transport)
         self._thread = CommunicationThread("odc_mpi-push") if in_thread and transport.threads else None
@@ -85,9 +84,6 @@ class GradientPusher:
         self._on_the_way: deque[tuple[Pending, torch.Tensor, int]] = deque()
         self._sums: dict[int, Sum] = {}
         self._open = False
-        self._bounds: dict[int, torch.Tensor] = {}
-        # Half of what it holds: sums are rounded.
-        self._limit = torch.finfo(transport.gradients.dtype).max / 2
         self.padding = False
         self.is_last_backward = False
         self.names: set[str] = set()
@@ -98,15 +94,6 @@ class GradientPusher:
         return self._buffers.peak_bytes
 
     @property
-    def fullness(self) -> float:
-        """How much of the range of `reduce_dtype` an element of what was pushed since `start` may take up, at most.
-
-        If the sum over all ranks is not below 1, gradients are not finite, or may not be: NaN and infinity tell so
-        themselves. Local; waits for the device to tell.
-        """
-        return float(torch.stack(list(self._bounds.values())).max()) / self._limit if self._bounds else 0.0
-
-    @property
     def accumulate_wait_s(self) -> float:
         """Seconds that the computation spent pushing, or waiting for pushes, since the beginning. Local."""
         return self._spans.seconds["accumulate"]
@@ -115,7 +102,7 @@ class GradientPusher:
         """Allow pushes: a minibatch begins. Local."""
         self._open = True
         self.is_last_backward = False
-        self._bounds = {}
+        self.elements.start()
         self.names = set()
 
     def push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -141,7 +128,8 @@ class GradientPusher:
             if (kept := self._kept_sum(index, unit.layouts[array].numel)) is None:
                 self._send(index, self._lay_out(index, pieces), pieces[0][0].start)
                 continue
-            kept.add(pieces)
+            self.elements.add(index, [(slot.start, gradient) for slot, gradient in pieces], kept.flat)
+            kept.extend(pieces)
             if self.is_last_backward:
                 self._send_sum(index)
 
@@ -180,7 +168,7 @@ class GradientPusher:
             self._wait(MAX_BUFFERS - 1)  # a push that is on its way may take memory of its own, such as pinned memory
         done = self._sums.pop(index)
         flat = done.flat[done.start : done.stop]
-        self._add_bound(index, largest_magnitude(flat))
+        self.elements.send(index, flat)
         self._send(index, flat, done.start)
 
     def _lay_out(self, index: int, pieces: Pieces) -> torch.Tensor:
@@ -189,11 +177,8 @@ class GradientPusher:
         self._wait(MAX_BUFFERS - 1)
         flat = self._buffers.take(stop - first, self._store.dtype)
         counting = () if self.padding else [(slot.start - first, gradient) for slot, gradient in pieces]
-        self._add_bound(index, flatten(counting, flat))
+        self.elements.lay_out(index, counting, flat)
         return flat
-
-    def _add_bound(self, index: int, largest: torch.Tensor) -> None:
-        self._bounds[index] = self._bounds[index] + largest if index in self._bounds else largest
 
     def _send(self, index: int, flat: torch.Tensor, start: int) -> None:
         began = time.perf_counter()

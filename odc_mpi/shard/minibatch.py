@@ -1,9 +1,10 @@
 """What the ranks tell each other at point A: numbers, whether sums are finite, which parameters got a gradient.
 
-    report    [ fullness | values | parameters ]   float64, one row of each rank
+    report    [ sums | values | parameters ]   float64, one row of each rank
 
 The parameters are a bitmap in the order of the layouts, 32 to a number, each of which a float64 holds exactly: 10,000
-parameters take 2.5 KB beside the few numbers. A parameter that no rank pushed a gradient of has none, as in plain
+parameters take 2.5 KB beside the few numbers. The sums are those that tell whether gradients are finite
+(`shard.elements`). A parameter that no rank pushed a gradient of has none, as in plain
 torch: an optimizer leaves it alone, instead of decaying it and moving it by its momentum. No communication.
 """
 
@@ -24,31 +25,35 @@ class Minibatch:
     Attributes:
         values: This rank's numbers by name; add to them while the minibatch runs.
         finite: After the minibatch: whether the sums of all ranks' gradients are finite.
+        sums: After the minibatch: the sums over all ranks of what they reported as such, float64 `[k]`.
         pushed: After the minibatch: of each parameter, whether any rank pushed a gradient of it.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self.values = dict.fromkeys(names, 0.0)
         self.finite = True
+        self.sums = np.empty(0)
         self.pushed: list[bool] = []
         self._reports = np.empty((0, 0))
 
-    def report(self, fullness: float, pushed: Sequence[bool]) -> np.ndarray:
+    def report(self, sums: np.ndarray, pushed: Sequence[bool]) -> np.ndarray:
         """Return the numbers that this rank tells at A, float64. Local.
 
         Args:
-            fullness: Of `GradientPusher`.
+            sums: Numbers of which all ranks get the sum, float64 `[k]`, as many on each.
             pushed: Of each trainable parameter, whether this rank pushed a gradient of it.
         """
         self.pushed = list(pushed)
+        self.sums = sums
         bits = np.zeros(-(-len(pushed) // 32) * 32, dtype=np.bool_)
         bits[: len(pushed)] = pushed
-        return np.array([fullness, *self.values.values(), *np.packbits(bits).view(np.uint32)])
+        return np.array([*sums, *self.values.values(), *np.packbits(bits).view(np.uint32)])
 
     def receive(self, reports: np.ndarray) -> None:
         """Take what all ranks told, a row from each. Local."""
-        fullness, self._reports, words = np.split(reports, [1, 1 + len(self.values)], axis=1)
-        self.finite = bool(fullness.sum() < 1.0)
+        count = len(self.sums)
+        sums, self._reports, words = np.split(reports, [count, count + len(self.values)], axis=1)
+        self.sums = sums.sum(axis=0)
         merged = np.bitwise_or.reduce(words.astype(np.uint32), axis=0)
         self.pushed = np.unpackbits(merged.view(np.uint8), count=len(self.pushed)).astype(np.bool_).tolist()
 

@@ -9,14 +9,10 @@
 Nothing else here communicates, but for `ShardedModel()`, which is collective, and `state_dict`, which is one-sided.
 """
 
-import copy
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -24,26 +20,20 @@ from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
+from odc_mpi.shard.boundary import Boundary, Phase
+from odc_mpi.shard.elements.fixed_point import FixedPoint
+from odc_mpi.shard.elements.floating_point import FloatingPoint
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.layout import FlatLayout, Slice
 from odc_mpi.shard.minibatch import TRAFFIC, Minibatch
-from odc_mpi.shard.modules import place_on_demand, replicate, wrap_forward
-from odc_mpi.shard.optim import StepGuard, clip_coefficient, require_elementwise, squared_norm
-from odc_mpi.shard.partition import UnitChoice, UnitParameters, partition
+from odc_mpi.shard.modules import place_on_demand, replicate, whole_state, wrap_forward
+from odc_mpi.shard.optim import StepGuard, clip_coefficient, require_elementwise
+from odc_mpi.shard.partition import UnitChoice, check_shardable, make_units, partition
 from odc_mpi.shard.residency import Budgets, Needs
 from odc_mpi.shard.slices import ModuleWeights, OwnSlices, Weights
 from odc_mpi.shard.spans import Spans
-from odc_mpi.shard.unit import ReadyUnits, Unit
-
-T = TypeVar("T")
-
-
-class Phase(Enum):
-    """Between which ordering points a model is."""
-
-    PUBLISHED = "after B: a minibatch may begin"
-    MINIBATCH = "inside a minibatch"
-    COMPLETE = "after A: gradients are complete"
+from odc_mpi.shard.units.ready import ReadyUnits
+from odc_mpi.shard.units.unit import Unit
 
 
 class ShardedModel:
@@ -63,8 +53,8 @@ class ShardedModel:
         dtypes: Types of parameters, by name, that are hosted in another type than the transport's.
 
     Raises:
-        ValueError: Nothing to train, a choice of units that matches nothing, parameters without values or complex, an
-            embedding with `max_norm`, a negative `prefetch`.
+        ValueError: A choice of units that matches nothing, parameters without values or complex, an embedding with
+            `max_norm`, a negative `prefetch`.
 
     Attributes:
         module: The module; calling it is calling the model. Its `parameters()` are placeholders.
@@ -88,14 +78,14 @@ class ShardedModel:
         if prefetch < 0:
             raise ValueError(f"prefetch: expected a number of units, 0 or more, got {prefetch}")
         parts, places = partition(module, units)
-        _check(module, parts, weights)
+        check_shardable(module, parts, has_weights=weights is not None)
         self.module = module
         self._transport = transport
         self._places = places
-        self._phase = Phase.COMPLETE
         self.spans = Spans()
+        self._boundary = Boundary(self.spans)
         self.traffic = Traffic(transport)
-        self.units, layouts = _layouts(parts, transport.group.size, dtypes or {})
+        self.units, layouts = make_units(parts, transport.group.size, dtypes or {})
         # Freed in reverse: before the windows go, the slices must let go of them.
         self._resources = ExitStack()
         self._resources.callback(transport.close)
@@ -106,7 +96,8 @@ class ShardedModel:
             self._resources.callback(unit.forget)
         self._ready = ReadyUnits(transport, prefetch, self.spans, self.traffic)
         self._resources.callback(self._ready.close)
-        self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic)
+        self._elements = _elements(transport.gradients.dtype, layouts)
+        self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic, self._elements)
         self._resources.callback(self._pusher.close)
         calls, saved = UnitCalls(self._ready, self._push), SavedTensors(self._ready)
         self._slices.load(weights or ModuleWeights(parts, transport.group))
@@ -183,7 +174,7 @@ class ShardedModel:
         """
         self._placeholders.check_frozen()
         self._ready.check_unchanged()
-        self._advance(Phase.PUBLISHED, Phase.MINIBATCH, "minibatch()")
+        self._boundary.advance(Phase.PUBLISHED, Phase.MINIBATCH, "minibatch()")
         self._pusher.start()
         self._ready.activity.start_minibatch()
         minibatch = Minibatch((*names, *TRAFFIC))
@@ -196,10 +187,11 @@ class ShardedModel:
         self._pusher.finish()
         self._ready.activity.finish_minibatch()
         minibatch.values.update(zip(TRAFFIC, self.traffic.take(), strict=True))
-        report = minibatch.report(self._pusher.fullness, self._slices.pushed(self._pusher.names))
-        minibatch.receive(self._at_boundary("A", lambda: self._transport.complete_gradients(report)))
-        self._slices.attach_gradients(minibatch.pushed)
-        self._phase = Phase.COMPLETE
+        report = minibatch.report(self._elements.tell(), self._slices.pushed(self._pusher.names))
+        minibatch.receive(self._boundary.meet("A", lambda: self._transport.complete_gradients(report)))
+        minibatch.finite = self._elements.hear(minibatch.sums)
+        self._slices.attach_gradients(minibatch.pushed, self._elements)
+        self._boundary.phase = Phase.COMPLETE
 
     @contextmanager
     def padding(self) -> Iterator[None]:
@@ -229,6 +221,10 @@ class ShardedModel:
         computation, and not after it.
         """
         self._pusher.is_last_backward = True
+
+    def serve(self) -> bool:
+        """Add what others have pushed to this rank, while it waits for them; return whether there was any. Local."""
+        return self._transport.group.serve()
 
     @property
     def cache_bytes(self) -> Budgets:
@@ -266,14 +262,28 @@ class ShardedModel:
         if self._transport.parameters.copies:
             if not self._transport.one_sided:
                 raise UserError("a resident model needs one-sided fetches: set comm.transport to window")
-            wanted, granted = self.cache_needs.all.parameters, self.cache_bytes.parameters
-            if granted < wanted:
-                raise UserError(
-                    f"comm.parameter_cache_bytes: expected at least {wanted}, so that the whole model stays on this "
-                    f"rank, got {granted}, which is {wanted - granted} bytes short"
-                )
+            self.cache_needs.require_whole_model(self.cache_bytes)
             self._ready.require_all(self.units)
         yield
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Tell other ranks what the enclosed forwards are for, in place of the units in use. Local.
+
+        They are no microbatches: forwards of generation, one for each token.
+
+        Args:
+            what: Words that follow "was last seen".
+
+        Yields:
+            A function that tells other words.
+        """
+        activity = self._ready.activity
+        activity.tell_whole(what)
+        try:
+            yield activity.tell_whole
+        finally:
+            activity.tell_whole("")
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their common norm is at most `max_norm`; point N. Collective.
@@ -281,21 +291,33 @@ class ShardedModel:
         Returns:
             The norm over all parameters of all ranks before scaling. Gradients that are not finite stay as they are.
         """
-        self._advance(Phase.COMPLETE, Phase.COMPLETE, "clip_grad_norm_()")
-        gradients = [p.grad for p in self.shard_parameters() if p.grad is not None]
-        own = np.array([squared_norm(gradients)])
-        norm = float(np.sqrt(self._at_boundary("N", lambda: self._transport.group.norm(own))[0]))
+        self._boundary.advance(Phase.COMPLETE, Phase.COMPLETE, "clip_grad_norm_()")
+        gradients = self._slices.gradients()
+        own = self._elements.squares(gradients)
+        norm = self._elements.norm(self._boundary.meet("N", lambda: self._transport.group.norm(own)))
         coefficient = clip_coefficient(norm, max_norm)
         if coefficient < 1.0:
-            torch._foreach_mul_(gradients, coefficient)
+            torch._foreach_mul_([each for slices in gradients.values() for each in slices], coefficient)
         return norm
+
+    def divide_gradients_(self, divisor: float) -> None:
+        """Divide all gradients by a number, the same on every rank; before they are clipped. Local."""
+        gradients = [each for slices in self._slices.gradients().values() for each in slices]
+        if gradients and divisor != 1.0:
+            torch._foreach_div_(gradients, divisor)
+        self._elements.divide(divisor)
+
+    @property
+    def fixed_point(self) -> FixedPoint | None:
+        """How gradients are added up as integers; None if they are floating-point. Local."""
+        return self._elements if isinstance(self._elements, FixedPoint) else None
 
     def publish(self) -> None:
         """Show this rank's parameters to all, clear the gradients, and meet: point B. Collective."""
-        self._advance(Phase.COMPLETE, Phase.PUBLISHED, "publish()")
+        self._boundary.advance(Phase.COMPLETE, Phase.PUBLISHED, "publish()")
         self._ready.expire()
         self._slices.write()
-        self._at_boundary("B", self._transport.publish_parameters)
+        self._boundary.meet("B", self._transport.publish_parameters)
         self._ready.readable = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -306,13 +328,7 @@ class ShardedModel:
         """
         with self._placeholders.guard.lifted():
             state = dict(self.module.state_dict())
-        placed = {place.full_name: place.name for place in self._places}
-        state |= {name: copy.deepcopy(value) for name, value in state.items() if name not in placed}
-        for unit in self.units:
-            self._ready.require(unit)
-            whole = {name: unit.parameter(name).clone() for name in unit.slots}
-            state |= {full_name: whole[name] for full_name, name in placed.items() if name in whole}
-        return state
+        return state | whole_state(state, self._places, self.units, self._ready)
 
     @property
     def fetch_wait_s(self) -> float:
@@ -354,17 +370,6 @@ class ShardedModel:
         self._ready.activity.tell("backward of", unit.name)
         self._pusher.push(unit, names, gradients)
 
-    def _advance(self, expected: Phase, following: Phase, call: str) -> None:
-        if self._phase is not expected:
-            raise RuntimeError(f"{call} belongs {expected.value!r}, this model is {self._phase.value!r}")
-        self._phase = following
-
-    def _at_boundary(self, point: str, meet: Callable[[], T]) -> T:
-        began = time.perf_counter()
-        result = meet()
-        self.spans.add(point, began)
-        return result
-
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before the step of an optimizer that has slices, or what stands in the module for parameters."""
         given = [p for group in optimizer.param_groups for p in group["params"]]
@@ -372,35 +377,11 @@ class ShardedModel:
         own = {id(parameter) for parameter in self.shard_parameters()}
         if any(id(p) in own for p in given):
             require_elementwise(optimizer)
-            if self._phase is not Phase.COMPLETE:
-                raise RuntimeError(
-                    f"an optimizer's step belongs {Phase.COMPLETE.value!r}, this model is {self._phase.value!r}"
-                )
+            self._boundary.require(Phase.COMPLETE, "an optimizer's step")
 
 
-def _check(module: nn.Module, parts: list[UnitParameters], weights: Weights | None) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not parameter.is_floating_point():
-            raise ValueError(f"{name} is {parameter.dtype}: expected trainable parameters to be real floating-point")
-    for name, submodule in module.named_modules():
-        if getattr(submodule, "max_norm", None) is not None and isinstance(submodule, nn.Embedding | nn.EmbeddingBag):
-            raise ValueError(f"{name} has max_norm, which changes weights in the forward: that of a copy would be lost")
-    parameters = {name: p for part in parts for name, p in part.parameters.items()}
-    if not any(p.requires_grad for p in parameters.values()):
-        raise ValueError(f"expected a module with trainable parameters, {type(module).__name__} has none to train")
-    missing = next((name for name, p in parameters.items() if p.is_meta), None)
-    if missing and weights is None:
-        raise ValueError(f"{missing} is on the meta device: expected `weights` to read initial values from, got None")
-
-
-def _layouts(
-    parts: list[UnitParameters], num_owners: int, dtypes: Mapping[str, torch.dtype]
-) -> tuple[list[Unit], list[FlatLayout]]:
-    """Give every unit a flat array for its trainable parameters and one for the frozen, for each type."""
-    units: list[Unit] = []
-    layouts: list[FlatLayout] = []
-    for part in parts:
-        own = [FlatLayout.build(part.name or "(root)", specs, num_owners) for specs in part.specs(dtypes)]
-        units.append(Unit(part.name, own, range(len(layouts), len(layouts) + len(own))))
-        layouts += own
-    return units, layouts
+def _elements(dtype: torch.dtype, layouts: Sequence[FlatLayout]) -> FloatingPoint | FixedPoint:
+    """Return the numbers that gradients are added up as, given the arrays and the type of their elements."""
+    if dtype.is_floating_point:
+        return FloatingPoint(dtype)
+    return FixedPoint({index: layout.numel for index, layout in enumerate(layouts) if layout.trainable})

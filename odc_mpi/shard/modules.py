@@ -1,5 +1,6 @@
 """What happens to the module itself: parameters on demand, calls of units, guards against misusing placeholders."""
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
 from odc_mpi.shard.partition import Place, whole_on_every_rank
-from odc_mpi.shard.unit import Unit
+from odc_mpi.shard.units.ready import ReadyUnits
+from odc_mpi.shard.units.unit import Unit
 
 
 class OnDemandParameters(dict[str, Any]):
@@ -163,6 +165,26 @@ def place_on_demand(
         if isinstance(submodule, nn.RNNBase):
             _refresh_flat_weights(submodule)
     return Placeholders(shown, originals, StateDictGuard(names))
+
+
+def whole_state(
+    state: Mapping[str, Any], places: Sequence[Place], units: Sequence[Unit], ready: ReadyUnits
+) -> dict[str, Any]:
+    """Return copies of a module's whole parameters and of all else in its state. One-sided.
+
+    Args:
+        state: By the module's names, with placeholders.
+        places: Of the sharded parameters.
+        units: That hold these.
+        ready: Fetches the units.
+    """
+    placed = {place.full_name: place.name for place in places}
+    copies = {name: copy.deepcopy(value) for name, value in state.items() if name not in placed}
+    for unit in units:
+        ready.require(unit)
+        whole = {name: unit.parameter(name).clone() for name in unit.slots}
+        copies |= {full_name: whole[name] for full_name, name in placed.items() if name in whole}
+    return copies
 
 
 def wrap_forward(module: nn.Module, unit: Unit, calls: UnitCalls, saved: SavedTensors, checkpointing: bool) -> None:

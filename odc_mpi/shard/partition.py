@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from odc_mpi.shard.layout import ParameterSpec
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.shard.units.unit import Unit
 
 #: How a user may name units.
 UnitChoice = type | str | nn.Module
@@ -85,6 +86,48 @@ def partition(module: nn.Module, units: Iterable[UnitChoice] | None) -> tuple[li
     for parameter, name in first_names.items():
         result[holders[parameter]].parameters[name] = parameter
     return [unit for unit in result.values() if unit.parameters], places
+
+
+def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_weights: bool) -> None:
+    """Refuse a module that cannot be trained as shards. Local.
+
+    Args:
+        module: The module.
+        parts: Its units.
+        has_weights: Whether initial values come from elsewhere.
+
+    Raises:
+        ValueError: See `shard.model.ShardedModel`.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise ValueError(f"{name} is {parameter.dtype}: expected trainable parameters to be real floating-point")
+    for name, submodule in module.named_modules():
+        if getattr(submodule, "max_norm", None) is not None and isinstance(submodule, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(f"{name} has max_norm, which changes weights in the forward: that of a copy would be lost")
+    parameters = {name: p for part in parts for name, p in part.parameters.items()}
+    missing = next((name for name, p in parameters.items() if p.is_meta), None)
+    if missing and not has_weights:
+        raise ValueError(f"{missing} is on the meta device: expected `weights` to read initial values from, got None")
+
+
+def make_units(
+    parts: Iterable[UnitParameters], num_owners: int, dtypes: Mapping[str, torch.dtype]
+) -> tuple[list[Unit], list[FlatLayout]]:
+    """Give every unit a flat array for its trainable parameters and one for the frozen, for each type. Local.
+
+    Args:
+        parts: The units.
+        num_owners: Ranks that own a shard of each array.
+        dtypes: As `UnitParameters.specs` takes them.
+    """
+    units: list[Unit] = []
+    layouts: list[FlatLayout] = []
+    for part in parts:
+        own = [FlatLayout.build(part.name or "(root)", specs, num_owners) for specs in part.specs(dtypes)]
+        units.append(Unit(part.name, own, range(len(layouts), len(layouts) + len(own))))
+        layouts += own
+    return units, layouts
 
 
 def _chosen(module: nn.Module, units: Iterable[UnitChoice] | None) -> dict[str, nn.Module]:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from odc_mpi.comm.transport import Pending
+from odc_mpi.comm.pending import Pending
 
 K = TypeVar("K", bound=Hashable)
 

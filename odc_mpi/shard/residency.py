@@ -23,9 +23,11 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from odc_mpi.errors import UserError
+
 if TYPE_CHECKING:
     from odc_mpi.comm.transport import Transport
-    from odc_mpi.shard.unit import Unit
+    from odc_mpi.shard.units.unit import Unit
 
 #: Of what is free for a rank, what the caches leave to activations.
 ACTIVATION_SHARE = 0.5
@@ -105,6 +107,19 @@ class Needs:
         kept = kept if parameters.copies and transport.one_sided else []
         sums = sums if gradients.travels and transport.one_sided else []
         return cls(Budgets(sum(kept), sum(sums)), Budgets(min(kept, default=0), min(sums, default=0)))
+
+    def require_whole_model(self, granted: Budgets) -> None:
+        """Refuse a budget that does not hold all units. Local.
+
+        Raises:
+            UserError: It does not.
+        """
+        wanted, given = self.all.parameters, granted.parameters
+        if given < wanted:
+            raise UserError(
+                f"comm.parameter_cache_bytes: expected at least {wanted}, so that the whole model stays on this "
+                f"rank, got {given}, which is {wanted - given} bytes short"
+            )
 
 
 def auto_budgets(

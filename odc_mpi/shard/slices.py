@@ -3,7 +3,8 @@
 parameter window   [shard of param_dtype]  others fetch it; where the optimizer can work on it the slices are views of
                                            it: it is in fp32, and on the device where the optimizer works
 master             [shard of fp32]         else they are views of this, and `write` copies it into the window
-gradient window    [shard of reduce_dtype] others add into it; `.grad` of the slices are views of it (or copies)
+gradient window    [shard of reduce_dtype] others add into it; `.grad` of the slices are views of it, or copies, as of
+                                           fixed-point numbers
 """
 
 from collections.abc import Container, Sequence
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 from odc_mpi.comm.transport import Group, Transport
+from odc_mpi.shard.elements.fixed_point import FixedPoint
+from odc_mpi.shard.elements.floating_point import FloatingPoint
 from odc_mpi.shard.layout import FlatLayout, Slice
 from odc_mpi.shard.partition import UnitParameters
 
@@ -105,20 +108,29 @@ class OwnSlices:
         """Return of each of `trainable` whether its parameter is among these. Local."""
         return [own.piece.spec.name in names for own in self.trainable]
 
-    def attach_gradients(self, pushed: Sequence[bool]) -> None:
+    def attach_gradients(self, pushed: Sequence[bool], elements: FloatingPoint | FixedPoint) -> None:
         """Let `.grad` show what has arrived. Local, after point A.
 
         Args:
             pushed: Of each of `trainable`, whether any rank pushed a gradient of it; otherwise `.grad` stays None.
+            elements: What gradients are added up as.
         """
         arrived: dict[int, torch.Tensor] = {}
         for own in compress(self.trainable, pushed):
             if own.index not in arrived:
                 # The window itself where nothing is to be changed; else one transfer for all slices of the array. To a
                 # GPU nobody waits for it here: `write` does, which copies back behind it before it clears the window.
-                parameter, window = own.parameter, self._transport.gradients.shard(own.index)
-                arrived[own.index] = window.to(parameter.device, parameter.dtype, non_blocking=parameter.is_cuda)
+                window = self._transport.gradients.shard(own.index)
+                arrived[own.index] = elements.read(own.index, window, own.parameter)
             own.parameter.grad = _part(arrived[own.index], own.piece)
+
+    def gradients(self) -> dict[int, list[torch.Tensor]]:
+        """Return `.grad` of all slices that have one, by the indices of their arrays. Local."""
+        found: dict[int, list[torch.Tensor]] = {}
+        for own in self.trainable:
+            if own.parameter.grad is not None:
+                found.setdefault(own.index, []).append(own.parameter.grad)
+        return found
 
     @torch.no_grad()
     def write(self) -> None:

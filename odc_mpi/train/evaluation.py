@@ -19,13 +19,17 @@ import torch
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.loader import Batch, Minibatch
-from odc_mpi.data.plan.balance import BALANCES
+from odc_mpi.data.plan.balance import BALANCES, Balance
 from odc_mpi.data.plan.cost import Cost
+from odc_mpi.data.plan.same_cut import same_cut
 from odc_mpi.observe.metrics import Column, Entry
-from odc_mpi.observe.participant import Participant, Step
+from odc_mpi.observe.participant import Participant, Step, summable
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.train.settings import Config
+
+#: Losses are added up exactly as long as the mean is below 2**8 times this.
+MOST_LOSS = 256.0
 
 
 class Evaluation(Participant):
@@ -53,7 +57,10 @@ class Evaluation(Participant):
         # With collectives all ranks run as many microbatches.
         one_sided = config.comm.transport == "window"
         count = min(config.data.eval_sequences or len(dataset), len(dataset))
-        self._all = _plan(dataset, count, world, config.data.max_tokens_per_microbatch, cost, one_sided=one_sided)
+        balance = BALANCES["dynamic" if one_sided else "lb_micro"]
+        if config.run.exact:
+            balance = same_cut("dynamic", cost)
+        self._all = _plan(dataset, count, world, balance, config.data.max_tokens_per_microbatch, cost)
         self._tickets = Tickets(world) if one_sided else None
         self._at_start: dict[str, float] = {}
 
@@ -105,13 +112,13 @@ class Evaluation(Participant):
 
     def _loss(self, batch: Batch) -> float:
         """Return the sum of the losses of a microbatch's trained tokens. One-sided."""
-        return float(self._model(**batch.to(self._model.device).inputs).loss) * batch.num_tokens
+        loss = float(self._model(**batch.to(self._model.device).inputs).loss)
+        return summable(loss * batch.num_tokens, MOST_LOSS * self._all.num_tokens)
 
 
-def _plan(dataset: Dataset, count: int, world: World, max_tokens: int, cost: Cost, *, one_sided: bool) -> Minibatch:
-    """Return the first sequences of a data set as one minibatch: drawn by whoever is free, or dealt out evenly."""
+def _plan(dataset: Dataset, count: int, world: World, balance: Balance, max_tokens: int, cost: Cost) -> Minibatch:
+    """Return the first sequences of a data set as one minibatch."""
     indices = np.arange(count)
-    balance = BALANCES["dynamic" if one_sided else "lb_micro"]
     return Minibatch(
         data_epoch=0,
         position=0,

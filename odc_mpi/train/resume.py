@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, VersionError, steps_in
+from odc_mpi.checkpoint.publish import restore, retired
 from odc_mpi.checkpoint.reader import Checkpoint, directories
-from odc_mpi.checkpoint.saver import restore, retired
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_optimizer, restore_buffers
 from odc_mpi.errors import AgreedError, UserError, warn
 from odc_mpi.models.base import check_base

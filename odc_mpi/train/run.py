@@ -18,6 +18,7 @@ from odc_mpi.api import decide_for, shard_model
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.loader import Loader
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.observe.log import Log
 from odc_mpi.observe.participant import Participant
@@ -30,12 +31,16 @@ from odc_mpi.runtime.allocation import describe, slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.stack.decision import Decision
+from odc_mpi.train.context.pieces import Pieces, open_windows
 from odc_mpi.train.evaluation import Evaluation
-from odc_mpi.train.inputs import Inputs, open_inputs, remove_staged
-from odc_mpi.train.loop import Trainer
+from odc_mpi.train.exact import Exponents, deterministic, reduce_dtype, settled
+from odc_mpi.train.inputs import Data, Inputs, first_cost, open_inputs, remove_staged
+from odc_mpi.train.loop import Objective, Source, Trainer
 from odc_mpi.train.objectives.sft import SupervisedFineTuning
 from odc_mpi.train.optimizer import make_optimizer
+from odc_mpi.train.owner import Owner
 from odc_mpi.train.resume import Origin, PatientWeights, anew_line, find_origin, open_run, say_complete
+from odc_mpi.train.rl.assemble import learn_from_rewards
 from odc_mpi.train.saving import Saving, about_run, describe_adapters
 from odc_mpi.train.settings import Config, dump
 from odc_mpi.train.source import DatasetSource, LearnedCost
@@ -65,11 +70,17 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
         with StopWish() as stop:
             return train(config, world, stop)
     world.timeout_s = config.comm.timeout_s
+    config = world.agree(lambda: settled(config))
+    with deterministic(config):
+        return _train(config, world, stop)
+
+
+def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
     _set_threads(config, world)
     world.agree(lambda: require(config.run.report_to or ()) if world.rank == 0 else None)
     inputs = _open_inputs(config, world)
     config = with_steps(config, inputs.dataset)
-    steps_per_epoch = math.ceil(len(inputs.dataset) / config.data.minibatch_sequences)
+    steps_per_epoch = math.ceil(len(inputs.dataset) / _drawn_per_step(config))
     _check_stop(stop, world)
     origin = find_origin(config, world, inputs)
     if origin and origin.step >= config.run.steps:
@@ -78,9 +89,11 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
     adapters = describe_adapters(config, world, inputs.model, origin.about if origin else None)
     decision = decide(config, world)
     trainer = build_trainer(config, world, inputs, decision, origin)
-    opening = _opening(config, world, len(inputs.dataset), trainer.model, decision, origin)
-    if inputs.evaluation is not None:
-        trainer.participants.append(Evaluation(config, world, trainer.model, inputs.evaluation, inputs.loader.cost))
+    opening = _opening(config, world, inputs, trainer.model, decision, origin)
+    if isinstance(inputs.evaluation, Dataset):
+        # Not the fitted cost of a run that goes on: a cut by it would be another one.
+        cost = first_cost(config.data, inputs.model)
+        trainer.participants.append(Evaluation(config, world, trainer.model, inputs.evaluation, cost))
     del inputs  # the weights that it can read have been read
     run_dir = Path(config.run.dir)
     _check_stop(stop, world)
@@ -89,40 +102,37 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
     log = Log(run_dir, config.run.steps, opening, trainer.participants, speaks=world.rank == 0)
     with trainer, owner or nullcontext(), log:
         about = about_run(config, trainer.model.module, digest, origin.path if origin else None, adapters)
-
-        def about_now() -> dict[str, Any]:
-            return {**about, "cost": None, **trainer.state()}  # None: unless a participant learns the cost
-
-        state = TrainingState(trainer.model, trainer.update.optimizer, world.rank, over_base=bool(adapters))
-        best = origin.about.get("best") if origin and origin.own else None
-        saving = Saving(config, world, state, about_now, stop, owner, best)
-        trace = Trace(
-            world, run_dir, trainer.model.spans, config.run.trace_steps, config.data.max_tokens_per_microbatch
-        )
+        saving = _saving(config, world, trainer, about, stop, owner, origin)
         limit = SkipLimit(config.run.max_skipped_steps, origin.about if origin else None)
         # In this order: the trace ends at B, and the log writes the line of a step before the limit ends the run for
         # it, in which case nothing is saved any more.
+        trace = Trace(
+            world, run_dir, trainer.model.spans, config.run.trace_steps, config.data.max_tokens_per_microbatch
+        )
         trainer.participants += [trace, log, _tracking(config, world, steps_per_epoch), limit, stop, saving]
-        try:
-            trainer.start()
-            while trainer.done < config.run.steps and not stop.agreed:
-                trainer.step()
-        except TrainingError:
-            saving.finish()  # what is written and not yet published would be lost
-            raise
+        _run_steps(trainer, config.run.steps, stop, saving)
         # Saving comes first here: whatever becomes of the rest, the last checkpoint is not to be lost.
-        summary = log.summarize(_facts(config, world, decision, trainer.model) | trainer.finish())
+        facts = _facts(config, world, decision, trainer.model)
+        if config.run.exact:
+            facts["parameters_digest"] = saving.parameters_digest()
+        summary = log.summarize(facts | trainer.finish())
         saving.check_end(trainer.done)
         return summary
 
 
-def with_steps(config: Config, dataset: Dataset) -> Config:
+def with_steps(config: Config, dataset: Data) -> Config:
     """Return a configuration with its number of steps, where it has passes over the data instead. Local."""
     epochs = config.run.num_train_epochs
     if epochs is None:
         return config
-    steps = math.ceil(epochs * math.ceil(len(dataset) / config.data.minibatch_sequences))
+    steps = math.ceil(epochs * math.ceil(len(dataset) / _drawn_per_step(config)))
     return replace(config, run=replace(config.run, steps=steps, num_train_epochs=None))
+
+
+def _drawn_per_step(config: Config) -> int:
+    """Return how many entries of the data a step takes: sequences, or prompts with several completions each."""
+    sequences = config.data.minibatch_sequences
+    return sequences // config.rl.num_generations if config.run.objective == "grpo" else sequences
 
 
 def decide(config: Config, world: World) -> Decision:
@@ -136,7 +146,7 @@ def decide(config: Config, world: World) -> Decision:
         progress=comm.progress,
         window_device=comm.window_device,
         device=config.run.device,
-        tickets=config.data.balance == "dynamic",
+        tickets=config.data.balance == "dynamic" or config.run.objective == "grpo",
     )
 
 
@@ -159,15 +169,28 @@ def build_trainer(
     optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes())
     # With collectives ranks wait for the slowest in each fetch and push, and have to take part in all of them.
     one_sided = decision.transport == "window"
-    clock = OwnClock(model, waits_apart=one_sided)
+    windows = open_windows(inputs.cutting, world, model, in_place=decision.zero_copy.choice == "on")
+    pieces = Pieces(windows) if windows else None
+    clock = OwnClock(model, waits_apart=one_sided, waited_s=lambda: windows.waited_s if windows else 0.0)
     tickets = Tickets(world) if config.data.balance == "dynamic" else None
-    source = DatasetSource(inputs.dataset, inputs.loader, config.run.seed, tickets, pads=not one_sided)
     participants: list[Participant] = [Timing(world, model, clock), TrafficReport()]
-    if config.data.cost == "fitted":
-        participants.append(LearnedCost(inputs.dataset, inputs.loader))
+    source: Source
+    objective: Objective
+    if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):
+        source = DatasetSource(
+            inputs.dataset, inputs.loader, config.run.seed, tickets, pads=not one_sided, pieces=pieces
+        )
+        objective = SupervisedFineTuning()
+        if config.data.cost == "fitted":
+            participants.append(LearnedCost(inputs.dataset, inputs.loader))
+    else:
+        source, objective, more = learn_from_rewards(config, world, model, inputs, decision)
+        participants += more
+    if model.fixed_point is not None:
+        participants.append(Exponents(model.fixed_point))
     update = Update(model, optimizer, config)
     done = origin.step if origin else 0
-    trainer = Trainer(model, source, SupervisedFineTuning(), update, participants, clock, done)
+    trainer = Trainer(model, source, objective, update, participants, clock, done)
     if origin:
         world.agree(lambda: _restore(trainer, origin, world.rank))
     return trainer
@@ -197,13 +220,18 @@ def _check_stop(stop: StopWish, world: World) -> None:
 
 
 def _shard(config: Config, world: World, inputs: Inputs, decision: Decision, origin: Origin | None) -> ShardedModel:
+    if config.model.compile:
+        # Here: it takes a second to import, which nobody else should wait for.
+        from odc_mpi.models.compiled import compile_layers
+
+        world.agree(lambda: compile_layers(inputs.model.module))
     weights = origin.weights(inputs.model.weights) if origin else inputs.model.weights
     model = shard_model(
         inputs.model.module,
         world,
         # Adapters, in float32, and their base each have their own type.
         param_dtype=None if inputs.model.adapter else getattr(torch, config.model.param_dtype),
-        reduce_dtype=getattr(torch, config.model.reduce_dtype),
+        reduce_dtype=reduce_dtype(config),
         activation_checkpointing=config.model.gradient_checkpointing,
         prefetch=config.comm.prefetch,
         weights=weights,
@@ -217,6 +245,34 @@ def _shard(config: Config, world: World, inputs: Inputs, decision: Decision, ori
     if isinstance(weights, PatientWeights):
         world.agree(weights.require_intact)
     return model
+
+
+def _saving(
+    config: Config,
+    world: World,
+    trainer: Trainer,
+    about: dict[str, Any],
+    stop: StopWish,
+    owner: Owner | None,
+    origin: Origin | None,
+) -> Saving:
+    state = TrainingState(trainer.model, trainer.update.optimizer, world.rank, over_base="base" in about)
+    best = origin.about.get("best") if origin and origin.own else None
+
+    def about_now() -> dict[str, Any]:
+        return {**about, "cost": None, **trainer.state()}  # None: unless a participant learns the cost
+
+    return Saving(config, world, state, about_now, stop, owner, best)
+
+
+def _run_steps(trainer: Trainer, steps: int, stop: StopWish, saving: Saving) -> None:
+    try:
+        trainer.start()
+        while trainer.done < steps and not stop.agreed:
+            trainer.step()
+    except TrainingError:
+        saving.finish()  # what is written and not yet published would be lost
+        raise
 
 
 def _tracking(config: Config, world: World, steps_per_epoch: int) -> Tracking:
@@ -233,7 +289,7 @@ def _restore(trainer: Trainer, origin: Origin, rank: int) -> None:
 
 
 def _opening(
-    config: Config, world: World, num_sequences: int, model: ShardedModel, decision: Decision, origin: Origin | None
+    config: Config, world: World, inputs: Inputs, model: ShardedModel, decision: Decision, origin: Origin | None
 ) -> str:
     """Return the lines before the first step; why ranks reach each other as they do tells `odc-mpi doctor`."""
     reach = decision.one_line()
@@ -242,7 +298,10 @@ def _opening(
     if decision.transport == "window":
         reach += "; why: odc-mpi doctor"
     data, dtype = config.data, config.model.param_dtype
-    share = f"{data.minibatch_sequences} in each of {config.run.steps:,} steps"
+    what = "prompts" if config.run.objective == "grpo" else "sequences"
+    share = f"{_drawn_per_step(config)} in each of {config.run.steps:,} steps"
+    if config.run.objective == "grpo":
+        share += f", {config.rl.num_generations} completions each"
     trained = f"{_numel(model, True):,} parameters"
     if _numel(model, False):
         trained = f"{_numel(model, True):,} trained of {_numel(model):,} parameters"
@@ -251,7 +310,8 @@ def _opening(
     lines = {
         "ranks": f"{world.size} {describe(world.layout, slurm_job())}; {world.mpi_library}",
         "model": f"{type(model.module).__name__}, {trained}, {dtype}, on {model.device}",
-        "data": f"{data.path}, {num_sequences:,} sequences, {share}",
+        "data": f"{data.path}, {len(inputs.dataset):,} {what}, {share}",
+        **inputs.cutting.told(),
         "comm": reach,
         "caches": _caches(config, model),
         "writes": config.run.dir,

@@ -30,6 +30,7 @@ from odc_mpi.observe.participant import Participant, Step
 from odc_mpi.runtime.allocation import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
+from odc_mpi.train.exact import parameters_digest
 from odc_mpi.train.owner import Owner
 from odc_mpi.train.settings import Config
 from odc_mpi.train.stop import StopWish
@@ -96,6 +97,10 @@ class Saving(Participant):
         if self._stop.agreed or (every and (number % every == 0 or number == self._run.steps)):
             self._compare(step)
             self._save(number)
+
+    def parameters_digest(self) -> str:
+        """Return the digest that `odc-mpi checkpoint digest` would give of a checkpoint saved now. Collective."""
+        return parameters_digest(self._state, self._world)
 
     def state(self) -> dict[str, Any]:
         """Return the best checkpoint so far, its step and its loss. Local."""

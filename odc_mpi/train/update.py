@@ -47,9 +47,7 @@ class Update(Participant):
             divisor: Of all gradients.
             finite: Whether they are finite.
         """
-        gradients = [p.grad for p in self._model.shard_parameters() if p.grad is not None]
-        if gradients and divisor != 1.0:
-            torch._foreach_div_(gradients, divisor)
+        self._model.divide_gradients_(divisor)
         max_norm = self._config.optim.max_grad_norm
         norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # of all ranks, before clipping
         finite = finite and (norm is None or math.isfinite(norm))

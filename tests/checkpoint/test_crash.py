@@ -8,8 +8,8 @@ import pytest
 from saved import save
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, read_manifest, shard_name, step_name, steps_in
+from odc_mpi.checkpoint.publish import clean, prune, publish
 from odc_mpi.checkpoint.reader import Checkpoint
-from odc_mpi.checkpoint.saver import clean, prune, publish
 from odc_mpi.train.resume import _own_checkpoints
 from odc_mpi.train.rundir import open_run_directory, reopen_run_directory
 

@@ -13,6 +13,7 @@ import pytest
 from saved import flip, load, save
 
 from odc_mpi.checkpoint import manifest as manifests
+from odc_mpi.checkpoint import publish
 from odc_mpi.checkpoint import saver as savers
 from odc_mpi.checkpoint.commands import list_lines, newest, verify
 from odc_mpi.checkpoint.manifest import (
@@ -24,8 +25,9 @@ from odc_mpi.checkpoint.manifest import (
     steps_in,
     write_manifest,
 )
+from odc_mpi.checkpoint.publish import clean, prune
 from odc_mpi.checkpoint.reader import Checkpoint, directories
-from odc_mpi.checkpoint.saver import Saver, clean, prune
+from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.shard_file import Entry
 from odc_mpi.errors import UserError
 
@@ -152,7 +154,7 @@ def test_rank_0_cannot_publish(tmp_path, monkeypatch, which):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(savers, which, full)
+    monkeypatch.setattr(publish, which, full)
     ranks = Ranks(tmp_path, 2)
     ranks.start(1)
     ranks.wait()
@@ -172,13 +174,13 @@ def test_files_that_rank_0_does_not_see(tmp_path):
 
 
 def test_nothing_has_the_name_before_the_manifest_is_there(tmp_path, monkeypatch):
-    seen, write = [], savers.write_manifest
+    seen, write = [], publish.write_manifest
 
     def look(path, content):
         seen.append((path.parent.name, list(steps_in(tmp_path))))
         write(path, content)
 
-    monkeypatch.setattr(savers, "write_manifest", look)
+    monkeypatch.setattr(publish, "write_manifest", look)
     ranks = Ranks(tmp_path, 1)
     ranks.start(1)
     ranks.wait()

@@ -12,7 +12,7 @@ from ranks import LateTransport
 
 from odc_mpi.comm.compose import staged
 from odc_mpi.comm.device.device import find_device
-from odc_mpi.comm.transport import Done, Fetch
+from odc_mpi.comm.pending import Done, Fetch
 from odc_mpi.errors import UserError
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -3,6 +3,7 @@
     python tests/hosts/network_speed.py                                # the quick start's model, ten minutes
     python tests/hosts/network_speed.py --link "netem rate 1gbit delay 500us"
     python tests/hosts/network_speed.py --larger                       # a Llama of 9 million parameters
+    python tests/hosts/network_speed.py --cache-bytes 2M               # also with so much for each of the two caches
 
 One rank on each of two hosts beside two ranks on one host, one training run after the other, in rounds. Two hosts with
 the caches of `comm.parameter_cache_bytes` and `comm.gradient_cache_bytes` as they are by default, and without. Each
@@ -26,9 +27,15 @@ from machine import LINK  # noqa: E402
 from two_hosts import launch, missing  # noqa: E402
 
 DATA = mpi_launch.ROOT / "runs/data/stdlib.h5"
-OFF = ("--comm.parameter_cache_bytes=0", "--comm.gradient_cache_bytes=0")
+
+
+def both(size):
+    """Settings that give each of the two caches so much."""
+    return (f"--comm.parameter_cache_bytes={size}", f"--comm.gradient_cache_bytes={size}")
+
+
 #: By name: on how many hosts, and settings.
-CONTENDERS = {"one host": (1, ()), "two hosts, no caches": (2, OFF), "two hosts": (2, ())}
+CONTENDERS = {"one host": (1, ()), "two hosts, no caches": (2, both(0)), "two hosts": (2, ())}
 LARGER = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -75,18 +82,22 @@ def main():
     parser.add_argument("--sequences", type=int, default=64, help="of a minibatch")
     parser.add_argument("--link", default="", metavar="QDISC", help='such as "netem rate 1gbit delay 500us"')
     parser.add_argument("--larger", action="store_true", help="a Llama of 9 million parameters")
+    parser.add_argument("--cache-bytes", default="", metavar="SIZE", help="also so much for each of the caches")
     parser.add_argument("--timeout-s", type=float, default=300)
     arguments = parser.parse_args()
+    contenders = CONTENDERS | (
+        {f"two hosts, {arguments.cache_bytes} each": (2, both(arguments.cache_bytes))} if arguments.cache_bytes else {}
+    )
     reason = missing()
     if reason is not None:
         parser.error(reason)
     if not DATA.exists():
         subprocess.run([sys.executable, "-m", "odc_mpi", "prepare", "stdlib", DATA, "--max-length", "1024"], check=True)
-    results = {name: [] for name in CONTENDERS}
-    names = list(CONTENDERS)
+    results = {name: [] for name in contenders}
+    names = list(contenders)
     for turn in range(arguments.rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            results[name].append(train(*CONTENDERS[name], arguments))
+            results[name].append(train(*contenders[name], arguments))
             speed, over, _ = results[name][-1]
             print(f"round {turn + 1}: {name}: {speed:,.0f} tokens/s, {over / 1e6:.2f} MB", file=sys.stderr, flush=True)
     print(f"{'':22}{'tokens/s':>10}  {'of one host':>12}  {'quartiles':>12}  {'MB over the network':>20}  microbatches")

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import odc_mpi
 from odc_mpi.comm.compose import window_transport
-from odc_mpi.comm.transport import Host
+from odc_mpi.comm.host import Host
 from odc_mpi.shard.model import ShardedModel
 
 world = odc_mpi.World(timeout_s=3)

@@ -158,7 +158,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from odc_mpi.runtime.shared_memory import startup_memory, unlink
+from odc_mpi.runtime.memory import startup_memory, unlink
 
 comm = MPI.COMM_WORLD
 rank, size = comm.Get_rank(), comm.Get_size()

@@ -8,6 +8,7 @@ import json
 import peft
 import plain
 import pytest
+import test_parity
 import torch
 import transformers
 from test_parity import QWEN2
@@ -19,7 +20,6 @@ from odc_mpi.data.loader import Loader
 from odc_mpi.errors import AgreedError
 from odc_mpi.models import build as models
 from odc_mpi.models.load import load_model
-from odc_mpi.train import settings as configuration
 from odc_mpi.train import source
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.run import build_trainer, decide, train
@@ -35,22 +35,8 @@ PREFIX = "base_model.model."
 
 
 def configure(dataset_path, **changes):
-    settings = {
-        "data.path": dataset_path,
-        "data.minibatch_sequences": 7,
-        "data.max_tokens_per_microbatch": 64,
-        "optim.learning_rate": 1e-2,
-        "optim.weight_decay": 0.1,
-        "optim.max_grad_norm": 0.5,
-        "optim.adam_epsilon": 1e-3,
-        "lora.r": 4,
-        "lora.alpha": 16,
-        "run.steps": STEPS,
-        "run.threads": 1,
-        "run.resume": "never",
-    } | {f"model.config.{key}": value for key, value in QWEN2.items()}
-    settings |= changes
-    return configuration.load(None, [f"--{key}={value}" for key, value in settings.items() if value is not None])
+    adapters = {"lora.r": 4, "lora.alpha": 16, "optim.warmup_steps": None, "run.steps": STEPS, "run.resume": "never"}
+    return test_parity.configure(dataset_path, **(adapters | changes))
 
 
 def run(config, world):
@@ -190,7 +176,7 @@ def test_the_same_microbatches_equal_peft(world, dataset_path, changes):
     if config.model.param_dtype == "float32":
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert_trained_alike(state, trained, 1e-4, 1e-6)
-    else:  # sums in another order round to other activations: single elements move by 3e-4, arrays by 3e-3 of their norm
+    else:  # sums in another order round to other activations: elements move by 3e-4, arrays by 3e-3 of their norm
         assert losses == pytest.approx(wanted, rel=1e-3)
         for name, value in trained.items():
             assert (state[name] - value).norm() <= 2e-2 * value.norm(), name

@@ -8,6 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from odc_mpi.errors import UserError
+from odc_mpi.runtime import memory
 from odc_mpi.runtime import world as worlds
 from odc_mpi.runtime.world import World
 
@@ -80,7 +81,7 @@ def test_the_name_of_memory_goes_when_every_rank_has_mapped_it(world, monkeypatc
     for mapped_by, stays in (([0], True), (range(world.size), False)):
         if world.rank == 0:
             Path(name).touch()
-        monkeypatch.setattr(worlds, "startup_memory", lambda: {name} if world.rank in mapped_by else set())  # noqa: B023
+        monkeypatch.setattr(memory, "startup_memory", lambda: {name} if world.rank in mapped_by else set())  # noqa: B023
         worlds.World(world.comm).close()
         assert Path(name).exists() == stays
         world.gather_objects(None)

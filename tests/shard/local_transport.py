@@ -8,18 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from odc_mpi.comm.transport import (
-    Done,
-    Fetch,
-    Footprint,
-    GradientStore,
-    Group,
-    Host,
-    Layout,
-    ParameterStore,
-    Pending,
-    Transport,
-)
+from odc_mpi.comm.host import Footprint, Host, Layout
+from odc_mpi.comm.pending import Done, Fetch, Pending
+from odc_mpi.comm.transport import GradientStore, Group, ParameterStore, Transport
 
 
 @dataclass

@@ -10,7 +10,8 @@ import torch
 from local_transport import LocalGroup, LocalTransport
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.transport import Footprint, Host, Pending
+from odc_mpi.comm.host import Footprint, Host
+from odc_mpi.comm.pending import Pending
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ import torch
 from ranks import RecordingTransport, run_ranks
 from torch import nn
 
-from odc_mpi.shard.activity import Activity
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.shard.units.activity import Activity
 
 
 class Telling(RecordingTransport):

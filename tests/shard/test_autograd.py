@@ -12,7 +12,8 @@ from torch import nn
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls, in_backward
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.unit import ReadyUnits, Unit, UnitState
+from odc_mpi.shard.units.ready import ReadyUnits
+from odc_mpi.shard.units.unit import Unit, UnitState
 
 
 class Parts:

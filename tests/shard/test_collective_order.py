@@ -11,7 +11,7 @@ from ranks import RecordingTransport, run_ranks
 from torch import nn
 from zoo import VOCABULARY, WIDTH, Block, Layer, Stack, Transformer
 
-from odc_mpi.comm.transport import Pending
+from odc_mpi.comm.pending import Pending
 from odc_mpi.shard.model import ShardedModel
 
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from ranks import LateTransport, RecordingTransport, run_ranks
 
-from odc_mpi.comm.transport import Pending
+from odc_mpi.comm.pending import Pending
 from odc_mpi.shard.gradients import MAX_BUFFERS, GradientPusher
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
-from odc_mpi.shard.unit import Unit
+from odc_mpi.shard.units.unit import Unit
 
 SHAPES = {"a": (3, 5), "b": (40,), "c": (), "d": (2, 2, 3), "e": (0, 4)}
 
@@ -30,6 +30,10 @@ def reduced(ranks: list[tuple[FlatLayout, torch.Tensor]]) -> dict[str, torch.Ten
         used[slot.start : slot.stop] = True
     assert not flat[~used].any(), "padding was touched"
     return {slot.spec.name: flat[slot.start : slot.stop].view(slot.spec.shape) for slot in layout.slots}
+
+
+def fullness(pusher: GradientPusher) -> float:
+    return float(pusher.elements.tell()[0])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -190,14 +194,14 @@ def test_finite_tells_of_every_push_since_the_start(value: float) -> None:
         unit, pusher = make_unit(transport), GradientPusher(transport)
         for bad in (False, True, False):
             pusher.start()
-            assert pusher.fullness == 0
+            assert fullness(pusher) == 0
             pusher.push(unit, ["b"], [torch.ones(40)])
-            assert 0 < pusher.fullness < 1
+            assert 0 < fullness(pusher) < 1
             gradient = torch.ones(40)
             gradient[17] = value if bad else 1e38
             pusher.push(unit, ["a", "b"], [torch.ones(3, 5), gradient])
             pusher.push(unit, ["c"], [torch.tensor(1.0)])
-            assert (pusher.fullness < 1) is not bad
+            assert (fullness(pusher) < 1) is not bad
             pusher.finish()
 
     run_ranks(1, work)
@@ -208,9 +212,9 @@ def test_pushes_whose_sum_may_overflow_are_told() -> None:
         unit, pusher = make_unit(transport), GradientPusher(transport)
         pusher.start()
         for factor in (1.0, -1.0, 1.0):
-            assert pusher.fullness < 1
+            assert fullness(pusher) < 1
             pusher.push(unit, ["b"], [torch.full((40,), 6e37) * factor])
-        assert pusher.fullness > 1
+        assert fullness(pusher) > 1
         pusher.finish()
 
     run_ranks(1, work, reduce_dtype=torch.float32)
@@ -229,7 +233,7 @@ def test_the_buffer_s_old_content_is_no_gradient() -> None:
         for _ in range(3):
             pusher.push(unit, ["d", "a"], [torch.ones(2, 2, 3), torch.ones(3, 5)])
         pusher.finish()
-        assert pusher.fullness < 1
+        assert fullness(pusher) < 1
         arrived = reduced([(unit.layouts[0], transport.gradients.shard(0))])
         assert torch.equal(arrived["a"], torch.full((3, 5), 3.0).double())
         assert not arrived["b"].any() and not arrived["c"].any()

@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
+import torch
 
+from odc_mpi.shard.elements.floating_point import FloatingPoint
 from odc_mpi.shard.minibatch import Minibatch
 
 
@@ -10,7 +12,9 @@ def test_all_know_which_parameters_any_rank_pushed(size: int, num_parameters: in
     rng = np.random.default_rng(num_parameters)
     pushed = rng.random((size, num_parameters)) < 0.3
     ranks = [Minibatch(["loss", "count"]) for _ in range(size)]
-    reports = np.stack([minibatch.report(0.1, own.tolist()) for minibatch, own in zip(ranks, pushed, strict=True)])
+    reports = np.stack(
+        [minibatch.report(np.array([0.1]), own.tolist()) for minibatch, own in zip(ranks, pushed, strict=True)]
+    )
     assert reports.dtype == np.float64
     for minibatch in ranks:
         minibatch.receive(reports)
@@ -22,16 +26,16 @@ def test_numbers_of_all_ranks() -> None:
     for rank, minibatch in enumerate(ranks):
         minibatch.values["loss"] += rank + 0.5
         minibatch.values["count"] += 1
-    reports = np.stack([minibatch.report(0.3, [True] * 40) for minibatch in ranks])
+    reports = np.stack([minibatch.report(np.array([0.25, rank]), [True] * 40) for rank, minibatch in enumerate(ranks)])
     for minibatch in ranks:
         minibatch.receive(reports)
         assert minibatch.per_rank("loss").tolist() == [0.5, 1.5, 2.5]
         assert (minibatch.total("loss"), minibatch.total("count")) == (4.5, 3.0)
-        assert minibatch.finite
+        assert minibatch.sums.tolist() == [0.75, 3.0]
 
 
 @pytest.mark.parametrize(("fullness", "finite"), [((0.4, 0.4), True), ((0.5, 0.5), False), ((0.0, np.nan), False)])
 def test_sums_that_may_overflow_are_not_finite(fullness: tuple[float, float], finite: bool) -> None:
     minibatch = Minibatch([])
-    minibatch.receive(np.stack([minibatch.report(full, []) for full in fullness]))
-    assert minibatch.finite is finite
+    minibatch.receive(np.stack([minibatch.report(np.array([full]), []) for full in fullness]))
+    assert FloatingPoint(torch.float32).hear(minibatch.sums) is finite

@@ -16,10 +16,11 @@ from torch import nn
 from zoo import WIDTH, Layer, Stack
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.transport import Done, Pending
+from odc_mpi.comm.pending import Done, Pending
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.prefetch import CommunicationThread, FetchOrder
-from odc_mpi.shard.unit import ReadyUnits, Unit, UnitState
+from odc_mpi.shard.units.ready import ReadyUnits
+from odc_mpi.shard.units.unit import Unit, UnitState
 
 INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
 

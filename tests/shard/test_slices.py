@@ -3,6 +3,7 @@ import torch
 from ranks import RecordingTransport, run_ranks
 from torch import nn
 
+from odc_mpi.shard.elements.floating_point import FloatingPoint
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.partition import UnitParameters
 from odc_mpi.shard.slices import ModuleWeights, OwnSlices
@@ -146,7 +147,7 @@ def test_grad_shows_what_has_arrived_and_writing_clears_it(
         if transport.group.rank == 0:
             transport.gradients.push(0, gradient)
         transport.publish_parameters()
-        slices.attach_gradients([True] * len(slices.trainable))
+        slices.attach_gradients([True] * len(slices.trainable), FloatingPoint(torch.float32))
         for own, slot in zip(slices.trainable, layouts[0].slots, strict=True):
             assert own.parameter.grad.dtype == own.parameter.dtype
             expected = gradient[slot.start + own.piece.start : slot.start + own.piece.stop]
@@ -166,7 +167,7 @@ def test_what_nobody_pushed_has_no_gradient() -> None:
         names = [slot.spec.name for layout in layouts if layout.trainable for slot in layout.slots]
         pushed = slices.pushed({names[0], "frozen"})
         assert pushed == [name == names[0] for name in names]
-        slices.attach_gradients(pushed)
+        slices.attach_gradients(pushed, FloatingPoint(torch.float32))
         assert [own.parameter.grad is not None for own in slices.trainable] == pushed
 
     run_ranks(3, work)
@@ -177,7 +178,7 @@ def test_detached_slices_keep_their_values_and_let_the_windows_go() -> None:
         slices, _ = make_slices(transport)
         slices.load(Table())
         parameters = [own.parameter for own in slices.trainable]
-        slices.attach_gradients([True] * len(slices.trainable))
+        slices.attach_gradients([True] * len(slices.trainable), FloatingPoint(torch.float32))
         before = [p.detach().clone() for p in parameters]
         slices.detach()
         transport.parameters.shard(0).fill_(float("nan"))

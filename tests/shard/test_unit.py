@@ -9,7 +9,8 @@ from torch import nn
 
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.modules import OnDemandParameters, placeholder
-from odc_mpi.shard.unit import MAX_READY_UNITS, ReadyUnits, Unit, UnitState
+from odc_mpi.shard.units.ready import MAX_READY_UNITS, ReadyUnits
+from odc_mpi.shard.units.unit import Unit, UnitState
 
 
 def specs(name: str, *shapes: tuple[int, ...], trainable: bool = True) -> list[ParameterSpec]:

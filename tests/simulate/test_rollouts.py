@@ -25,7 +25,8 @@ def by_hand(lengths, speeds, ranks=2, completions=2, sequence_s=1.0):
 
 
 def test_decoding_by_hand():
-    # Lengths 2 and 4: two steps of 2 s, then two of 1.5 s; 1 and 6: one of 2 s, five of 1.5 s, on half the speed.
+    # Lengths 2 and 4: two steps of 2 s, then two of 1.5 s; lengths 1 and 6: one of 2 s, five of 1.5 s, on half the
+    # speed.
     trial = by_hand([2, 4, 1, 6], [1.0, 0.5])
     assert trial.dealt_s == [[(7.0, 0)], [(19.0, 1)]]
     # Both on one rank: 1, 2, 4, 6 with 4, 3, 2, 1 sequences left: 3 + 2.5 + 2 * 2 + 2 * 1.5.

@@ -8,7 +8,9 @@ A, B      nothing: the optimizer's work is behind the backward's, and before the
 import torch
 
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.transport import Done, Fetch, GradientStore, ParameterStore, Pending, PrivateHost
+from odc_mpi.comm.host import PrivateHost
+from odc_mpi.comm.pending import Done, Fetch, Pending
+from odc_mpi.comm.transport import GradientStore, ParameterStore
 
 
 class OwnParameters(PrivateHost, ParameterStore):

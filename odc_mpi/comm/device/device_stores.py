@@ -20,7 +20,9 @@ import torch
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.device.device import Device, Mark, Marks
-from odc_mpi.comm.transport import GradientStore, Host, Later, Layout, ParameterStore, Pending
+from odc_mpi.comm.host import Host, Layout
+from odc_mpi.comm.pending import Later, Pending
+from odc_mpi.comm.transport import GradientStore, ParameterStore
 from odc_mpi.comm.windows.parameters import ParameterWindows
 
 

@@ -14,7 +14,9 @@ from itertools import chain
 
 import torch
 
-from odc_mpi.comm.transport import Footprint, GradientStore, Host, Layout, Pending
+from odc_mpi.comm.host import Footprint, Host, Layout
+from odc_mpi.comm.pending import Pending
+from odc_mpi.comm.transport import GradientStore
 from odc_mpi.comm.windows.rma import HOST_WINDOWS, Flush, Window, WindowKind
 from odc_mpi.runtime.world import World
 

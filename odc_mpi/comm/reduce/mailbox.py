@@ -33,9 +33,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from odc_mpi.comm.host import Footprint, Layout
+from odc_mpi.comm.pending import Pending
 from odc_mpi.comm.reduce.accumulate import Reduction
 from odc_mpi.comm.reduce.slots import ALIGNMENT, Header, HostSlots, align
-from odc_mpi.comm.transport import Footprint, Layout, Pending
 from odc_mpi.comm.windows.rma import Memory, Window
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.deadline import SLEEP_S, SPIN_S

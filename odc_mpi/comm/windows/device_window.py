@@ -20,7 +20,7 @@ from odc_mpi.comm.windows.rma import Window, WindowKind
 from odc_mpi.runtime.world import World
 
 #: How the elements of a view are called. What is summed has a type; everything else travels as bytes.
-_FORMATS: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", torch.uint8: "B"}
+_FORMATS: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.uint8: "B"}
 
 
 class DeviceWindow(Window):

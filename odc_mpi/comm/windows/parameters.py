@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from odc_mpi.comm.transport import Done, Fetch, Footprint, Host, Layout, ParameterStore, Pending
+from odc_mpi.comm.host import Footprint, Host, Layout
+from odc_mpi.comm.pending import Done, Fetch, Pending
+from odc_mpi.comm.transport import ParameterStore
 from odc_mpi.comm.windows.rma import Flush, ReadableWindow, WindowKind
 from odc_mpi.runtime.world import World
 

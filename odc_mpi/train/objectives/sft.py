@@ -6,9 +6,12 @@ import torch
 
 from odc_mpi.data.loader import Batch, Minibatch
 from odc_mpi.observe.metrics import Column, Entry
-from odc_mpi.observe.participant import Ran, Step
+from odc_mpi.observe.participant import Ran, Step, summable
 from odc_mpi.shard import model as sharded
 from odc_mpi.train.loop import Objective
+
+#: Losses of minibatches are added up exactly below 2**8 times this.
+MOST_LOSS = 256.0
 
 
 class SupervisedFineTuning(Objective):
@@ -33,7 +36,7 @@ class SupervisedFineTuning(Objective):
     def after_microbatch(self, ran: Ran) -> None:
         """Add its loss; that of padding counts nothing. Local."""
         if ran.batch:
-            self._loss += ran.loss
+            self._loss += summable(ran.loss, MOST_LOSS)
 
     def tell(self) -> tuple[float]:
         """Return this rank's part of the loss. Local."""

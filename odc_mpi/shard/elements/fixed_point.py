@@ -1,0 +1,236 @@
+"""Gradients as 64-bit fixed-point numbers: integers, whose sums do not depend on their order.
+
+A gradient is multiplied by two to the power of its array's exponent, rounded to the nearest integer (ties to even), and
+added up as an integer, at home, on the way and at its owner alike. The owner scales the sum back.
+
+    lay_out, add   round once for each push: a call of a unit in a microbatch
+    tell, hear     at A: bounds and errors, integers as well; the exponents of the next minibatch follow from their sums
+    read           after A: the owner's integers as floating-point numbers
+    squares, norm  at N: squares in integers, too
+
+Everything that ranks tell each other here is a sum over pushes, or over elements, of integers that float64 holds
+exactly. So it depends neither on which rank ran which microbatch nor on where shards are cut, and nor do the exponents.
+
+Note: exponents
+    Of each push all ranks come to know a bound of its largest element, and of each array the sum of these bounds, which
+    no element of the sum, nor of a part of it, exceeds. Below 2**62 it is safe. Else the gradients count as not finite:
+    the step is skipped and the exponent lowered, as the scale of a loss would be. The next exponent leaves 2**10 of
+    headroom above the bound of this minibatch, so 52 bits are below it; it falls at once, and rises by 8 at most.
+
+Note: the norm
+    A square is cut into four integers, each of some 20 bits, the first of them scaled by the known bound of the array.
+    The sum of the first over all elements of the array stays below 2**53, and so do those of the others.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from odc_mpi.comm.kernels.native import Piece
+
+#: The magnitude that a sum must stay below, as a power of two.
+SUM_BITS = 62
+#: How much larger the gradients of the next minibatch may be, as a power of two.
+HEADROOM_BITS = 10
+#: Before anything is known: sums below 2**14, in steps of 2**-48.
+FIRST_EXPONENT = 48
+#: By how much an exponent rises at most from one minibatch to the next.
+MAX_RISE = 8
+#: Scales stay normal numbers of fp64.
+EXPONENTS = (-900, 900)
+#: Bounds are told in multiples of two to the power of this ...
+BOUND_BITS = 30
+#: ... and no larger than this many of them, so that 2**13 of the largest can be added up exactly.
+MAX_BOUND = 2.0**40
+#: Rounding errors are told in multiples of two to the power of this, of a step.
+ERROR_BITS = -6
+#: Integers that a square is cut into.
+LIMBS = 4
+#: float64 adds integers below two to the power of this exactly; one bit is left to what is rounded up.
+EXACT_BITS = 52
+#: Elements that are worked on at a time: on a host they stay in a core's cache.
+_HOST_NUMEL, _DEVICE_NUMEL = 1 << 14, 1 << 24
+
+
+class FixedPoint:
+    """Lays gradients out and adds them up as integers.
+
+    Args:
+        numels: Elements of each trained array, by index, in the same order on every rank.
+
+    Attributes:
+        exponents: Of each array, by index: its gradients are multiplied by two to the power of it.
+        relative_error: Of the last minibatch: what rounding lost, to what was added up, both as sums of magnitudes over
+            all elements of all pushes; the same on any number of ranks. 0 where nothing was pushed.
+    """
+
+    def __init__(self, numels: Mapping[int, int]) -> None:
+        self._numels = dict(numels)
+        self.exponents = dict.fromkeys(numels, FIRST_EXPONENT)
+        self.relative_error = 0.0
+        # Exponents of the sums that are complete, and bounds of their elements.
+        self._arrived: dict[int, int] = {}
+        self._finite = True
+        self._largest: dict[int, float] = {}
+        self._told: dict[int, torch.Tensor] = {}
+
+    def start(self) -> None:
+        """Begin a minibatch. Local."""
+        self._told = {}
+
+    def lay_out(self, index: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        """Lay gradients of an array into a buffer that is pushed by itself, zeros between them. Local.
+
+        Args:
+            index: Of the array.
+            pieces: Where in `flat` each gradient begins, and the gradient.
+            flat: `[n]` int64; overwritten.
+        """
+        flat.zero_()
+        self.add(index, pieces, flat)
+
+    def add(self, index: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
+        """Round gradients of an array and add them to a sum at home. Local; arguments as of `lay_out`."""
+        scale, told = 2.0 ** self.exponents[index], torch.zeros(3, dtype=torch.float64, device=flat.device)
+        for start, piece in pieces:
+            gradient = (piece.to_dense() if piece.layout is not torch.strided else piece).detach().reshape(-1)
+            for part in _parts(gradient):
+                _add_rounded(gradient[part], scale, flat[start + part.start : start + part.stop], told)
+        told = torch.stack(
+            [
+                # NaN stays what it is.
+                (told[0] * 2.0**-BOUND_BITS).ceil().clamp(max=MAX_BOUND) + (told[0] - told[0]),
+                (told[1] * 2.0**-ERROR_BITS).ceil(),
+                (told[2] * 2.0 ** -self._magnitude_bits(index)).round(),
+            ]
+        )
+        self._told[index] = self._told[index] + told if index in self._told else told
+
+    def send(self, index: int, flat: torch.Tensor) -> None:
+        """Take note of a sum at home that is pushed now: its gradients were counted one by one. Local."""
+
+    def tell(self) -> np.ndarray:
+        """Return this rank's numbers for point A, float64 `[3 * arrays]`. Local; waits for the device."""
+        told = np.zeros((len(self._numels), 3))
+        for row, index in zip(told, self._numels, strict=True):
+            if index in self._told:
+                row[:] = self._told[index].cpu().numpy()
+        return told.ravel()
+
+    def hear(self, totals: np.ndarray) -> bool:
+        """Take the sums over all ranks of what they told; return whether the gradients are finite. Local.
+
+        The exponents are those of the next minibatch from here on.
+        """
+        rows = dict(zip(self._numels, totals.reshape(-1, 3).tolist(), strict=True))
+        self._arrived = dict(self.exponents)
+        steps = {index: 2.0 ** -self.exponents[index] for index in rows}
+        self._largest = {index: row[0] * 2.0**BOUND_BITS * steps[index] for index, row in rows.items()}
+        self._finite = all(row[0] <= 2.0 ** (SUM_BITS - BOUND_BITS) for row in rows.values())
+        if self._finite:
+            lost = math.fsum(row[1] * 2.0**ERROR_BITS * steps[index] for index, row in rows.items())
+            added = math.fsum(row[2] * 2.0 ** self._magnitude_bits(index) * steps[index] for index, row in rows.items())
+            self.relative_error = lost / added if added else 0.0
+        self.exponents = {index: _next_exponent(self.exponents[index], row[0]) for index, row in rows.items()}
+        return self._finite
+
+    def read(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return this rank's gradients of an array as an optimizer takes them. Local, after `hear`.
+
+        Args:
+            index: Of the array.
+            window: The gradient shard, `[n]` int64.
+            like: Has the device and the type that the optimizer takes.
+
+        Returns:
+            `[n]`, rounded to the nearest number of fp64, then of the type.
+        """
+        window = window.to(like.device)
+        gradient, scale = torch.empty_like(window, dtype=like.dtype), 2.0 ** -self._arrived[index]
+        for part in _parts(window):
+            gradient[part] = window[part].double().mul_(scale)
+        return gradient
+
+    def divide(self, divisor: float) -> None:
+        """Take note that all gradients are divided by a number. Local."""
+        self._largest = {index: largest / abs(divisor) for index, largest in self._largest.items()}
+
+    def squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
+        """Return the sums of the squares of this rank's gradients in integers, float64 `[arrays * LIMBS]`. Local.
+
+        Args:
+            gradients: Of this rank's slices, by the indices of their arrays.
+        """
+        totals = np.zeros((len(self._numels), LIMBS))
+        for row, index in zip(totals, self._numels, strict=True):
+            for own in gradients.get(index, ()):
+                for part in _parts(own):
+                    row += self._squares(index, own[part])
+        return totals.ravel()
+
+    def norm(self, totals: np.ndarray) -> float:
+        """Return the norm, of the sum over all ranks of `squares`; NaN if gradients are not finite. Local."""
+        if not self._finite:
+            return math.nan
+        parts = [
+            limb * 2.0 ** -(first + number * more)
+            for row, index in zip(totals.reshape(-1, LIMBS).tolist(), self._numels, strict=True)
+            for first, more in [self._limb_scales(index)]
+            for number, limb in enumerate(row)
+        ]
+        return math.sqrt(max(0.0, math.fsum(parts)))
+
+    def _squares(self, index: int, gradient: torch.Tensor) -> np.ndarray:
+        first, more = self._limb_scales(index)
+        left, limbs = gradient.double().square_().mul_(2.0**first), []
+        for _ in range(LIMBS):
+            whole = left.round()
+            limbs.append(whole.sum())
+            left = left.sub_(whole).mul_(2.0**more)
+        return torch.stack(limbs).cpu().numpy()
+
+    def _magnitude_bits(self, index: int) -> int:
+        """Return the exponent of the multiples of a step in which magnitudes are told: their sums stay exact."""
+        return max(0, SUM_BITS + _bits(self._numels[index]) - EXACT_BITS)
+
+    def _limb_scales(self, index: int) -> tuple[int, int]:
+        """Return the exponents by which squares of an array are scaled first, and by which what is left is."""
+        numel_bits = _bits(self._numels[index])
+        largest = self._largest[index]
+        square_bits = 2 * _bits(largest) if largest and math.isfinite(largest) else 0
+        more = EXACT_BITS - numel_bits
+        return max(EXPONENTS[0], min(EXPONENTS[1] - LIMBS * more, more - square_bits)), more
+
+
+def _add_rounded(gradient: torch.Tensor, scale: float, flat: torch.Tensor, told: torch.Tensor) -> None:
+    """Add rounded elements to integers, and to `told` their largest magnitude, the error and the sum of magnitudes."""
+    exact = gradient.double().mul_(scale) if gradient.dtype is not torch.float64 else gradient * scale
+    rounded = exact.round()
+    flat.add_(rounded.to(torch.int64))
+    told[0] = torch.maximum(told[0], torch.linalg.vector_norm(rounded, math.inf))
+    told[1] += torch.linalg.vector_norm(exact.sub_(rounded), 1)
+    told[2] += torch.linalg.vector_norm(rounded, 1)
+
+
+def _next_exponent(exponent: int, bound: float) -> int:
+    """Return the exponent after a minibatch with a bound in multiples of 2**BOUND_BITS."""
+    if not bound or not math.isfinite(bound):
+        return exponent  # nothing is known, or no exponent would help
+    # A bound that was cut off may have been anything.
+    bits = BOUND_BITS + (_bits(bound) if bound < MAX_BOUND else 2 * _bits(MAX_BOUND))
+    wanted = exponent + SUM_BITS - HEADROOM_BITS - bits
+    return max(EXPONENTS[0], min(EXPONENTS[1], exponent + MAX_RISE, wanted))
+
+
+def _bits(number: float) -> int:
+    """Return the least integer such that two to the power of it is not below a positive number."""
+    mantissa, exponent = math.frexp(number)
+    return exponent - (mantissa == 0.5)
+
+
+def _parts(flat: torch.Tensor) -> Iterator[slice]:
+    most = _DEVICE_NUMEL if flat.is_cuda else _HOST_NUMEL
+    for start in range(0, flat.numel(), most):
+        yield slice(start, min(start + most, flat.numel()))

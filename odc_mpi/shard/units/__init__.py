@@ -1,0 +1,1 @@
+"""A unit of parameters, and which units are ready when."""
