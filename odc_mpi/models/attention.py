@@ -178,10 +178,10 @@ def _seen(num_tokens: int, window: int | None, device: torch.device) -> torch.Te
 
 def register() -> None:
     """Make the functions known to transformers. Local; a second call does nothing."""
-    AttentionInterface.register(IMPLEMENTATIONS["sdpa"], packed_attention)
-    AttentionInterface.register(IMPLEMENTATIONS["eager"], partial(packed_attention, eager=True))
-    for name in IMPLEMENTATIONS.values():
-        AttentionMaskInterface.register(name, _window_as_mask)
+    for name, attend in (("sdpa", packed_attention), ("eager", partial(packed_attention, eager=True))):
+        if IMPLEMENTATIONS[name] not in AttentionInterface():  # it may have become one that Dynamo leaves out
+            AttentionInterface.register(IMPLEMENTATIONS[name], attend)
+            AttentionMaskInterface.register(IMPLEMENTATIONS[name], _window_as_mask)
 
 
 def _window_as_mask(*args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@
 Nothing else here communicates, but for `ShardedModel()`, which is collective, and `state_dict`, which is one-sided.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -53,8 +53,8 @@ class ShardedModel:
         dtypes: Types of parameters, by name, that are hosted in another type than the transport's.
 
     Raises:
-        ValueError: Nothing to train, a choice of units that matches nothing, parameters without values or complex, an
-            embedding with `max_norm`, a negative `prefetch`.
+        ValueError: A choice of units that matches nothing, parameters without values or complex, an embedding with
+            `max_norm`, a negative `prefetch`.
 
     Attributes:
         module: The module; calling it is calling the model. Its `parameters()` are placeholders.
@@ -265,6 +265,25 @@ class ShardedModel:
             self.cache_needs.require_whole_model(self.cache_bytes)
             self._ready.require_all(self.units)
         yield
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Tell other ranks what the enclosed forwards are for, in place of the units in use. Local.
+
+        They are no microbatches: forwards of generation, one for each token.
+
+        Args:
+            what: Words that follow "was last seen".
+
+        Yields:
+            A function that tells other words.
+        """
+        activity = self._ready.activity
+        activity.tell_whole(what)
+        try:
+            yield activity.tell_whole
+        finally:
+            activity.tell_whole("")
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their common norm is at most `max_norm`; point N. Collective.

@@ -39,6 +39,13 @@ def test_all_ways_train_the_same(world, config):
     assert result["ranks"] == world.size
 
 
+@pytest.mark.sizes(2)
+def test_exact_runs_take_part_if_asked(world, config):
+    result = train.measure(world, config, steps=1, repeats=1, exact=True)
+    assert set(result["tokens_per_s"]) == {*train.CONTENDERS, "exact/lb_mini", "exact/dynamic"}
+    assert 0 < result["loss_deviation"]["exact/dynamic"] < 1e-5
+
+
 def test_one_that_trains_something_else_is_found_out(world, config, monkeypatch):
     monkeypatch.setattr(
         contenders.Ours, "step", lambda self: (lambda loss, tokens: (1.01 * loss, tokens))(*_step(self))

@@ -1,5 +1,6 @@
 import copy
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from ranks import RecordingTransport, run_ranks
 from torch import nn, optim
 from zoo import WIDTH, Layer, Stack
 
+from odc_mpi.shard.layout import ALIGNMENT_NUMEL
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.optim import (
     ELEMENTWISE,
@@ -294,3 +296,35 @@ def test_schedules_halfway() -> None:
     assert schedule_factor("linear", 4, 2, 10) == 0.75
     assert schedule_factor("cosine", 6, 2, 10) == pytest.approx(0.5)
     assert schedule_factor("cosine", 4, 2, 10) == pytest.approx(0.5 * (1 + math.sqrt(0.5)))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_cut_at_a_multiple_of_the_alignment_changes_no_bit(kind: str, threads: int) -> None:
+    """Shards begin there, so that only elements at the end of a parameter are outside of a kernel's vectors."""
+    numel, more = 200_003, {"adamw": {"betas": (0.9, 0.99), "eps": 1e-8}, "sgd": {"momentum": 0.9}}[kind]
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(numel, generator=generator)
+    gradients = [torch.randn(numel, generator=generator) for _ in range(4)]
+
+    def trained(*cuts: int) -> torch.Tensor:
+        bounds = list(pairwise([0, *(cut * ALIGNMENT_NUMEL for cut in cuts), numel]))
+        # Slices of one piece of memory, as those of a shard.
+        slices = [nn.Parameter(start.clone()[first:last]) for first, last in bounds]
+        named = [(f"p{i}", p) for i, p in enumerate(slices)]
+        shapes = {name: (1, 1) for name, _ in named}
+        optimizer = build_optimizer(kind, named, shapes, weight_decay=0.1, fused=True, lr=1e-2, **more)
+        for gradient in gradients:
+            for parameter, (first, last) in zip(slices, bounds, strict=True):
+                parameter.grad = gradient[first:last].mul(0.37)
+            optimizer.step()
+        return torch.cat([parameter.detach() for parameter in slices])
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = trained()
+        for cuts in ((1,), (2, 3), (6249, 6250), (1000, 2001, 4003), (3125,)):
+            assert torch.equal(trained(*cuts), whole)
+    finally:
+        torch.set_num_threads(before)

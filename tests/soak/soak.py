@@ -57,7 +57,7 @@ class Life:
         self.world, self.seed, self.tickets = world, seed, tickets
         rng = np.random.default_rng(seed)
         self.sizes = np.exp(rng.uniform(0, np.log(MAX_NUMEL), size=rng.integers(1, 6))).astype(int).tolist()
-        self.dtype = [torch.float32, torch.float64][rng.integers(2)]
+        self.dtype = [torch.float32, torch.float64, torch.int64][rng.integers(3)]
         self.num_checked = self.num_sent = 0
         self.balance = BALANCES[rng.integers(len(BALANCES))]
         # From a 64th of all gradients to more than is of use.

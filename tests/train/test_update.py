@@ -33,10 +33,10 @@ def test_the_count_goes_on_with_the_run():
 def test_a_minibatch_without_any_gradient_is_published_as_well():
     parameter = torch.nn.Parameter(torch.ones(3))
     published = []
-    model = SimpleNamespace(shard_parameters=lambda: [parameter], publish=lambda: published.append(True))
+    model = SimpleNamespace(divide_gradients_=published.append, publish=lambda: published.append(True))
     config = SimpleNamespace(optim=SimpleNamespace(max_grad_norm=0.0))
     update = Update(model, torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1), config)
     step = Step(1, None, {})
     update.run(step, 3.0, finite=True)
-    assert (published, step.metrics) == ([True], {"grad_norm": None, "skipped": False})
+    assert (published, step.metrics) == ([3.0, True], {"grad_norm": None, "skipped": False})
     assert torch.equal(parameter, torch.ones(3))

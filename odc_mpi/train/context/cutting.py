@@ -57,7 +57,6 @@ def choose(config: Config, built: BuiltModel, dataset: Dataset, size: int) -> Cu
     """
     if config.data.context_parallel == "off":
         return Cutting()
-    _check(config)
     if size == 1:
         return Cutting(reason="one rank has nobody to share a sequence with")
     longest = int(dataset.lengths.max())
@@ -71,8 +70,12 @@ def choose(config: Config, built: BuiltModel, dataset: Dataset, size: int) -> Cu
     return Cutting(shape, None, token_bytes, min(longest, config.data.max_tokens_per_microbatch), longest)
 
 
-def _check(config: Config) -> None:
+def check(config: Config) -> None:
+    """Refuse settings that do not go with `data.context_parallel`. Local."""
+    if config.data.context_parallel == "off":
+        return
     for setting, value, wanted in (
+        ("run.objective", config.run.objective, "sft"),
         ("comm.transport", config.comm.transport, "window"),
         ("data.balance", config.data.balance, "dynamic"),
         ("run.device", config.run.device, "cpu"),
