@@ -25,10 +25,10 @@ MAY_SEE = {
     "models": {"shard", "data", "checkpoint"},
     "observe": {"runtime", "data", "shard"},
     "train": {
-        *("api", "checkpoint", "data", "models", "observe", "shard", "comm.tickets", "runtime"),
-        "stack.decision",
+        *("api", "checkpoint", "data", "models", "observe", "rollout", "shard", "runtime"),
+        *("comm.exchange", "comm.pieces", "comm.tickets", "stack.decision"),
     },
-    "rollout": {"api", "comm.tickets", "runtime", "shard", "data", "models", "checkpoint"},
+    "rollout": {"api", "comm.tickets", "comm.exchange", "runtime", "shard", "data", "models", "checkpoint"},
     "slurm": set(),
     "simulate": {"data"},
     "report": {"simulate", "data"},
@@ -60,7 +60,7 @@ SEE_ALSO = {
 KEPT_IN = {
     "mpi4py": {"runtime", "stack", "comm"},
     "torch.distributed": {"bench.baselines"},
-    "h5py": {"data.dataset", "checkpoint"},
+    "h5py": {"data.dataset", "data.prompts.file", "checkpoint"},
     "cupy": {"comm"},
     "transformers": {"models", "data.tokenizer", "rollout"},
     "peft": {"models.adapters"},
@@ -121,7 +121,7 @@ def test_libraries_stay_in_their_rooms(path):
                 assert is_in(own, places), f"{own} may not import {library}"
 
 
-@pytest.mark.parametrize("module", ["lengths", "scenario", "events", "simulate", "advice"])
+@pytest.mark.parametrize("module", ["lengths", "scenario", "events", "simulate", "advice", "rollouts"])
 def test_the_simulator_knows_no_mpi(module):
     seen, due = set(), {f"odc_mpi.simulate.{module}"}
     while due:

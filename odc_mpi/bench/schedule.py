@@ -86,11 +86,7 @@ def measure(
     Raises:
         AgreedError: There are several nodes; on every rank.
     """
-    if world.num_nodes > 1:
-        raise AgreedError(
-            f"bench schedule measures on one node, got {world.num_nodes}: ranks that sleep serve no other node's, "
-            "odc-mpi simulate reckons for any"
-        )
+    require_one_node(world)
     before = os.getloadavg()[0]
     outcome = run_schedules(world, scenario, step_s, report)
     return {
@@ -98,6 +94,19 @@ def measure(
         **outcome.as_json(),
         "simulated": simulate(scenario).speedup if world.rank == 0 else None,
     }
+
+
+def require_one_node(world: World) -> None:
+    """Refuse ranks on several nodes. Local.
+
+    Raises:
+        AgreedError: There are several nodes; on every rank.
+    """
+    if world.num_nodes > 1:
+        raise AgreedError(
+            f"bench schedule measures on one node, got {world.num_nodes}: ranks that sleep serve no other node's, "
+            "odc-mpi simulate reckons for any"
+        )
 
 
 def run_schedules(world: World, scenario: Scenario, step_s: float, report: Callable[[str], None]) -> Outcome:
@@ -168,7 +177,7 @@ class Runner(ABC):
         sleeper = Sleeper()
         self._world.meet(self._world.comm.Ibarrier(), "beginning a minibatch together")
         began = time.perf_counter()
-        busy_s = self.run_pieces(sleeper, trial, plan, scale)
+        busy_s = self.before_microbatches(sleeper, trial, plan, scale)
         for microbatch in self.microbatches(plan):
             seconds = scale * self.seconds(trial, microbatch, is_first=not sleeper.slept)
             before = len(sleeper.slept)
@@ -188,7 +197,7 @@ class Runner(ABC):
         """Return the seconds of a microbatch on this rank, less what its caches save. Local."""
         return trial.duration_s(self._world.rank, microbatch)
 
-    def run_pieces(self, sleeper: "Sleeper", trial: Trial, plan: Plan, scale: float) -> float:
+    def before_microbatches(self, sleeper: "Sleeper", trial: Trial, plan: Plan, scale: float) -> float:
         """Run this rank's pieces, and return the seconds that it was to sleep for. One-sided."""
         assert not plan.splits, "collectives share no sequence"
         return 0.0
@@ -232,7 +241,7 @@ class WindowRunner(Runner):
         self._tickets = Tickets(world)
         self._flags = PieceFlags(world, num_units)
 
-    def run_pieces(self, sleeper: "Sleeper", trial: Trial, plan: Plan, scale: float) -> float:  # noqa: D102
+    def before_microbatches(self, sleeper: "Sleeper", trial: Trial, plan: Plan, scale: float) -> float:  # noqa: D102
         busy_s, rank = 0.0, self._world.rank
         for place, split in enumerate(plan.splits):
             if rank in split.ranks:

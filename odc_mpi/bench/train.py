@@ -46,6 +46,7 @@ COMPARABLE = {
     "model.param_dtype": ("float32",),
     "model.reduce_dtype": ("float32",),
     "model.gradient_checkpointing": (False,),
+    "model.compile": (False,),
     "run.device": ("cpu",),
     "optim.device": ("cpu",),
     # Every contender is there all the time, and a thread of one would take time from the others, too.
@@ -199,7 +200,7 @@ class _Contenders:
     def _make_fsdp(self) -> Fsdp:
         config = self._with("window", "lb_micro")
         inputs = self._world.agree(lambda: open_inputs(config, self._world.rank, self._world.size))
-        return Fsdp(self._world, config, inputs.loader)
+        return Fsdp(self._world, config, inputs.sequence_loader)
 
     def _make_trainer(self, name: str) -> Trainer:
         config = self._with(*name.split("/"))
@@ -208,13 +209,13 @@ class _Contenders:
 
     def _make_apart(self) -> Contender:
         config = self._with("window", "lb_mini")
-        return Whole(config, open_inputs(config, self._world.rank, self._world.size).loader)
+        return Whole(config, open_inputs(config, self._world.rank, self._world.size).sequence_loader)
 
     def _make_ceiling(self) -> Contender:
         if self._world.rank:
             return Nothing()
         config = self._with("window", "lb_mini")
-        return Whole(config, open_inputs(config, rank=0, size=1).loader)
+        return Whole(config, open_inputs(config, rank=0, size=1).sequence_loader)
 
     def _with(self, transport: str, balance: str) -> Config:
         config, exact = self._config, transport == "exact"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from odc_mpi.cli import mpiexec
 from odc_mpi.cli.imports import no_collections
 from odc_mpi.cli.options import positive, step_seconds
-from odc_mpi.cli.scenario import RANKS, add_scenario, scenario_of
+from odc_mpi.cli.scenario import RANKS, add_scenario, fill_in, of_workloads, rollouts_of, scenario_of
 from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.runtime.launch import is_launched
 from odc_mpi.runtime.ranks import on_ranks, say, start_of_mpi
@@ -26,6 +26,10 @@ HELP = "measure what this machine achieves"
 GPU_SIZES = "4M,16M,64M,256M"
 #: As `bench.gpu.benchmark.PARTS`, which takes torch to import.
 GPU_PARTS = ("bandwidths", "kernels", "step")
+#: Of `bench schedule`, for training, and with generation: there are eight times as many sequences in a minibatch, so
+#: the collectives of ranks that share cores would take longer than what is slept for.
+SCHEDULE_DEFAULTS = {"--minibatches": (10, 5), "--units": (4, 1)}
+STEP_S = (1.0, 6.0)
 #: Sizes that are read from ranks that compute, and pushed to them.
 GET_SIZES, PUSH_SIZES = "64,1M,16M", "512K,2M,8M,32M"
 
@@ -147,12 +151,26 @@ def _run_transport(arguments: argparse.Namespace) -> int:
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help=f"to start; default: {RANKS}, or mpiexec's")
-    add_scenario(parser, {"--minibatches": 10, "--units": 4})
-    meaning = "seconds an even share of a minibatch is scaled to"
-    parser.add_argument("--step-s", type=step_seconds, default=1.0, metavar="X", help=f"{meaning}; default: 1")
+    add_scenario(parser, SCHEDULE_DEFAULTS)
+    meaning = f"seconds an even share of a minibatch is scaled to; default: {of_workloads(*STEP_S)}"
+    parser.add_argument("--step-s", type=step_seconds, metavar="X", help=meaning)
 
 
 def _run_schedule(arguments: argparse.Namespace) -> int:
+    fill_in(arguments, {**SCHEDULE_DEFAULTS, "--step-s": STEP_S})
+    if arguments.workload == "grpo":
+        rollouts = rollouts_of(arguments)
+        return _measure_on_ranks(
+            arguments,
+            "odc_mpi.bench.rollouts",
+            lambda bench, world, say: bench.measure(
+                world,
+                world.agree(lambda: replace(rollouts, scenario=replace(rollouts.scenario, ranks=world.size))),
+                arguments.step_s,
+                say,
+            ),
+            rollouts.scenario.ranks,
+        )
     scenario = scenario_of(arguments)
     return _measure_on_ranks(
         arguments,

@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", metavar="OUT.h5", type=Path, help="the data set to write")
     parser.add_argument(
+        "--prompts-only",
+        action="store_true",
+        help="write prompts (prompt or messages) to generate from, for run.objective grpo, and all other fields as "
+        "columns for its rewards",
+    )
+    parser.add_argument(
         "--tokenizer",
         type=Path,
         metavar="DIR|DATA.h5",
@@ -84,7 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from odc_mpi.data.prepare import Options, prepare
+    from odc_mpi.data.prompts.prepare import prepare_prompts
 
     chosen = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)}
+    if arguments.prompts_only:
+        print(prepare_prompts(arguments.sources, arguments.out, Options(**chosen)).describe())
+        return 0
     print(prepare(arguments.sources, arguments.out, Options(**chosen), Console(stderr=True)).describe())
     return 0

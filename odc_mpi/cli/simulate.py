@@ -3,7 +3,7 @@
 import argparse
 
 from odc_mpi.cli.options import positive, step_seconds
-from odc_mpi.cli.scenario import RANKS, add_scenario, scenario_of
+from odc_mpi.cli.scenario import RANKS, add_scenario, rollouts_of, scenario_of
 
 HELP = "what schedules would achieve"
 
@@ -29,6 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
     from odc_mpi.simulate.advice import advice
     from odc_mpi.simulate.simulate import simulate
 
+    if arguments.workload == "grpo":
+        from odc_mpi.simulate.rollouts import simulate_rollouts
+
+        show({"benchmark": "simulate", **simulate_rollouts(rollouts_of(arguments)).as_json()}, arguments.json)
+        return 0
     scenario = scenario_of(arguments)
     show({"benchmark": "simulate", **simulate(scenario).as_json()}, arguments.json)
     if not arguments.json:

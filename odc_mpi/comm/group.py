@@ -52,6 +52,9 @@ class WorldGroup(Group):
     def on_this_node(self, rank: int) -> bool:  # noqa: D102
         return rank in self._world.node_ranks
 
+    def serve(self) -> bool:  # noqa: D102
+        return self._serve()
+
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:  # noqa: D102
         footprint = self._world.agree(lambda: self._checked(num_arrays, plan()))
         if footprint.shared_bytes:

@@ -89,7 +89,7 @@ def encode_block(tokenizer: Any, block: Block, fields: Fields, limits: Limits) -
     sequences: tuple[list[Encoded], list[Encoded]] = ([], [])
     for sequence in _encode_all(tokenizer, examples, bad):
         if (fitting := _fit(sequence, limits, counts)) is not None:
-            sequences[_is_held_out(fitting.tokens, limits.eval_fraction)].append(fitting)
+            sequences[is_held_out(fitting.tokens, limits.eval_fraction)].append(fitting)
     return EncodedBlock(sequences, counts, [bad[i] for i in sorted(bad)])
 
 
@@ -123,8 +123,8 @@ def _fit(sequence: Encoded, limits: Limits, counts: Counts) -> Encoded | None:
     return sequence
 
 
-def _is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
-    """Draw by the tokens alone: equal sequences stay together, and where they are when others come."""
+def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
+    """Draw by the tokens alone: equal sequences stay together, and where they are when others come. Local."""
     if not fraction:
         return False
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()

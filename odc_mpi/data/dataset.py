@@ -34,13 +34,16 @@ import numpy.typing as npt
 from odc_mpi.errors import UserError
 
 FORMAT = "odc_mpi.dataset"
+#: Of a file of `data.prompts.file`.
+PROMPTS_FORMAT = "odc_mpi.prompts"
 VERSION = 1
 
 _CHUNK = 16_384  # elements; a random read fetches whole chunks, so about 80 KB for tokens and mask
 _BUFFERED_TOKENS = 1 << 20  # written at once; bounds the writer's memory
 #: What `content` covers; the rest is read, and digested, when the file is opened.
 _DIGESTED = ("tokens", "loss_mask")
-_TOKENIZER = "tokenizer"
+#: The group that holds the files of the tokenizer.
+TOKENIZER_GROUP = "tokenizer"
 _TYPES = {"tokens": np.uint32, "loss_mask": np.uint8, "offsets": np.int64, "num_trained_tokens": np.int32}
 
 
@@ -96,7 +99,7 @@ class DatasetWriter:
         for name, dtype in _TYPES.items():
             self._file.create_dataset(name, shape=(0,), maxshape=(None,), chunks=(_CHUNK,), dtype=dtype)
         for name, content in (tokenizer_files or {}).items():
-            self._file[f"{_TOKENIZER}/{name}"] = np.frombuffer(content, dtype=np.uint8)
+            self._file[f"{TOKENIZER_GROUP}/{name}"] = np.frombuffer(content, dtype=np.uint8)
         self._buffers: dict[str, list[npt.NDArray]] = {name: [] for name in _TYPES}
         self._buffers["offsets"].append(np.zeros(1, dtype=np.int64))
         self._num_buffered = 0
@@ -251,15 +254,15 @@ class Dataset:
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Read the files of the tokenizer out of a data set. Local.
+    """Read the files of the tokenizer out of a data set, or out of a file of prompts. Local.
 
     Returns:
         The content of each file by name; empty if `path` is no data set, or one that holds no tokenizer.
     """
     try:
         with h5py.File(path, "r", locking=False) as file:
-            group = file.get(_TOKENIZER)
-            if file.attrs.get("format") != FORMAT or not isinstance(group, h5py.Group):
+            group = file.get(TOKENIZER_GROUP)
+            if file.attrs.get("format") not in (FORMAT, PROMPTS_FORMAT) or not isinstance(group, h5py.Group):
                 return {}
             return {name: item[:].tobytes() for name, item in group.items() if isinstance(item, h5py.Dataset)}
     except OSError:  # not there, or not HDF5
@@ -307,6 +310,11 @@ def _open(path: Path) -> h5py.File:
 
 def _check_format(file: h5py.File, path: Path) -> None:
     found = file.attrs.get("format")
+    if found == PROMPTS_FORMAT:
+        raise UserError(
+            f"expected sequences to train on at {str(path)!r}, got prompts without completions: set run.objective to "
+            "grpo, or prepare the data without --prompts-only"
+        )
     if not isinstance(found, str) or found != FORMAT:
         raise UserError(
             f"expected a file of odc-mpi prepare at {str(path)!r}, got HDF5 without format={FORMAT!r}: change data.path"

@@ -80,6 +80,40 @@ def _encode_pairs(tokenizer: Any, pairs: list[Pair]) -> list[Encoded]:
     return encoded
 
 
+def encode_prompt(tokenizer: Any, example: Example) -> list[int]:
+    """Tokenise a prompt as training data, messages through the chat template up to the assistant's turn. Local.
+
+    Args:
+        tokenizer: A fast tokenizer of transformers.
+        example: A pair without a completion, or a conversation.
+
+    Returns:
+        The tokens; at least one.
+
+    Raises:
+        UserError: There is no chat template, or it refuses the messages, or the prompt is empty.
+    """
+    if isinstance(example, Conversation):
+        start, text = [], render_prompt(tokenizer, example)
+    else:
+        start, text = start_tokens(tokenizer), example.prompt
+    ids = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    if not start and not ids:
+        raise BadLine(f"{example.where}: expected a prompt of at least one token, got none")
+    return [*start, *ids]
+
+
+def end_of_turn_token(tokenizer: Any) -> int | None:
+    """Return the token that ends the assistant's turns, if there is one of its own. Local."""
+    chat = Conversation("", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    try:
+        turn = render_prompt(tokenizer, chat, for_generation=False)
+    except UserError:  # told when messages are rendered
+        return None
+    ids = tokenizer(turn[: end_of_turn(tokenizer, turn)], add_special_tokens=False)["input_ids"]
+    return ids[-1] if ids and ids[-1] in tokenizer.get_added_vocab().values() else None
+
+
 def start_tokens(tokenizer: Any) -> list[int]:
     """Return [bos] for tokenizers that begin every sequence with it (Llama's), else []. Local."""
     bos = tokenizer.bos_token_id

@@ -14,6 +14,7 @@ import torch
 
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.plan.balance import BALANCES, Balance, Plan, check_fit
+from odc_mpi.data.plan.context import check_pieces_fit, split_longest
 from odc_mpi.data.plan.cost import Cost
 from odc_mpi.data.plan.same_cut import same_cut
 from odc_mpi.errors import UserError
@@ -36,12 +37,14 @@ class Batch:
         num_tokens: Trained tokens: labels that are not -100.
         num_input_tokens: T.
         indices: Sequences in the data set, int64 [num_sequences].
+        is_piece: Whether it is a part of one sequence, whose other parts are on other ranks.
     """
 
     inputs: dict[str, Any]
     num_tokens: int
     num_input_tokens: int
     indices: npt.NDArray[np.int64]
+    is_piece: bool = False
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch with its tokens on a device; the bounds of sequences stay on the host. Local."""
@@ -88,6 +91,11 @@ class Minibatch:
         return tuple(len(microbatches) for microbatches in self.plan.microbatches)
 
     def __iter__(self) -> Iterator[Batch]:
+        if self.plan.splits:
+            raise UserError(
+                "a minibatch with sequences in pieces needs ranks that exchange keys and values, as in odc-mpi train: "
+                "set data.context_parallel to off"
+            )
         if self.plan.pool:
             raise UserError(
                 "a minibatch that leaves microbatches to whoever is free needs tickets: iterate over "
@@ -156,6 +164,41 @@ def read_batch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Batch:
     return Batch(inputs, int(np.count_nonzero(flat_labels != IGNORED_LABEL)), sum(lengths), indices)
 
 
+def read_piece(dataset: Dataset, index: int, begin: int, end: int) -> Batch:
+    """Read a piece of a sequence into a microbatch, at its positions in the sequence. Local.
+
+    Args:
+        dataset: The data set.
+        index: The sequence.
+        begin: First token of the piece.
+        end: Behind its last token.
+
+    Returns:
+        A batch whose `inputs` have two more arguments: `shift_labels`, int64 [1, T], the label of each token's
+        successor, so that the last token of a piece is trained to predict the first of the next one; and
+        `num_items_in_batch`, trained tokens, at least 1: a piece may have none, whose mean loss would be no number.
+    """
+    tokens, loss_mask = dataset[index]
+    labels = np.append(np.where(loss_mask, tokens, IGNORED_LABEL), IGNORED_LABEL)
+    labels[0] = IGNORED_LABEL
+    shifted = labels[begin + 1 : end + 1]
+    num_tokens, num_trained = end - begin, int(np.count_nonzero(shifted != IGNORED_LABEL))
+    bounds = torch.tensor([0, num_tokens], dtype=torch.int32)
+    inputs = {
+        "input_ids": torch.from_numpy(tokens[begin:end])[None],
+        "position_ids": torch.arange(begin, end)[None],
+        "labels": torch.from_numpy(labels[begin:end])[None],
+        "shift_labels": torch.from_numpy(shifted)[None],
+        "num_items_in_batch": max(1, num_trained),
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": num_tokens,
+        "max_length_k": num_tokens,
+        "use_cache": False,
+    }
+    return Batch(inputs, num_trained, num_tokens, np.array([index]), is_piece=True)
+
+
 class Loader:
     """An endless iterator over minibatches. Its state is the position of the next minibatch.
 
@@ -177,6 +220,7 @@ class Loader:
         rank: int = 0,
         size: int = 1,
         cost: Cost = Cost(),  # noqa: B008 - frozen
+        cuts: bool = False,
         exact: bool = False,
     ) -> None:
         """Check the settings against the data. Local.
@@ -190,13 +234,14 @@ class Loader:
             rank: The rank whose batches the minibatches yield.
             size: Number of ranks.
             cost: Cost of a sequence.
+            cuts: Whether sequences may be cut into pieces; with the balance `dynamic`, and not `exact`.
             exact: Whether microbatches are to be the same on any number of ranks, and whatever `cost` becomes.
 
         Raises:
             UserError: A setting is out of range, or a sequence fits into no microbatch.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
-        self._balance = _find_balance(balance)
+        self._balance = split_longest if cuts else _find_balance(balance)
         if exact:
             self._balance = same_cut(balance, cost)
         for setting, value, least in (
@@ -206,7 +251,11 @@ class Loader:
         ):
             if value < least:
                 raise UserError(f"expected {setting} of at least {least}, got {value}")
-        check_fit(dataset.lengths, max_tokens_per_microbatch)  # now, not in the middle of the training
+        # Now, not in the middle of the training.
+        if cuts:
+            check_pieces_fit(dataset.lengths, size, max_tokens_per_microbatch)
+        else:
+            check_fit(dataset.lengths, max_tokens_per_microbatch)
         self._dataset = dataset
         self._minibatch_sequences = minibatch_sequences
         self._max_tokens = max_tokens_per_microbatch

@@ -123,7 +123,7 @@ def prepare(
     if (counts := find_counts(plan.outs, plan.request)) is not None:
         return plan.report(counts)
     with ExitStack() as stack, Progress(console=console, disable=console is None) as progress:
-        paths = [stack.enter_context(_new_file(each)) for each in plan.outs]
+        paths = [stack.enter_context(new_file(each)) for each in plan.outs]
         reader = _Reader(plan.sources, plan.options, progress)
         if plan.options.tokenizer:
             tokenizer, files = load_tokenizer(plan.place), plan.files
@@ -178,7 +178,7 @@ def _plan(words: Sequence[str], out: Path, options: Options) -> _Plan:
     sources = find_sources(words)
     outs = [out, eval_path_of(out)] if options.eval_fraction else [out]
     for path in outs:
-        _check_out(path, sources)
+        check_out(path, sources)
     place = find_tokenizer(options.tokenizer) if options.tokenizer else out
     files = tokenizer_files(place) if options.tokenizer else {}
     return _Plan(words, sources, options, outs, place, files, _request(sources, options, files))
@@ -197,8 +197,12 @@ def _request(sources: Sequence[Source], options: Options, files: Mapping[str, by
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
-def _check_out(out: Path, sources: Sequence[Source]) -> None:
-    """Refuse a place where a data set cannot be, before anything is read."""
+def check_out(out: Path, sources: Sequence[Source]) -> None:
+    """Refuse a place where a data set cannot be, before anything is read. Local.
+
+    Raises:
+        UserError: It is a directory, or a source.
+    """
     if out.is_dir():
         raise UserError(f"expected a file to write as OUT, got the directory {str(out)!r}: change OUT")
     if out.suffix == DIRECTORY_SUFFIX:
@@ -208,8 +212,12 @@ def _check_out(out: Path, sources: Sequence[Source]) -> None:
 
 
 @contextmanager
-def _new_file(out: Path) -> Iterator[Path]:
-    """Offer a path to write to, which becomes `out` at the end."""
+def new_file(out: Path) -> Iterator[Path]:
+    """Offer a path to write to, which becomes `out` at the end. Local.
+
+    Raises:
+        UserError: The folder cannot be written.
+    """
     with ExitStack() as stack:
         try:
             path = stack.enter_context(replacing(out))

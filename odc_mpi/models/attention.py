@@ -9,7 +9,7 @@ window `_window_as_mask` makes a mask of a single number, the window.
 
 import itertools
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,25 @@ PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 class UnpackableError(ValueError):
     """A model asks for attention that packed sequences cannot be given."""
+
+
+class UncuttableError(ValueError):
+    """A model asks for what a piece of a sequence cannot be given."""
+
+
+class Piece(Protocol):
+    """The piece of a sequence that a microbatch is.
+
+    Attributes:
+        num_tokens: Of the whole sequence.
+    """
+
+    num_tokens: int
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
+    ) -> torch.Tensor:
+        """Attend causally to all tokens of the sequence up to the piece's own. One-sided, waits for other pieces."""
 
 
 #: Arguments of other models' attention that would change the result and are not served here.
@@ -43,6 +62,7 @@ def packed_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     softcap: float | None = None,
     eager: bool = False,
+    piece: Piece | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend causally within each sequence; the signature is that of transformers' attention functions. Local.
@@ -59,6 +79,7 @@ def packed_attention(
         cu_seq_lens_q: `[sequences + 1]` int32, on the host, boundaries in a batch of one row.
         softcap: Most that a score can be, by a tangent; only with `eager`.
         eager: Whether to compute the scores of each sequence; else torch's kernels do.
+        piece: Given if the tokens are one piece of a sequence: attends to the earlier pieces, too.
         **kwargs: Other arguments that transformers passes on.
 
     Returns:
@@ -80,6 +101,8 @@ def packed_attention(
         raise UnpackableError(f"packed attention serves plain causal layers without padding, got {', '.join(given)}")
     if attention_mask is not None:
         sliding_window = min(int(attention_mask), sliding_window or int(attention_mask))
+    if piece is not None:
+        return _of_piece(piece, module, query, key, value, dropout, scaling, sliding_window, eager=eager), None
     boundaries = cu_seq_lens_q.tolist()
     lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
     attend = partial(_eager, softcap) if eager else _causal
@@ -88,6 +111,33 @@ def packed_attention(
         for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     ]
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+
+
+def _of_piece(
+    piece: Piece,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+    *,
+    eager: bool,
+) -> torch.Tensor:
+    wanted = {
+        "attn_implementation eager": eager,
+        "dropout of attention weights": dropout > 0,
+        f"a window of {window} tokens": window is not None and window < piece.num_tokens,
+        "values of another size than keys": key.shape != value.shape,
+    }
+    given = [name for name, is_given in wanted.items() if is_given]
+    if given:
+        raise UncuttableError(f"attention of a piece serves plain causal layers, got {', '.join(given)}")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise UncuttableError(f"attention of a piece needs the number of the layer, {type(module).__name__} has none")
+    return piece.attend(query, key, value, scaling, layer).transpose(1, 2).contiguous()
 
 
 def _causal(
@@ -128,10 +178,10 @@ def _seen(num_tokens: int, window: int | None, device: torch.device) -> torch.Te
 
 def register() -> None:
     """Make the functions known to transformers. Local; a second call does nothing."""
-    AttentionInterface.register(IMPLEMENTATIONS["sdpa"], packed_attention)
-    AttentionInterface.register(IMPLEMENTATIONS["eager"], partial(packed_attention, eager=True))
-    for name in IMPLEMENTATIONS.values():
-        AttentionMaskInterface.register(name, _window_as_mask)
+    for name, attend in (("sdpa", packed_attention), ("eager", partial(packed_attention, eager=True))):
+        if IMPLEMENTATIONS[name] not in AttentionInterface():  # it may have become one that Dynamo leaves out
+            AttentionInterface.register(IMPLEMENTATIONS[name], attend)
+            AttentionMaskInterface.register(IMPLEMENTATIONS[name], _window_as_mask)
 
 
 def _window_as_mask(*args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """Where the time of a step goes, over all ranks: who waits for whom, for how long."""
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -16,15 +17,18 @@ class OwnClock:
         model: Counts the seconds of fetches and pushes.
         waits_apart: Whether ranks wait for each other at the ordering points alone, as over windows. With collectives
             they wait for the slowest in each fetch and push.
+        waited_s: Returns the seconds that this rank waited for pieces of its sequences on other ranks.
     """
 
-    def __init__(self, model: sharded.ShardedModel, *, waits_apart: bool) -> None:
-        self._model, self._waits_apart = model, waits_apart
+    def __init__(
+        self, model: sharded.ShardedModel, *, waits_apart: bool, waited_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._model, self._waits_apart, self._waited_s = model, waits_apart, waited_s
 
     def __call__(self) -> float:
         """Return seconds since some time. Local."""
         waited_s = 0.0 if self._waits_apart else self._model.fetch_wait_s + self._model.accumulate_wait_s
-        return perf_counter() - waited_s
+        return perf_counter() - waited_s - self._waited_s()
 
 
 class Timing(Participant):

@@ -99,7 +99,9 @@ class Trace(Participant):
 def _tokens(minibatch: Minibatch) -> list[int]:
     """Return the tokens of every microbatch of all ranks."""
     lengths = minibatch.dataset.lengths[minibatch.indices]
-    return [int(lengths[list(own)].sum()) for own in chain(*minibatch.plan.microbatches, minibatch.plan.pool) if own]
+    plan = minibatch.plan
+    pieces = chain.from_iterable(np.diff(split.bounds).tolist() for split in plan.splits)
+    return [*pieces, *(int(lengths[list(own)].sum()) for own in chain(*plan.microbatches, plan.pool) if own)]
 
 
 def _on_paper(step: dict[str, Any], most: int) -> dict[str, Any]:

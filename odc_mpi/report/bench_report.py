@@ -8,6 +8,7 @@ from odc_mpi.report import speed_report
 from odc_mpi.report.figures import Column, report_on, side_by_side
 from odc_mpi.report.page import Figure, Report
 from odc_mpi.report.picture_parts import BLUE, Chart, Curve, Lane, Look, Panel, choose_ranks, picture
+from odc_mpi.simulate import rollouts
 from odc_mpi.simulate.events import merged
 from odc_mpi.simulate.paper import PAPER
 from odc_mpi.simulate.simulate import BASELINE, BOUNDS, SCHEDULES
@@ -16,6 +17,16 @@ from odc_mpi.simulate.simulate import BASELINE, BOUNDS, SCHEDULES
 ON_DEMAND = "window/dynamic"
 #: The schedule that is shown below it, where it ends earlier by this much.
 SPLIT, SHOWN = "window/split", 0.02
+#: Of a workload with generation.
+RL_ON_DEMAND = "window/on_demand"
+#: Above each chart, to be followed by a part of the time.
+HEADINGS = {
+    BASELINE: f"Collectives, {BASELINE}: ranks meet at each layer of each microbatch, and wait",
+    ON_DEMAND: f"On demand, {ON_DEMAND}: ranks meet once, at the end, and wait",
+    SPLIT: f"The longest sequences split, {SPLIT}: ranks wait",
+    rollouts.BASELINE: f"A barrier, {rollouts.BASELINE}: ranks train when all have generated, and wait",
+    RL_ON_DEMAND: f"On demand, {RL_ON_DEMAND}: free ranks train what others have finished, and wait",
+}
 COMPUTES, WAITS = "computes", "waits for other ranks"
 _LOOKS = {COMPUTES: Look(BLUE), WAITS: Look("none", "////")}
 
@@ -35,8 +46,11 @@ def describe(result: Mapping[str, Any]) -> Report:
 def _schedule(result: Mapping[str, Any]) -> Report:
     scenario = result["scenario"]
     measured = result["benchmark"] == "schedule"
+    is_rl = result.get("workload") == "grpo"
+    baseline, on_demand = (rollouts.BASELINE, RL_ON_DEMAND) if is_rl else (BASELINE, ON_DEMAND)
+    what = f"prompts each, {scenario['completions']} completions of each" if is_rl else "sequences each"
     lead = [
-        f"{scenario['ranks']} ranks, {scenario['per_rank']} sequences each, lengths {scenario['lengths']}, speeds vary "
+        f"{scenario['ranks']} ranks, {scenario['per_rank']} {what}, lengths {scenario['lengths']}, speeds vary "
         f"by {scenario['speed_variation']:.0%}, costs err by {scenario['cost_error']:.0%}; "
         f"{scenario['num_minibatches']} minibatches, seed {scenario['seed']}"
     ]
@@ -50,32 +64,24 @@ def _schedule(result: Mapping[str, Any]) -> Report:
         lead.append("Reckoned by odc-mpi simulate, not measured")
     timeline = result.get("timeline")
     notes = [] if timeline else ["There is no timeline in this file: measure again for the picture of who waits when."]
-    figures = [_first_minibatch(result, timeline)] if timeline else []
-    gain = result["speedup"][ON_DEMAND]
+    figures = [_first_minibatch(result, timeline, baseline, on_demand)] if timeline else []
+    gain = result["speedup"][on_demand]
     best = "on demand" if measured else "on demand, as reckoned"
-    title = f"{gain:.2f} times as fast {best}: {ON_DEMAND} beside {BASELINE}"
-    return report_on(result, title, lead, [*figures, _speedups(result)], notes=notes)
+    title = f"{gain:.2f} times as fast {best}: {on_demand} beside {baseline}"
+    return report_on(result, title, lead, [*figures, _speedups(result, baseline, on_demand)], notes=notes)
 
 
-def _first_minibatch(result: Mapping[str, Any], timeline: Mapping[str, Any]) -> Figure:
-    names = [name for name in (BASELINE, ON_DEMAND, SPLIT) if name in timeline]
+def _first_minibatch(result: Mapping[str, Any], timeline: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
+    names = [name for name in (baseline, on_demand, SPLIT) if name in timeline]
     ends = {name: max((own[-1][1] for own in timeline[name] if own), default=0.0) for name in names}
-    if ends.get(SPLIT, math.inf) > (1 - SHOWN) * ends[ON_DEMAND]:
+    if ends.get(SPLIT, math.inf) > (1 - SHOWN) * ends[on_demand]:
         ends.pop(SPLIT, None)
-    saved_s = ends[BASELINE] - ends[ON_DEMAND]
+    saved_s = ends[baseline] - ends[on_demand]
     above_s = dict(zip([*ends][1:], ends.values(), strict=False))
-    chosen = choose_ranks([sum(b - a for a, b in own) for own in timeline[BASELINE]])
-    idle = {name: _idle(timeline[name], end) for name, end in ends.items()}
-    headings = {
-        BASELINE: f"Collectives, {BASELINE}: ranks meet at each layer of each microbatch, and wait "
-        f"{idle[BASELINE]:.0%} of the time",
-        ON_DEMAND: f"On demand, {ON_DEMAND}: ranks meet once, at the end, and wait {idle[ON_DEMAND]:.0%} of the time",
-    }
-    if SPLIT in ends:
-        headings[SPLIT] = f"The longest sequences split, {SPLIT}: ranks wait {idle[SPLIT]:.0%} of the time"
+    chosen = choose_ranks([sum(b - a for a, b in own) for own in timeline[baseline]])
     charts = [
         Chart(
-            headings[name],
+            f"{HEADINGS[name]} {_idle(timeline[name], end):.0%} of the time",
             [_lane(rank, timeline[name][rank], end) for rank in chosen],
             end,
             [(end, f"{end:.1f} s")],
@@ -83,17 +89,18 @@ def _first_minibatch(result: Mapping[str, Any], timeline: Mapping[str, Any]) -> 
         )
         for name, end in ends.items()
     ]
-    title = f"The same {len(timeline[BASELINE])} ranks and the same sequences: " + (
-        f"on demand the minibatch ends {saved_s / ends[BASELINE]:.0%} earlier"
+    work = "completions" if on_demand == RL_ON_DEMAND else "sequences"
+    title = f"The same {len(timeline[baseline])} ranks and the same {work}: " + (
+        f"on demand the minibatch ends {saved_s / ends[baseline]:.0%} earlier"
         if saved_s > 0
         else "here on demand gains nothing"
     )
     if SPLIT in ends:
-        title += f", split {1 - ends[SPLIT] / ends[BASELINE]:.0%}"
+        title += f", split {1 - ends[SPLIT] / ends[baseline]:.0%}"
     source = "measured on the real runtime" if result["benchmark"] == "schedule" else "as reckoned by odc-mpi simulate"
     caption = f"The first minibatch, {source}: when each rank computes, and when it waits. "
-    if len(chosen) < len(timeline[BASELINE]):
-        caption += f"{len(chosen)} of {len(timeline[BASELINE])} ranks are shown, from least to most busy."
+    if len(chosen) < len(timeline[baseline]):
+        caption += f"{len(chosen)} of {len(timeline[baseline])} ranks are shown, from least to most busy."
     return Figure(picture("gantt", "gantt", title, charts, _LOOKS), caption)
 
 
@@ -108,18 +115,28 @@ def _lane(rank: int, busy: Sequence[Sequence[float]], end_s: float) -> Lane:
     return Lane(f"rank {rank}", {COMPUTES: computes, WAITS: list(zip(edges[::2], edges[1::2], strict=True))})
 
 
-def _speedups(result: Mapping[str, Any]) -> Figure:
+def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
     scenario, wait = result["scenario"], result["idle_fraction"]
-    paper = PAPER.get((scenario["lengths"], scenario["ranks"], scenario["per_rank"]), {})
+    is_rl = on_demand == RL_ON_DEMAND
+    key = (scenario["lengths"], scenario["ranks"], scenario["per_rank"])
+    paper = {} if is_rl else PAPER.get(key, {})
     others = {"simulated": result.get("simulated", {}), "measured in the ODC paper": paper}
     columns = [
-        Column(f"speed-up over {BASELINE}", result["speedup"], ".2f", 1.0, others),
+        Column(f"speed-up over {baseline}", result["speedup"], ".2f", 1.0, others),
         Column("part of the ranks' time in which they wait", wait, ".0%"),
         Column("s / step", result.get("step_s", {}), ".2f", is_drawn=False),
     ]
-    names = [*SCHEDULES, *BOUNDS]
-    title = f"Ranks wait {wait[BASELINE]:.0%} of the time with {BASELINE}, {wait[ON_DEMAND]:.0%} with {ON_DEMAND}"
-    return side_by_side("speedups", title, columns, {name: name for name in names}, _floor(result))
+    names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *BOUNDS]
+    title = f"Ranks wait {wait[baseline]:.0%} of the time with {baseline}, {wait[on_demand]:.0%} with {on_demand}"
+    bound = _bound(result) if is_rl else _floor(result)
+    return side_by_side("speedups", title, columns, {name: name for name in names}, bound)
+
+
+def _bound(result: Mapping[str, Any]) -> str:
+    return (
+        "No schedule that generates so can exceed the bound: all work shared out evenly, or the completion that is "
+        f"generated last. Generation is {result['generation_fraction']:.0%} of the work."
+    )
 
 
 def _floor(result: Mapping[str, Any]) -> str:

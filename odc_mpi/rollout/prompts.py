@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from odc_mpi.data.encode import end_of_turn, render_prompt, start_tokens
+from odc_mpi.data.encode import encode_prompt, end_of_turn_token
 from odc_mpi.data.examples import Conversation, Example, Pair, prompt_of
 from odc_mpi.data.jsonl import read_lines
 from odc_mpi.errors import UserError
@@ -57,15 +57,11 @@ def tokenized(tokenizer: Any, asked: Sequence[Example], stop: Sequence[int]) -> 
     Raises:
         UserError: There is no chat template, or it refuses the messages; the message names the line.
     """
-    ends = (*stop, *_end_of_turn(tokenizer)) if any(isinstance(one, Conversation) for one in asked) else ()
+    turn = end_of_turn_token(tokenizer) if any(isinstance(one, Conversation) for one in asked) else None
+    ends = stop if turn is None else (*stop, turn)
     requests = []
     for index, one in enumerate(asked):
-        if isinstance(one, Conversation):
-            tokens = _tokens(tokenizer, render_prompt(tokenizer, one))
-        else:
-            tokens = [*start_tokens(tokenizer), *_tokens(tokenizer, one.prompt)]
-        if not tokens:
-            raise UserError(f"{one.where}: expected a prompt of at least one token, got none")
+        tokens = encode_prompt(tokenizer, one)
         own_stop = ends if isinstance(one, Conversation) else stop
         requests.append(Request(one, Prompt(index, tokens, tuple(dict.fromkeys(own_stop)))))
     return requests
@@ -78,19 +74,3 @@ def told(tokenizer: Any, request: Request, completion: Completion) -> dict[str, 
     prompt = {"messages": asked.messages} if isinstance(asked, Conversation) else {"prompt": asked.prompt}
     count = {"num_tokens": len(completion.tokens), "finish_reason": completion.finish_reason}
     return {**prompt, "completion": text, **count}
-
-
-def _tokens(tokenizer: Any, text: str) -> list[int]:
-    tokens: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    return tokens
-
-
-def _end_of_turn(tokenizer: Any) -> list[int]:
-    """Return the token that ends the assistant's turns, if there is one of its own."""
-    chat = Conversation("", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-    try:
-        turn = render_prompt(tokenizer, chat, for_generation=False)
-    except UserError:  # told when the messages are rendered
-        return []
-    last = _tokens(tokenizer, turn[: end_of_turn(tokenizer, turn)])[-1:]
-    return [token for token in last if token in tokenizer.get_added_vocab().values()]

@@ -106,8 +106,6 @@ def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_w
         if getattr(submodule, "max_norm", None) is not None and isinstance(submodule, nn.Embedding | nn.EmbeddingBag):
             raise ValueError(f"{name} has max_norm, which changes weights in the forward: that of a copy would be lost")
     parameters = {name: p for part in parts for name, p in part.parameters.items()}
-    if not any(p.requires_grad for p in parameters.values()):
-        raise ValueError(f"expected a module with trainable parameters, {type(module).__name__} has none to train")
     missing = next((name for name, p in parameters.items() if p.is_meta), None)
     if missing and not has_weights:
         raise ValueError(f"{missing} is on the meta device: expected `weights` to read initial values from, got None")

@@ -1,7 +1,7 @@
 """What a run is made from: the data set, the model and the loader, opened and checked against each other."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -10,26 +10,44 @@ from odc_mpi.data.dataset import Dataset, vocabulary_digest
 from odc_mpi.data.loader import Loader
 from odc_mpi.data.plan.balance import check_fit
 from odc_mpi.data.plan.cost import Cost, flops_cost, named_cost
+from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
+from odc_mpi.train.context.cutting import Cutting, check, choose
+from odc_mpi.train.rl.prompts import PromptLoader
 from odc_mpi.train.settings import Config, DataConfig, ModelConfig
+
+#: Sequences to train on; or prompts, to learn from rewards.
+Data = Dataset | Prompts
 
 
 @dataclass
 class Inputs:
     """What a run is made from, checked and not yet distributed."""
 
-    dataset: Dataset
+    dataset: Data
     model: models.BuiltModel
-    loader: Loader
-    evaluation: Dataset | None = None
+    loader: Loader | PromptLoader
+    evaluation: Data | None = None
+    cutting: Cutting = field(default_factory=Cutting)
 
     @property
-    def datasets(self) -> dict[str, Dataset]:
+    def datasets(self) -> dict[str, Data]:
         """The data sets by their settings. Local."""
         own = {"data.path": self.dataset}
         return own if self.evaluation is None else own | {"data.eval_path": self.evaluation}
+
+    @property
+    def sequence_loader(self) -> Loader:
+        """The loader of sequences. Local.
+
+        Raises:
+            UserError: The data are prompts.
+        """
+        if isinstance(self.loader, Loader):
+            return self.loader
+        raise UserError("run.objective: expected sft, to train on sequences of a data set, got grpo: change it")
 
 
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
@@ -48,10 +66,13 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
             "data.balance: dynamic hands out microbatches while ranks run, got comm.transport collective, under which "
             "all run each together: set data.balance to lb_micro, or comm.transport to window"
         )
+    check(config)
     built = build_model(config.model, config.run.seed)
-    if config.lora.r is not None:
-        built = _with_adapters(built, config)
+    if config.run.objective == "grpo":
+        return _open_prompts(config, _with_adapters(built, config), rank)
     dataset = _open_dataset("data.path", config.data.path, config.model, built)
+    cutting = choose(config, built, dataset, size)
+    built = _with_adapters(built, config)
     loader = Loader(
         dataset,
         minibatch_sequences=config.data.minibatch_sequences,
@@ -61,9 +82,10 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
         rank=rank,
         size=size,
         cost=first_cost(config.data, built),
+        cuts=cutting.shape is not None,
         exact=config.run.exact,
     )
-    return Inputs(dataset, built, loader, _open_evaluation(config, built))
+    return Inputs(dataset, built, loader, _open_evaluation(config, built), cutting)
 
 
 def remove_staged(path: str) -> None:
@@ -73,6 +95,34 @@ def remove_staged(path: str) -> None:
     """
     if os.environ.get("ODC_MPI_STAGED_FILE") == path:
         Path(path).unlink(missing_ok=True)
+
+
+def _open_prompts(config: Config, built: models.BuiltModel, rank: int) -> Inputs:
+    """Open prompts to generate from, which leave room for completions in the model and in a microbatch."""
+    prompts, evaluation = (
+        None if path is None else _checked_prompts(setting, path, config, built)
+        for setting, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path))
+    )
+    assert prompts is not None, "config.load requires data.path"
+    loader = PromptLoader(prompts, config.data.minibatch_sequences // config.rl.num_generations, config.run.seed, rank)
+    return Inputs(prompts, built, loader, evaluation)
+
+
+def _checked_prompts(setting: str, path: str, config: Config, built: models.BuiltModel) -> Prompts:
+    prompts = Prompts(path, setting)
+    _check_vocabulary(setting, prompts, config.model, built)
+    longest, length = int(prompts.lengths.max()), config.rl.max_completion_length
+    positions = getattr(built.module.config, "max_position_embeddings", None)
+    for name, limit in (
+        ("the model's max_position_embeddings", positions),
+        ("data.max_tokens_per_microbatch", config.data.max_tokens_per_microbatch),
+    ):
+        if limit is not None and longest + length > limit:
+            raise UserError(
+                f"rl.max_completion_length: {path} has a prompt of {longest} tokens, with a completion of {length} "
+                f"more than {name}, {limit}: lower it, prepare with a lower --max-length, or raise the limit"
+            )
+    return prompts
 
 
 def _open_evaluation(config: Config, built: models.BuiltModel) -> Dataset | None:
@@ -103,7 +153,7 @@ def first_cost(config: DataConfig, built: models.BuiltModel) -> Cost:
     return named_cost(name, flops=flops, linear=config.cost_linear, quadratic=config.cost_quadratic)
 
 
-def _check_vocabulary(setting: str, dataset: Dataset, model: ModelConfig, built: models.BuiltModel) -> None:
+def _check_vocabulary(setting: str, dataset: Data, model: ModelConfig, built: models.BuiltModel) -> None:
     path = model.path
     has_tokenizer = path is not None and dataset.vocabulary and (Path(path) / "tokenizer.json").is_file()
     # Without the model's tokenizer the numbers of tokens are all there is to compare. With it, a token that it lists
@@ -128,7 +178,9 @@ def _check_vocabulary(setting: str, dataset: Dataset, model: ModelConfig, built:
 
 
 def _with_adapters(built: models.BuiltModel, config: Config) -> models.BuiltModel:
-    """Put the adapters of a configuration into a model. Local."""
+    """Put the adapters of a configuration into a model, if it has any. Local."""
+    if config.lora.r is None:
+        return built
     # peft takes a second to import.
     from odc_mpi.models.adapters import add_adapters
 

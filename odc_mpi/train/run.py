@@ -18,6 +18,7 @@ from odc_mpi.api import decide_for, shard_model
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.loader import Loader
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.observe.log import Log
 from odc_mpi.observe.participant import Participant
@@ -30,14 +31,16 @@ from odc_mpi.runtime.allocation import describe, slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.stack.decision import Decision
+from odc_mpi.train.context.pieces import Pieces, open_windows
 from odc_mpi.train.evaluation import Evaluation
 from odc_mpi.train.exact import Exponents, deterministic, reduce_dtype, settled
-from odc_mpi.train.inputs import Inputs, first_cost, open_inputs, remove_staged
-from odc_mpi.train.loop import Trainer
+from odc_mpi.train.inputs import Data, Inputs, first_cost, open_inputs, remove_staged
+from odc_mpi.train.loop import Objective, Source, Trainer
 from odc_mpi.train.objectives.sft import SupervisedFineTuning
 from odc_mpi.train.optimizer import make_optimizer
 from odc_mpi.train.owner import Owner
 from odc_mpi.train.resume import Origin, PatientWeights, anew_line, find_origin, open_run, say_complete
+from odc_mpi.train.rl.assemble import learn_from_rewards
 from odc_mpi.train.saving import Saving, about_run, describe_adapters
 from odc_mpi.train.settings import Config, dump
 from odc_mpi.train.source import DatasetSource, LearnedCost
@@ -77,7 +80,7 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
     world.agree(lambda: require(config.run.report_to or ()) if world.rank == 0 else None)
     inputs = _open_inputs(config, world)
     config = with_steps(config, inputs.dataset)
-    steps_per_epoch = math.ceil(len(inputs.dataset) / config.data.minibatch_sequences)
+    steps_per_epoch = math.ceil(len(inputs.dataset) / _drawn_per_step(config))
     _check_stop(stop, world)
     origin = find_origin(config, world, inputs)
     if origin and origin.step >= config.run.steps:
@@ -86,8 +89,8 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
     adapters = describe_adapters(config, world, inputs.model, origin.about if origin else None)
     decision = decide(config, world)
     trainer = build_trainer(config, world, inputs, decision, origin)
-    opening = _opening(config, world, len(inputs.dataset), trainer.model, decision, origin)
-    if inputs.evaluation is not None:
+    opening = _opening(config, world, inputs, trainer.model, decision, origin)
+    if isinstance(inputs.evaluation, Dataset):
         # Not the fitted cost of a run that goes on: a cut by it would be another one.
         cost = first_cost(config.data, inputs.model)
         trainer.participants.append(Evaluation(config, world, trainer.model, inputs.evaluation, cost))
@@ -117,13 +120,19 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
         return summary
 
 
-def with_steps(config: Config, dataset: Dataset) -> Config:
+def with_steps(config: Config, dataset: Data) -> Config:
     """Return a configuration with its number of steps, where it has passes over the data instead. Local."""
     epochs = config.run.num_train_epochs
     if epochs is None:
         return config
-    steps = math.ceil(epochs * math.ceil(len(dataset) / config.data.minibatch_sequences))
+    steps = math.ceil(epochs * math.ceil(len(dataset) / _drawn_per_step(config)))
     return replace(config, run=replace(config.run, steps=steps, num_train_epochs=None))
+
+
+def _drawn_per_step(config: Config) -> int:
+    """Return how many entries of the data a step takes: sequences, or prompts with several completions each."""
+    sequences = config.data.minibatch_sequences
+    return sequences // config.rl.num_generations if config.run.objective == "grpo" else sequences
 
 
 def decide(config: Config, world: World) -> Decision:
@@ -137,7 +146,7 @@ def decide(config: Config, world: World) -> Decision:
         progress=comm.progress,
         window_device=comm.window_device,
         device=config.run.device,
-        tickets=config.data.balance == "dynamic",
+        tickets=config.data.balance == "dynamic" or config.run.objective == "grpo",
     )
 
 
@@ -160,17 +169,28 @@ def build_trainer(
     optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes())
     # With collectives ranks wait for the slowest in each fetch and push, and have to take part in all of them.
     one_sided = decision.transport == "window"
-    clock = OwnClock(model, waits_apart=one_sided)
+    windows = open_windows(inputs.cutting, world, model, in_place=decision.zero_copy.choice == "on")
+    pieces = Pieces(windows) if windows else None
+    clock = OwnClock(model, waits_apart=one_sided, waited_s=lambda: windows.waited_s if windows else 0.0)
     tickets = Tickets(world) if config.data.balance == "dynamic" else None
-    source = DatasetSource(inputs.dataset, inputs.loader, config.run.seed, tickets, pads=not one_sided)
     participants: list[Participant] = [Timing(world, model, clock), TrafficReport()]
-    if config.data.cost == "fitted":
-        participants.append(LearnedCost(inputs.dataset, inputs.loader))
+    source: Source
+    objective: Objective
+    if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):
+        source = DatasetSource(
+            inputs.dataset, inputs.loader, config.run.seed, tickets, pads=not one_sided, pieces=pieces
+        )
+        objective = SupervisedFineTuning()
+        if config.data.cost == "fitted":
+            participants.append(LearnedCost(inputs.dataset, inputs.loader))
+    else:
+        source, objective, more = learn_from_rewards(config, world, model, inputs, decision)
+        participants += more
     if model.fixed_point is not None:
         participants.append(Exponents(model.fixed_point))
     update = Update(model, optimizer, config)
     done = origin.step if origin else 0
-    trainer = Trainer(model, source, SupervisedFineTuning(), update, participants, clock, done)
+    trainer = Trainer(model, source, objective, update, participants, clock, done)
     if origin:
         world.agree(lambda: _restore(trainer, origin, world.rank))
     return trainer
@@ -200,6 +220,11 @@ def _check_stop(stop: StopWish, world: World) -> None:
 
 
 def _shard(config: Config, world: World, inputs: Inputs, decision: Decision, origin: Origin | None) -> ShardedModel:
+    if config.model.compile:
+        # Here: it takes a second to import, which nobody else should wait for.
+        from odc_mpi.models.compiled import compile_layers
+
+        world.agree(lambda: compile_layers(inputs.model.module))
     weights = origin.weights(inputs.model.weights) if origin else inputs.model.weights
     model = shard_model(
         inputs.model.module,
@@ -264,7 +289,7 @@ def _restore(trainer: Trainer, origin: Origin, rank: int) -> None:
 
 
 def _opening(
-    config: Config, world: World, num_sequences: int, model: ShardedModel, decision: Decision, origin: Origin | None
+    config: Config, world: World, inputs: Inputs, model: ShardedModel, decision: Decision, origin: Origin | None
 ) -> str:
     """Return the lines before the first step; why ranks reach each other as they do tells `odc-mpi doctor`."""
     reach = decision.one_line()
@@ -273,7 +298,10 @@ def _opening(
     if decision.transport == "window":
         reach += "; why: odc-mpi doctor"
     data, dtype = config.data, config.model.param_dtype
-    share = f"{data.minibatch_sequences} in each of {config.run.steps:,} steps"
+    what = "prompts" if config.run.objective == "grpo" else "sequences"
+    share = f"{_drawn_per_step(config)} in each of {config.run.steps:,} steps"
+    if config.run.objective == "grpo":
+        share += f", {config.rl.num_generations} completions each"
     trained = f"{_numel(model, True):,} parameters"
     if _numel(model, False):
         trained = f"{_numel(model, True):,} trained of {_numel(model):,} parameters"
@@ -282,7 +310,8 @@ def _opening(
     lines = {
         "ranks": f"{world.size} {describe(world.layout, slurm_job())}; {world.mpi_library}",
         "model": f"{type(model.module).__name__}, {trained}, {dtype}, on {model.device}",
-        "data": f"{data.path}, {num_sequences:,} sequences, {share}",
+        "data": f"{data.path}, {len(inputs.dataset):,} {what}, {share}",
+        **inputs.cutting.told(),
         "comm": reach,
         "caches": _caches(config, model),
         "writes": config.run.dir,

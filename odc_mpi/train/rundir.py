@@ -1,6 +1,7 @@
 """The directory that a run leaves behind: configuration, metrics, trace, summary, checkpoints. Local; for rank 0."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from odc_mpi.files import make_directory, replace_text
 from odc_mpi.observe.metrics import METRICS, read_metrics
 from odc_mpi.observe.tracking import DIRECTORY as TRACKERS
 
+#: Completions of a run that learns from rewards, with a step in each line as metrics have it.
+COMPLETIONS = "completions.jsonl"
 _CONFIG, _TRACE, _SUMMARY = "config.yaml", "trace.json", "summary.json"
 #: What a run and its report write and a later run in the same directory must not mix with its own.
-RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACKERS)
+RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACKERS, COMPLETIONS)
 
 
 def open_run_directory(path: Path, config_text: str) -> None:
@@ -57,6 +60,9 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
         _set_aside(path, [later for number, later in steps_in(path / CHECKPOINTS).items() if number > step])
         kept = [json.dumps(line) + "\n" for line in read_metrics(path, step)]
         replace_text(path / METRICS, "".join(kept))
+        if (path / COMPLETIONS).exists():
+            lines = (path / COMPLETIONS).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            replace_text(path / COMPLETIONS, "".join(line for line in lines if _step_of(line) <= step))
         replace_text(path / _CONFIG, config_text)
         for name in (_TRACE, _SUMMARY):
             (path / name).unlink(missing_ok=True)
@@ -67,6 +73,14 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
 def has_records(path: Path) -> bool:
     """Return whether a run left something in a directory. Local."""
     return any((path / name).exists() for name in RECORDS)
+
+
+def _step_of(line: str) -> float:
+    """Return the step that a line of JSON names; infinity for one that a killed run left in half."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _set_aside(path: Path, left: list[Path]) -> None:

@@ -12,39 +12,30 @@ import functools
 import json
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NewType, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
 from odc_mpi.observe.trackers import TRACKERS
+from odc_mpi.train.rl.checks import NAMES as _NAMES
+from odc_mpi.train.rl.checks import NOT_NEGATIVE as _NOT_NEGATIVE
+from odc_mpi.train.rl.checks import ONE_OR_MORE as _ONE_OR_MORE
+from odc_mpi.train.rl.checks import POSITIVE as _POSITIVE
+from odc_mpi.train.rl.checks import Check, Size
+from odc_mpi.train.rl.settings import RlConfig, check_rl
 from odc_mpi.wording import did_you_mean, parse_size
-
-#: A number of bytes, also written as text such as 512M.
-Size = NewType("Size", int)
-
-
-class Check(NamedTuple):
-    """A condition on a value beyond its type, with the words that follow "expected" when it fails."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
 
 _ARGUMENTS = "command line"  # the source that errors name for a `--section.key value`
 
-_POSITIVE = Check("above 0", lambda value: value > 0)
-_NOT_NEGATIVE = Check("0 or more", lambda value: value >= 0)
-_ONE_OR_MORE = Check("1 or more", lambda value: value >= 1)
 _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
 _SEED = Check("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
 _TOKENS = Check("from 1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
 _THREADS = Check("from 0 to 1024", lambda value: 0 <= value <= 1024)
 _TRACKERS = Check(f"each one of {', '.join(TRACKERS)}", lambda value: all(name in TRACKERS for name in value))
 _NOT_EMPTY = Check("not empty", lambda value: value != "")
-_NAMES = Check("not empty", lambda value: bool(value) and all(isinstance(name, str) and name for name in value))
 
 
 @dataclass(frozen=True)
@@ -61,22 +52,26 @@ class ModelConfig:
         Literal["sdpa", "eager"], "attention of each packed sequence; eager: also with soft caps"
     ] = "sdpa"
     gradient_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
+    compile: Annotated[bool, "compile each layer by torch.compile; docs/compile.md"] = False
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """What the model is trained on, and how a minibatch is cut and handed out."""
 
-    path: Annotated[str, "data set in HDF5, as odc-mpi prepare writes it", _NOT_EMPTY]
+    path: Annotated[str, "data set in HDF5, as odc-mpi prepare writes it; grpo: prompts", _NOT_EMPTY]
     balance: Annotated[
         Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "how sequences are dealt out to ranks"
     ] = "lb_mini"
+    context_parallel: Annotated[
+        Literal["auto", "off"], "with balance dynamic: cut the longest sequences over ranks"
+    ] = "off"
     cost: Annotated[
         Literal["linear", "quadratic", "flops", "fitted"], "what balances a sequence; fitted: learned from this run"
     ] = "flops"
     cost_linear: Annotated[float, "data.cost quadratic: of a token", _NOT_NEGATIVE] = 1.0
     cost_quadratic: Annotated[float, "data.cost quadratic: of a squared length", _NOT_NEGATIVE] = 0.0
-    minibatch_sequences: Annotated[int, "sequences per step, over all ranks", _ONE_OR_MORE] = 16
+    minibatch_sequences: Annotated[int, "sequences per step, over all ranks; grpo: completions", _ONE_OR_MORE] = 16
     max_tokens_per_microbatch: Annotated[int, "tokens in one forward and backward on one rank", _TOKENS] = 4096
     eval_path: Annotated[str | None, "data set to evaluate on, held out; as data.path", _NOT_EMPTY] = None
     eval_sequences: Annotated[int, "at most so many of its sequences, the first; 0: all", _NOT_NEGATIVE] = 0
@@ -145,8 +140,9 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long a run lasts, where it writes, and on what it runs."""
+    """What a run minimizes, how long it lasts, where it writes, and on what it runs."""
 
+    objective: Annotated[Literal["sft", "grpo"], "learn from examples, or from rewards of own completions"] = "sft"
     steps: Annotated[int, "optimizer steps, one per minibatch", _ONE_OR_MORE] = 100
     num_train_epochs: Annotated[float | None, "instead of run.steps: passes over the data, also 0.5", _POSITIVE] = None
     eval_every: Annotated[int, "steps between evaluations; one comes after the last step", _NOT_NEGATIVE] = 0
@@ -177,6 +173,7 @@ class Config:
     model: ModelConfig
     data: DataConfig
     lora: LoraConfig = field(default_factory=LoraConfig)
+    rl: RlConfig = field(default_factory=RlConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -362,7 +359,7 @@ def _describe(hint: Any) -> str:
         str: "text",
         types.NoneType: "null",
     }
-    words[list[str]] = "a list of names"
+    words |= {list[str]: "a list of names", list[float]: "a list of numbers"}
     words[Size] = "a size such as 512M or 0"
     parts = [
         " or ".join(get_args(kind)) if get_origin(kind) is Literal else words.get(kind, "a mapping")
@@ -391,6 +388,7 @@ def _check_together(values: dict[str, Any], source: str) -> None:
     if values.get("run.num_train_epochs") is not None and "run.steps" in values:
         raise UserError(f"{source}: expected one of run.steps and run.num_train_epochs, got both: leave one out")
     _check_evaluation(values, source)
+    check_rl(values, source)
     if values.get("lora.r") is None:
         given = [key for key in values if key.startswith("lora.") and key != "lora.r"]
         if any(values[key] != _settings()[key].default for key in given):

@@ -13,6 +13,7 @@ from odc_mpi.data.plan.fitted import ROW_LENGTH, FittedCost
 from odc_mpi.observe.metrics import Column, Entry
 from odc_mpi.observe.participant import Participant, Ran, Step
 from odc_mpi.shard import model as sharded
+from odc_mpi.train.context.pieces import Pieces
 from odc_mpi.train.loop import Source
 
 
@@ -25,21 +26,36 @@ class DatasetSource(Source):
         seed: Of random numbers in the model.
         tickets: Under which ranks draw what the plan leaves to whoever is free.
         pads: Whether all ranks have to run as many microbatches.
+        pieces: Of the sequences that the plan cuts; None if it cuts none.
     """
 
     columns: ClassVar = (Column("tokens/s", 9, lambda line: f"{line['tokens_per_s']:,.0f}"),)
     summary: ClassVar = {"tokens": Entry("num_input_tokens", "sum"), "tokens_per_s": Entry("tokens_per_s", "mean")}
 
-    def __init__(self, dataset: Dataset, loader: Loader, seed: int, tickets: Tickets | None, *, pads: bool) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        loader: Loader,
+        seed: int,
+        tickets: Tickets | None,
+        *,
+        pads: bool,
+        pieces: Pieces | None = None,
+    ) -> None:
         self._dataset, self._loader = dataset, loader
-        self._seed, self._tickets, self._pads = seed, tickets, pads
+        self._seed, self._tickets, self._pads, self._pieces = seed, tickets, pads, pieces
 
     def draw(self) -> Minibatch:
         """Return the next minibatch. Local."""
         return next(self._loader)
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Batch]:
-        """Yield this rank's microbatches, and seed for each. Local; one-sided with tickets."""
+        """Yield this rank's microbatches, pieces first, and seed for each. Local; one-sided with tickets and pieces."""
+        for batch, number in self._pieces.batches(minibatch) if self._pieces else ():
+            # The first as the whole sequence; the others not the same numbers once more.
+            later = (number,) if number else ()
+            torch.manual_seed(_seed(self._seed, minibatch.data_epoch, int(batch.indices[0]), *later))
+            yield batch
         for batch in minibatch.batches(self._tickets.draw) if self._tickets else minibatch:
             # Random numbers belong to the microbatch, not to the rank that happens to run it.
             torch.manual_seed(_seed(self._seed, minibatch.data_epoch, int(batch.indices[0])))
@@ -47,7 +63,8 @@ class DatasetSource(Source):
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
         """Return how many microbatches the plan has for this rank; None if it leaves some to whoever is free. Local."""
-        return None if minibatch.plan.pool else sum(map(bool, minibatch.plan.microbatches[minibatch.rank]))
+        plan, rank = minibatch.plan, minibatch.rank
+        return None if plan.pool else sum(map(bool, plan.microbatches[rank])) + len(list(plan.pieces(rank)))
 
     def padding(self, minibatch: Minibatch) -> Iterable[Batch]:
         """Yield the shortest sequence as often as another rank has more microbatches. Local."""
@@ -62,6 +79,8 @@ class DatasetSource(Source):
         """Report the tokens that went through the model. Local."""
         num_tokens = step.minibatch.num_input_tokens
         step.metrics |= {"num_input_tokens": num_tokens, "tokens_per_s": num_tokens / step.metrics["step_s"]}
+        if self._pieces:
+            step.metrics["num_cut_sequences"] = len(step.minibatch.plan.splits)
 
     def state(self) -> dict[str, Any]:
         """Return where the next minibatch begins. Local."""
@@ -92,7 +111,7 @@ class LearnedCost(Participant):
 
     def after_microbatch(self, ran: Ran) -> None:
         """Take note of how long a microbatch took. Local."""
-        if ran.batch:
+        if ran.batch and not ran.batch.is_piece:  # whose time is also that of waiting for others
             self._fitted.observe(self._lengths[ran.batch.indices], ran.own_s)
 
     def tell(self) -> list[float]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from odc_mpi.data.dataset import Dataset
-from odc_mpi.data.loader import Batch, Loader, Minibatch, read_batch
+from odc_mpi.data.loader import IGNORED_LABEL, Batch, Loader, Minibatch, read_batch, read_piece
 from odc_mpi.data.plan.balance import BALANCES
 from odc_mpi.data.plan.cost import Cost
 from odc_mpi.errors import UserError
@@ -255,3 +255,22 @@ def test_mistakes_are_told_at_once(dataset: Dataset, arguments: dict[str, Any], 
 def test_ranks_are_those_of_a_world(dataset: Dataset, rank: int, size: int) -> None:
     with pytest.raises(AssertionError):
         loader(dataset, rank=rank, size=size)
+
+
+@pytest.mark.parametrize("bounds", [(0, 7, 12), (0, 1, 11, 12), (0, 12)])
+def test_pieces_have_the_tokens_positions_and_labels_of_the_sequence(dataset: Dataset, bounds: tuple[int, ...]) -> None:
+    index = int(np.flatnonzero(dataset.lengths >= 12)[0])
+    length = int(dataset.lengths[index])
+    bounds = (*bounds[:-1], length)
+    pieces = [read_piece(dataset, index, *ends) for ends in pairwise(bounds)]
+    whole = read_batch(dataset, np.array([index]))
+    for name in ("input_ids", "position_ids", "labels"):
+        assert torch.equal(torch.cat([piece.inputs[name] for piece in pieces], 1), whole.inputs[name])
+    successors = torch.cat([piece.inputs["shift_labels"] for piece in pieces], 1)
+    assert torch.equal(successors, torch.nn.functional.pad(whole.inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL))
+    assert sum(piece.num_tokens for piece in pieces) == whole.num_tokens
+    assert sum(piece.num_input_tokens for piece in pieces) == length
+    for piece in pieces:
+        assert piece.is_piece and piece.indices.tolist() == [index]
+        assert piece.inputs["num_items_in_batch"] == max(1, piece.num_tokens)
+        assert piece.inputs["cu_seq_lens_q"].tolist() == [0, piece.num_input_tokens]

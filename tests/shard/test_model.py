@@ -568,10 +568,17 @@ def test_parameters_without_values() -> None:
 
 
 def test_nothing_to_train() -> None:
+    """As of a policy that another is compared with: it computes, also in a graph, and no gradient leaves it."""
+    module, inputs = stack().requires_grad_(False), torch.randn(3, WIDTH, dtype=torch.float64)
+    wanted = module(inputs)
+
     def work(transport: RecordingTransport) -> None:
-        for module in (stack().requires_grad_(False), nn.ReLU()):
-            with pytest.raises(ValueError, match=f"{type(module).__name__} has none to train"):
-                ShardedModel(module, transport, units=[])
+        model = ShardedModel(copy.deepcopy(module), transport, units=[Layer])
+        assert torch.equal(model(inputs), wanted) and not list(model.shard_parameters())
+        asked = inputs.clone().requires_grad_()
+        model(asked).sum().backward()
+        assert asked.grad is not None
+        model.close()
 
     run_ranks(1, work)
 

@@ -99,7 +99,7 @@ def random_config(rng: random.Random) -> Config:
     comm = replace(sections["comm"], timeout_s=1 + rng.random() * 10.0 ** rng.randint(0, 300))
     data = replace(sections["data"], eval_path=rng.choice([*AWKWARD, None]) or "held out")
     trackers = rng.choice([None, [], ["wandb"], ["mlflow", "tensorboard"]])
-    run = replace(sections["run"], num_train_epochs=None, keep_best=False, report_to=trackers)
+    run = replace(sections["run"], objective="sft", num_train_epochs=None, keep_best=False, report_to=trackers)
     optim = replace(sections["optim"], **fractions)
     return Config(model=model, data=data, comm=comm, optim=optim, run=run)
 
@@ -266,7 +266,10 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("optim: {momentum: 1.5}", "job.yaml: optim.momentum: expected a finite number, 0 or more and below 1"),
         ("optim: {max_grad_norm: -1}", "job.yaml: optim.max_grad_norm: expected a finite number, 0 or more"),
         ("optim: {warmup_steps: -1}", "job.yaml: optim.warmup_steps: expected an integer, 0 or more"),
-        ("- 1\n- 2", "job.yaml: expected a mapping of the sections model, data, lora, comm, optim, run, got [1, 2]"),
+        (
+            "- 1\n- 2",
+            "job.yaml: expected a mapping of the sections model, data, lora, rl, comm, optim, run, got [1, 2]",
+        ),
         ("run:\n  steps: [1", "job.yaml, line 2: expected YAML, got: "),
         ("run:\n\tsteps: 1", "job.yaml, line 2: expected YAML, got: "),
         ("run: {}\n---\nrun: {}", "job.yaml, line 2: expected YAML, got: "),

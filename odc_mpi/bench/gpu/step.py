@@ -183,7 +183,7 @@ class _Contenders:
         report(f"steps, building {PLAIN}")
         inputs = open_inputs(config, rank=0, size=1)
         self._datasets.append(inputs.dataset)
-        self.by_name: dict[str, Contender] = {PLAIN: Whole(config, inputs.loader, device.torch_device)}
+        self.by_name: dict[str, Contender] = {PLAIN: Whole(config, inputs.sequence_loader, device.torch_device)}
         self._trainers: dict[str, Trainer] = {}
         self._reductions: dict[str, str] = {}
         for name in names:

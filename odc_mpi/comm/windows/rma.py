@@ -140,6 +140,30 @@ class Window:
         """Overwrite an int64 element of a rank's shard at once, as `fetch_and_add` sees it. One-sided."""
         self._fetch_and(MPI.REPLACE, target, place, value)
 
+    def compare_and_swap(self, target: int, place: int, expected: int, value: int) -> int:
+        """Overwrite an int64 element of a rank's shard if it is as expected; return what was there. One-sided."""
+        assert self.tensor.dtype == torch.int64, "counters are int64"
+        given, compared, before = (np.array([number], dtype=np.int64) for number in (value, expected, 0))
+        self._win.Compare_and_swap(given, compared, before, target, place)
+        self._win.Flush(target)
+        return int(before[0])
+
+    def read_all(self, target: int, count: int) -> np.ndarray:
+        """Return the first elements of a rank's shard, int64 [count], each as `read` does. One-sided."""
+        return self._exchange_all(MPI.NO_OP, target, np.zeros(count, dtype=np.int64))
+
+    def swap_all(self, target: int, values: np.ndarray) -> None:
+        """Overwrite the first elements of a rank's shard, int64 [count], each as `replace` does. One-sided."""
+        self._exchange_all(MPI.REPLACE, target, values)
+
+    def _exchange_all(self, operation: MPI.Op, target: int, values: np.ndarray) -> np.ndarray:
+        assert self.tensor.dtype == torch.int64, "counters are int64"
+        before = np.empty_like(values)
+        place = (0, len(values), MPI.INT64_T)
+        self._win.Get_accumulate([values, MPI.INT64_T], [before, MPI.INT64_T], target, place, operation)
+        self._win.Flush(target)
+        return before
+
     def _fetch_and(self, operation: MPI.Op, target: int, place: int, value: int) -> int:
         assert self.tensor.dtype == torch.int64, "counters are int64"
         given, before = np.array([value], dtype=np.int64), np.empty(1, dtype=np.int64)
@@ -222,10 +246,10 @@ class SharedWindow:
         """Return the shards of this node, as one piece where they are one. Local."""
         return [self.whole] if self.whole is not None else list(self._near.values())
 
-    def get(self, target: int, buffer: Memory) -> None:
-        """Start to read the first elements of the shard of a rank on another node into bytes. One-sided."""
+    def get(self, target: int, buffer: Memory, start: int = 0) -> None:
+        """Start to read elements of the shard of a rank on another node, from `start` on, into bytes. One-sided."""
         assert self._far is not None and target not in self._near
-        _get(self._far, target, buffer, self._itemsize)
+        _get(self._far, target, buffer, self._itemsize, start)
 
     def flush(self) -> None:
         """Complete everything that this rank started. One-sided."""

@@ -29,6 +29,8 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.kernels.native import Piece, largest_magnitude
+from odc_mpi.shard.elements.floating_point import FloatingPoint
+from odc_mpi.shard.layout import FlatLayout
 
 #: The magnitude that a sum must stay below, as a power of two.
 SUM_BITS = 62
@@ -271,3 +273,15 @@ def _parts(flat: torch.Tensor) -> Iterator[slice]:
 
 def _most(flat: torch.Tensor) -> int:
     return _DEVICE_NUMEL if flat.is_cuda else _HOST_NUMEL
+
+
+def elements_of(dtype: torch.dtype, layouts: Sequence[FlatLayout]) -> FloatingPoint | FixedPoint:
+    """Return the numbers that gradients are added up as. Local.
+
+    Args:
+        dtype: Of the elements of gradients on the way.
+        layouts: The arrays.
+    """
+    if dtype.is_floating_point:
+        return FloatingPoint(dtype)
+    return FixedPoint({index: layout.numel for index, layout in enumerate(layouts) if layout.trainable})

@@ -28,6 +28,7 @@ class Activity:
     def __init__(self, group: Group) -> None:
         self._note = group.note
         self._told: tuple[str, str] | None = None
+        self._whole = ""
         self._in_minibatch = False
         self._microbatch = 0
 
@@ -41,9 +42,15 @@ class Activity:
 
     def start_microbatch(self) -> None:
         """Take a forward of the whole module for the beginning of a microbatch, within a minibatch. Local."""
-        if self._in_minibatch:
+        if self._in_minibatch and not self._whole:
             self._microbatch += 1
             self._told = None
+
+    def tell_whole(self, what: str) -> None:
+        """Tell what this rank does in words, and no units until it is told "". Local."""
+        self._whole, self._told = what, None
+        if what:
+            self._note(what)
 
     def tell(self, doing: str, unit: str) -> None:
         """Tell, if it is new, what is done with a unit. Local.
@@ -52,7 +59,7 @@ class Activity:
             doing: "forward of", "backward of" or "fetching".
             unit: Dotted name; "" for the root.
         """
-        if (doing, unit) != self._told:
+        if not self._whole and (doing, unit) != self._told:
             self._told = doing, unit
             if not self._microbatch and doing != "fetching":
                 doing = "using"

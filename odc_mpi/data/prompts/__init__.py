@@ -1,0 +1,1 @@
+"""Prompts to generate from, with columns for rewards: their file, and how it is prepared."""

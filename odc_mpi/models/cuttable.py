@@ -1,0 +1,134 @@
+"""Whether the sequences of a model can be cut into pieces, and what its attention then moves.
+
+A piece has to come to the same as the part of the whole sequence that it is. That needs causal attention by our
+function in every layer, over the whole sequence; a loss that is a sum over tokens, with labels that are shifted before
+the cut; and nothing else that looks at other tokens, or at how many there are.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from odc_mpi.errors import in_one_line
+from odc_mpi.models.attention import UncuttableError
+
+#: Rotary frequencies that depend on the length of what is computed.
+_LENGTH_ROPES = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The attention of a model whose sequences can be cut.
+
+    Attributes:
+        num_layers: Layers with attention.
+        token_numel: Elements of the keys and values of a token in one layer.
+    """
+
+    num_layers: int
+    token_numel: int
+
+
+def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> AttentionShape:
+    """Try a piece on a model on the meta device, which computes nothing but shapes. Local.
+
+    Args:
+        module: Without adapters; its parameters are on the meta device.
+        num_tokens: Of the longest sequence.
+
+    Raises:
+        UncuttableError: Its sequences cannot be cut; the message says why.
+    """
+    config = module.config.get_text_config()
+    ropes = set(_rope_types(config.to_dict())) & set(_LENGTH_ROPES)
+    if ropes:
+        raise UncuttableError(f"its rotary frequencies depend on the length: {', '.join(sorted(ropes))}")
+    if getattr(config, "output_router_logits", False):
+        raise UncuttableError("its loss has a part for the balance of experts, which is no sum over tokens")
+    loss_function = module.loss_function
+    if loss_function is not ForCausalLMLoss:
+        raise UncuttableError("its loss is not the cross entropy of the next token")
+    survey, loss = _Survey(num_tokens), _Loss()
+    training = module.training
+    module.loss_function = loss
+    try:
+        module.train()
+        output = module(**_inputs(), piece=survey)
+    except UncuttableError:
+        raise
+    except Exception as error:  # as `build` has it: what reads values cannot run on the meta device
+        raise UncuttableError(
+            f"{type(module).__name__} cannot be tried without values: {in_one_line(error)}"
+        ) from error
+    finally:
+        module.loss_function = loss_function
+        module.train(training)
+    if not loss.is_exact(output.loss):
+        raise UncuttableError("it does not hand shifted labels to its loss, or adds to it")
+    return survey.shape()
+
+
+class _Survey:
+    """A piece that notes what attention it is asked for."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._calls: list[tuple[int, int]] = []
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
+    ) -> torch.Tensor:
+        """Note a call. Local."""
+        self._calls.append((layer, (key.numel() + value.numel()) // key.shape[2]))
+        return torch.empty_like(query)
+
+    def shape(self) -> AttentionShape:
+        """Return the shape of the attention that was asked for. Local."""
+        layers, sizes = [layer for layer, _ in self._calls], [size for _, size in self._calls]
+        if not layers or layers != list(range(len(layers))):
+            raise UncuttableError(f"expected one attention in each layer, in order, got layers {layers}")
+        return AttentionShape(len(layers), max(sizes))
+
+
+class _Loss:
+    """A loss function that notes its arguments."""
+
+    def __init__(self) -> None:
+        self._given: Mapping[str, Any] = {}
+        self._made: torch.Tensor | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._given = kwargs
+        self._made = torch.zeros((), device="meta")
+        return self._made
+
+    def is_exact(self, loss: torch.Tensor | None) -> bool:
+        """Return whether a model's loss is this one's, with labels that were shifted before. Local."""
+        made = self._made
+        if made is None or loss is not made or made._version:
+            return False
+        return self._given.get("shift_labels") is not None and self._given.get("num_items_in_batch") is not None
+
+
+def _inputs() -> dict[str, Any]:
+    """Return a piece of three tokens: the arguments of `data.loader.read_piece`."""
+    tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+    bounds = torch.tensor([0, 3], dtype=torch.int32)
+    inputs = dict.fromkeys(("input_ids", "position_ids", "labels", "shift_labels"), tokens)
+    # The mask of ones keeps transformers from looking for sequences in the positions, which have no values here.
+    inputs["attention_mask"] = torch.ones_like(tokens)
+    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 3, "max_length_k": 3}
+    return inputs | lengths | {"num_items_in_batch": 3, "use_cache": False}
+
+
+def _rope_types(content: Any) -> Iterator[str]:
+    """Yield the types of rotary embeddings in a configuration, which may have them by kinds of layers."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            if key in ("rope_type", "type") and isinstance(value, str):
+                yield value
+            yield from _rope_types(value)

@@ -1,0 +1,141 @@
+"""Finished prompt groups: as bytes on their way to another rank, and as microbatches to train on. Local."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from odc_mpi.data.loader import Batch
+
+
+class RolloutGroup(NamedTuple):
+    """The completions of a prompt, and how strongly each is to be learnt.
+
+    Attributes:
+        position: Of the prompt in the minibatch.
+        prompt_index: Of the prompt in the file.
+        prompt: Its tokens.
+        completions: Tokens of each completion.
+        logps: Of each completion, float32 [tokens].
+        advantages: float64 [completions].
+        masked: Of each completion, whether nothing is learnt from it; bool [completions].
+    """
+
+    position: int
+    prompt_index: int
+    prompt: list[int]
+    completions: list[list[int]]
+    logps: list[npt.NDArray[np.float32]]
+    advantages: npt.NDArray[np.float64]
+    masked: npt.NDArray[np.bool_]
+
+    def to_bytes(self) -> bytes:
+        """Return the group as bytes. Local."""
+        lengths = [len(tokens) for tokens in self.completions]
+        head = np.array([self.position, self.prompt_index, len(self.prompt), len(lengths), *lengths], dtype=np.int64)
+        tokens = np.array([*self.prompt, *(token for own in self.completions for token in own)], dtype=np.int32)
+        logps = np.concatenate(self.logps).astype(np.float32)
+        parts = (head, tokens, logps, self.advantages.astype(np.float64), self.masked.astype(np.uint8))
+        return b"".join(part.tobytes() for part in parts)
+
+    @staticmethod
+    def from_bytes(content: bytes) -> "RolloutGroup":
+        """Return the group of `to_bytes`. Local."""
+        reader = _Reader(content)
+        position, index, num_prompt, count = reader.take(np.int64, 4).tolist()
+        lengths = reader.take(np.int64, count).tolist()
+        prompt = reader.take(np.int32, num_prompt).tolist()
+        completions = [reader.take(np.int32, length).tolist() for length in lengths]
+        logps = [reader.take(np.float32, length) for length in lengths]
+        advantages, masked = reader.take(np.float64, count), reader.take(np.uint8, count).astype(np.bool_)
+        return RolloutGroup(position, index, prompt, completions, logps, advantages, masked)
+
+
+class _Reader:
+    def __init__(self, content: bytes) -> None:
+        self._content, self._place = content, 0
+
+    def take(self, dtype: type, count: int) -> npt.NDArray:
+        values: npt.NDArray = np.frombuffer(self._content, dtype=dtype, count=count, offset=self._place)
+        self._place += values.nbytes
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch(Batch):
+    """A microbatch of completions, each behind its prompt. `inputs` has no labels.
+
+    Attributes:
+        places: Of the tokens before each token of a completion, whose logits predict it; int64 [K], rising.
+        targets: The tokens of completions, int64 [K].
+        sequence: Of each of them the number of its sequence in the microbatch, int64 [K].
+        logps: Log-probabilities when they were drawn, float32 [K].
+        advantages: Of each sequence, float64 [num_sequences].
+    """
+
+    places: torch.Tensor
+    targets: torch.Tensor
+    sequence: torch.Tensor
+    logps: torch.Tensor
+    advantages: torch.Tensor
+
+
+def batches(groups: Sequence[RolloutGroup], max_tokens: int, *, with_all: bool) -> Iterator[RolloutBatch]:
+    """Yield the completions of groups in microbatches. Local.
+
+    Args:
+        groups: Finished.
+        max_tokens: The most in a microbatch; no prompt with a completion has more.
+        with_all: Whether completions of advantage 0 are trained on, too.
+    """
+    chosen: list[tuple[RolloutGroup, int]] = []
+    num_tokens = 0
+    for group in groups:
+        for i, completion in enumerate(group.completions):
+            if group.masked[i] or not (with_all or group.advantages[i]):
+                continue
+            length = len(group.prompt) + len(completion)
+            if chosen and num_tokens + length > max_tokens:
+                yield _batch(chosen)
+                chosen, num_tokens = [], 0
+            chosen.append((group, i))
+            num_tokens += length
+    if chosen:
+        yield _batch(chosen)
+
+
+def _batch(chosen: Sequence[tuple[RolloutGroup, int]]) -> RolloutBatch:
+    tokens, places, targets, sequence, lengths = [], [], [], [], []
+    begin = 0
+    for number, (group, i) in enumerate(chosen):
+        own = [*group.prompt, *group.completions[i]]
+        tokens += own
+        places.append(np.arange(len(group.prompt) - 1, len(own) - 1) + begin)
+        targets += group.completions[i]
+        sequence.append(np.full(len(group.completions[i]), number))
+        lengths.append(len(own))
+        begin += len(own)
+    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    inputs = {
+        "input_ids": torch.tensor([tokens]),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "use_cache": False,
+    }
+    return RolloutBatch(
+        inputs,
+        len(targets),
+        begin,
+        np.array(sorted({group.prompt_index for group, _ in chosen})),
+        places=torch.from_numpy(np.concatenate(places)),
+        targets=torch.tensor(targets),
+        sequence=torch.from_numpy(np.concatenate(sequence)),
+        logps=torch.from_numpy(np.concatenate([group.logps[i] for group, i in chosen])),
+        advantages=torch.tensor([float(group.advantages[i]) for group, i in chosen], dtype=torch.float64),
+    )

@@ -1,0 +1,260 @@
+"""Rewards: functions of completions, TRL's signature, called for a prompt group at a time. Local.
+
+    f(prompts, completions, completion_ids, **columns) -> list of a number or None for each completion
+
+All arguments are lists with an entry for each completion. Prompts and completions are texts; of a chat, lists of
+messages. A column that a prompt does not have is None there. A function that does not take `**kwargs` gets the
+arguments that it names. None means that the function does not apply to a completion: it counts nothing there, and a
+completion to which no function applies has no part in the mean of its group, and no advantage.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.errors import UserError, in_one_line, warn
+from odc_mpi.rollout import builtin_rewards
+
+RewardFunction = Callable[..., Sequence[float | None]]
+#: Added to the deviation of a group before dividing by it, as TRL does.
+EPSILON = 1e-4
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function.
+
+    Attributes:
+        name: Of the function alone, for metrics.
+        place: As the setting names it.
+        function: What it does.
+        weight: In the sum of all.
+    """
+
+    name: str
+    place: str
+    function: RewardFunction
+    weight: float
+
+
+class Scored:
+    """The rewards of a prompt group.
+
+    Args:
+        each: float64 [functions, completions]; NaN where a function does not apply.
+        weights: float64 [functions].
+        num_failed: Completions that were left out because a function failed.
+
+    Attributes:
+        each: As given.
+        total: float64 [completions], the weighted sum; NaN where no function applies.
+        num_failed: As given.
+    """
+
+    def __init__(self, each: npt.NDArray[np.float64], weights: npt.NDArray[np.float64], num_failed: int) -> None:
+        self.each, self.num_failed = each, num_failed
+        self.total = np.nansum(each * weights[:, None], axis=0)
+        self.total[np.isnan(each).all(axis=0)] = np.nan
+
+    @property
+    def std(self) -> float:
+        """The deviation of the rewards that there are, with Bessel's correction; 0 of fewer than two. Local."""
+        there = self.total[~np.isnan(self.total)]
+        return float(there.std(ddof=1)) if len(there) > 1 else 0.0
+
+    def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
+        """Return the rewards less their mean, divided by their deviation if they are to be scaled. Local.
+
+        Returns:
+            float64 [completions]; 0 where there is no reward, and all 0 if all rewards are equal.
+        """
+        there = ~np.isnan(self.total)
+        if not there.any() or np.ptp(self.total[there]) == 0:
+            return np.zeros(len(self.total))
+        advantages = self.total - self.total[there].mean()
+        return np.nan_to_num(advantages / (self.std + EPSILON) if scaled else advantages)
+
+
+def find_rewards(places: Sequence[str], weights: Sequence[float] | None) -> list[Reward]:
+    """Import reward functions. Local; runs the code of their modules.
+
+    Args:
+        places: Each ``package.module:name``, ``file.py:name`` or the name of a built-in.
+        weights: Of each; None for 1.
+
+    Raises:
+        UserError: There is no such function, or its module fails.
+    """
+    weights = weights or [1.0] * len(places)
+    found = [
+        Reward(place.rpartition(":")[2], place, _find(place), weight)
+        for place, weight in zip(places, weights, strict=True)
+    ]
+    names = [reward.name for reward in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise UserError(f"rl.reward_funcs: expected functions of different names, got {twice} twice: rename one")
+    return found
+
+
+def score(
+    rewards: Sequence[Reward],
+    arguments: Mapping[str, Sequence[Any]],
+    prompt: int,
+    rank: int,
+    *,
+    timeout_s: float,
+    skip: bool,
+) -> Scored:
+    """Call the reward functions for a prompt group. Local.
+
+    Args:
+        rewards: The functions.
+        arguments: `prompts`, `completions`, `completion_ids` and columns; each as long as there are completions.
+        prompt: Number of the prompt, for messages.
+        rank: Of this rank, for messages.
+        timeout_s: Seconds that a function may take.
+        skip: Whether completions of a function that fails are left out, instead of ending the run.
+
+    Raises:
+        UserError: A function raises, takes too long, or does not return a number or None for each completion.
+    """
+    count = len(arguments["completions"])
+    each, failed = np.full((len(rewards), count), np.nan), np.zeros(count, dtype=np.bool_)
+    for row, reward in enumerate(rewards):
+        try:
+            each[row] = _call(reward, arguments, count, timeout_s)
+        except _FailedError as error:
+            told = f"reward function {reward.place}, prompt {prompt}, rank {rank}: {error}"
+            if not skip:
+                raise UserError(f"{told}; to leave such completions out: rl.skip_failed_rewards") from error
+            warn(f"WARNING: {told}: left out")
+            if error.values is not None:
+                each[row] = error.values
+            failed |= True if error.failed is None else error.failed
+    each[:, failed] = np.nan
+    return Scored(each, np.array([reward.weight for reward in rewards]), int(failed.sum()))
+
+
+class _FailedError(Exception):
+    """A function failed: for some completions alone, of which there are values for the others, or for all."""
+
+    def __init__(
+        self, message: str, values: npt.NDArray[np.float64] | None = None, failed: npt.NDArray[np.bool_] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.values, self.failed = values, failed
+
+
+def _call(
+    reward: Reward, arguments: Mapping[str, Sequence[Any]], count: int, timeout_s: float
+) -> npt.NDArray[np.float64]:
+    try:
+        with _limited(timeout_s):
+            found = reward.function(**_wanted(reward.function, arguments))
+    except TimeoutError as error:
+        raise _FailedError(f"expected an answer within rl.reward_timeout_s, {timeout_s:g} s, got none") from error
+    except Exception as error:
+        raise _FailedError(f"it raised {type(error).__name__}: {in_one_line(error)}") from error
+    if not isinstance(found, Sequence) and not hasattr(found, "__len__"):
+        raise _FailedError(f"expected a list of {count} numbers, got {type(found).__name__}")
+    if len(found) != count:
+        raise _FailedError(f"expected {count} rewards, one for each completion, got {len(found)}")
+    values = np.array([_number(value) for value in found])
+    wrong = np.array([value is not None for value in found]) & ~np.isfinite(values)
+    if wrong.any():
+        first = int(wrong.argmax())
+        message = f"expected finite numbers or None, got {found[first]!r} for completion {first}"
+        raise _FailedError(message, values, wrong)
+    return values
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _wanted(function: RewardFunction, arguments: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Return the arguments that a function takes; all if it cannot be asked."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return dict(arguments)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+@contextmanager
+def _limited(timeout_s: float) -> Iterator[None]:
+    """Raise TimeoutError in the enclosed code after some seconds, where a signal may: in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _find(place: str) -> RewardFunction:
+    module_name, colon, name = place.rpartition(":")
+    if not colon:
+        if place not in builtin_rewards.REWARDS:
+            known = ", ".join(builtin_rewards.REWARDS)
+            raise UserError(
+                f"rl.reward_funcs: expected package.module:name, file.py:name or one of {known}, got {place!r}"
+            )
+        return builtin_rewards.REWARDS[place]
+    try:
+        module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
+    except UserError:
+        raise
+    except Exception as error:  # whatever somebody's module does
+        raise UserError(
+            f"rl.reward_funcs: {module_name!r} cannot be imported: {type(error).__name__}: {in_one_line(error)}"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"rl.reward_funcs: expected a function {name!r} in {module_name!r}, got none")
+    return function
+
+
+def _import(name: str) -> Any:
+    # As `python -m` has it: modules beside where the run was started.
+    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - what sys.path holds are strings
+        sys.path.insert(0, here)
+    return importlib.import_module(name)
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UserError(f"rl.reward_funcs: expected a file of Python at {str(path)!r}, got none")
+    spec = importlib.util.spec_from_file_location(f"odc_mpi_rewards_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look modules up by name
+    spec.loader.exec_module(module)
+    return module

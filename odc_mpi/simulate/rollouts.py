@@ -1,0 +1,293 @@
+"""Post-training with rewards: completions are generated, then trained, in one minibatch. What each schedule would take.
+
+    collective/barrier     ranks generate their prompts, wait for each other, then train in lockstep, evenly split
+    window/barrier         the same, but ranks draw microbatches of what was generated
+    window/on_demand_own   no barrier: a rank that has generated its completions trains them
+    window/on_demand       no barrier: a rank that has generated its completions trains what anybody has finished,
+                           in the order in which prompt groups are finished
+    bound                  no schedule that generates so can end earlier: not before all work is done if nobody ever
+                           waits, nor before the last completion to be generated is trained
+
+Each prompt has several completions, its prompt group. A rank decodes all completions of its prompts at once: a step
+gives each one more token, and takes a constant time and a time for each completion that is not done. A group can be
+trained when its last completion is done, since only then are the advantages known; it is handed out in `SHARES` shares.
+
+Speed-ups are ratios of the total time of all minibatches, over that of collective/barrier. Local; no MPI.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from odc_mpi.data.plan.balance import Plan, dynamic, lb_micro
+from odc_mpi.data.plan.cut import Microbatch
+from odc_mpi.data.plan.partition import first_fit
+from odc_mpi.errors import UserError
+from odc_mpi.simulate.events import Intervals, merged
+from odc_mpi.simulate.scenario import MOST_S, MOST_SEQUENCES, Scenario, Trial
+from odc_mpi.simulate.simulate import PAUSE_S, timing
+
+BASELINE = "collective/barrier"
+#: What is compared, as TRANSPORT/WAY.
+SCHEDULES = (BASELINE, "window/barrier", "window/on_demand_own", "window/on_demand")
+BOUND = "bound"
+#: Into how many shares of about equal cost a finished prompt group is cut, each for whoever is free. Their number is
+#: known before lengths are; fewer leave ranks waiting at the end, more cost a microbatch's constant more often.
+SHARES = 4
+#: Seconds of a decode step, and of each sequence in it, of a model of 1.5 B parameters in bf16 on an A100: its 3 GB,
+#: and the keys and values of 4,500 tokens in the mean (`scenario.KV_BYTES` each), at 1.5 TB/s.
+DECODE_STEP_S, DECODE_SEQUENCE_S = 2e-3, 8.6e-5
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """A run of post-training with rewards. Wrong values raise a `UserError` that names the option.
+
+    Attributes:
+        scenario: Ranks, prompts of each rank and minibatch (`per_rank`), lengths of completions, what training costs.
+        completions: Of each prompt.
+        decode_step_s: Seconds of a decode step on a rank of speed 1, besides its sequences.
+        decode_sequence_s: Seconds of each sequence in a decode step.
+    """
+
+    scenario: Scenario
+    completions: int = 8
+    decode_step_s: float = DECODE_STEP_S
+    decode_sequence_s: float = DECODE_SEQUENCE_S
+
+    def __post_init__(self) -> None:
+        for option, value, least, most in (
+            ("--completions", self.completions, 1, 10**4),
+            ("--decode-step-s", self.decode_step_s, 0, MOST_S),
+            ("--decode-sequence-s", self.decode_sequence_s, 0, MOST_S),
+        ):
+            if not least <= value <= most:
+                raise UserError(f"expected {option} from {least} to {most}, got {value}")
+        if self.num_groups * self.completions > MOST_SEQUENCES:
+            raise UserError(
+                f"expected at most {MOST_SEQUENCES} completions in a minibatch, got {self.num_groups} prompts with "
+                f"{self.completions} each: lower --per-rank or --completions"
+            )
+
+    @property
+    def num_groups(self) -> int:
+        """Prompts of a minibatch."""
+        return self.scenario.ranks * self.scenario.per_rank
+
+    def trials(self) -> Iterator["RolloutTrial"]:
+        """Yield the minibatches, the same ones each time. Local."""
+        scenario = self.scenario
+        for trial in replace(scenario, per_rank=scenario.per_rank * self.completions).trials():
+            yield RolloutTrial(self, trial)
+
+
+@dataclass(frozen=True)
+class RolloutTrial:
+    """One minibatch. The completion `i` belongs to the prompt group `i // completions`.
+
+    Attributes:
+        rollouts: Of what.
+        trial: Lengths of all completions, what they take to train, and speeds.
+    """
+
+    rollouts: Rollouts
+    trial: Trial
+
+    def dealt(self, rank: int) -> list[int]:
+        """Return the prompt groups of a rank, dealt out in turn. Local."""
+        return list(range(rank, self.rollouts.num_groups, self.rollouts.scenario.ranks))
+
+    def positions(self, group: int) -> range:
+        """Return the positions of a prompt group's completions. Local."""
+        count = self.rollouts.completions
+        return range(group * count, (group + 1) * count)
+
+    def decoded_s(self, rank: int, groups: Sequence[int]) -> list[tuple[float, int]]:
+        """Return the end and the name of each of a rank's prompt groups, decoded at once, in that order. Local."""
+        lengths = np.array([self.trial.lengths[i] for group in groups for i in self.positions(group)])
+        order = np.argsort(lengths, kind="stable")
+        # Until the next one is done all that are left take a step for each token.
+        left = np.arange(len(order), 0, -1)
+        steps = np.diff(lengths[order], prepend=0)
+        ends = np.cumsum(steps * (self.rollouts.decode_step_s + self.rollouts.decode_sequence_s * left))
+        each = np.empty(len(order))
+        each[order] = ends / self.trial.speeds[rank]
+        last = each.reshape(len(groups), -1).max(axis=1).tolist()
+        return sorted(zip(last, groups, strict=True))
+
+    @cached_property
+    def dealt_s(self) -> list[list[tuple[float, int]]]:
+        """What `decoded_s` returns for each rank and the prompt groups that it is dealt."""
+        return [self.decoded_s(rank, self.dealt(rank)) for rank in range(self.rollouts.scenario.ranks)]
+
+    def shares(self, group: int) -> list[list[Microbatch]]:
+        """Return the shares of a finished prompt group, each as its microbatches. Local."""
+        lengths = self.trial.lengths
+        falling = sorted(self.positions(group), key=lambda i: (-lengths[i], i))
+        # There and back again, so that the longest is with the shortest.
+        turns = [*range(SHARES), *reversed(range(SHARES))]
+        parts: list[list[int]] = [[] for _ in range(SHARES)]
+        for turn, position in enumerate(falling):
+            parts[turns[turn % len(turns)]].append(position)
+        return [self.packed(part) for part in parts]
+
+    def own_microbatches(self, groups: Sequence[int]) -> list[Microbatch]:
+        """Return the microbatches of a rank that trains what it generated. Local."""
+        return self.packed([i for group in groups for i in self.positions(group)])
+
+    def packed(self, positions: Sequence[int]) -> list[Microbatch]:
+        """Pack completions into few microbatches. Local."""
+        bins = first_fit(self.trial.lengths[list(positions)], self.rollouts.scenario.max_tokens)
+        return [tuple(positions[k] for k in own) for own in bins]
+
+    def plan(self, name: str) -> Plan:
+        """Return the plan of training; none under `window/on_demand`, where it depends on what is finished. Local."""
+        scenario = self.rollouts.scenario
+        if name == "window/on_demand":
+            return Plan(((),) * scenario.ranks)
+        if name == "window/on_demand_own":
+            return Plan(tuple(tuple(self.own_microbatches(self.dealt(rank))) for rank in range(scenario.ranks)))
+        balance = lb_micro if name == BASELINE else dynamic
+        return balance(self.trial.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
+
+    def bounds_s(self) -> tuple[float, float]:
+        """Return two times in seconds before which no schedule ends. Local.
+
+        Returns:
+            That at which the completion that is generated last is trained, on the fastest rank, and that of all work on
+            ranks that never wait.
+        """
+        trial, scenario = self.trial, self.rollouts.scenario
+        decoded = [own[-1] for own in self.dealt_s]
+        end, group = max(decoded)
+        cheapest = min(trial.sequence_s[i] for i in self.positions(group))
+        fewest = math.ceil(int(trial.lengths.sum()) / scenario.max_tokens)
+        work = math.fsum(trial.sequence_s.tolist()) + fewest * trial.overhead_s
+        work += math.fsum(own * speed for (own, _), speed in zip(decoded, trial.speeds.tolist(), strict=True))
+        return end + cheapest / float(trial.speeds.max()), work / float(trial.speeds.sum())
+
+
+@dataclass(frozen=True)
+class RolloutOutcome:
+    """What a simulation or a measurement found.
+
+    Attributes:
+        rollouts: Of what.
+        speedup: Over collective/barrier, by schedule and for the bound.
+        idle_fraction: The part of the ranks' time in which they wait or run padding, likewise.
+        step_s: Mean seconds of a minibatch, likewise.
+        generation_fraction: The part of the baseline's busy time that is generation.
+        timeline: Of the first minibatch, by schedule: for each rank when it generates or trains, in seconds.
+    """
+
+    rollouts: Rollouts
+    speedup: dict[str, float]
+    idle_fraction: dict[str, float]
+    step_s: dict[str, float]
+    generation_fraction: float
+    timeline: dict[str, list[Intervals]]
+
+    @classmethod
+    def of(
+        cls,
+        rollouts: Rollouts,
+        ends: Mapping[str, Sequence[float]],
+        busy: Mapping[str, float],
+        timeline: dict[str, list[Intervals]],
+    ) -> "RolloutOutcome":
+        """Summarise times. Local.
+
+        Args:
+            rollouts: Of what.
+            ends: Seconds of each minibatch, by schedule.
+            busy: Seconds that all ranks together worked in all minibatches, by schedule.
+            timeline: See above.
+        """
+        trials, ranks = list(rollouts.trials()), rollouts.scenario.ranks
+        bounds = [each.bounds_s() for each in trials]
+        each = {**ends, BOUND: [max(own) for own in bounds]}
+        totals = {name: math.fsum(own) for name, own in each.items()}
+        work = {**busy, BOUND: ranks * math.fsum(shared for _, shared in bounds)}
+        generated = sum(own[-1][0] for trial in trials for own in trial.dealt_s)
+        return cls(
+            rollouts,
+            {name: totals[BASELINE] / total for name, total in totals.items()},
+            {name: max(0.0, 1 - work[name] / (ranks * total)) for name, total in totals.items()},
+            {name: total / len(trials) for name, total in totals.items()},
+            generated / work[BASELINE],
+            timeline,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures as one object. Local."""
+        bare = asdict(replace(self, timeline={}))
+        rollouts = bare.pop("rollouts")
+        return {"workload": "grpo", "scenario": rollouts.pop("scenario") | rollouts, **bare, "timeline": self.timeline}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A minibatch under a schedule: when it ends, and for each rank when it generates or trains."""
+
+    end_s: float
+    timeline: list[Intervals]
+
+
+def simulate_rollouts(rollouts: Rollouts) -> RolloutOutcome:
+    """Reckon what each schedule would take. Local.
+
+    Args:
+        rollouts: What is tried; the same one gives the same outcome.
+
+    Raises:
+        UserError: Its lengths are not to be had.
+    """
+    ends: dict[str, list[float]] = {name: [] for name in SCHEDULES}
+    busy = dict.fromkeys(SCHEDULES, 0.0)
+    timeline: dict[str, list[Intervals]] = {}
+    for trial in rollouts.trials():
+        for name in SCHEDULES:
+            found = _run(trial, name)
+            ends[name].append(found.end_s)
+            busy[name] += math.fsum(ended - began for own in found.timeline for began, ended in own)
+            timeline.setdefault(name, [merged(own, PAUSE_S) for own in found.timeline])
+    return RolloutOutcome.of(rollouts, ends, busy, timeline)
+
+
+def _run(trial: RolloutTrial, name: str) -> _Run:
+    """Reckon what a minibatch takes under a schedule."""
+    decoded = trial.dealt_s
+    free = [own[-1][0] for own in decoded]
+    if name == "window/on_demand":
+        return _shared(trial, sorted(each for own in decoded for each in own), free)
+    generating: list[Intervals] = [[(0.0, end)] for end in free]
+    transport, way = name.split("/")
+    found = timing(trial.trial, trial.plan(name), transport, trial.rollouts.scenario.ticket_s)
+    begins = [max(free)] * len(free) if way == "barrier" else free
+    ends = [begin + (own[-1][1] if own else 0.0) for begin, own in zip(begins, found.timeline, strict=True)]
+    timeline = [
+        [*before, *((begin + began, begin + ended) for began, ended in own)]
+        for before, begin, own in zip(generating, begins, found.timeline, strict=True)
+    ]
+    return _Run(max(begins) + found.end_s if way == "barrier" else max(ends), timeline)
+
+
+def _shared(trial: RolloutTrial, finished: Sequence[tuple[float, int]], free: Sequence[float]) -> _Run:
+    """Let ranks that have generated draw shares of prompt groups, in the order in which these are finished."""
+    timeline: list[Intervals] = [[(0.0, end)] for end in free]
+    ticket_s = trial.rollouts.scenario.ticket_s
+    queue = [(end, rank) for rank, end in enumerate(free)]
+    heapq.heapify(queue)
+    for ready, group in finished:
+        for share in trial.shares(group):
+            at, rank = queue[0]
+            began = max(at + ticket_s, ready)
+            seconds = math.fsum(trial.trial.window_s(rank, each, is_first=False) for each in share)
+            timeline[rank].append((began, began + seconds))
+            heapq.heapreplace(queue, (began + seconds, rank))
+    return _Run(max(at for at, _ in queue) + ticket_s, timeline)

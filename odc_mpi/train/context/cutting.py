@@ -1,0 +1,87 @@
+"""Whether a run cuts sequences into pieces: what its model, settings and data allow, and what memory that takes."""
+
+from dataclasses import dataclass
+
+from odc_mpi.comm.pieces import Sizes
+from odc_mpi.data.dataset import Dataset
+from odc_mpi.errors import UserError
+from odc_mpi.models.attention import UncuttableError
+from odc_mpi.models.build import BuiltModel
+from odc_mpi.models.cuttable import AttentionShape, attention_shape
+from odc_mpi.train.settings import Config
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """Whether and how sequences are cut.
+
+    Attributes:
+        shape: Of the attention; None if nothing is cut.
+        reason: Why nothing is cut, to be said once; None if nobody asked for it.
+        token_bytes: Of the keys and values of a token in one layer.
+        max_piece_tokens: The most tokens in a piece.
+        max_sequence_tokens: The most tokens in a sequence.
+    """
+
+    shape: AttentionShape | None = None
+    reason: str | None = None
+    token_bytes: int = 0
+    max_piece_tokens: int = 0
+    max_sequence_tokens: int = 0
+
+    @property
+    def sizes(self) -> Sizes:
+        """What `comm.pieces` allocates; only if sequences are cut. Local."""
+        assert self.shape is not None
+        return Sizes(self.shape.num_layers, self.token_bytes, self.max_piece_tokens, self.max_sequence_tokens - 1)
+
+    def told(self) -> dict[str, str]:
+        """Return a line for the start of a run, if there is something to say. Local."""
+        if self.shape is None:
+            return {"pieces": f"none: {self.reason}"} if self.reason else {}
+        room = f"{self.sizes.num_bytes / 2**20:,.1f} MiB per rank for their keys and values"
+        return {"pieces": f"of sequences too long for an even share; {room}"}
+
+
+def choose(config: Config, built: BuiltModel, dataset: Dataset, size: int) -> Cutting:
+    """Find out whether a run cuts sequences. Local; the same outcome on every rank.
+
+    Args:
+        config: Of the run.
+        built: The model, without adapters.
+        dataset: To train on.
+        size: Number of ranks.
+
+    Raises:
+        UserError: `data.context_parallel` does not go with another setting.
+    """
+    if config.data.context_parallel == "off":
+        return Cutting()
+    if size == 1:
+        return Cutting(reason="one rank has nobody to share a sequence with")
+    longest = int(dataset.lengths.max())
+    try:
+        shape = attention_shape(built.module, longest)
+    except UncuttableError as error:
+        return Cutting(reason=f"{type(built.module).__name__} trains whole sequences: {error}")
+    # With adapters a layer may compute in their type.
+    narrow = config.model.param_dtype == "bfloat16" and config.lora.r is None
+    token_bytes = shape.token_numel * (2 if narrow else 4)
+    return Cutting(shape, None, token_bytes, min(longest, config.data.max_tokens_per_microbatch), longest)
+
+
+def check(config: Config) -> None:
+    """Refuse settings that do not go with `data.context_parallel`. Local."""
+    if config.data.context_parallel == "off":
+        return
+    for setting, value, wanted in (
+        ("run.objective", config.run.objective, "sft"),
+        ("comm.transport", config.comm.transport, "window"),
+        ("data.balance", config.data.balance, "dynamic"),
+        ("run.device", config.run.device, "cpu"),
+    ):
+        if value != wanted:
+            raise UserError(
+                f"data.context_parallel: auto goes with {setting} {wanted}, got {value}: set {setting} to {wanted}, or "
+                "data.context_parallel to off"
+            )

@@ -1,0 +1,129 @@
+"""GRPO, strictly on-policy: advantages of a prompt's completions against each other (arXiv 2402.03300).
+
+The loss of a token is that of TRL's `GRPOTrainer` with one update per rollout, where the ratio is 1 and clipping does
+nothing: the gradient is that of -advantage * log-probability, plus beta times the KL divergence from a reference. What
+sums of it are divided by is known only at A, where all groups have been generated; owners divide before the norm:
+
+    dapo       all tokens that are learnt from                              arXiv 2503.14476
+    grpo       all completions, each of which is the mean over its tokens
+    dr_grpo    all completions, times rl.max_completion_length              arXiv 2503.20783
+
+Groups of equal rewards have no gradient and are not trained, but they count in the divisor.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import torch
+
+from odc_mpi.data.loader import Batch, Minibatch
+from odc_mpi.observe.metrics import Column, Entry
+from odc_mpi.observe.participant import Ran, Step
+from odc_mpi.rollout.groups import RolloutBatch
+from odc_mpi.rollout.logps import token_logps
+from odc_mpi.shard import model as sharded
+from odc_mpi.train.loop import Objective
+from odc_mpi.train.rl.settings import RlConfig
+
+#: Log-probabilities of a microbatch's tokens under the reference policy, float32 [K].
+Reference = Callable[[RolloutBatch], torch.Tensor]
+
+
+class Grpo(Objective):
+    """Learns from rewards; the source tells what there is to divide by.
+
+    Args:
+        rl: The section of the settings.
+        reference: Needed with beta.
+    """
+
+    names = ("grpo_loss", "grpo_kl", "trained_tokens", "logp_difference", "logp_difference_max")
+    columns: ClassVar = (Column("loss", 8, lambda line: f"{line['loss']:.4f}"),)
+    summary: ClassVar = {"loss_first": Entry("loss", "first"), "loss_last": Entry("loss", "last")}
+
+    def __init__(self, rl: RlConfig, reference: Reference | None = None) -> None:
+        self._rl, self._reference = rl, reference
+        self._loss = self._kl = self._difference = self._largest_difference = 0.0
+        self._num_tokens = 0
+
+    def begin(self, step: Step) -> None:
+        """Start at zero. Local."""
+        self._loss = self._kl = self._difference = self._largest_difference = 0.0
+        self._num_tokens = 0
+
+    def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, batch: Batch) -> torch.Tensor:
+        """Return a microbatch's part of the loss, not yet divided. One-sided."""
+        batch = cast(RolloutBatch, batch)
+        device = model.device
+        places, targets = batch.places.to(device), batch.targets.to(device)
+        logps = token_logps(model.module, batch.inputs, places, targets, self._rl.temperature)
+        self._compare(logps.detach(), batch)
+        sequence = batch.sequence.to(device)
+        per_token = policy_loss(logps, batch.advantages.to(device, torch.float32)[sequence])
+        if self._reference is not None:
+            kl = divergence(logps, self._reference(batch))
+            self._kl += float(kl.detach().sum())
+            per_token = per_token + self._rl.beta * kl
+        if self._rl.loss_type == "grpo":
+            per_token = per_token / torch.bincount(sequence).to(torch.float32)[sequence]
+        return per_token.sum()
+
+    def after_microbatch(self, ran: Ran) -> None:
+        """Add its loss. Local."""
+        self._loss += ran.loss
+
+    def tell(self) -> tuple[float, ...]:
+        """Return this rank's sums. Local."""
+        return self._loss, self._kl, float(self._num_tokens), self._difference, self._largest_difference
+
+    def hear(self, step: Step, told: sharded.Minibatch) -> None:
+        """Learn the divisor, and report. Local."""
+        self.divisor = divisor(
+            self._rl.loss_type,
+            num_tokens=told.total("learnt_tokens"),
+            num_completions=told.total("completions"),
+            max_completion_length=self._rl.max_completion_length,
+        )
+        tokens = max(1.0, told.total("trained_tokens"))
+        step.metrics |= {
+            "loss": told.total("grpo_loss") / self.divisor,
+            "sampling/sampling_logp_difference/mean": told.total("logp_difference") / tokens,
+            "sampling/sampling_logp_difference/max": float(told.per_rank("logp_difference_max").max()),
+        }
+        if self._reference is not None:
+            step.metrics["kl"] = told.total("grpo_kl") / tokens
+
+    def _compare(self, logps: torch.Tensor, batch: RolloutBatch) -> None:
+        """Compare log-probabilities with those of sampling, which are the same policy's."""
+        differences = (logps.cpu() - batch.logps).abs()
+        self._num_tokens += len(differences)
+        self._difference += float(differences.sum())
+        self._largest_difference = max(self._largest_difference, float(differences.max()))
+
+
+def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each token, of the same shape: a value of -advantage, and its gradient. Local."""
+    return -torch.exp(logps - logps.detach()) * advantages
+
+
+def divergence(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return the estimate k3 of the KL divergence at each token (http://joschu.net/blog/kl-approx.html). Local."""
+    difference = reference - logps
+    return torch.exp(difference) - difference - 1.0
+
+
+def divisor(loss_type: str, *, num_tokens: float, num_completions: float, max_completion_length: int) -> float:
+    """Return the divisor of the sum over a minibatch, at least 1. Local.
+
+    Args:
+        loss_type: dapo, grpo or dr_grpo.
+        num_tokens: Of completions that are learnt from, over all ranks.
+        num_completions: Over all ranks.
+        max_completion_length: See `RlConfig`.
+    """
+    divisors: dict[str, Any] = {
+        "dapo": num_tokens,
+        "grpo": num_completions,
+        "dr_grpo": num_completions * max_completion_length,
+    }
+    return max(1.0, float(divisors[loss_type]))

@@ -1,0 +1,51 @@
+"""A few completions of a run with their rewards, for people: on the terminal and in completions.jsonl."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from odc_mpi.files import warn_lost
+from odc_mpi.observe.participant import Participant, Step
+from odc_mpi.runtime.world import World
+from odc_mpi.train.rl.source import RolloutSource
+from odc_mpi.train.rundir import COMPLETIONS
+
+_MOST_CHARS = 120
+
+
+class ShownCompletions(Participant):
+    """Writes and shows completions every `every` steps.
+
+    Args:
+        world: The ranks.
+        source: Keeps them.
+        run_dir: Of the run.
+        every: Steps.
+    """
+
+    def __init__(self, world: World, source: RolloutSource, run_dir: Path, every: int) -> None:
+        self._world, self._source, self._every = world, source, every
+        self._path = run_dir / COMPLETIONS
+
+    def after_step(self, step: Step) -> None:
+        """Gather and write completions. Collective, in the steps in which they are due."""
+        if step.number % self._every:
+            return
+        lines = [line for own in self._world.gather_objects(self._source.shown) for line in own]
+        if self._world.rank == 0:
+            self._write(lines)
+            for line in lines[:2]:
+                told = f"{_cut(line['prompt'])} -> {_cut(line['completion'])}"
+                print(f"  {told}  reward {line['reward']}", flush=True)
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        except OSError as error:
+            warn_lost(self._path, error)
+
+
+def _cut(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."

@@ -1,0 +1,122 @@
+"""Rewards of held-out prompts, beside the training: greedy completions, by tickets, between two steps."""
+
+import time
+from typing import Any, ClassVar
+
+import numpy as np
+
+from odc_mpi.comm.tickets import Tickets
+from odc_mpi.data.prompts.file import Prompts
+from odc_mpi.observe.metrics import Column, Entry
+from odc_mpi.observe.participant import Participant, Step
+from odc_mpi.rollout.builtin_rewards import exact_match
+from odc_mpi.rollout.rewards import Reward, score
+from odc_mpi.rollout.sample import Completions, GroupSampling, Sample, sample
+from odc_mpi.runtime.world import World
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.train.rl.prompts import PromptText
+from odc_mpi.train.settings import Config
+
+
+class RewardEvaluation(Participant):
+    """Evaluates every `run.eval_every` steps and after the last one. Making one is collective.
+
+    Args:
+        config: Of the run.
+        world: The ranks.
+        model: In training.
+        prompts: Held out; closed with the run.
+        rewards: Of completions.
+        engine: What generates.
+    """
+
+    columns: ClassVar = (
+        Column("eval", 8, lambda line: f"{line['eval_reward']:.4f}" if line.get("eval_reward") is not None else ""),
+    )
+    summary: ClassVar = {
+        "eval_reward_start": Entry("eval_reward_start", "first"),
+        "eval_exact_match_start": Entry("eval_exact_match_start", "first"),
+        "eval_reward": Entry("eval_reward", "last"),
+        "eval_exact_match": Entry("eval_exact_match", "last"),
+        "eval_s": Entry("eval_s", "sum"),
+    }
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        model: ShardedModel,
+        prompts: Prompts,
+        rewards: list[Reward],
+        engine: Sample = sample,
+    ) -> None:
+        self._run, self._rl, self._world, self._model = config.run, config.rl, world, model
+        self._prompts, self._rewards, self._engine = prompts, rewards, engine
+        self._text, self._tickets = PromptText(prompts), Tickets(world)
+        count = min(config.data.eval_sequences or len(prompts), len(prompts))
+        together = max(1, min(config.rl.max_concurrent_sequences, -(-count // world.size)))
+        order = sorted(range(count), key=lambda i: (-int(prompts.lengths[i]), i))
+        self._decoded = [order[begin : begin + together] for begin in range(0, count, together)]
+        self._at_start: dict[str, Any] = {}
+
+    def evaluate(self) -> dict[str, Any]:
+        """Return mean reward, exact match and mean length, the same on every rank. Collective at the end."""
+        sampling = GroupSampling(1, self._rl.max_completion_length, temperature=0.0)
+        found: list[tuple[int, float, float, int]] = []
+        for ticket in self._tickets.draw(len(self._decoded)):
+            indices = self._decoded[ticket]
+            prompts = [self._text.tokens(index, self._prompts[index]) for index in indices]
+
+            def deliver(i: int, made: Completions, indices: list[int] = indices) -> None:
+                found.append(self._figures_of(indices[i], made))
+
+            self._engine(self._model.module, prompts, sampling, deliver, lambda token: None)
+        # In the order of prompts, so that sums are the same whoever generated what.
+        everyone = sorted(one for own in self._world.gather_objects(found) for one in own)
+        self._tickets.reset()  # all have drawn; nobody draws again before the next B
+        rewards, matches, lengths = (np.array([one[i] for one in everyone], dtype=np.float64) for i in (1, 2, 3))
+        return {
+            "eval_reward": _mean(rewards),
+            "eval_exact_match": _mean(matches),
+            "eval_mean_length": _mean(lengths),
+        }
+
+    def start(self, done: int) -> None:
+        """Evaluate before the first step of a run, if that is asked for. Collective."""
+        if self._run.eval_on_start and not done:
+            self._at_start = {f"{name}_start": value for name, value in self.evaluate().items()}
+
+    def after_step(self, step: Step) -> None:
+        """Evaluate, if that is due. Collective."""
+        step.metrics |= self._at_start
+        self._at_start = {}
+        every, number = self._run.eval_every, step.number
+        if number == self._run.steps or (every and number % every == 0):
+            began = time.perf_counter()
+            step.metrics |= self.evaluate()
+            step.metrics["eval_s"] = time.perf_counter() - began
+
+    def close(self) -> None:
+        """Close the prompts. Local."""
+        self._prompts.close()
+
+    def _figures_of(self, index: int, made: Completions) -> tuple[int, float, float, int]:
+        """Return the number of a prompt, reward, exact match (NaN without an answer) and length of its completion."""
+        row = self._prompts[index]
+        arguments = self._text.arguments(row, made.tokens)
+        with self._world.deadline(f"computing rewards of prompt {index}"):
+            scored = score(
+                self._rewards,
+                arguments,
+                index,
+                self._world.rank,
+                timeout_s=self._rl.reward_timeout_s,
+                skip=self._rl.skip_failed_rewards,
+            )
+        match = exact_match(**arguments)[0]
+        return index, float(scored.total[0]), np.nan if match is None else match, len(made.tokens[0])
+
+
+def _mean(values: np.ndarray) -> float | None:
+    there = values[~np.isnan(values)]
+    return float(there.mean()) if len(there) else None

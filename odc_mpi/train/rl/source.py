@@ -1,0 +1,268 @@
+"""Rollouts as microbatches: a rank generates as long as there are prompts, then trains what is finished, whoever's.
+
+draw a ticket    a decode batch of prompt groups, those expected to be longest first        one-sided
+generate         each group, when its last completion has ended, gets its rewards and
+                 advantages, and goes to the exchange; what finds no room there is
+                 trained by this rank                                                       one-sided
+no prompts left  claim the largest finished group of any rank and train it                  one-sided
+nothing to do    sleep, until a group is finished or all are
+A                the numbers of all groups meet
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import numpy as np
+
+from odc_mpi.comm.exchange import Exchange, Look
+from odc_mpi.comm.tickets import Tickets
+from odc_mpi.data.loader import Batch, Minibatch
+from odc_mpi.data.prompts.file import PromptRow, Prompts
+from odc_mpi.observe.metrics import Column, Entry
+from odc_mpi.observe.participant import Step
+from odc_mpi.rollout.groups import RolloutGroup, batches
+from odc_mpi.rollout.rewards import Reward, Scored, score
+from odc_mpi.rollout.sample import Completions, GroupSampling, Sample, sample
+from odc_mpi.runtime.world import World
+from odc_mpi.shard import model as sharded
+from odc_mpi.train.loop import Source
+from odc_mpi.train.rl.prompts import PromptLoader, PromptText
+from odc_mpi.train.rl.tally import Tally
+from odc_mpi.train.settings import Config
+
+#: Sleep between two looks for finished groups, at first and at most.
+_SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
+
+
+class RolloutSource(Source):
+    """Prompts, generated from and trained on within one minibatch. Making one is collective.
+
+    Args:
+        config: Of the run.
+        world: The ranks.
+        model: Generates.
+        prompts: Closed with the source.
+        loader: Of minibatches of prompts.
+        rewards: Of completions.
+        engine: What generates.
+
+    Attributes:
+        shown: Of the last step, if completions of it are to be shown: those that this rank generated, for people.
+    """
+
+    columns: ClassVar = (
+        Column("reward", 8, lambda line: "-" if line["reward"] is None else f"{line['reward']:.4f}"),
+        Column("length", 7, lambda line: f"{line['completions/mean_length']:.1f}"),
+        Column("cut", 6, lambda line: f"{line['completions/clipped_ratio']:.1%}"),
+        Column("tokens/s", 9, lambda line: f"{line['tokens_per_s']:,.0f}"),
+    )
+    summary: ClassVar = {
+        "tokens": Entry("num_input_tokens", "sum"),
+        "tokens_per_s": Entry("tokens_per_s", "mean"),
+        "reward_first": Entry("reward", "first"),
+        "reward_last": Entry("reward", "last"),
+        "generate_s": Entry("generate_s", "sum"),
+        "rollout_wait_s": Entry("rollout_wait_s", "sum"),
+        "groups_from_others": Entry("groups_from_others", "sum"),
+        "failed_rewards": Entry("failed_rewards", "sum"),
+    }
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        model: sharded.ShardedModel,
+        prompts: Prompts,
+        loader: PromptLoader,
+        rewards: list[Reward],
+        engine: Sample = sample,
+    ) -> None:
+        self._rl, self._seed, self._world, self._model = config.rl, config.run.seed, world, model
+        self._max_tokens = config.data.max_tokens_per_microbatch
+        self._prompts, self._loader, self._rewards, self._engine = prompts, loader, rewards, engine
+        self._text = PromptText(prompts)
+        num_groups = config.data.minibatch_sequences // config.rl.num_generations
+        self._tickets = Tickets(world)
+        self._exchange = Exchange(world, num_groups, config.rl.store_bytes)
+        self._tally = Tally([reward.name for reward in rewards], num_groups)
+        self.names = self._tally.names
+        #: What completions of a prompt came to in tokens when it was last generated from.
+        self._lengths: dict[int, float] = {}
+        self._step: Step | None = None
+        self.shown: list[dict[str, Any]] = []
+
+    def draw(self) -> Minibatch:
+        """Return the next minibatch of prompts. Local."""
+        return next(self._loader)
+
+    def begin(self, step: Step) -> None:
+        """Start to count. Local."""
+        self._step = step
+        self._tally.begin()
+        self.shown = []
+
+    def microbatches(self, minibatch: Minibatch) -> Iterator[Batch]:
+        """Yield microbatches of completions, as described above. One-sided."""
+        count = len(minibatch.indices)
+        decoded = self._decode_batches(minibatch)
+        for ticket in self._tickets.draw(len(decoded)):
+            yield from self._batches(self._generate(minibatch, decoded[ticket]))
+        while (look := self._exchange.look(count)).num_done < count:
+            if look.offered:
+                yield from self._batches(self._claim(count, look))
+            else:
+                self._wait(count, look)
+
+    def tell(self) -> list[float]:
+        """Return this rank's numbers. Local."""
+        return self._tally.tell()
+
+    def hear(self, step: Step, told: sharded.Minibatch) -> None:
+        """Report on all groups, remember how long they were, and make ready for the next minibatch. Local."""
+        step.metrics |= self._tally.report(told)
+        for position, index in enumerate(step.minibatch.indices.tolist()):
+            self._lengths[index] = self._tally.length(told, position)
+        self._tickets.reset()
+        self._exchange.reset()
+
+    def after_step(self, step: Step) -> None:
+        """Report the speed. Local."""
+        step.metrics["tokens_per_s"] = step.metrics["num_input_tokens"] / step.metrics["step_s"]
+
+    def state(self) -> dict[str, Any]:
+        """Return where the next minibatch begins, and how long completions were. Local."""
+        lengths = {str(index): round(length, 2) for index, length in self._lengths.items()}
+        return {"loader": self._loader.state_dict(), "completion_lengths": lengths}
+
+    def load_state(self, about: Mapping[str, Any]) -> None:
+        """Go on at a minibatch. Local."""
+        self._loader.load_state_dict(about["loader"])
+        self._lengths = {int(index): length for index, length in about.get("completion_lengths", {}).items()}
+
+    def close(self) -> None:
+        """Close the prompts. Local."""
+        self._prompts.close()
+
+    def _decode_batches(self, minibatch: Minibatch) -> list[list[int]]:
+        """Return positions of prompts that are decoded together, those expected to be longest first."""
+        count = len(minibatch.indices)
+        indices = minibatch.indices.tolist()
+        usual = float(np.mean(list(self._lengths.values()))) if self._lengths else 0.0
+        # To two digits behind the point, as checkpoints have them.
+        expected = [round(self._lengths.get(index, usual), 2) for index in indices]
+        order = sorted(range(count), key=lambda i: (-expected[i], -int(self._prompts.lengths[indices[i]]), i))
+        together = max(
+            1, min(self._rl.max_concurrent_sequences // self._rl.num_generations, -(-count // self._world.size))
+        )
+        return [order[begin : begin + together] for begin in range(0, count, together)]
+
+    def _generate(self, minibatch: Minibatch, positions: list[int]) -> list[RolloutGroup]:
+        """Generate from prompts, and hand on what is finished; return the groups for which there is no room."""
+        assert self._step is not None, "`begin` comes first"
+        began = time.perf_counter()
+        indices = [int(minibatch.indices[position]) for position in positions]
+        rows = [self._prompts[index] for index in indices]
+        for position in positions:
+            self._exchange.begin(position)
+        kept: list[RolloutGroup] = []
+
+        def deliver(i: int, completions: Completions) -> None:
+            group = self._finish(positions[i], indices[i], rows[i], completions)
+            if group is not None and not self._exchange.offer(group.position, group.to_bytes()):
+                self._exchange.settle(group.position)
+                self._tally.num_kept += 1
+                kept.append(group)
+
+        prompts = [self._text.tokens(index, row) for index, row in zip(indices, rows, strict=True)]
+        with self._model.doing("generating") as note, self._resident():
+            self._engine(self._model.module, prompts, self._sampling(self._step.number), deliver, self._progress(note))
+        self._tally.generate_s += time.perf_counter() - began
+        return kept
+
+    def _sampling(self, step: int) -> GroupSampling:
+        rl = self._rl
+        return GroupSampling(
+            rl.num_generations, rl.max_completion_length, rl.temperature, rl.top_p, rl.top_k, self._seed, step
+        )
+
+    def _progress(self, note: Any) -> Any:
+        limit = f"{self._rl.max_completion_length:,}"
+        return lambda token: note(f"generating, token {token:,} of {limit}")
+
+    def _resident(self) -> Any:
+        """Keep the model on this rank while it generates, if the budget allows it."""
+        model = self._model
+        fits = model.cache_needs.all.parameters <= model.cache_bytes.parameters
+        return model.resident() if fits else nullcontext()
+
+    def _finish(self, position: int, index: int, row: PromptRow, found: Completions) -> RolloutGroup | None:
+        """Score a group; return it, or None if it is settled, as there is nothing to learn from it."""
+        scored = self._score(index, row, found)
+        advantages = scored.advantages(scaled=self._rl.scale_rewards == "group")
+        masked = np.array([self._rl.mask_truncated_completions and not stopped for stopped in found.stopped])
+        self._tally.add_group(position, found, scored, masked)
+        self._show(position, row, found, scored, advantages)
+        if not self._rl.beta and not (advantages * ~masked).any():
+            self._exchange.settle(position)
+            return None
+        return RolloutGroup(position, index, row.tokens, found.tokens, found.logps, advantages, masked)
+
+    def _score(self, index: int, row: PromptRow, found: Completions) -> Scored:
+        arguments = self._text.arguments(row, found.tokens)
+        limits = {"timeout_s": self._rl.reward_timeout_s, "skip": self._rl.skip_failed_rewards}
+        with self._world.deadline(f"computing rewards of prompt {index}"):
+            return score(self._rewards, arguments, index, self._world.rank, **limits)  # type: ignore[arg-type]
+
+    def _show(self, position: int, row: PromptRow, found: Completions, scored: Scored, advantages: np.ndarray) -> None:
+        """Keep completions of the first prompt of a step that is to be shown."""
+        every = self._rl.log_completions
+        assert self._step is not None, "`begin` comes first"
+        if position or not every or self._step.number % every:
+            return
+        for i, tokens in enumerate(found.tokens[:4]):
+            each = {reward.name: _plain(scored.each[n, i]) for n, reward in enumerate(self._rewards)}
+            self.shown.append(
+                {
+                    "step": self._step.number,
+                    "prompt": row.prompt,
+                    "completion": self._text.text(tokens),
+                    "num_tokens": len(tokens),
+                    "rewards": each,
+                    "reward": _plain(scored.total[i]),
+                    "advantage": float(advantages[i]),
+                }
+            )
+
+    def _batches(self, groups: list[RolloutGroup]) -> Iterator[Batch]:
+        self._tally.num_trained += len(groups)
+        yield from batches(groups, self._max_tokens, with_all=self._rl.beta > 0)
+
+    def _claim(self, count: int, look: Look) -> list[RolloutGroup]:
+        """Claim as many groups as fill a microbatch, and leave the other ranks theirs."""
+        most = max(1, len(look.offered) // self._world.size)
+        groups: list[RolloutGroup] = []
+        num_tokens = 0
+        for _, owner, content in self._exchange.claim(count):
+            groups.append(RolloutGroup.from_bytes(content))
+            self._tally.num_from_others += owner != self._world.rank
+            num_tokens += sum(len(groups[-1].prompt) + len(tokens) for tokens in groups[-1].completions)
+            if len(groups) == most or num_tokens >= self._max_tokens:
+                break
+        return groups
+
+    def _wait(self, count: int, before: Look) -> None:
+        """Sleep until the board shows something else. The wait names the ranks that have groups in work."""
+        began, sleep_s = time.perf_counter(), _SLEEP_S
+        num_open = len(before.open) + before.num_unseen
+        self._world.note(f"waiting for {num_open} prompt groups that other ranks generate")
+        with self._world.deadline(f"waiting for {num_open} prompt groups in work", sorted(set(before.open.values()))):
+            while self._exchange.look(count) == before:
+                time.sleep(sleep_s)
+                sleep_s = min(_MAX_SLEEP_S, 1.5 * sleep_s)
+        self._tally.wait_s += time.perf_counter() - began
+
+
+def _plain(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)

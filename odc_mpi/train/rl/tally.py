@@ -1,0 +1,135 @@
+"""The numbers of rollouts: counts of a rank, which it tells at point A, and the metrics of all ranks. Local."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.rollout.rewards import Scored
+from odc_mpi.rollout.sample import Completions
+from odc_mpi.shard import model as sharded
+
+_SUMS = (
+    *("completions", "completion_tokens", "learnt_tokens", "prompt_tokens", "cut", "entropy"),
+    *("scored", "reward", "squared_reward", "groups", "equal_groups", "failed_rewards"),
+)
+_OWN = ("generate_s", "rollout_wait_s", "groups_generated", "groups_trained", "groups_from_others", "groups_kept")
+
+
+class Tally:
+    """Counts of a step. Local.
+
+    Args:
+        rewards: Names of the reward functions.
+        num_groups: The most prompt groups of a minibatch.
+
+    Attributes:
+        names: Of the numbers that a rank tells.
+        generate_s: Seconds that this rank generated, rewards included.
+        wait_s: Seconds that it waited for groups of others.
+        num_trained: Groups that it trained.
+        num_from_others: Of these, groups that another rank generated.
+        num_kept: Groups that found no room in its store.
+    """
+
+    def __init__(self, rewards: Sequence[str], num_groups: int) -> None:
+        self._rewards = rewards
+        each = [f"{what}_{i}" for i in range(len(rewards)) for what in ("function_sum", "function_count")]
+        self._lengths = [f"length_{i}" for i in range(num_groups)]
+        self.names = (*_SUMS, *_OWN, "shortest", "longest", *each, *self._lengths)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start at zero. Local."""
+        self._values = dict.fromkeys(self.names, 0.0) | {"shortest": np.inf}
+        self.generate_s = self.wait_s = 0.0
+        self.num_trained = self.num_from_others = self.num_kept = 0
+
+    def add_group(self, position: int, found: Completions, scored: Scored, masked: npt.NDArray[np.bool_]) -> None:
+        """Count a group that this rank generated. Local.
+
+        Args:
+            position: Of its prompt in the minibatch.
+            found: Its completions.
+            scored: Their rewards.
+            masked: Of each completion, whether nothing is learnt from it.
+        """
+        lengths = np.array([len(tokens) for tokens in found.tokens])
+        rewards = scored.total[~np.isnan(scored.total)]
+        added = {
+            "completions": len(lengths),
+            "completion_tokens": lengths.sum(),
+            "learnt_tokens": lengths[~masked].sum(),
+            "cut": len(lengths) - sum(found.stopped),
+            "entropy": found.entropy,
+            "scored": len(rewards),
+            "reward": rewards.sum(),
+            "squared_reward": (rewards**2).sum(),
+            "groups": 1,
+            "equal_groups": bool(np.isclose(scored.std, 0.0)),
+            "failed_rewards": scored.num_failed,
+            "groups_generated": 1,
+            f"length_{position}": lengths.mean(),
+        }
+        for i, values in enumerate(scored.each):
+            there = values[~np.isnan(values)]
+            added |= {f"function_sum_{i}": there.sum(), f"function_count_{i}": len(there)}
+        for name, value in added.items():
+            self._values[name] += float(value)
+        self._values["shortest"] = min(self._values["shortest"], float(lengths.min()))
+        self._values["longest"] = max(self._values["longest"], float(lengths.max()))
+
+    def tell(self) -> list[float]:
+        """Return the numbers of this rank, in the order of the names. Local."""
+        own = {
+            "generate_s": self.generate_s,
+            "rollout_wait_s": self.wait_s,
+            "groups_trained": self.num_trained,
+            "groups_from_others": self.num_from_others,
+            "groups_kept": self.num_kept,
+        }
+        return list((self._values | own).values())
+
+    def length(self, told: sharded.Minibatch, position: int) -> float:
+        """Return the mean length in tokens of the completions of a prompt. Local."""
+        return told.total(f"length_{position}")
+
+    def report(self, told: sharded.Minibatch) -> dict[str, Any]:
+        """Return the metrics of all groups, under TRL's names where it has them. Local."""
+        sums = {name: told.total(name) for name in (*_SUMS, *_OWN)}
+        tokens, completions = max(1.0, sums["completion_tokens"]), max(1.0, sums["completions"])
+        generated, trained = told.per_rank("groups_generated"), told.per_rank("groups_trained")
+        metrics = {
+            "num_input_tokens": int(sums["completion_tokens"]),
+            "num_tokens": int(sums["learnt_tokens"]),
+            "reward": sums["reward"] / sums["scored"] if sums["scored"] else None,
+            "reward_std": _deviation(sums["scored"], sums["reward"], sums["squared_reward"]),
+            "frac_reward_zero_std": sums["equal_groups"] / max(1.0, sums["groups"]),
+            "completions/mean_length": sums["completion_tokens"] / completions,
+            "completions/min_length": int(told.per_rank("shortest").min()),
+            "completions/max_length": int(told.per_rank("longest").max()),
+            "completions/clipped_ratio": sums["cut"] / completions,
+            "entropy": sums["entropy"] / tokens,
+            "failed_rewards": int(sums["failed_rewards"]),
+            "groups_generated_min": int(generated.min()),
+            "groups_generated_max": int(generated.max()),
+            "groups_trained_min": int(trained.min()),
+            "groups_trained_max": int(trained.max()),
+            "groups_from_others": int(sums["groups_from_others"]),
+            "groups_kept": int(sums["groups_kept"]),
+            # Means over the ranks.
+            "generate_s": float(told.per_rank("generate_s").mean()),
+            "rollout_wait_s": float(told.per_rank("rollout_wait_s").mean()),
+        }
+        for i, name in enumerate(self._rewards):
+            count = told.total(f"function_count_{i}")
+            metrics[f"rewards/{name}/mean"] = told.total(f"function_sum_{i}") / count if count else None
+        return metrics
+
+
+def _deviation(count: float, total: float, squares: float) -> float | None:
+    """Return the deviation of rewards with Bessel's correction; None of fewer than two."""
+    if count < 2:
+        return None
+    return float(np.sqrt(max(0.0, squares - total**2 / count) / (count - 1)))

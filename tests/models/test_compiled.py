@@ -1,0 +1,137 @@
+import pytest
+import torch
+
+from odc_mpi.errors import UserError
+from odc_mpi.models import build as models
+from odc_mpi.models import compiled
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at it
+
+SETTINGS = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Backend:
+    """Counts the graphs that Dynamo makes; runs them as they are."""
+
+    def __init__(self):
+        self.num_graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.num_graphs += 1
+
+        return graph.forward
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", counting := Backend())
+    return counting
+
+
+def model(num_layers, **settings):
+    built = models.from_config({"model_type": "llama", "num_hidden_layers": num_layers} | SETTINGS | settings, seed=3)
+    state = {name: built.weights.read(name, 0, p.numel()).view(p.shape) for name, p in built.module.named_parameters()}
+    built.module.load_state_dict(state, strict=False, assign=True)
+    for parameter in built.module.parameters():
+        parameter.requires_grad_()
+    return built.module
+
+
+def loss(module, lengths):
+    generator = torch.Generator().manual_seed(sum(lengths))
+    tokens = torch.randint(0, SETTINGS["vocab_size"], (1, sum(lengths)), generator=generator)
+    boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    logits = module(
+        input_ids=tokens,
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        cu_seq_lens_q=boundaries,
+        cu_seq_lens_k=boundaries,
+        max_length_q=max(lengths),
+        max_length_k=max(lengths),
+        use_cache=False,
+    ).logits
+    return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
+
+
+LENGTHS = ((5, 9), (11,), (3, 4, 5), (20, 1))
+#: Of a layer: four around its attention and one around those, first for one length, then for any.
+NUM_GRAPHS = 10
+
+
+def test_layers_and_lengths_share_graphs_and_compute_as_before(backend):
+    plain, module = model(3), model(3)
+    compiled.compile_layers(module)
+    for lengths in LENGTHS:
+        ours, wanted = loss(module, lengths), loss(plain, lengths)
+        assert ours.item() == wanted.item()
+        ours.backward()
+        wanted.backward()
+    assert 0 < backend.num_graphs <= NUM_GRAPHS
+    for (name, ours), wanted in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, wanted.grad), name
+
+
+def test_the_twin_keeps_no_parameters(backend):
+    module = model(1)
+    compiled.compile_layers(module)
+    loss(module, (4, 4))
+    twin = module.model.layers[0].forward._twin
+    assert list(twin.parameters()) == []
+    assert twin.mlp.down_proj is not module.model.layers[0].mlp.down_proj
+    assert twin.mlp.config is module.model.layers[0].mlp.config
+
+
+def test_generation_is_not_compiled(backend):
+    """Its cache grows with every token."""
+    module = model(2).eval()
+    module.config._attn_implementation = "sdpa"
+    compiled.compile_layers(module)
+    wanted = model(2).eval()
+    wanted.config._attn_implementation = "sdpa"
+    prompt = torch.tensor([[1, 2, 3]])
+    ours = module.generate(prompt, max_new_tokens=5, do_sample=False, use_cache=True)
+    assert ours.tolist() == wanted.generate(prompt, max_new_tokens=5, do_sample=False, use_cache=True).tolist()
+    assert backend.num_graphs == 0
+
+
+def test_what_a_machine_lacks(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"a C\+\+ compiler.* no-such-compiler: install .* set model.compile to"):
+        compiled.compile_layers(model(1))
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setattr(compiled.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match=r"Python's headers.* no .*Python.h: install .*, or set model.compile to"):
+        compiled.compile_layers(model(1))
+
+
+def test_a_model_without_layers(backend):
+    with pytest.raises(UserError, match="expected a model with layers, Linear has none"):
+        compiled.compile_layers(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_same_losses_and_gradients(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    plain, module = model(2), model(2)
+    compiled.compile_layers(module)
+    for lengths in LENGTHS:
+        ours, wanted = loss(module, lengths), loss(plain, lengths)
+        assert ours.item() == pytest.approx(wanted.item(), rel=1e-5)
+        ours.backward()
+        wanted.backward()
+    for (name, ours), wanted in zip(module.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, wanted.grad, rtol=1e-4, atol=1e-5, msg=name)

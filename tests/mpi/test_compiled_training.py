@@ -1,0 +1,35 @@
+"""Compiled layers over windows: the losses and parameters of a plain loop, with units that come and go."""
+
+import pytest
+import torch
+from test_parity import assert_close, configure, expected, run
+
+from odc_mpi.models import compiled
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.sizes(2),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # Dynamo looks at it
+]
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_compiled_layers(world, dataset_path, monkeypatch, checkpointing):
+    """As inductor traces and saves, without its kernels, which take a minute to make."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    config = configure(
+        dataset_path,
+        **{"model.compile": "true", "model.gradient_checkpointing": checkpointing},
+        **{"comm.zero_copy": "off", "comm.parameter_cache_bytes": 0, "run.steps": 3},
+    )
+    dataset, metrics, state = run(config, world)
+    losses, parameters = expected(config, dataset)
+    assert [step["loss"] for step in metrics] == pytest.approx(losses, rel=1e-5)
+    assert_close(state, parameters)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

@@ -1,0 +1,138 @@
+"""Rewards are TRL's: what functions get and may return, what becomes of it, and one line for whatever goes wrong."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from odc_mpi.errors import UserError
+from odc_mpi.rollout.rewards import Reward, Scored, find_rewards, score
+
+TEXTS = ["12", " 13 ", "the answer is 1,300.0", "#### 4 and\n#### 13"]
+
+
+def arguments(**columns):
+    own = {name: [value] * len(TEXTS) for name, value in columns.items()}
+    return {"prompts": ["p"] * 4, "completions": TEXTS, "completion_ids": [[1], [1, 2], [1] * 3, [1] * 4], **own}
+
+
+def scored(*functions, weights=None, timeout_s=5.0, skip=False, **columns):
+    weights = weights or [1.0] * len(functions)
+    rewards = [
+        Reward(function.__name__, f"mine.py:{function.__name__}", function, weight)
+        for function, weight in zip(functions, weights, strict=True)
+    ]
+    return score(rewards, arguments(**columns), 7, 3, timeout_s=timeout_s, skip=skip)
+
+
+def built_in(name, **columns):
+    return score(find_rewards([name], None), arguments(**columns), 0, 0, timeout_s=5.0, skip=False).total.tolist()
+
+
+def test_what_comes_along():
+    assert built_in("exact_match", answer="13") == [0, 1, 0, 0]
+    assert built_in("exact_match", answer=13) == [0, 1, 0, 0]
+    assert built_in("final_number", answer="so 5 + 8 = 13\n#### 13") == [0, 1, 0, 1]
+    assert built_in("final_number", answer="1300") == [0, 0, 1, 0]
+    assert built_in("regex", pattern="^[0-9]+$") == [1, 0, 0, 0]
+    assert built_in("length") == [1, 2, 3, 4]
+    assert all(math.isnan(value) for value in built_in("exact_match"))
+
+
+def test_a_chat_has_messages():
+    chat = arguments(answer="13") | {"completions": [[{"role": "assistant", "content": text}] for text in TEXTS]}
+    found = score(find_rewards(["exact_match"], None), chat, 0, 0, timeout_s=5.0, skip=False)
+    assert found.total.tolist() == [0, 1, 0, 0]
+
+
+def test_functions_from_a_file_and_a_module(tmp_path, monkeypatch):
+    code = "def one(prompts, completions, completion_ids, **kwargs):\n    return [kwargs['n'][0]] * len(prompts)\n"
+    (tmp_path / "own.py").write_text(code + "def two(completions):\n    return [2] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards = find_rewards([f"{tmp_path / 'own.py'}:one", "own:two"], [1, 0.5])
+    assert [reward.name for reward in rewards] == ["one", "two"]
+    found = score(rewards, arguments(n=5), 0, 0, timeout_s=5.0, skip=False)
+    assert found.each.tolist() == [[5] * 4, [2] * 4] and found.total.tolist() == [6] * 4
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        (["exact"], "one of exact_match"),
+        (["none.py:f"], "a file of Python"),
+        (["no.such.module:f"], "cannot be imported"),
+        (["math:nothing"], "expected a function 'nothing'"),
+        (["length", "math:length"], "expected a function 'length'"),
+        (["length", "length"], "different names"),
+    ],
+)
+def test_what_is_not_there_is_said(places, words):
+    with pytest.raises(UserError, match=words):
+        find_rewards(places, None)
+
+
+def fails(completions):
+    raise KeyError("answer")
+
+
+def hangs(completions):
+    while True:
+        time.sleep(0.01)
+
+
+def too_few(completions):
+    return [1.0]
+
+
+def not_a_number(completions):
+    return [1.0, math.nan, 3.0, "much"]
+
+
+def no_list(completions):
+    return 3
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "num_failed"),
+    [
+        (fails, "it raised KeyError: 'answer'", 4),
+        (hangs, "expected an answer within rl.reward_timeout_s, 0.2 s", 4),
+        (too_few, "expected 4 rewards, one for each completion, got 1", 4),
+        (not_a_number, "got nan for completion 1", 2),
+        (no_list, "expected a list of 4 numbers, got int", 4),
+    ],
+)
+def test_a_function_that_fails_is_named_or_left_out(function, words, num_failed, capfd):
+    with pytest.raises(UserError) as raised:
+        scored(function, timeout_s=0.2)
+    assert f"reward function mine.py:{function.__name__}, prompt 7, rank 3: " in str(raised.value)
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+    found = scored(function, timeout_s=0.2, skip=True)
+    assert found.num_failed == np.isnan(found.total).sum() == num_failed
+    assert "WARNING: reward function mine.py" in capfd.readouterr().err
+    assert found.advantages(scaled=True)[np.isnan(found.total)].tolist() == [0] * num_failed
+
+
+def group_formula(total, scaled):
+    """TRL's, in torch."""
+    rewards = torch.tensor(total, dtype=torch.float64)
+    there = rewards[~rewards.isnan()]
+    advantages = rewards - there.mean()
+    return (advantages / (there.std() + 1e-4) if scaled else advantages).nan_to_num(0.0)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_advantages_are_those_of_the_formula(scaled):
+    for total in ([1.0, 0.0, 0.0, 2.5], [1.0, math.nan, 0.0, 3.0]):
+        found = Scored(np.array([total]), np.array([1.0]), 0).advantages(scaled=scaled)
+        torch.testing.assert_close(torch.from_numpy(found), group_formula(total, scaled), rtol=1e-12, atol=1e-12)
+    for equal in ([0.1] * 7, [math.nan, 3.0], [math.nan] * 3):
+        assert not Scored(np.array([equal]), np.array([1.0]), 0).advantages(scaled=scaled).any()
+
+
+def test_none_leaves_out_a_function_for_a_completion():
+    found = scored(lambda completions: [None, 1, 2, None], lambda completions: [None, None, 3, 4], weights=[2.0, 10.0])
+    np.testing.assert_array_equal(found.total, [math.nan, 2, 34, 40])

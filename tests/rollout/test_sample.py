@@ -1,0 +1,87 @@
+"""Completions of a batch: drawn from the policy's own distribution, the same whoever is beside them."""
+
+import numpy as np
+import pytest
+import torch
+from test_generate import packed_model, plain_model
+
+from odc_mpi.rollout.groups import RolloutGroup, batches
+from odc_mpi.rollout.logps import token_logps
+from odc_mpi.rollout.sample import GroupSampling, PromptTokens, _inverse, _kept, sample
+
+STOP = frozenset({3, 7, 11, 30})
+PROMPTS = [PromptTokens(4, [5, 7, 9], STOP), PromptTokens(9, list(range(1, 12)), STOP), PromptTokens(2, [60], STOP)]
+DRAWN = GroupSampling(num_generations=3, max_completion_length=12, temperature=0.8, seed=3, step=2)
+
+
+def completed(model, prompts, sampling=DRAWN):
+    found = {}
+    sample(model, prompts, sampling, lambda i, made: found.__setitem__(prompts[i].number, made))
+    return found
+
+
+def test_a_completion_is_the_same_in_any_batch_and_its_logps_are_those_of_training():
+    model = packed_model()
+    state = torch.get_rng_state()
+    together = completed(model, PROMPTS)
+    assert torch.equal(torch.get_rng_state(), state) and model.training
+    for prompt in PROMPTS:
+        alone = completed(model, [prompt])[prompt.number]
+        made = together[prompt.number]
+        assert alone.tokens == made.tokens and alone.stopped == made.stopped
+        for tokens, stopped in zip(made.tokens, made.stopped, strict=True):
+            assert stopped == (tokens[-1] in STOP) and not STOP & set(tokens[:-1])
+            assert stopped or len(tokens) == DRAWN.max_completion_length
+    assert len({tuple(tokens) for made in together.values() for tokens in made.tokens}) > 6
+    groups = [
+        RolloutGroup(i, prompt.number, list(prompt.tokens), *together[prompt.number][:2], np.ones(3), np.zeros(3, bool))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    assert groups[1].from_bytes(groups[1].to_bytes())[:4] == groups[1][:4]
+    for batch in batches(groups, 40, with_all=False):
+        assert batch.num_input_tokens <= 40
+        with torch.no_grad():
+            found = token_logps(model.eval(), batch.inputs, batch.places, batch.targets, DRAWN.temperature)
+        torch.testing.assert_close(found, batch.logps, rtol=0, atol=5e-6)
+
+
+def test_steps_and_seeds_draw_others():
+    model = packed_model()
+    usual = completed(model, PROMPTS[:1])[4].tokens
+    for change in ({"step": 3}, {"seed": 4}):
+        assert completed(model, PROMPTS[:1], GroupSampling(**(vars(DRAWN) | change)))[4].tokens != usual
+
+
+def test_greedy_is_transformers_own():
+    plain, packed = plain_model(), packed_model()
+    greedy = GroupSampling(num_generations=1, max_completion_length=9, temperature=0.0)
+    found = completed(packed, PROMPTS, greedy)
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt.tokens])
+        wanted = plain.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=9,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=sorted(STOP),
+        )
+        assert found[prompt.number].tokens == [wanted[0, len(prompt.tokens) :].tolist()]
+
+
+def test_tokens_are_drawn_by_their_probabilities():
+    probabilities = torch.tensor([[0.0, 0.2, 0.5, 0.3, 0.0]], dtype=torch.float64)
+    uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    drawn = _inverse(probabilities.expand(1000, 5).contiguous(), uniforms)
+    assert torch.bincount(drawn, minlength=5).tolist() == [0, 200, 500, 300, 0]
+    # Rounding may leave the sum short of a number that is almost 1.
+    assert _inverse(probabilities, torch.tensor([1.0], dtype=torch.float64)).tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"), [(0, 1.0, [1, 2, 3, 4]), (2, 1.0, [2, 3]), (0, 0.75, [2, 3]), (3, 0.6, [2, 3])]
+)
+def test_unlikely_tokens_are_left_out(top_k, top_p, kept):
+    probabilities = torch.tensor([[0.0, 0.15, 0.5, 0.3, 0.05]])
+    found = _kept(probabilities, GroupSampling(1, 1, top_k=top_k, top_p=top_p))
+    assert torch.nonzero(found[0])[:, 0].tolist() == kept

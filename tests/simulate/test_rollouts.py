@@ -1,0 +1,142 @@
+"""Generation and training in one minibatch, reckoned: figures found by hand, a second implementation, and bounds."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from odc_mpi.cli import main as cli
+from odc_mpi.data.plan.cost import Cost
+from odc_mpi.errors import UserError
+from odc_mpi.report.bench_report import describe
+from odc_mpi.simulate.rollouts import BASELINE, BOUND, SCHEDULES, SHARES, Rollouts, RolloutTrial, simulate_rollouts
+from odc_mpi.simulate.scenario import Scenario, Trial
+
+SMALL = Rollouts(Scenario(ranks=3, per_rank=2, lengths="aime", num_minibatches=3, speed_variation=0.2), completions=4)
+
+
+def by_hand(lengths, speeds, ranks=2, completions=2, sequence_s=1.0):
+    """Two ranks with a prompt each; a decode step takes 1 s and 0.5 s a sequence, a sequence 1 s to train."""
+    per_rank = len(lengths) // (ranks * completions)
+    scenario = Scenario(ranks=ranks, per_rank=per_rank, lengths="equal", cost=Cost(0.0, 0.0, 0.0))
+    trial = Trial(np.array(lengths), np.full(len(lengths), sequence_s), 0.0, 0.0, np.array(speeds, dtype=float))
+    return RolloutTrial(Rollouts(scenario, completions, 1.0, 0.5), trial)
+
+
+def test_decoding_by_hand():
+    # Lengths 2 and 4: two steps of 2 s, then two of 1.5 s; lengths 1 and 6: one of 2 s, five of 1.5 s, on half the
+    # speed.
+    trial = by_hand([2, 4, 1, 6], [1.0, 0.5])
+    assert trial.dealt_s == [[(7.0, 0)], [(19.0, 1)]]
+    # Both on one rank: 1, 2, 4, 6 with 4, 3, 2, 1 sequences left: 3 + 2.5 + 2 * 2 + 2 * 1.5.
+    assert trial.decoded_s(0, [1, 0]) == [(9.5, 0), (12.5, 1)]
+
+
+def test_bounds_by_hand():
+    trial = by_hand([2, 4, 1, 6], [1.0, 0.5])
+    longest, shared = trial.bounds_s()
+    assert longest == pytest.approx(19.0 + 1.0) and shared == pytest.approx((7.0 + 9.5 + 4.0) / 1.5)
+
+
+def test_every_completion_is_trained_once():
+    for trial in SMALL.trials():
+        count = SMALL.num_groups * SMALL.completions
+        assert len(trial.trial.lengths) == count
+        assert sorted(group for rank in range(3) for group in trial.dealt(rank)) == list(range(SMALL.num_groups))
+        shared = [i for g in range(SMALL.num_groups) for share in trial.shares(g) for own in share for i in own]
+        assert sorted(shared) == list(range(count))
+        assert all(len(trial.shares(g)) == SHARES for g in range(SMALL.num_groups))
+        for name in SCHEDULES[:-1]:
+            plan = trial.plan(name)
+            packs = [*(own for rank in plan.microbatches for own in rank), *plan.pool]
+            assert sorted(i for own in packs for i in own) == list(range(count)), name
+            most = SMALL.scenario.max_tokens
+            assert all(trial.trial.lengths[list(own)].sum() <= most for own in packs)
+
+
+def walk(trial, step):
+    """Train on demand by small steps of time, whoever is free, in the order in which groups are finished."""
+    size = trial.rollouts.scenario.ranks
+    free = [own[-1][0] for own in trial.dealt_s]
+    due = [
+        (ready, sum(trial.trial.work_s(own) for own in share))
+        for ready, group in sorted(each for own in trial.dealt_s for each in own)
+        for share in trial.shares(group)
+    ]
+    now, busy = 0.0, [0.0] * size
+    while due:
+        for rank in sorted(range(size), key=lambda r: free[r]):
+            if due and now >= free[rank] and now >= due[0][0]:
+                seconds = due.pop(0)[1] / trial.trial.speeds[rank]
+                free[rank], busy[rank] = now + seconds, busy[rank] + seconds
+        now += step
+    return max(free)
+
+
+def test_a_second_implementation_agrees():
+    for seed in range(3):
+        rollouts = replace(SMALL, scenario=replace(SMALL.scenario, seed=seed, num_minibatches=1))
+        end = simulate_rollouts(rollouts).step_s["window/on_demand"]
+        assert walk(next(rollouts.trials()), end / 2e4) == pytest.approx(end, rel=5e-3)
+
+
+def test_nothing_beats_the_bound_and_sharing_wins():
+    outcome = simulate_rollouts(Rollouts(Scenario(lengths="aime", num_minibatches=6, speed_variation=0.1)))
+    assert set(outcome.speedup) == set(outcome.idle_fraction) == {*SCHEDULES, BOUND}
+    speedup = outcome.speedup
+    assert speedup[BASELINE] == 1.0 and speedup[BOUND] == max(speedup.values())
+    assert speedup["window/on_demand"] > 1.13 and speedup["window/on_demand"] > 0.97 * speedup[BOUND]
+    assert speedup["window/on_demand_own"] < 1.0 < speedup["window/barrier"] < speedup["window/on_demand"]
+    assert outcome.idle_fraction[BASELINE] == pytest.approx(0.14, abs=0.03)
+    assert 0.4 < outcome.generation_fraction < 0.75
+    for name, ranks in outcome.timeline.items():
+        for own in ranks:
+            edges = [second for span in own for second in span]
+            assert edges == sorted(edges) and edges[0] == 0.0, name
+
+
+def test_all_schedules_do_the_same_work():
+    scenario = replace(SMALL.scenario, num_minibatches=1, speed_variation=0.0)
+    outcome = simulate_rollouts(replace(SMALL, scenario=scenario))
+    busy = {name: (1 - outcome.idle_fraction[name]) * outcome.step_s[name] for name in outcome.step_s}
+    assert max(busy.values()) == pytest.approx(min(busy.values()), rel=1e-9)
+
+
+def test_one_rank_has_nobody_to_wait_for():
+    outcome = simulate_rollouts(replace(SMALL, scenario=replace(SMALL.scenario, ranks=1)))
+    assert all(ratio == pytest.approx(1.0) for ratio in outcome.speedup.values())
+
+
+def test_the_command_prints_an_object_and_a_table(capsys):
+    command = ["simulate", "--workload", "grpo", "--minibatches", "2", "--per-rank", "2"]
+    assert cli.main([*command, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["workload"] == "grpo" and said["scenario"]["lengths"] == "aime"
+    assert said["scenario"]["completions"] == 8 and set(said["speedup"]) == {*SCHEDULES, "bound"}
+    charts = describe(said).figures[0]
+    assert "completions" in charts.picture.title
+    assert cli.main(command) == 0
+    told = capsys.readouterr().out
+    assert all(words in told for words in (*SCHEDULES, "bound", "8 completions of each"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--completions", "4"], ["--completions", "--workload grpo"]),
+        (["--workload", "grpo", "--completions", "0"], ["--completions from 1"]),
+        (["--workload", "grpo", "--decode-step-s", "nan"], ["--decode-step-s"]),
+        (["--workload", "grpo", "--per-rank", "100000", "--ranks", "50"], ["completions in a minibatch", "--per-rank"]),
+        (["--workload", "rlhf"], ["--workload", "rlhf"]),
+    ],
+)
+def test_mistakes_are_one_line(capsys, arguments, words):
+    assert cli.main(["simulate", *arguments]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and all(word in told[0] for word in words)
+
+
+def test_wrong_values_name_the_option():
+    with pytest.raises(UserError, match="--decode-sequence-s"):
+        Rollouts(Scenario(), decode_sequence_s=-1.0)
