@@ -43,6 +43,7 @@ def settled(config: Config) -> Config:
     if not config.run.exact:
         return config
     for setting, given, broken, instead in (
+        ("run.objective", config.run.objective, "grpo", "sft"),
         ("model.reduce_dtype", config.model.reduce_dtype, "float64", "fixed64"),
         ("comm.transport", config.comm.transport, "collective", "window"),
         ("data.balance", config.data.balance, "lb_micro", "lb_mini or dynamic"),
@@ -62,6 +63,7 @@ def settled(config: Config) -> Config:
 
 
 _REASONS = {
+    "run.objective": "finished completions are packed into microbatches as ranks come to them",
     "model.reduce_dtype": "floating-point sums depend on their order",
     "comm.transport": "its ranks run the same number of microbatches, cut for the number of ranks",
     "data.balance": "it cuts microbatches for the number of ranks",

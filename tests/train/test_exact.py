@@ -24,6 +24,13 @@ def test_without_it_nothing_is_set() -> None:
     assert settled(config) is config
 
 
+def test_learning_from_rewards_is_refused() -> None:
+    config = load(None, [*MODEL, "--run.exact=true"])
+    rewarded = replace(config, run=replace(config.run, objective="grpo"))
+    with pytest.raises(UserError, match=r"^run.objective: expected sft with run.exact, got grpo: finished completions"):
+        settled(rewarded)
+
+
 def test_torch_is_as_it_was_afterwards() -> None:
     config = load(None, MODEL)
     exact = replace(config, run=replace(config.run, exact=True))
