@@ -79,6 +79,8 @@ class DatasetSource(Source):
         """Report the tokens that went through the model. Local."""
         num_tokens = step.minibatch.num_input_tokens
         step.metrics |= {"num_input_tokens": num_tokens, "tokens_per_s": num_tokens / step.metrics["step_s"]}
+        if self._pieces:
+            step.metrics["num_cut_sequences"] = len(step.minibatch.plan.splits)
 
     def state(self) -> dict[str, Any]:
         """Return where the next minibatch begins. Local."""

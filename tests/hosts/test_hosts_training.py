@@ -55,3 +55,22 @@ def test_losses_are_those_of_one_process(config, alone, tmp_path, ranks_per_host
     for name, value in (setting.split("=") for setting in settings.split()):
         assert str(summary.get(name, value)) == value
     assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5)
+
+
+#: Sequences have up to 29 tokens, so many must be cut. Keys and values are fetched over the network.
+IN_PIECES = ["--data.balance", "dynamic", "--data.context_parallel", "auto", "--data.max_tokens_per_microbatch", 16]
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_host", "settings"),
+    [(1, ""), (1, "reduction=mailbox progress=off"), (2, "zero_copy=off prefetch=2")],
+    ids=lambda value: value or "as it comes",
+)
+def test_sequences_in_pieces_across_hosts(config, alone, tmp_path, ranks_per_host, settings):
+    command = ("-m", "odc_mpi", "train", "--config", config, "--comm.timeout_s", 60, *IN_PIECES)
+    done = launch(ranks_per_host, *command, *(f"--comm.{s}" for s in settings.split()), timeout_s=100)
+    assert done.code == 0, done.err
+    assert "too long for an even share" in done.out
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(step["num_cut_sequences"] for step in steps) >= 8
+    assert [step["loss"] for step in steps] == pytest.approx(alone, rel=1e-5)

@@ -101,6 +101,22 @@ def misbehave():
 train(odc_mpi.shard_model(module, world, units=[Block]), blocks)
 """
 
+#: Rank 1 has the first of two pieces, rank 0 the second.
+SLEEPS_IN_A_PIECE = """
+from odc_mpi.comm.pieces import PieceExchange, PieceWindows, Sizes
+from odc_mpi.models.piece_attention import attend
+
+windows = PieceWindows(world, Sizes(3, 64, 4, 4), in_place=True)
+while world.rank == 2:
+    time.sleep(60)
+with PieceExchange(windows, 1, (0, 4, 8), (1, 0), "sequence 7") as exchange:
+    for layer in range(3):
+        if (world.rank, layer) == (1, 2):
+            world.note("forward of unit layers.2", 1)
+            misbehave()
+        attend(*torch.randn(3, 1, 1, 4, 8), None, layer, exchange)
+"""
+
 #: On one node every fetch completes, so here the flush of one does not.
 FETCH_HANGS = """
 class Hanging(Host):
@@ -215,6 +231,12 @@ def test_a_rank_that_sleeps_in_a_forward(tmp_path):
 def test_a_rank_that_sleeps_in_a_backward(tmp_path):
     line = the_line(tmp_path, SLEEPS_IN_BACKWARD)
     assert_line(AT_A + LAST_SEEN + "in microbatch 2, backward of unit 1" + LIMIT, line)
+
+
+def test_a_rank_that_sleeps_in_a_piece(tmp_path):
+    line = the_line(tmp_path, SLEEPS_IN_A_PIECE)
+    what = "waiting for the keys and values of piece 1 of 2 of sequence 7, layer 2: it waits for rank 1 on \\S+, "
+    assert_line(WAITED + what + LAST_SEEN + "in microbatch 1, forward of unit layers.2" + LIMIT, line)
 
 
 def test_a_rank_that_computes_between_a_and_b(tmp_path):

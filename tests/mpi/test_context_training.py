@@ -68,6 +68,7 @@ def check(config, world, least_cut):
     assert_close(state, parameters)
 
 
+@pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize(
     ("count", "changes"),
     [
@@ -90,6 +91,7 @@ def test_the_plan_cuts_where_it_gains(dataset_path, world):
     check(configured(dataset_path, **{"data.minibatch_sequences": 2, "data.cost": "quadratic"}), world, 3)
 
 
+@pytest.mark.sizes(1, 2, 4)
 def test_sequences_longer_than_a_microbatch(dataset_path, world):
     """Of up to 40 tokens, in pieces of at most 20; on one rank they are refused, as without pieces."""
     config = configured(dataset_path, **{"data.max_tokens_per_microbatch": 20})
