@@ -111,7 +111,10 @@ class LearnedCost(Participant):
 
     def after_microbatch(self, ran: Ran) -> None:
         """Take note of how long a microbatch took. Local."""
-        if ran.batch and not ran.batch.is_piece:  # whose time is also that of waiting for others
+        if ran.batch and ran.batch.is_piece:
+            begin = int(ran.batch.inputs["position_ids"][0, 0])
+            self._fitted.observe_piece(begin, begin + ran.batch.num_input_tokens, ran.own_s)
+        elif ran.batch:
             self._fitted.observe(self._lengths[ran.batch.indices], ran.own_s)
 
     def tell(self) -> list[float]:

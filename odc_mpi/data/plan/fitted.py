@@ -1,8 +1,9 @@
 """A cost that is learned from the times of this run's own microbatches.
 
-The model is seconds = speed of the rank * (constant + linear * tokens + quadratic * sum of squared lengths). Every rank
-observes its own microbatches and boils them down to a row of sums; the rows travel with what the ranks exchange at the
-minibatch boundary anyway, and every rank fits the same cost to the same rows.
+The model is seconds = speed of the rank * (constant + linear * tokens + quadratic * sum of squared lengths), and for a
+piece of a sequence a factor on its part of that besides (`Cost.piece`). Every rank observes its own microbatches and
+boils them down to a row of sums; the rows travel with what the ranks exchange at the minibatch boundary anyway, and
+every rank fits the same cost to the same rows.
 
     observe   local      after each microbatch
     report    local      before the boundary: this rank's row
@@ -27,8 +28,9 @@ from odc_mpi.data.plan.cost import Cost
 Rows = npt.NDArray[np.float64]
 _Vector = tuple[float, float, float]
 
-#: A row: the upper triangle of the features' products, the features times the seconds, how many microbatches.
-ROW_LENGTH = 10
+#: A row: the upper triangle of the features' products, the features times the seconds, how many microbatches; then of
+#: pieces what each took to its part, added up, and how many pieces.
+ROW_LENGTH = 12
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
 #: Factor on the weight of an observation after each minibatch: a half after 30 of them, long enough to average noise
 #: out, short enough to follow lasting changes. Written out, since a library's power may differ in a bit.
@@ -40,6 +42,8 @@ HISTORY = 256
 #: How much of an observation the prior weighs: times scatter by a tenth, the prior by its own size, and the squares of
 #: these are what Bayes' rule compares.
 PRIOR_WEIGHT = 0.01
+#: So many pieces the prior's factor weighs, and what a piece took counts as at most so many times its part.
+PRIOR_PIECES, MOST_FACTOR = 8, 3.0
 #: Speeds and coefficients take turns; they start from the last fit, so few turns are enough.
 TURNS = 4
 
@@ -60,7 +64,8 @@ class FittedCost:
         self._prior = self._cost = prior
         self._seen: deque[tuple[float, float, float]] = deque(maxlen=HISTORY)  # tokens, squares, seconds
         self._new: list[tuple[float, float, float]] = []
-        self._num_reported = 0
+        self._new_pieces: list[tuple[int, int, float]] = []  # begin, end, seconds
+        self._num_reported = self._num_reported_pieces = 0
         self._rows: Rows = np.zeros((0, ROW_LENGTH))
 
     @property
@@ -80,6 +85,17 @@ class FittedCost:
             observation = (float(tokens.sum()), float((tokens * tokens).sum()), float(seconds))
             self._seen.append(observation)
             self._new.append(observation)
+
+    def observe_piece(self, begin: int, end: int, seconds: float) -> None:
+        """Record the time of a piece of a sequence on this rank, without waits for other pieces. Local.
+
+        Args:
+            begin: First token of the piece.
+            end: First token behind it.
+            seconds: Its time; ignored unless finite and above 0.
+        """
+        if begin < end and math.isfinite(seconds) and seconds > 0:
+            self._new_pieces.append((begin, end, float(seconds)))
 
     def report(self) -> Rows:
         """Return this rank's sums over its observations since the last update. Local.
@@ -101,6 +117,15 @@ class FittedCost:
                 row[:6] += [features[i] * features[j] for i, j in _PAIRS]
                 row[6:9] += [feature * time for feature in features]
                 row[9] += 1.0
+        self._num_reported_pieces = len(self._new_pieces)
+        if self._seen:  # else nothing tells how fast this rank is
+            usual = self._usual()
+            for begin, end, seconds in self._new_pieces:
+                part = usual * replace(self._cost, piece_factor=1.0, earlier=0.0).piece(begin, end)
+                factor = (
+                    (seconds - usual * (self._cost.constant + self._cost.earlier * begin)) / part if part > 0 else 1.0
+                )
+                row[10:] += [min(max(factor, 0.0), MOST_FACTOR), 1.0]
         return row
 
     def update(self, reports: npt.ArrayLike) -> None:
@@ -113,12 +138,14 @@ class FittedCost:
         rows = np.asarray(reports, dtype=np.float64)
         assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
         del self._new[: self._num_reported]
-        self._num_reported = 0
+        del self._new_pieces[: self._num_reported_pieces]
+        self._num_reported = self._num_reported_pieces = 0
         if len(self._rows) != len(rows):
             self._rows = self._spread(len(rows))
         self._rows = self._rows * DECAY + rows
         if math.fsum(self._rows[:, 9].tolist()) >= MIN_OBSERVATIONS:
             self._cost = _fit(self._rows, self._cost, self._prior)
+        self._fit_pieces()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fit as plain floats and lists. Local; the same on every rank."""
@@ -132,9 +159,19 @@ class FittedCost:
         """
         constant, linear, quadratic = state["cost"]
         self._cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
-        self._rows = np.array(state["rows"], dtype=np.float64).reshape(-1, ROW_LENGTH)
+        rows = [[*row, *[0.0] * (ROW_LENGTH - len(row))] for row in state["rows"]]  # an older one knows no pieces
+        self._rows = np.array(rows, dtype=np.float64).reshape(-1, ROW_LENGTH)
+        self._fit_pieces()
         self._seen.clear()
         self._new.clear()
+        self._new_pieces.clear()
+
+    def _fit_pieces(self) -> None:
+        """Take the mean of what pieces took to their parts, drawn to the prior."""
+        total, count = (math.fsum(self._rows[:, column].tolist()) for column in (10, 11))
+        if count > 0:
+            factor = (PRIOR_PIECES * self._prior.piece_factor + total) / (PRIOR_PIECES + count)
+            self._cost = replace(self._cost, piece_factor=max(1.0, factor))
 
     def _usual(self) -> float:
         """Return the median ratio of this rank's times to the cost."""

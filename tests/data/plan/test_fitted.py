@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,6 +126,46 @@ def test_equal_lengths_keep_the_ratios_of_the_prior() -> None:
     assert cost.microbatch([8000]) == pytest.approx(TRUE.microbatch([8000]), rel=0.05)
     assert cost.quadratic / cost.linear == pytest.approx(prior.quadratic / prior.linear, rel=0.05)
     assert cost.constant < 0.02 * cost.microbatch([8000])
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_learns_what_pieces_take_to_their_parts(factor: float) -> None:
+    ranks, rng = [FittedCost(Cost()) for _ in range(3)], np.random.default_rng(1)
+    true, slowness = replace(TRUE, piece_factor=factor), [0.8, 1.0, 1.3]
+    learn(ranks, slowness=slowness)
+    for _ in range(30):
+        for rank, slow in zip(ranks, slowness, strict=True):
+            for begin, end in ((0, 9000), (9000, 13_000)):
+                hiccup = 50 if rng.random() < 0.01 else 1
+                seconds = hiccup * slow * (true.constant + true.piece(begin, end)) * (1 + 0.1 * rng.standard_normal())
+                rank.observe_piece(begin, end, seconds)
+        share(ranks)
+    assert ranks[0].cost.piece_factor == pytest.approx(factor, abs=0.06)
+    assert {rank.cost for rank in ranks} == {ranks[0].cost}
+    # It is kept, also by another number of ranks, and the rest of the fit stays.
+    other = FittedCost(Cost())
+    other.load_state_dict(json.loads(json.dumps(ranks[0].state_dict())))
+    assert other.cost == ranks[0].cost and errors(other.cost).max() < 0.05
+
+
+def test_a_state_that_knows_no_pieces_loads() -> None:
+    rank = FittedCost(Cost())
+    learn([rank], minibatches=5)
+    state = rank.state_dict()
+    state["rows"] = [row[:10] for row in state["rows"]]
+    other = FittedCost(Cost())
+    other.load_state_dict(state)
+    assert other.cost == rank.cost
+    learn([other], minibatches=2)
+
+
+def test_pieces_alone_change_nothing() -> None:
+    """Nothing then tells how fast the rank is."""
+    rank = FittedCost(Cost())
+    rank.observe_piece(0, 100, 7.0)
+    rank.observe_piece(5, 5, 1.0)
+    share([rank])
+    assert rank.cost == Cost()
 
 
 def test_what_says_nothing_is_left_out() -> None:
