@@ -1,4 +1,5 @@
 # make run    prepare the built-in data set and train on it
+# make run-rl  a small model learns to sort digits: first from examples, then from rewards
 # make test   what to run before a commit: at most ten minutes on two cores; its last line names what it leaves out
 # make test-rest   what it leaves out
 # make test-all    both: all tests
@@ -61,7 +62,7 @@ FAULTS       ?= 100
 EXACT_STEPS  ?= 50
 SOAK_LIMIT_S ?= 1800
 
-.PHONY: run environment test test-rest test-all test-jobs test-serial test-launch test-mpi test-hosts test-slurm \
+.PHONY: run run-rl environment test test-rest test-all test-jobs test-serial test-launch test-mpi test-hosts test-slurm \
     test-gpu wheels soak lint clean
 
 # The model as it is drawn, which a learning rate of 0 leaves, shows what training makes of it.
@@ -74,6 +75,19 @@ run: $(READY) $(DATA)
 	@$(SHOW) runs/untrained
 	@echo; echo "== and after"
 	@$(SHOW) runs/quickstart
+
+# From some examples to about half of all held-out numbers, and from there by rewards alone.
+DIGITS := runs/digits
+PROMPTS_ONLY := --tokenizer $(DIGITS)/model --prompts-only
+run-rl: $(READY)
+	$(BIN)/python jobs/digits.py $(DIGITS)
+	$(BIN)/odc-mpi prepare $(DIGITS)/examples.jsonl $(DIGITS)/examples.h5 --vocab-size 260
+	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/grpo_sft.yaml
+	rm -rf $(DIGITS)/model
+	$(BIN)/odc-mpi checkpoint export $(DIGITS)/sft $(DIGITS)/model
+	$(BIN)/odc-mpi prepare $(DIGITS)/prompts.jsonl $(DIGITS)/prompts.h5 $(PROMPTS_ONLY)
+	$(BIN)/odc-mpi prepare $(DIGITS)/held_out.jsonl $(DIGITS)/held_out.h5 $(PROMPTS_ONLY)
+	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/grpo.yaml
 
 $(DATA): | $(READY)
 	$(BIN)/odc-mpi prepare stdlib $@ --max-length 1024

@@ -74,7 +74,7 @@ class CompiledForward:
         self._compiled = torch.compile(type(layer).forward, backend=BACKEND)
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what the layer's own forward returns. One-sided, if the parameters are sharded.
+        """Run the forward of the layer. One-sided, if its parameters are sharded.
 
         Args:
             hidden_states: `[batch, tokens, hidden_size]`.

@@ -18,11 +18,9 @@ from torch import nn
 
 from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.transport import Transport
-from odc_mpi.errors import UserError
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
 from odc_mpi.shard.boundary import Boundary, Phase
-from odc_mpi.shard.elements.fixed_point import FixedPoint
-from odc_mpi.shard.elements.floating_point import FloatingPoint
+from odc_mpi.shard.elements.fixed_point import FixedPoint, elements_of
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.layout import FlatLayout, Slice
 from odc_mpi.shard.minibatch import TRAFFIC, Minibatch
@@ -79,9 +77,7 @@ class ShardedModel:
             raise ValueError(f"prefetch: expected a number of units, 0 or more, got {prefetch}")
         parts, places = partition(module, units)
         check_shardable(module, parts, has_weights=weights is not None)
-        self.module = module
-        self._transport = transport
-        self._places = places
+        self.module, self._transport, self._places = module, transport, places
         self.spans = Spans()
         self._boundary = Boundary(self.spans)
         self.traffic = Traffic(transport)
@@ -96,7 +92,7 @@ class ShardedModel:
             self._resources.callback(unit.forget)
         self._ready = ReadyUnits(transport, prefetch, self.spans, self.traffic)
         self._resources.callback(self._ready.close)
-        self._elements = _elements(transport.gradients.dtype, layouts)
+        self._elements = elements_of(transport.gradients.dtype, layouts)
         self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic, self._elements)
         self._resources.callback(self._pusher.close)
         calls, saved = UnitCalls(self._ready, self._push), SavedTensors(self._ready)
@@ -106,8 +102,8 @@ class ShardedModel:
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, calls, saved, activation_checkpointing)
         module.register_forward_pre_hook(lambda *_: self._ready.start_microbatch())
-        guarded = [*self.shard_parameters(), *self._placeholders.tensors()]
-        self._resources.callback(StepGuard(guarded, self._check_optimizer).close)
+        guard = StepGuard([*self.shard_parameters(), *self._placeholders.tensors()], self._check_optimizer)
+        self._resources.callback(guard.close)
         self.publish()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -260,9 +256,7 @@ class ShardedModel:
             UserError: `comm.parameter_cache_bytes` does not hold all units but the root, or fetches are collective.
         """
         if self._transport.parameters.copies:
-            if not self._transport.one_sided:
-                raise UserError("a resident model needs one-sided fetches: set comm.transport to window")
-            self.cache_needs.require_whole_model(self.cache_bytes)
+            self.cache_needs.require_whole_model(self.cache_bytes, one_sided=self._transport.one_sided)
             self._ready.require_all(self.units)
         yield
 
@@ -374,14 +368,6 @@ class ShardedModel:
         """Called before the step of an optimizer that has slices, or what stands in the module for parameters."""
         given = [p for group in optimizer.param_groups for p in group["params"]]
         self._placeholders.check_trained(given)
-        own = {id(parameter) for parameter in self.shard_parameters()}
-        if any(id(p) in own for p in given):
+        if {id(p) for p in given} & {id(p) for p in self.shard_parameters()}:
             require_elementwise(optimizer)
             self._boundary.require(Phase.COMPLETE, "an optimizer's step")
-
-
-def _elements(dtype: torch.dtype, layouts: Sequence[FlatLayout]) -> FloatingPoint | FixedPoint:
-    """Return the numbers that gradients are added up as, given the arrays and the type of their elements."""
-    if dtype.is_floating_point:
-        return FloatingPoint(dtype)
-    return FixedPoint({index: layout.numel for index, layout in enumerate(layouts) if layout.trainable})

@@ -48,6 +48,7 @@ def settled(config: Config) -> Config:
         ("data.balance", config.data.balance, "lb_micro", "lb_mini or dynamic"),
         ("data.context_parallel", config.data.context_parallel, "auto", "off"),
         ("optim.fused", config.optim.fused, "off", "auto"),
+        ("model.compile", str(config.model.compile).lower(), "true", "false"),
     ):
         if given == broken:
             raise UserError(f"{setting}: expected {instead} with run.exact, got {given}: {_REASONS[setting]}")
@@ -64,6 +65,7 @@ _REASONS = {
     "model.reduce_dtype": "floating-point sums depend on their order",
     "comm.transport": "its ranks run the same number of microbatches, cut for the number of ranks",
     "data.balance": "it cuts microbatches for the number of ranks",
+    "model.compile": "kernels for one number of tokens, which each rank makes first, may round in another way",
     "data.context_parallel": "it cuts sequences for the number of ranks",
     "optim.fused": "torch's other optimizers may round elements at the end of a shard in another way",
 }

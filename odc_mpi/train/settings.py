@@ -52,7 +52,7 @@ class ModelConfig:
         Literal["sdpa", "eager"], "attention of each packed sequence; eager: also with soft caps"
     ] = "sdpa"
     gradient_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
-    compile: Annotated[bool, "torch.compile of each layer, which takes a minute or more; docs/compile.md"] = False
+    compile: Annotated[bool, "compile each layer by torch.compile; docs/compile.md"] = False
 
 
 @dataclass(frozen=True)

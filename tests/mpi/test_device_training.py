@@ -50,6 +50,9 @@ def pose_as_device(monkeypatch, tmp_path):
         {"comm.reduction": "accumulate", "comm.prefetch": 0},
         {"comm.reduction": "mailbox", "comm.progress": "off", "comm.mailbox_bytes": 1 << 18},
         {"data.balance": "dynamic", "optim.device": "cuda", "comm.reduction": "accumulate", "comm.progress": "thread"},
+        {"model.reduce_dtype": "fixed64"},
+        {"model.reduce_dtype": "fixed64", "comm.reduction": "accumulate", "optim.device": "cuda"},
+        {"model.reduce_dtype": "fixed64", "comm.window_device": "cpu", "comm.reduction": "accumulate"},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())) or "defaults",
 )

@@ -5,7 +5,7 @@ import json
 import time
 
 import pytest
-from test_parity import configure
+from test_parity import assert_close, configure, expected, run
 
 from odc_mpi.checkpoint.commands import digest_line
 from odc_mpi.errors import AgreedError
@@ -153,6 +153,15 @@ def test_floating_point_sums_are_found_out(world, train, monkeypatch):
     alone, alone_lines, _ = train("alone", world.alone())
     assert digest != alone != wanted
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in alone_lines], rel=1e-4)
+
+
+@pytest.mark.parametrize(("transport", "balance"), [("window", "lb_mini"), ("collective", "lb_micro")])
+def test_fixed_point_sums_alone_train_as_plain_torch_does(world, dataset_path, transport, balance):
+    changes = {"comm.transport": transport, "data.balance": balance, "model.reduce_dtype": "fixed64"}
+    dataset, metrics, state = run(configure(dataset_path, **changes), world)
+    losses, parameters = expected(configure(dataset_path), dataset)
+    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert_close(state, parameters)
 
 
 @pytest.mark.sizes(2)

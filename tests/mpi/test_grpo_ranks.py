@@ -11,9 +11,11 @@ from test_parity import configure
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.data.prepare import Options
 from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.data.prompts.prepare import prepare_prompts
+from odc_mpi.errors import AgreedError
 from odc_mpi.models import build as built_models
 from odc_mpi.rollout.rewards import find_rewards, score
 from odc_mpi.rollout.sample import GroupSampling, PromptTokens, sample
@@ -255,3 +257,100 @@ def test_groups_of_equal_rewards_train_nothing_and_count(run, grpo_dir):
     for line in lines:
         assert line["frac_reward_zero_std"] == 1 and line["groups_trained_max"] == 0 and line["loss"] == 0
         assert line["num_tokens"] == line["num_input_tokens"] > 0 and line["grad_norm"] == 0
+
+
+ADAM = {"optim__adam_epsilon": 1e-3, "optim__learning_rate": 3e-3}
+
+
+def test_a_run_goes_on_at_a_step_with_what_it_would_have_generated(run):
+    changes = ADAM | {
+        "rl__log_completions": 1,
+        "run__checkpoint_every": 2,
+        "run__steps": 4,
+        "run__dir": run.base / "on",
+    }
+    whole, _ = run("whole", **ADAM, run__steps=4, rl__log_completions=1)
+    run(**(changes | {"run__steps": 3}))
+    found, _ = run(**changes)
+    assert list(steps_in(run.base / "on" / "checkpoints")) == [2, 3, 4]
+    np.testing.assert_allclose(trained_groups(found), trained_groups(whole), rtol=2e-5, atol=2e-6)
+    texts = [(run.base / name / "completions.jsonl").read_text().splitlines() for name in ("whole", "on")]
+    shown, again = ([json.loads(line) for line in own] for own in texts)
+    assert [line["step"] for line in shown] == [step for step in (1, 2, 3, 4) for _ in range(NUM_GENERATIONS)]
+    assert [(line["prompt"], line["completion"]) for line in again] == [
+        (line["prompt"], line["completion"]) for line in shown
+    ]
+    assert set(shown[0]["rewards"]) == {"ends_early", "even"}
+
+
+def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir):
+    usual, _ = run("usual", **ADAM)
+    settings = ADAM | {"data__eval_path": grpo_dir / "prompts.h5", "data__eval_sequences": 5, "run__eval_every": 2}
+    found, summary = run("evaluated", **settings, run__eval_on_start="true")
+    assert [line["reward"] for line in found] == pytest.approx([line["reward"] for line in usual], rel=1e-5)
+    assert [line["step"] for line in found if "eval_reward" in line] == [2, 4]
+    config = settings_of(grpo_dir)
+    model = plain.model(built_models.from_config(config.model.config, config.run.seed), config.model.config).eval()
+    wanted, lengths = [], []
+    rewards = find_rewards(config.rl.reward_funcs, config.rl.reward_weights)
+    with Prompts(grpo_dir / "prompts.h5") as prompts:
+        for index in range(5):
+            row = prompts[index]
+            ids = torch.tensor([row.tokens])
+            made = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=MAX_LENGTH,
+                do_sample=False,
+                eos_token_id=END,
+                pad_token_id=0,
+            )
+            tokens = made[0, ids.shape[1] :].tolist()
+            given = {
+                "completions": [""],
+                "prompts": [""],
+                "completion_ids": [tokens],
+                "wanted": [row.columns["wanted"]],
+            }
+            wanted.append(score(rewards, given, 0, 0, timeout_s=9.0, skip=False).total[0])
+            lengths.append(len(tokens))
+    assert found[0]["eval_reward_start"] == pytest.approx(np.nanmean(wanted), abs=1e-9)
+    assert found[0]["eval_mean_length_start"] == np.mean(lengths) and found[0]["eval_exact_match_start"] == 0
+    assert summary["eval_reward"] == found[-1]["eval_reward"]
+
+
+def test_adapters_learn_and_without_them_is_the_reference(run):
+    settings = {"lora__r": 4, "rl__beta": 0.5, "optim__learning_rate": 0.05}
+    lines, _ = run(**settings)
+    assert lines[0]["kl"] == 0 and lines[-1]["kl"] > 1e-6  # adapters begin as nothing
+    assert max(line["sampling/sampling_logp_difference/max"] for line in lines) < 5e-6
+
+
+def test_rewards_that_fail_are_left_out_and_counted(world, run, grpo_dir):
+    if world.rank == 0:
+        code = "def wrong(completion_ids, wanted, **kwargs):\n    if wanted[0]:\n        raise KeyError('x')\n"
+        (grpo_dir / "wrong.py").write_text(code + "    return [-float(len(tokens)) for tokens in completion_ids]\n")
+    world.gather_objects(None)
+    settings = {"rl__reward_funcs": f"{grpo_dir}/wrong.py:wrong", "rl__reward_weights": "[1]", "run__steps": 2}
+    lines, summary = run(**settings, rl__skip_failed_rewards="true")
+    assert summary["failed_rewards"] == sum(line["failed_rewards"] for line in lines) > 0
+    assert all(line["failed_rewards"] % NUM_GENERATIONS == 0 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rl__max_completion_length": 60}, "more than the model's max_position_embeddings, 64"),
+        ({"data__max_tokens_per_microbatch": 12}, "more than data.max_tokens_per_microbatch, 12"),
+        ({"rl__reward_funcs": "nothing", "rl__reward_weights": "[1]"}, "one of exact_match"),
+        ({"run__objective": "sft", "rl__reward_funcs": None, "rl__reward_weights": None}, "set run.objective to grpo"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_is_written(world, grpo_dir, changes, words):
+    if "run__objective" in changes:
+        config = configure(grpo_dir / "prompts.h5", **{"run.dir": grpo_dir / "refused"})
+    else:
+        config = settings_of(grpo_dir, run__dir=grpo_dir / "refused", **changes)
+    with pytest.raises(AgreedError, match=words):
+        train(config, world)
+    assert not (grpo_dir / "refused").exists()

@@ -1,0 +1,49 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from odc_mpi.errors import UserError
+from odc_mpi.shard.elements.fixed_point import FixedPoint
+from odc_mpi.train.exact import Exponents, deterministic, settled
+from odc_mpi.train.settings import load
+
+MODEL = ["--model.config.model_type=qwen2", "--data.path=unused"]
+
+
+def test_it_sets_what_it_takes() -> None:
+    config = settled(load(None, [*MODEL, "--run.exact=true"]))
+    assert (config.model.reduce_dtype, config.optim.fused, config.run.threads) == ("fixed64", "on", 1)
+    assert settled(config) == config
+    given = settled(load(None, [*MODEL, "--run.exact=true", "--run.threads=3", "--data.balance=dynamic"]))
+    assert (given.run.threads, given.data.balance) == (3, "dynamic")
+
+
+def test_without_it_nothing_is_set() -> None:
+    config = load(None, [*MODEL, "--model.reduce_dtype=float64", "--data.balance=lb_micro"])
+    assert settled(config) is config
+
+
+def test_torch_is_as_it_was_afterwards() -> None:
+    config = load(None, MODEL)
+    exact = replace(config, run=replace(config.run, exact=True))
+    for each, wanted in ((config, False), (exact, True)):
+        with deterministic(each):
+            assert torch.are_deterministic_algorithms_enabled() is wanted
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_exponents_come_back_from_a_checkpoint() -> None:
+    elements = FixedPoint({0: 10, 3: 20})
+    elements.exponents = {0: 51, 3: -7}
+    state = Exponents(elements).state()
+    assert state == {"fixed64_exponents": [51, -7]}
+    other = FixedPoint({1: 10, 2: 20})
+    Exponents(other).load_state(state)
+    assert other.exponents == {1: 51, 2: -7}
+    Exponents(other).load_state({})  # of a run without them
+    assert other.exponents == {1: 51, 2: -7}
+    with pytest.raises(
+        UserError, match=r"^expected fixed64_exponents of 3 arrays in the checkpoint, got 2: set run.resume"
+    ):
+        Exponents(FixedPoint({0: 1, 1: 1, 2: 1})).load_state(state)
