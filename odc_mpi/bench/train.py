@@ -34,8 +34,13 @@ from odc_mpi.train.settings import CommConfig, Config, DataConfig, ModelConfig, 
 BASELINE = "fsdp2"
 CEILING = "ceiling"
 APART = "apart"
+#: The balance of the contender that is `dynamic` with the longest sequences in pieces over ranks.
+SPLIT = "split"
 #: transport/balance, all on our runtime.
-OURS = ("collective/lb_micro", "window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic")
+OURS = (
+    *("collective/lb_micro", "window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic"),
+    f"window/{SPLIT}",
+)
 #: The same with `run.exact`, where that is asked for.
 EXACT = ("exact/lb_mini", "exact/dynamic")
 CONTENDERS = (BASELINE, *OURS, APART, CEILING)
@@ -220,11 +225,13 @@ class _Contenders:
     def _with(self, transport: str, balance: str) -> Config:
         config, exact = self._config, transport == "exact"
         transport = "window" if exact else transport
+        whole = balance != SPLIT
+        data = replace(config.data, balance=cast(Any, balance if whole else "dynamic"))
         return settled(
             replace(
                 config,
                 comm=replace(config.comm, transport=cast(Any, transport), progress="off"),
-                data=replace(config.data, balance=cast(Any, balance)),
+                data=replace(data, context_parallel="off" if whole else "auto"),
                 optim=replace(config.optim, lr_scheduler_type="constant", warmup_steps=0),
                 run=replace(config.run, exact=exact),
             )

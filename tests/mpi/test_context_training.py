@@ -145,6 +145,7 @@ def test_adapters(dataset_path, world, monkeypatch):
     ("changes", "words"),
     [
         ({"data.balance": "lb_mini"}, r"goes with data\.balance dynamic, got lb_mini"),
+        ({"model.compile": "true"}, r"goes with model\.compile false, got true"),
         ({"comm.transport": "collective", "data.balance": "lb_mini"}, r"goes with comm\.transport window"),
     ],
 )

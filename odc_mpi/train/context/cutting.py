@@ -79,6 +79,7 @@ def check(config: Config) -> None:
         ("comm.transport", config.comm.transport, "window"),
         ("data.balance", config.data.balance, "dynamic"),
         ("run.device", config.run.device, "cpu"),
+        ("model.compile", str(config.model.compile).lower(), "false"),
     ):
         if value != wanted:
             raise UserError(
