@@ -2,6 +2,10 @@
 
 import argparse
 import dataclasses
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from odc_mpi.cli.options import positive
@@ -93,8 +97,20 @@ def run(arguments: argparse.Namespace) -> int:
     from odc_mpi.data.prompts.prepare import prepare_prompts
 
     chosen = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)}
-    if arguments.prompts_only:
-        print(prepare_prompts(arguments.sources, arguments.out, Options(**chosen)).describe())
-        return 0
-    print(prepare(arguments.sources, arguments.out, Options(**chosen), Console(stderr=True)).describe())
+    with _tidy_at_sigterm():
+        if arguments.prompts_only:
+            made = prepare_prompts(arguments.sources, arguments.out, Options(**chosen)).describe()
+        else:
+            made = prepare(arguments.sources, arguments.out, Options(**chosen), Console(stderr=True)).describe()
+    print(made)
     return 0
+
+
+@contextmanager
+def _tidy_at_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the enclosed code as an exception does, by which temporary files go."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -172,14 +172,14 @@ def _on_meta(
         raise UserError(f"{setting}: transformers cannot build a causal model from it: {in_one_line(error)}") from error
     if not module._supports_attention_backend:
         raise UserError(
-            f"{setting}: {type(module).__name__} takes no attention function, so it cannot train on packed sequences"
+            f"{setting}: {type(module).__name__} takes no attention function, by which packed sequences are kept apart"
         )
     if getattr(config, "quantization_config", None):
-        raise UserError(f"{setting}: the weights are quantised, expected float32, bfloat16 or float16 to train")
+        raise UserError(f"{setting}: the weights are quantised, expected float32, bfloat16 or float16")
     try:
         _try_packed(module)
     except attention.UnpackableError as error:
-        raise UserError(f"{setting}: {type(module).__name__} cannot train on packed sequences: {error}") from error
+        raise UserError(f"{setting}: {type(module).__name__} cannot keep packed sequences apart: {error}") from error
     except Exception as error:  # a wrong configuration shows in a forward, as any kind of exception
         if not _is_for_the_trial_only(error):
             raise UserError(

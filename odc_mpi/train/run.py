@@ -27,25 +27,24 @@ from odc_mpi.observe.trace import Trace
 from odc_mpi.observe.trackers import require
 from odc_mpi.observe.tracking import FINISH_S, Tracking
 from odc_mpi.observe.traffic import TrafficReport
-from odc_mpi.runtime.allocation import describe, slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.stack.decision import Decision
 from odc_mpi.train.context.pieces import Pieces, open_windows
 from odc_mpi.train.evaluation import Evaluation
 from odc_mpi.train.exact import Exponents, deterministic, reduce_dtype, settled
+from odc_mpi.train.facts import drawn_per_step, facts_of, opening_lines
 from odc_mpi.train.inputs import Data, Inputs, first_cost, open_inputs, remove_staged
 from odc_mpi.train.loop import Objective, Source, Trainer
 from odc_mpi.train.objectives.sft import SupervisedFineTuning
-from odc_mpi.train.optimizer import make_optimizer
 from odc_mpi.train.owner import Owner
-from odc_mpi.train.resume import Origin, PatientWeights, anew_line, find_origin, open_run, say_complete
+from odc_mpi.train.resume import Origin, PatientWeights, find_origin, open_run, say_complete
 from odc_mpi.train.rl.assemble import learn_from_rewards
 from odc_mpi.train.saving import Saving, about_run, describe_adapters
 from odc_mpi.train.settings import Config, dump
 from odc_mpi.train.source import DatasetSource, LearnedCost
 from odc_mpi.train.stop import StopWish
-from odc_mpi.train.update import SkipLimit, Update
+from odc_mpi.train.update import SkipLimit, Update, make_optimizer
 
 
 def train(config: Config, world: World, stop: StopWish | None = None) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
     world.agree(lambda: require(config.run.report_to or ()) if world.rank == 0 else None)
     inputs = _open_inputs(config, world)
     config = with_steps(config, inputs.dataset)
-    steps_per_epoch = math.ceil(len(inputs.dataset) / _drawn_per_step(config))
+    steps_per_epoch = math.ceil(len(inputs.dataset) / drawn_per_step(config))
     _check_stop(stop, world)
     origin = find_origin(config, world, inputs)
     if origin and origin.step >= config.run.steps:
@@ -89,7 +88,7 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
     adapters = describe_adapters(config, world, inputs.model, origin.about if origin else None)
     decision = decide(config, world)
     trainer = build_trainer(config, world, inputs, decision, origin)
-    opening = _opening(config, world, inputs, trainer.model, decision, origin)
+    opening = opening_lines(config, world, inputs, trainer.model, decision, origin)
     if isinstance(inputs.evaluation, Dataset):
         # Not the fitted cost of a run that goes on: a cut by it would be another one.
         cost = first_cost(config.data, inputs.model)
@@ -112,7 +111,7 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
         trainer.participants += [trace, log, _tracking(config, world, steps_per_epoch), limit, stop, saving]
         _run_steps(trainer, config.run.steps, stop, saving)
         # Saving comes first here: whatever becomes of the rest, the last checkpoint is not to be lost.
-        facts = _facts(config, world, decision, trainer.model)
+        facts = facts_of(config, world, decision, trainer.model)
         if config.run.exact:
             facts["parameters_digest"] = saving.parameters_digest()
         summary = log.summarize(facts | trainer.finish())
@@ -125,14 +124,8 @@ def with_steps(config: Config, dataset: Data) -> Config:
     epochs = config.run.num_train_epochs
     if epochs is None:
         return config
-    steps = math.ceil(epochs * math.ceil(len(dataset) / _drawn_per_step(config)))
+    steps = math.ceil(epochs * math.ceil(len(dataset) / drawn_per_step(config)))
     return replace(config, run=replace(config.run, steps=steps, num_train_epochs=None))
-
-
-def _drawn_per_step(config: Config) -> int:
-    """Return how many entries of the data a step takes: sequences, or prompts with several completions each."""
-    sequences = config.data.minibatch_sequences
-    return sequences // config.rl.num_generations if config.run.objective == "grpo" else sequences
 
 
 def decide(config: Config, world: World) -> Decision:
@@ -286,79 +279,3 @@ def _restore(trainer: Trainer, origin: Origin, rank: int) -> None:
     TrainingState(trainer.model, trainer.update.optimizer, rank).restore(origin.checkpoint)
     trainer.load_state(origin.about)
     origin.checkpoint.close()
-
-
-def _opening(
-    config: Config, world: World, inputs: Inputs, model: ShardedModel, decision: Decision, origin: Origin | None
-) -> str:
-    """Return the lines before the first step; why ranks reach each other as they do tells `odc-mpi doctor`."""
-    reach = decision.one_line()
-    if decision.reduction.choice == "mailbox":
-        reach += f", mailbox of {config.comm.mailbox_bytes >> 10:,} KiB per rank at most"
-    if decision.transport == "window":
-        reach += "; why: odc-mpi doctor"
-    data, dtype = config.data, config.model.param_dtype
-    what = "prompts" if config.run.objective == "grpo" else "sequences"
-    share = f"{_drawn_per_step(config)} in each of {config.run.steps:,} steps"
-    if config.run.objective == "grpo":
-        share += f", {config.rl.num_generations} completions each"
-    trained = f"{_numel(model, True):,} parameters"
-    if _numel(model, False):
-        trained = f"{_numel(model, True):,} trained of {_numel(model):,} parameters"
-    if config.lora.r is not None:
-        trained += f", adapters of rank {config.lora.r}"
-    lines = {
-        "ranks": f"{world.size} {describe(world.layout, slurm_job())}; {world.mpi_library}",
-        "model": f"{type(model.module).__name__}, {trained}, {dtype}, on {model.device}",
-        "data": f"{data.path}, {len(inputs.dataset):,} {what}, {share}",
-        **inputs.cutting.told(),
-        "comm": reach,
-        "caches": _caches(config, model),
-        "writes": config.run.dir,
-    }
-    beginning = f"resuming {origin.one_line(config)}" if origin else anew_line(config)
-    return "\n".join([*(f"{name:<8}{told}" for name, told in lines.items()), *filter(None, [beginning])])
-
-
-def _caches(config: Config, model: ShardedModel) -> str:
-    """Tell what this rank may keep, of what there is to keep."""
-    if config.comm.transport == "collective":
-        return "none, as ranks fetch and push together"
-    told, needs, given = [], model.cache_needs.all, model.cache_bytes
-    for kind, setting, granted, wanted, otherwise in (
-        ("parameters", config.comm.parameter_cache_bytes, given.parameters, needs.parameters, "in place"),
-        ("gradients", config.comm.gradient_cache_bytes, given.gradients, needs.gradients, "in place"),
-    ):
-        part = f"{min(granted, wanted) / 2**20:,.1f} of {wanted / 2**20:,.1f} MiB per rank"
-        told.append(f"{kind} {part}{' (auto)' if setting == 'auto' else ''}" if wanted else f"{kind} {otherwise}")
-    return ", ".join(told)
-
-
-def _numel(model: ShardedModel, trainable: bool | None = None) -> int:
-    """Return how many elements all, the trainable or the frozen parameters have."""
-    layouts = (layout for layout in model.layouts if trainable in (None, layout.trainable))
-    return sum(slot.spec.numel for layout in layouts for slot in layout.slots)
-
-
-def _facts(config: Config, world: World, decision: Decision, model: ShardedModel) -> dict[str, Any]:
-    """Return the facts of the machine and the model, for the summary."""
-    return {
-        "world_size": world.size,
-        "num_nodes": world.num_nodes,
-        "hosts": [host for host, _ in world.layout],
-        "ranks_per_node": [count for _, count in world.layout],
-        **slurm_job(),
-        "transport": config.comm.transport,
-        "reduction": decision.reduction.choice,
-        "balance": config.data.balance,
-        "zero_copy": decision.zero_copy.choice,
-        "progress": decision.progress.choice,
-        "window_device": made.choice if (made := decision.window_device) else "cpu",
-        "param_dtype": config.model.param_dtype,
-        "num_parameters": _numel(model),
-        "num_trained_parameters": _numel(model, True),
-        "device": str(model.device),
-        "mpi_library": world.mpi_library,
-        "decision": decision.to_dict(),
-        "run_dir": config.run.dir,
-    }

@@ -1,5 +1,8 @@
 """`odc-mpi prepare` in this process, and a run on what it made."""
 
+import os
+import signal
+
 import pytest
 import transformers
 from test_main import QWEN2
@@ -7,6 +10,7 @@ from test_main import QWEN2
 from odc_mpi.cli import main as cli
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.tokenizer import tokenizer_files, write_files
+from odc_mpi.files import replacing
 
 
 def test_prepare_says_what_it_did(tmp_path, capsys):
@@ -32,6 +36,22 @@ def test_prepare_says_what_it_did(tmp_path, capsys):
     assert cli.main(["prepare", str(source), str(out), "--vocab-size", "270", "--bad-lines", "skip"]) == 0
     told = capsys.readouterr().out
     assert f"trained on {source}" in told and "1 dropped: no token to learn from\n1 skipped: cannot be used\n" in told
+
+
+def test_a_preparation_that_is_told_to_end_leaves_nothing(tmp_path, monkeypatch):
+    def begin(sources, out, options, console):
+        with replacing(out) as new:
+            new.write_text("half")
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+
+    monkeypatch.setattr("odc_mpi.data.prepare.prepare", begin)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["prepare", "stdlib", str(tmp_path / "new" / "out.h5")])
+    assert ended.value.code == 143
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.slow

@@ -124,6 +124,7 @@ def test_a_model_without_layers(backend):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # in what inductor imports
 def test_inductor_gives_the_same_losses_and_gradients(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     plain, module = model(2), model(2)

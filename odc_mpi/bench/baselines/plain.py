@@ -16,8 +16,8 @@ from torch import nn
 
 from odc_mpi.data.loader import Batch, Loader, Minibatch
 from odc_mpi.train.inputs import build_model
-from odc_mpi.train.optimizer import make_optimizer
 from odc_mpi.train.settings import Config, OptimConfig
+from odc_mpi.train.update import make_optimizer
 
 HOST = torch.device("cpu")
 

@@ -1,0 +1,97 @@
+"""What a run tells of itself: the lines before its first step, and the facts in its summary."""
+
+from typing import Any
+
+from odc_mpi.runtime.allocation import describe, slurm_job
+from odc_mpi.runtime.world import World
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.stack.decision import Decision
+from odc_mpi.train.inputs import Inputs
+from odc_mpi.train.resume import Origin, anew_line
+from odc_mpi.train.settings import Config
+
+
+def drawn_per_step(config: Config) -> int:
+    """Return how many entries of the data a step takes: sequences, or prompts. Local."""
+    sequences = config.data.minibatch_sequences
+    return sequences // config.rl.num_generations if config.run.objective == "grpo" else sequences
+
+
+def opening_lines(
+    config: Config, world: World, inputs: Inputs, model: ShardedModel, decision: Decision, origin: Origin | None
+) -> str:
+    """Return the lines before the first step; why ranks reach each other as they do tells `odc-mpi doctor`. Local."""
+    data, dtype = config.data, config.model.param_dtype
+    what = "prompts" if config.run.objective == "grpo" else "sequences"
+    share = f"{drawn_per_step(config)} in each of {config.run.steps:,} steps"
+    if config.run.objective == "grpo":
+        share += f", {config.rl.num_generations} completions each"
+    trained = f"{_numel(model, True):,} parameters"
+    if _numel(model, False):
+        trained = f"{_numel(model, True):,} trained of {_numel(model):,} parameters"
+    if config.lora.r is not None:
+        trained += f", adapters of rank {config.lora.r}"
+    lines = {
+        "ranks": f"{world.size} {describe(world.layout, slurm_job())}; {world.mpi_library}",
+        "model": f"{type(model.module).__name__}, {trained}, {dtype}, on {model.device}",
+        "data": f"{data.path}, {len(inputs.dataset):,} {what}, {share}",
+        **inputs.cutting.told(),
+        "comm": _reach(config, world, decision),
+        "caches": _caches(config, model),
+        "writes": config.run.dir,
+    }
+    beginning = f"resuming {origin.one_line(config)}" if origin else anew_line(config)
+    return "\n".join([*(f"{name:<8}{told}" for name, told in lines.items()), *filter(None, [beginning])])
+
+
+def _reach(config: Config, world: World, decision: Decision) -> str:
+    if world.size == 1 and decision.window_device is None and decision.transport == "window":
+        return "one rank, with none to exchange with"
+    reach = decision.one_line()
+    if decision.reduction.choice == "mailbox":
+        reach += f", mailbox of {config.comm.mailbox_bytes >> 10:,} KiB per rank at most"
+    return f"{reach}; why: odc-mpi doctor" if decision.transport == "window" else reach
+
+
+def _caches(config: Config, model: ShardedModel) -> str:
+    """Tell what this rank may keep, of what there is to keep."""
+    if config.comm.transport == "collective":
+        return "none, as ranks fetch and push together"
+    told, needs, given = [], model.cache_needs.all, model.cache_bytes
+    for kind, setting, granted, wanted, otherwise in (
+        ("parameters", config.comm.parameter_cache_bytes, given.parameters, needs.parameters, "in place"),
+        ("gradients", config.comm.gradient_cache_bytes, given.gradients, needs.gradients, "in place"),
+    ):
+        part = f"{min(granted, wanted) / 2**20:,.1f} of {wanted / 2**20:,.1f} MiB per rank"
+        told.append(f"{kind} {part}{' (auto)' if setting == 'auto' else ''}" if wanted else f"{kind} {otherwise}")
+    return ", ".join(told)
+
+
+def _numel(model: ShardedModel, trainable: bool | None = None) -> int:
+    """Return how many elements all, the trainable or the frozen parameters have."""
+    layouts = (layout for layout in model.layouts if trainable in (None, layout.trainable))
+    return sum(slot.spec.numel for layout in layouts for slot in layout.slots)
+
+
+def facts_of(config: Config, world: World, decision: Decision, model: ShardedModel) -> dict[str, Any]:
+    """Return the facts of the machine and the model, for the summary. Local."""
+    return {
+        "world_size": world.size,
+        "num_nodes": world.num_nodes,
+        "hosts": [host for host, _ in world.layout],
+        "ranks_per_node": [count for _, count in world.layout],
+        **slurm_job(),
+        "transport": config.comm.transport,
+        "reduction": decision.reduction.choice,
+        "balance": config.data.balance,
+        "zero_copy": decision.zero_copy.choice,
+        "progress": decision.progress.choice,
+        "window_device": made.choice if (made := decision.window_device) else "cpu",
+        "param_dtype": config.model.param_dtype,
+        "num_parameters": _numel(model),
+        "num_trained_parameters": _numel(model, True),
+        "device": str(model.device),
+        "mpi_library": world.mpi_library,
+        "decision": decision.to_dict(),
+        "run_dir": config.run.dir,
+    }
