@@ -1,4 +1,4 @@
-"""Write examples and prompts of a task that a small model learns in minutes: to sort the digits of a number.
+"""A task that a small model learns in minutes: to sort the digits of a number. Its examples, prompts and reward.
 
 python jobs/digits.py FOLDER    writes examples.jsonl, prompts.jsonl and held_out.jsonl
 """
@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 NUM_EXAMPLES, NUM_PROMPTS, NUM_HELD_OUT = 20_000, 8_000, 200
 
@@ -15,6 +16,15 @@ def task(draws: random.Random) -> tuple[str, str]:
     """Return a number of 3 to 12 digits as text, and its digits in order."""
     digits = "".join(draws.choices("0123456789", k=draws.randint(3, 12)))
     return f"{digits}=", "".join(sorted(digits))
+
+
+def right_digits(completions: list[str], answer: list[str], **columns: list[Any]) -> list[float]:
+    """Return of each completion the share of places with the right digit: a reward, for jobs/grpo.yaml."""
+    rewards = []
+    for text, wanted in zip(completions, answer, strict=True):
+        right = sum(a == b for a, b in zip(text, wanted, strict=False))
+        rewards.append(right / max(len(text), len(wanted)))
+    return rewards
 
 
 def main(folder: Path) -> None:

@@ -104,15 +104,15 @@ class RewardEvaluation(Participant):
         """Return the number of a prompt, reward, exact match (NaN without an answer) and length of its completion."""
         row = self._prompts[index]
         arguments = self._text.arguments(row, made.tokens)
-        with self._world.deadline(f"computing rewards of prompt {index}"):
-            scored = score(
-                self._rewards,
-                arguments,
-                index,
-                self._world.rank,
-                timeout_s=self._rl.reward_timeout_s,
-                skip=self._rl.skip_failed_rewards,
-            )
+        self._world.note(f"computing rewards of prompt {index}")
+        scored = score(
+            self._rewards,
+            arguments,
+            index,
+            self._world.rank,
+            timeout_s=self._rl.reward_timeout_s,
+            skip=self._rl.skip_failed_rewards,
+        )
         match = exact_match(**arguments)[0]
         return index, float(scored.total[0]), np.nan if match is None else match, len(made.tokens[0])
 

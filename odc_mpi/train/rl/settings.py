@@ -117,7 +117,7 @@ def _check_sizes(values: Mapping[str, Any], source: str) -> None:
     ):
         if values.get(key):
             raise UserError(f"{source}: {key} {why}: leave it out")
-    for key, kept in (("data.balance", "lb_mini"), ("data.cost", "flops")):
+    for key, kept in (("data.balance", "lb_mini"), ("data.cost", "flops"), ("data.context_parallel", "off")):
         if values.get(key, kept) != kept:
             raise UserError(
                 f"{source}: {key} deals out sequences of known lengths: leave it out under run.objective grpo, where "

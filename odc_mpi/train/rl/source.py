@@ -10,7 +10,7 @@ A                the numbers of all groups meet
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -91,6 +91,7 @@ class RolloutSource(Source):
         #: What completions of a prompt came to in tokens when it was last generated from.
         self._lengths: dict[int, float] = {}
         self._step: Step | None = None
+        self._note: Callable[[str], None] = world.note
         self.shown: list[dict[str, Any]] = []
 
     def draw(self) -> Minibatch:
@@ -176,8 +177,8 @@ class RolloutSource(Source):
                 kept.append(group)
 
         prompts = [self._text.tokens(index, row) for index, row in zip(indices, rows, strict=True)]
-        with self._model.doing("generating") as note, self._resident():
-            self._engine(self._model.module, prompts, self._sampling(self._step.number), deliver, self._progress(note))
+        with self._model.doing("generating") as self._note, self._resident():
+            self._engine(self._model.module, prompts, self._sampling(self._step.number), deliver, self._tell_token)
         self._tally.generate_s += time.perf_counter() - began
         return kept
 
@@ -187,9 +188,8 @@ class RolloutSource(Source):
             rl.num_generations, rl.max_completion_length, rl.temperature, rl.top_p, rl.top_k, self._seed, step
         )
 
-    def _progress(self, note: Any) -> Any:
-        limit = f"{self._rl.max_completion_length:,}"
-        return lambda token: note(f"generating, token {token:,} of {limit}")
+    def _tell_token(self, token: int) -> None:
+        self._note(f"generating, token {token:,} of {self._rl.max_completion_length:,}")
 
     def _resident(self) -> Any:
         """Keep the model on this rank while it generates, if the budget allows it."""
@@ -212,8 +212,8 @@ class RolloutSource(Source):
     def _score(self, index: int, row: PromptRow, found: Completions) -> Scored:
         arguments = self._text.arguments(row, found.tokens)
         limits = {"timeout_s": self._rl.reward_timeout_s, "skip": self._rl.skip_failed_rewards}
-        with self._world.deadline(f"computing rewards of prompt {index}"):
-            return score(self._rewards, arguments, index, self._world.rank, **limits)  # type: ignore[arg-type]
+        self._note(f"computing rewards of prompt {index}")
+        return score(self._rewards, arguments, index, self._world.rank, **limits)  # type: ignore[arg-type]
 
     def _show(self, position: int, row: PromptRow, found: Completions, scored: Scored, advantages: np.ndarray) -> None:
         """Keep completions of the first prompt of a step that is to be shown."""

@@ -1,0 +1,88 @@
+"""Rewards and generation that fail on one rank: a line that names it, exit code 2 or an end of all, nothing left."""
+
+import json
+import re
+
+import pytest
+from mpi_launch import odc_mpi as launched
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from odc_mpi.data.prepare import Options
+from odc_mpi.data.prompts.prepare import prepare_prompts
+
+#: Rewards that fail on rank 1 alone, in its first group.
+REWARDS = """
+import ctypes, os, time
+
+RANK = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
+
+
+def raises(completions, **columns):
+    if RANK:
+        raise KeyError("answer")
+    return [1.0] * len(completions)
+
+
+def hangs(completions, **columns):
+    while RANK:
+        time.sleep(0.1)
+    return [1.0] * len(completions)
+
+
+def hangs_in_c(completions, **columns):
+    if RANK:
+        for _ in range(60):
+            ctypes.CDLL(None).sleep(1)
+    return [1.0] * len(completions)
+"""
+MODEL = ["vocab_size=64", "hidden_size=16", "intermediate_size=24", "num_hidden_layers=1", "num_attention_heads=2"]
+MODEL += ["num_key_value_heads=2", "max_position_embeddings=64", "model_type=qwen2"]
+
+
+@pytest.fixture
+def launch(tmp_path):
+    inner = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="60").save_pretrained(tmp_path / "words")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} 2"}) + "\n" for i in range(8)))
+    prepare_prompts([str(tmp_path / "prompts.jsonl")], tmp_path / "prompts.h5", Options(tokenizer=tmp_path / "words"))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+    def launch(function, **settings):
+        usual = {
+            "data.path": "prompts.h5",
+            "run.objective": "grpo",
+            "run.dir": "run",
+            "run.steps": 3,
+            "rl.reward_funcs": f"rewards.py:{function}",
+            "rl.num_generations": 4,
+            "rl.max_completion_length": 6,
+            "data.minibatch_sequences": 32,
+        }
+        usual |= {f"model.config.{key}": value for key, value in (pair.split("=") for pair in MODEL)}
+        arguments = [f"--{key}={value}" for key, value in (usual | settings).items()]
+        return launched(2, "train", *arguments, cwd=tmp_path)
+
+    return launch
+
+
+def test_a_reward_that_raises_is_named(launch):
+    ended = launch("raises")
+    assert ended.code == 2
+    assert "Traceback" not in ended.err
+    assert re.search(r"rank 1: reward function rewards\.py:raises, prompt \d, rank 1: it raised KeyError", ended.err)
+
+
+def test_a_reward_that_hangs_is_named(launch):
+    ended = launch("hangs", **{"rl.reward_timeout_s": 0.5})
+    assert ended.code == 2
+    assert re.search(r"rewards\.py:hangs, prompt \d, rank 1: expected an answer within rl\.reward_timeout_s", ended.err)
+
+
+def test_a_rank_that_waits_says_who_has_groups_in_work(launch):
+    """Where Python's own time limit does not reach."""
+    ended = launch("hangs_in_c", **{"comm.timeout_s": 3, "rl.reward_timeout_s": 600})
+    assert ended.code != 0
+    waits = r"rank 0 on \S+ waited more than 3 s while waiting for \d+ prompt groups in work: "
+    assert re.search(waits + r".*rank 1 on \S+.*was last seen .*computing rewards of prompt \d", ended.err), ended.err
