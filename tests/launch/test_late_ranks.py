@@ -257,7 +257,8 @@ def test_a_stopped_rank(tmp_path):
     os.kill(job.pids[2], signal.SIGSTOP)
     lines, done = job.end()
     assert 1 <= len(lines) <= 2, done
-    doing = "(?:in microbatch [123], (?:forward|backward) of|meeting at point|after meeting at point|flushing|completing) .*"
+    places = "in microbatch [123], (?:forward|backward) of|meeting at point|after meeting at point|flushing|completing"
+    doing = f"(?:{places}) .*"
     late = "late is rank 2 on \\S+, "
     assert_line(WAITED + ".*" + late + LAST_SEEN + doing + ", and shows no sign of life" + LIMIT, lines[0])
     assert done.seconds < 30
