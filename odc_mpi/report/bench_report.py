@@ -85,14 +85,14 @@ def _first_minibatch(result: Mapping[str, Any], timeline: Mapping[str, Any], bas
             [_lane(rank, timeline[name][rank], end) for rank in chosen],
             end,
             [(end, f"{end:.1f} s")],
-            above_s.get(name, end) - end,
+            saved if (saved := above_s.get(name, end) - end) > SHOWN * end else 0.0,
         )
         for name, end in ends.items()
     ]
     work = "completions" if on_demand == RL_ON_DEMAND else "sequences"
     title = f"The same {len(timeline[baseline])} ranks and the same {work}: " + (
         f"on demand the minibatch ends {saved_s / ends[baseline]:.0%} earlier"
-        if saved_s > 0
+        if saved_s > SHOWN * ends[baseline]
         else "here on demand gains nothing"
     )
     if SPLIT in ends:

@@ -7,6 +7,9 @@ from odc_mpi.errors import UserError
 from odc_mpi.files import swap_text
 from odc_mpi.report import bench_report, page, run_report
 
+#: Endings of names, of which one fits what is written.
+_FORMATS = {".html", ".svg", ".png", ".jpg", ".jpeg", ".pdf"}
+
 
 def write(source: Path, out: Path | None = None, picture: str | None = None) -> Path:
     """Write a report. Local.
@@ -20,9 +23,13 @@ def write(source: Path, out: Path | None = None, picture: str | None = None) -> 
         What was written.
 
     Raises:
-        UserError: The source is neither, or damaged; there is no such picture; the file cannot be written.
+        UserError: The source is neither, or damaged; there is no such picture; the file has the name of another
+            format; it cannot be written.
     """
     ending = ".html" if picture is None else f".{picture}.svg"
+    form = Path(ending).suffix
+    if out and out.suffix.lower() in _FORMATS - {form}:
+        raise UserError(f"--out: expected a name that ends in {form}, as {form[1:].upper()} is written, got {out}")
     try:
         kind = "a run directory" if source.is_dir() else "the JSON of a benchmark or of odc-mpi simulate"
         text = _draw(_describe(source), picture)

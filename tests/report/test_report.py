@@ -456,6 +456,8 @@ def test_other_mistakes(run, tmp_path, capsys):
     assert "run directory" in mistake(capsys, tmp_path)
     assert "x" * 300 in mistake(capsys, "x" * 300)
     assert "gantt, time, lengths, loss" in mistake(capsys, run, "--picture", "gant")
+    assert "ends in .svg" in mistake(capsys, run, "--picture", "gantt", "--out", tmp_path / "a.png")
+    assert "ends in .html" in mistake(capsys, run, "--out", tmp_path / "a.svg")
     (run / "trace.json").unlink()
     (run / "metrics.jsonl").unlink()
     assert "--out" in mistake(capsys, run, "--out", tmp_path / "nowhere" / "a.html")

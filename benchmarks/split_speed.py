@@ -1,0 +1,140 @@
+"""Compare training in which the longest sequences are cut over ranks with training in which they stay whole.
+
+    mpiexec -n 2 python benchmarks/split_speed.py [--length 4096 | --length 0] [--sequences 1] [--steps 3] [--rounds 5]
+
+`--length 0` takes functions of Python's standard library as they are, of 18 to some 4,000 tokens; another length random
+tokens. Prints tokens per second of both, in rounds one after the other, the median and quartiles of their ratio, and
+what the simulator says of the same minibatches, with the cost that the runs have learned. Collective.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from odc_mpi.bench.contenders import Ours, run_rounds
+from odc_mpi.bench.measure import quartiles
+from odc_mpi.bench.train import own_configuration
+from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.loader import Minibatch
+from odc_mpi.data.plan.cost import Cost
+from odc_mpi.data.prepare import Options, prepare
+from odc_mpi.observe.participant import Participant, Step
+from odc_mpi.runtime.world import World
+from odc_mpi.simulate.scenario import Trial
+from odc_mpi.simulate.simulate import timing
+from odc_mpi.train.inputs import open_inputs
+from odc_mpi.train.loop import Trainer
+from odc_mpi.train.run import build_trainer, decide
+from odc_mpi.train.settings import Config
+
+#: Of the model of `own_configuration`: tokens it knows, and layers.
+VOCABULARY, NUM_UNITS = 4096, 8
+NUM_SEQUENCES = 256
+NAMES = ("dynamic", "split")
+
+
+def main() -> None:
+    """Train both ways and print a line of JSON. Collective."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--length", type=int, default=4096, help="tokens of each sequence; 0: real functions")
+    parser.add_argument("--sequences", type=int, default=1, help="of a minibatch, over all ranks")
+    parser.add_argument("--steps", type=int, default=3, help="minibatches of a round")
+    parser.add_argument("--rounds", type=int, default=5, help="that count; one more comes before them")
+    arguments = parser.parse_args()
+    with World() as world:
+        torch.set_num_threads(1)
+        found = _measure(world, arguments.length, arguments.sequences, arguments.steps, arguments.rounds)
+        if world.rank == 0:
+            print(json.dumps(found), flush=True)
+
+
+def _measure(world: World, length: int, sequences: int, steps: int, num_rounds: int) -> dict[str, Any]:
+    path = Path(f"runs/data/length_{length}.h5")
+    world.agree(lambda: _prepare(path, length) if world.rank == 0 else None)
+    recorders = {name: _Recorder() for name in NAMES}
+    trainers = {name: _trainer(world, path, sequences, name, recorders[name]) for name in NAMES}
+    ours = {name: Ours(trainer, world.rank) for name, trainer in trainers.items()}
+    rounds = run_rounds(world, ours, steps, num_rounds, lambda line: None)
+    # What whole sequences take is learned where all are whole; what pieces take, where some are cut.
+    costs = {name: _learned(trainer) for name, trainer in trainers.items()}
+    cost = replace(costs["dynamic"], piece_factor=costs["split"].piece_factor)
+    for trainer in trainers.values():
+        with trainer:
+            trainer.model.close()
+    minibatches = {name: recorder.minibatches[steps:] for name, recorder in recorders.items()}
+    whole_s, split_s = (sum(_simulated_s(world.size, own, cost) for own in minibatches[name]) for name in NAMES)
+    losses = zip(*([loss for done in rounds[name] for loss in done.losses] for name in NAMES), strict=True)
+    seconds = ([done.seconds for done in rounds[name][1:]] for name in NAMES)
+    return {
+        "ranks": world.size,
+        "lengths": [sorted(own.dataset.lengths[own.indices].tolist()) for own in minibatches["split"]],
+        "pieces": [len(cut.ranks) for own in minibatches["split"] for cut in own.plan.splits],
+        "tokens_per_s": {
+            name: quartiles([done.num_tokens / done.seconds for done in own[1:]]) for name, own in rounds.items()
+        },
+        "ratio": quartiles([whole / split for whole, split in zip(*seconds, strict=True)]),
+        "simulated": whole_s / split_s,
+        "piece_factor": cost.piece_factor,
+        "loss_deviation": max(abs(whole - split) / whole for whole, split in losses),
+    }
+
+
+class _Recorder(Participant):
+    """Keeps the minibatches."""
+
+    def __init__(self) -> None:
+        self.minibatches: list[Minibatch] = []
+
+    def after_step(self, step: Step) -> None:
+        """Take note of a minibatch. Local."""
+        self.minibatches.append(step.minibatch)
+
+
+def _learned(trainer: Trainer) -> Cost:
+    return cast(Any, trainer)._source._loader.cost
+
+
+def _trainer(world: World, path: Path, sequences: int, name: str, recorder: _Recorder) -> Trainer:
+    config = own_configuration(world.timeout_s)
+    model = cast(Any, config.model.config) | {"max_position_embeddings": 4096}
+    data = replace(
+        config.data, path=str(path), minibatch_sequences=sequences, max_tokens_per_microbatch=4096, balance="dynamic"
+    )
+    config = Config(
+        model=replace(config.model, config=model),
+        data=replace(data, cost="fitted", context_parallel="auto" if name == "split" else "off"),
+        comm=replace(config.comm, progress="off"),
+        optim=config.optim,
+    )
+    inputs = world.agree(lambda: open_inputs(config, world.rank, world.size))
+    trainer = build_trainer(config, world, inputs, decide(config, world))
+    trainer.participants.append(recorder)
+    return trainer
+
+
+def _prepare(path: Path, length: int) -> None:
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not length:
+        prepare(["stdlib"], path, Options(max_length=4096, vocab_size=VOCABULARY))
+        return
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (NUM_SEQUENCES, length), dtype=np.uint32)
+    with DatasetWriter(path, vocab_size=VOCABULARY, tokenizer="none", source="random") as writer:
+        for own in tokens:
+            writer.append(own, np.ones(length, dtype=np.bool_))
+
+
+def _simulated_s(ranks: int, minibatch: Minibatch, cost: Cost) -> float:
+    lengths = minibatch.dataset.lengths[minibatch.indices]
+    trial = Trial(lengths, cost.sequence(lengths), cost.constant, 0.0, np.ones(ranks), cost=cost)
+    return timing(trial, minibatch.plan, "window", num_units=NUM_UNITS).end_s
+
+
+if __name__ == "__main__":
+    main()
