@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from odc_mpi.cli import mpiexec
-from odc_mpi.cli.imports import no_collections
 from odc_mpi.cli.options import positive, step_seconds
-from odc_mpi.cli.scenario import RANKS, add_scenario, fill_in, of_workloads, rollouts_of, scenario_of
+from odc_mpi.cli.scenario import add_scenario, fill_in, of_workloads, rollouts_of, scenario_of
 from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.runtime.launch import is_launched
-from odc_mpi.runtime.ranks import on_ranks, say, start_of_mpi
+from odc_mpi.runtime.ranks import no_collections, on_ranks, say, start_of_mpi
+from odc_mpi.simulate.options import RANKS
 
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
@@ -150,7 +150,7 @@ def _run_transport(arguments: argparse.Namespace) -> int:
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, metavar="N", help=f"to start; default: {RANKS}, or mpiexec's")
+    parser.add_argument("--ranks", type=int, metavar="N", help=f"to start; default: {RANKS.default}, or mpiexec's")
     add_scenario(parser, SCHEDULE_DEFAULTS)
     meaning = f"seconds an even share of a minibatch is scaled to; default: {of_workloads(*STEP_S)}"
     parser.add_argument("--step-s", type=step_seconds, metavar="X", help=meaning)

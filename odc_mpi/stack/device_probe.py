@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mpi4py
 import numpy as np
 import torch
 from mpi4py import MPI
@@ -61,7 +60,7 @@ def try_device(
     names = tuple(sorted(set(world.gather_objects(device.name))))
     report = report.with_device(names=names, cuda_support=cuda_support(), alloc_kinds=alloc_kinds())
     listen(report, "device.memory")
-    troubles = [trouble for trouble in world.gather_objects(_try_memory(device)) if trouble]
+    troubles = [trouble for trouble in world.gather_objects(memory_trouble(device, LARGE_BYTES[-1])) if trouble]
     if troubles:
         return report.with_problem(Problem(("device", "memory"), Cause.OTHER, troubles[0]))
     listen(report, "device.window")
@@ -81,9 +80,7 @@ def verdict_key(world: World, device: Device) -> dict[str, Any]:
     The key has no host names: the result serves another job on as many nodes of the same kind.
     """
     return {
-        "library": MPI.Get_library_version(),
-        "mpi4py": mpi4py.__version__,
-        "settings": cache.settings(),
+        **cache.stack_key(MPI.Get_library_version()),
         "ucx": _mapped_libraries("libucp"),
         "driver": gpu.driver(),
         "devices": world.gather_objects([world.node, device.name]),
@@ -103,6 +100,15 @@ def kept_verdict(world: World, device: Device) -> Report | None:
         kept = cache.load(key, NO_ANSWER_KEPT_S)
     with world.meeting("hearing what a doctor found about device windows"):
         return world.comm.bcast(kept)
+
+
+def memory_trouble(device: Device, num_bytes: int) -> str | None:
+    """Return the error of allocating memory for windows on a device, None if it succeeds. Local."""
+    try:
+        device.window_memory(num_bytes)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def cuda_support() -> bool | None:
@@ -165,15 +171,6 @@ class _DeviceGround:
     def fill(self, win: MPI.Win, values: np.ndarray) -> None:
         assert self._buffer is not None
         self._buffer.write(values)
-
-
-def _try_memory(device: Device) -> str | None:
-    """Return the reason why there is no memory for windows, None if there is memory."""
-    try:
-        device.window_memory(LARGE_BYTES[-1])
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def _try_window(world: World, device: Device) -> None:

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import mpi4py
 import numpy as np
 from mpi4py import MPI
 
@@ -64,18 +63,10 @@ def probe(
     Raises:
         UserError: /dev/shm has no room for even a small window; on every rank.
     """
-    nodes = world.gather_objects(world.node)
-    report = Report(
-        library=world.mpi_library,
-        thread_level=thread_level(),
-        memory_model=world.memory_model,
-        nodes=world.num_nodes,
-        ranks_per_node=tuple(nodes.count(node) for node in range(world.num_nodes)),
-        shm_bytes=_free_shared_memory(world),
-    )
+    report = replace(bare_report(world), shm_bytes=_free_shared_memory(world))
     listen(report, "shared_memory")
     report = replace(report, shared_memory=_try_shared_memory(world))
-    pairs = find_pairs(nodes)
+    pairs = find_pairs(world.gather_objects(world.node))
     if pairs:
         with world.inattentive():
             report = _try_pairs(world, report, pairs, budget, allocate, listen)
@@ -122,12 +113,8 @@ def quick_report(world: World, cache_it: bool = True) -> Report:
 
 def report_key(world: World) -> dict[str, Any]:
     """Return the cache key of a report: library, environment, and the host of each rank. Collective."""
-    return {
-        "library": MPI.Get_library_version(),
-        "mpi4py": mpi4py.__version__,
-        "settings": cache.settings(),
-        "ranks": world.gather_objects([world.node, socket.gethostname()]),
-    }
+    ranks = world.gather_objects([world.node, socket.gethostname()])
+    return {**cache.stack_key(MPI.Get_library_version()), "ranks": ranks}
 
 
 def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:

@@ -22,25 +22,24 @@ from odc_mpi.data.loader import Loader
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.observe.log import Log
 from odc_mpi.observe.participant import Participant
-from odc_mpi.observe.timing import OwnClock, Timing
+from odc_mpi.observe.timing import OwnClock, Timing, TrafficReport
 from odc_mpi.observe.trace import Trace
 from odc_mpi.observe.trackers import require
 from odc_mpi.observe.tracking import FINISH_S, Tracking
-from odc_mpi.observe.traffic import TrafficReport
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.stack.decision import Decision
-from odc_mpi.train.context.pieces import Pieces, open_windows
+from odc_mpi.train.context import Pieces, open_windows
 from odc_mpi.train.evaluation import Evaluation
 from odc_mpi.train.exact import Exponents, deterministic, reduce_dtype, settled
 from odc_mpi.train.facts import drawn_per_step, facts_of, opening_lines
 from odc_mpi.train.inputs import Data, Inputs, first_cost, open_inputs, remove_staged
 from odc_mpi.train.loop import Objective, Source, Trainer
 from odc_mpi.train.objectives.sft import SupervisedFineTuning
-from odc_mpi.train.owner import Owner
-from odc_mpi.train.resume import Origin, PatientWeights, find_origin, open_run, say_complete
 from odc_mpi.train.rl.assemble import learn_from_rewards
-from odc_mpi.train.saving import Saving, about_run, describe_adapters
+from odc_mpi.train.rundir.owner import Owner
+from odc_mpi.train.rundir.resume import Origin, PatientWeights, find_origin, open_run, say_complete
+from odc_mpi.train.rundir.saving import Saving, about_run, describe_adapters
 from odc_mpi.train.settings import Config, dump
 from odc_mpi.train.source import DatasetSource, LearnedCost
 from odc_mpi.train.stop import StopWish

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from parity import vectors
-from ranks import RecordingTransport, run_ranks
+from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn, optim
 from zoo import WIDTH, Layer, Stack
 
@@ -149,20 +149,17 @@ def test_an_optimizer_that_calls_itself_elementwise_steps() -> None:
     run_ranks(2, work)
 
 
-def test_a_closed_model_looks_at_no_optimizer() -> None:
+@on_ranks(1)
+def test_a_closed_model_looks_at_no_optimizer(transport: RecordingTransport) -> None:
     module = Stack(1)
-
-    def work(transport: RecordingTransport) -> None:
-        model = sharded(transport, module)
-        slices = model.shard_parameters()
-        assert len(StepGuard.of(optim.SGD(slices))) == 1
-        model.close()
-        assert not StepGuard.of(optim.SGD(slices))
-        for p in slices:
-            p.grad = torch.ones_like(p)
-        optim.Adafactor(slices).step()
-
-    run_ranks(1, work)
+    model = sharded(transport, module)
+    slices = model.shard_parameters()
+    assert len(StepGuard.of(optim.SGD(slices))) == 1
+    model.close()
+    assert not StepGuard.of(optim.SGD(slices))
+    for p in slices:
+        p.grad = torch.ones_like(p)
+    optim.Adafactor(slices).step()
 
 
 # Clipping

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from parity import Batch, adamw, check_parity, squares, vectors
-from ranks import LatePool, LateTransport, RecordingTransport, run_ranks
+from ranks import LatePool, LateTransport, RecordingTransport, on_ranks, run_ranks
 from test_model_parity import Branches, calling, freeze
 from torch import nn
 from zoo import WIDTH, Layer, Stack
@@ -396,26 +396,23 @@ def test_a_resident_model_fetches_nothing(prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"copies": False}, {"one_sided": False}], ids=["in_place", "collective"])
-def test_where_nothing_is_to_be_gained_nothing_is_kept(changes: dict[str, bool]) -> None:
+@on_ranks(1)
+def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport, changes: dict[str, bool]) -> None:
     module = Stack(2).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, Budgets(), module)
-        if "copies" in changes:
-            transport.parameters.copies = False
-        else:
-            transport.one_sided = False
-        assert train.model.cache_needs.all.parameters == 0
-        train.model.cache_bytes = PLENTY
-        assert train.model.cache_bytes == Budgets(0, 1 << 30 if "copies" in changes else 0)
-        if "copies" in changes:
-            with train.model.resident():
-                pass
-        else:
-            with pytest.raises(UserError, match=r"comm\.transport"), train.model.resident():
-                pass
-
-    run_ranks(1, work)
+    train = Train(transport, Budgets(), module)
+    if "copies" in changes:
+        transport.parameters.copies = False
+    else:
+        transport.one_sided = False
+    assert train.model.cache_needs.all.parameters == 0
+    train.model.cache_bytes = PLENTY
+    assert train.model.cache_bytes == Budgets(0, 1 << 30 if "copies" in changes else 0)
+    if "copies" in changes:
+        with train.model.resident():
+            pass
+    else:
+        with pytest.raises(UserError, match=r"comm\.transport"), train.model.resident():
+            pass
 
 
 def test_sums_that_overflow_at_home_are_known_to_all() -> None:
@@ -453,14 +450,11 @@ def test_parameters_without_a_gradient_have_none() -> None:
     run_ranks(2, work)
 
 
-def test_needs_count_each_array_in_its_own_type() -> None:
+@on_ranks(1)
+def test_needs_count_each_array_in_its_own_type(transport: RecordingTransport) -> None:
     module = freeze(Stack(2).double(), "layers.0", "layers.1.linear.weight")
     narrow = {name: torch.float32 for name, p in module.named_parameters() if not p.requires_grad}
-
-    def work(transport: RecordingTransport) -> None:
-        model = ShardedModel(copy.deepcopy(module), transport, units=(Layer,), dtypes=narrow)
-        needs, (bias, root) = model.cache_needs, (WIDTH, transport.layouts[0].numel)
-        assert needs.all == Budgets(4 * (WIDTH * WIDTH + WIDTH) + 4 * WIDTH * WIDTH + 8 * bias, 8 * (root + bias))
-        assert needs.least == Budgets(4 * (WIDTH * WIDTH + WIDTH), 8 * bias)
-
-    run_ranks(1, work)
+    model = ShardedModel(copy.deepcopy(module), transport, units=(Layer,), dtypes=narrow)
+    needs, (bias, root) = model.cache_needs, (WIDTH, transport.layouts[0].numel)
+    assert needs.all == Budgets(4 * (WIDTH * WIDTH + WIDTH) + 4 * WIDTH * WIDTH + 8 * bias, 8 * (root + bias))
+    assert needs.least == Budgets(4 * (WIDTH * WIDTH + WIDTH), 8 * bias)
