@@ -88,10 +88,7 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
     decision = decide(config, world)
     trainer = build_trainer(config, world, inputs, decision, origin)
     opening = opening_lines(config, world, inputs, trainer.model, decision, origin)
-    if isinstance(inputs.evaluation, Dataset):
-        # Not the fitted cost of a run that goes on: a cut by it would be another one.
-        cost = first_cost(config.data, inputs.model)
-        trainer.participants.append(Evaluation(config, world, trainer.model, inputs.evaluation, cost))
+    trainer.participants += _evaluation(config, world, inputs, trainer.model)
     del inputs  # the weights that it can read have been read
     run_dir = Path(config.run.dir)
     _check_stop(stop, world)
@@ -102,12 +99,10 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
         about = about_run(config, trainer.model.module, digest, origin.path if origin else None, adapters)
         saving = _saving(config, world, trainer, about, stop, owner, origin)
         limit = SkipLimit(config.run.max_skipped_steps, origin.about if origin else None)
+        trace, tracking = _trace(config, world, trainer.model), _tracking(config, world, steps_per_epoch)
         # In this order: the trace ends at B, and the log writes the line of a step before the limit ends the run for
         # it, in which case nothing is saved any more.
-        trace = Trace(
-            world, run_dir, trainer.model.spans, config.run.trace_steps, config.data.max_tokens_per_microbatch
-        )
-        trainer.participants += [trace, log, _tracking(config, world, steps_per_epoch), limit, stop, saving]
+        trainer.participants += [trace, log, tracking, limit, stop, saving]
         _run_steps(trainer, config.run.steps, stop, saving)
         # Saving comes first here: whatever becomes of the rest, the last checkpoint is not to be lost.
         facts = facts_of(config, world, decision, trainer.model)
@@ -265,6 +260,18 @@ def _run_steps(trainer: Trainer, steps: int, stop: StopWish, saving: Saving) -> 
     except TrainingError:
         saving.finish()  # what is written and not yet published would be lost
         raise
+
+
+def _evaluation(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> list[Participant]:
+    if not isinstance(inputs.evaluation, Dataset):
+        return []
+    # Not the fitted cost of a run that goes on: a cut by it would be another one.
+    return [Evaluation(config, world, model, inputs.evaluation, first_cost(config.data, inputs.model))]
+
+
+def _trace(config: Config, world: World, model: ShardedModel) -> Trace:
+    max_tokens = config.data.max_tokens_per_microbatch
+    return Trace(world, Path(config.run.dir), model.spans, config.run.trace_steps, max_tokens)
 
 
 def _tracking(config: Config, world: World, steps_per_epoch: int) -> Tracking:

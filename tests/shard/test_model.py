@@ -36,6 +36,11 @@ def work_once(model: Any) -> None:
 # Ordering
 
 
+@pytest.fixture
+def module() -> nn.Module:
+    return stack()
+
+
 @SIZES
 @pytest.mark.parametrize("clip", [False, True])
 def test_the_only_collectives_of_a_minibatch_are_its_ordering_points(size: int, clip: bool) -> None:
@@ -94,36 +99,32 @@ def test_nobody_waits_before_a() -> None:
         assert_same_state(state, plain.state_dict(), 1e-12)
 
 
-def test_calls_in_the_wrong_order() -> None:
-    module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        before = model.num_collectives
-        with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) belongs 'after A.*', this model is 'after B"):
+@on_ranks(2)
+def test_calls_in_the_wrong_order(transport: RecordingTransport, module: nn.Module) -> None:
+    model = shard(module, transport)
+    before = model.num_collectives
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) belongs 'after A.*', this model is 'after B"):
+        model.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match=r"publish\(\) belongs 'after A.*', this model is 'after B"):
+        model.publish()
+    with model.minibatch():
+        with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) belongs .* is 'inside a minibatch'"):
             model.clip_grad_norm_(1.0)
-        with pytest.raises(RuntimeError, match=r"publish\(\) belongs 'after A.*', this model is 'after B"):
+        with pytest.raises(RuntimeError, match=r"publish\(\) belongs .* is 'inside a minibatch'"):
             model.publish()
-        with model.minibatch():
-            with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) belongs .* is 'inside a minibatch'"):
-                model.clip_grad_norm_(1.0)
-            with pytest.raises(RuntimeError, match=r"publish\(\) belongs .* is 'inside a minibatch'"):
-                model.publish()
-            with pytest.raises(RuntimeError, match=r"minibatch\(\) belongs .*'inside a minibatch'"), model.minibatch():
-                raise AssertionError("entered")
-            work_once(model)
-        complete = r"minibatch\(\) belongs 'after B.*', this model is 'after A"
-        with pytest.raises(RuntimeError, match=complete), model.minibatch():
+        with pytest.raises(RuntimeError, match=r"minibatch\(\) belongs .*'inside a minibatch'"), model.minibatch():
             raise AssertionError("entered")
-        assert model.num_collectives == before + 1
-        model.clip_grad_norm_(1.0)
-        model.clip_grad_norm_(1.0)
-        model.publish()
-        with model.minibatch():
-            work_once(model)
-        model.publish()
-
-    run_ranks(2, work)
+        work_once(model)
+    complete = r"minibatch\(\) belongs 'after B.*', this model is 'after A"
+    with pytest.raises(RuntimeError, match=complete), model.minibatch():
+        raise AssertionError("entered")
+    assert model.num_collectives == before + 1
+    model.clip_grad_norm_(1.0)
+    model.clip_grad_norm_(1.0)
+    model.publish()
+    with model.minibatch():
+        work_once(model)
+    model.publish()
 
 
 @on_ranks(1)
@@ -149,35 +150,27 @@ def test_backward_at_the_wrong_time(transport: RecordingTransport) -> None:
             latest.backward()
 
 
-def test_a_forward_needs_no_minibatch() -> None:
-    module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        expected = module(INPUT)
-        assert torch.equal(model(INPUT), expected)
-        with model.minibatch():
-            work_once(model)
-        model.publish()
-        assert torch.equal(model(INPUT), expected)
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_a_forward_needs_no_minibatch(transport: RecordingTransport, module: nn.Module) -> None:
+    model = shard(module, transport)
+    expected = module(INPUT)
+    assert torch.equal(model(INPUT), expected)
+    with model.minibatch():
+        work_once(model)
+    model.publish()
+    assert torch.equal(model(INPUT), expected)
 
 
-def test_nobody_reads_parameters_while_owners_write_them() -> None:
-    module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        with model.minibatch():
-            work_once(model)
-        for use in (lambda: model(INPUT), model.state_dict):
-            with pytest.raises(RuntimeError, match=r"evaluate or save after publish\(\)"):
-                use()
-        model.publish()
-        model(INPUT)
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_nobody_reads_parameters_while_owners_write_them(transport: RecordingTransport, module: nn.Module) -> None:
+    model = shard(module, transport)
+    with model.minibatch():
+        work_once(model)
+    for use in (lambda: model(INPUT), model.state_dict):
+        with pytest.raises(RuntimeError, match=r"evaluate or save after publish\(\)"):
+            use()
+    model.publish()
+    model(INPUT)
 
 
 @on_ranks(1)
@@ -907,23 +900,19 @@ def test_closing_keeps_the_slices(size: int) -> None:
     run_ranks(size, work)
 
 
-def test_waiting_is_measured() -> None:
-    module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        with model.minibatch():
-            if transport.group.rank == 0:
-                work_once(model)
-            else:
-                threading.Event().wait(0.2)
+@on_ranks(2)
+def test_waiting_is_measured(transport: RecordingTransport, module: nn.Module) -> None:
+    model = shard(module, transport)
+    with model.minibatch():
         if transport.group.rank == 0:
-            assert model.boundary_wait_s > 0.1 and model.fetch_wait_s > 0 and model.accumulate_wait_s > 0
+            work_once(model)
         else:
-            assert model.fetch_wait_s == 0 == model.accumulate_wait_s
-        model.publish()
-
-    run_ranks(2, work)
+            threading.Event().wait(0.2)
+    if transport.group.rank == 0:
+        assert model.boundary_wait_s > 0.1 and model.fetch_wait_s > 0 and model.accumulate_wait_s > 0
+    else:
+        assert model.fetch_wait_s == 0 == model.accumulate_wait_s
+    model.publish()
 
 
 @on_ranks(1)

@@ -59,6 +59,11 @@ PREFETCH = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture
+def module() -> nn.Module:
+    return Stack(NUM_LAYERS).double()
+
+
 @PREFETCH
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
@@ -200,17 +205,13 @@ def test_fetches_with_activation_checkpointing(transport: RecordingTransport) ->
         assert sorted(transport.names("push")) == sorted([*LAYERS, "(root)"])
 
 
-def test_the_root_is_fetched_once_per_minibatch() -> None:
-    module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module)
-        for num_microbatches in (1, 3, 0, 2):
-            transport.log.clear()
-            train.steps(1, num_microbatches)
-            assert transport.names("fetch").count("(root)") == min(1, num_microbatches)
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_the_root_is_fetched_once_per_minibatch(transport: RecordingTransport, module: nn.Module) -> None:
+    train = Train(transport, module)
+    for num_microbatches in (1, 3, 0, 2):
+        transport.log.clear()
+        train.steps(1, num_microbatches)
+        assert transport.names("fetch").count("(root)") == min(1, num_microbatches)
 
 
 @on_ranks(1)
@@ -224,19 +225,15 @@ def test_nothing_is_fetched_for_a_backward_that_needs_no_parameters(transport: R
         assert transport.names("fetch") == ["0", "1", "2", "3", "1"]
 
 
-def test_everything_is_released_at_the_end_of_a_minibatch() -> None:
-    module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module)
-        with train.model.minibatch():
-            squares(train.model, (INPUT,)).backward()
-        assert not transport.parameters.buffers._lent
-        gc.collect()
-        transport.parameters.buffers.clear()
-        assert transport.parameters.buffers._held_bytes == 0
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_everything_is_released_at_the_end_of_a_minibatch(transport: RecordingTransport, module: nn.Module) -> None:
+    train = Train(transport, module)
+    with train.model.minibatch():
+        squares(train.model, (INPUT,)).backward()
+    assert not transport.parameters.buffers._lent
+    gc.collect()
+    transport.parameters.buffers.clear()
+    assert transport.parameters.buffers._held_bytes == 0
 
 
 def test_recurrent_modules_keep_none_of_their_weights() -> None:

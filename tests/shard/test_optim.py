@@ -55,6 +55,11 @@ def one_parameter() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(2, 2))]
 
 
+@pytest.fixture
+def module() -> nn.Module:
+    return Stack(1)
+
+
 @pytest.mark.parametrize(
     "kind", [*ELEMENTWISE, Sign, type("Mine", (optim.AdamW,), {"elementwise": True})], ids=lambda kind: kind.__name__
 )
@@ -105,48 +110,36 @@ def one_minibatch(model: ShardedModel) -> None:
 
 
 @pytest.mark.parametrize("make", [optim.LBFGS, optim.Adafactor, Lamb], ids=lambda make: make.__name__)
-def test_a_step_on_slices_is_refused(make: Any) -> None:
-    module = Stack(1)
-
-    def work(transport: RecordingTransport) -> None:
-        model = sharded(transport, module)
-        optimizer = make(model.shard_parameters())
-        one_minibatch(model)
-        with pytest.raises(ValueError, match="cannot train sharded parameters"):
-            optimizer.step(lambda: torch.zeros(()))
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_a_step_on_slices_is_refused(transport: RecordingTransport, make: Any, module: nn.Module) -> None:
+    model = sharded(transport, module)
+    optimizer = make(model.shard_parameters())
+    one_minibatch(model)
+    with pytest.raises(ValueError, match="cannot train sharded parameters"):
+        optimizer.step(lambda: torch.zeros(()))
 
 
-def test_a_step_on_other_parameters_is_not_looked_at() -> None:
-    module = Stack(1)
-
-    def work(transport: RecordingTransport) -> None:
-        model = sharded(transport, module)
-        other = nn.Parameter(torch.ones(2, 2))
-        other.grad = torch.ones(2, 2)
-        optim.Adafactor([other]).step()
-        assert not torch.equal(other, torch.ones(2, 2))
-        mixed = optim.Adafactor([other])
-        mixed.add_param_group({"params": model.shard_parameters()[:1]})
-        with pytest.raises(ValueError, match="Adafactor"):
-            mixed.step()
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_a_step_on_other_parameters_is_not_looked_at(transport: RecordingTransport, module: nn.Module) -> None:
+    model = sharded(transport, module)
+    other = nn.Parameter(torch.ones(2, 2))
+    other.grad = torch.ones(2, 2)
+    optim.Adafactor([other]).step()
+    assert not torch.equal(other, torch.ones(2, 2))
+    mixed = optim.Adafactor([other])
+    mixed.add_param_group({"params": model.shard_parameters()[:1]})
+    with pytest.raises(ValueError, match="Adafactor"):
+        mixed.step()
 
 
-def test_an_optimizer_that_calls_itself_elementwise_steps() -> None:
-    module = Stack(1)
-
-    def work(transport: RecordingTransport) -> None:
-        model = sharded(transport, module)
-        before = torch.cat([p.detach().clone() for p in model.shard_parameters()])
-        optimizer = Sign(model.shard_parameters())
-        one_minibatch(model)
-        optimizer.step()
-        assert not torch.equal(torch.cat(list(model.shard_parameters())), before)
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_an_optimizer_that_calls_itself_elementwise_steps(transport: RecordingTransport, module: nn.Module) -> None:
+    model = sharded(transport, module)
+    before = torch.cat([p.detach().clone() for p in model.shard_parameters()])
+    optimizer = Sign(model.shard_parameters())
+    one_minibatch(model)
+    optimizer.step()
+    assert not torch.equal(torch.cat(list(model.shard_parameters())), before)
 
 
 @on_ranks(1)
