@@ -43,7 +43,6 @@ def try_device(
     pairs: dict[str, tuple[int, int]],
     device: Device,
     listen: Callable[[Report, str | None], None],
-    budget: Budget = BUDGET,
 ) -> Report:
     """Try windows on the ranks' devices; return the report with the findings. Collective.
 
@@ -53,7 +52,6 @@ def try_device(
         pairs: Origin and target for each kind of peer.
         device: The device of this rank.
         listen: As for `probe.probe`; hears "device.memory", "device.window", "ORIGIN.KIND.OPERATION", "device.own".
-        budget: Time to spend on each operation.
     """
     device.use()
     world.prepare_threads(device.use)
@@ -67,7 +65,7 @@ def try_device(
     _try_window(world, device)
     report = report.with_device(window=True)
     if pairs:
-        report = _try_pairs(world, report, pairs, device, listen, budget)
+        report = _try_pairs(world, report, pairs, device, listen)
     listen(report, "device.own")
     return report.with_device(own_accumulate=all(world.gather_objects(_try_own(world, device))))
 
@@ -183,12 +181,11 @@ def _try_pairs(
     pairs: dict[str, tuple[int, int]],
     device: Device,
     listen: Callable[[Report, str | None], None],
-    budget: Budget,
 ) -> Report:
     ground = _DeviceGround(device)
     origins: dict[str, Callable[[np.ndarray], Buffer]]
     origins = {"from_device": lambda values: DeviceBuffer(device, values), "from_host": HostBuffer}
-    trials = Trials(world, pairs, budget, LARGE_BYTES[-1], ground.allocate, ground.fill, origins)
+    trials = Trials(world, pairs, BUDGET, LARGE_BYTES[-1], ground.allocate, ground.fill, origins)
     for name, origin in DEVICE_OPERATIONS:
         for kind in pairs:
             listen(report, f"{origin}.{kind}.{name}")

@@ -91,22 +91,20 @@ def bare_report(world: World) -> Report:
     )
 
 
-def quick_report(world: World, cache_it: bool = True) -> Report:
+def quick_report(world: World) -> Report:
     """Return the cached report of this stack, at most a week old, or else that of a quick probe. Collective.
 
-    Args:
-        world: All of its ranks take part.
-        cache_it: Whether to read and write the cache; rank 0's word counts.
+    The cache is rank 0's.
     """
     key = report_key(world)
-    kept = cache.load(key) if cache_it and world.rank == 0 else None
+    kept = cache.load(key) if world.rank == 0 else None
     with world.meeting("hearing of the report that rank 0 kept"):
         kept = world.comm.bcast(kept)
     if kept is not None:
         # What belongs to this start, not to the stack.
         return replace(kept, thread_level=thread_level(), shm_bytes=_free_shared_memory(world))
     report = probe(world, QUICK)
-    if cache_it and world.rank == 0 and not report.problems:
+    if world.rank == 0 and not report.problems:
         cache.store(key, report)
     return report
 
