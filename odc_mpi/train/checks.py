@@ -3,7 +3,7 @@
 import json
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origin
 
 from odc_mpi.errors import UserError
@@ -101,3 +101,27 @@ def show(value: Any) -> str:
     """Say a value in the words that follow "got". Local."""
     text = json.dumps(value, ensure_ascii=False, skipkeys=True, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_evaluation(values: Mapping[str, Any], source: str) -> None:
+    """Check settings against each other that evaluation has to do with. Local.
+
+    Args:
+        values: Given values, by the names of settings.
+        source: Of the settings, for messages.
+
+    Raises:
+        UserError: They do not fit together.
+    """
+    if values.get("data.eval_path") is None:
+        for key in ("data.eval_sequences", "run.eval_every", "run.eval_on_start", "run.keep_best"):
+            if values.get(key):
+                raise UserError(f"{source}: {key} goes with data.eval_path, got none: give the data to evaluate on")
+    if not values.get("run.keep_best"):
+        return
+    saved, evaluated = (values.get(key, 0) for key in ("run.checkpoint_every", "run.eval_every"))
+    if not saved or not evaluated or saved % evaluated:
+        raise UserError(
+            f"{source}: run.keep_best compares checkpoints: expected run.checkpoint_every above 0 and a multiple of "
+            f"run.eval_every, so that each is evaluated, got {saved} and {evaluated}"
+        )

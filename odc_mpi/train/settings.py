@@ -25,6 +25,7 @@ from odc_mpi.train.checks import (
     POSITIVE,
     Check,
     Size,
+    check_evaluation,
     checked,
     describe,
     is_verbatim,
@@ -336,24 +337,9 @@ def _check_together(values: dict[str, Any], source: str) -> None:
         )
     if values.get("run.num_train_epochs") is not None and "run.steps" in values:
         raise UserError(f"{source}: expected one of run.steps and run.num_train_epochs, got both: leave one out")
-    _check_evaluation(values, source)
+    check_evaluation(values, source)
     check_rl(values, source)
     if values.get("lora.r") is None:
         given = [key for key in values if key.startswith("lora.") and key != "lora.r"]
         if any(values[key] != _settings()[key].default for key in given):
             raise UserError(f"{source}: {given[0]} goes with lora.r, got none: set lora.r, the rank of the adapters")
-
-
-def _check_evaluation(values: dict[str, Any], source: str) -> None:
-    if values.get("data.eval_path") is None:
-        for key in ("data.eval_sequences", "run.eval_every", "run.eval_on_start", "run.keep_best"):
-            if values.get(key):
-                raise UserError(f"{source}: {key} goes with data.eval_path, got none: give the data to evaluate on")
-    if not values.get("run.keep_best"):
-        return
-    saved, evaluated = (values.get(key, 0) for key in ("run.checkpoint_every", "run.eval_every"))
-    if not saved or not evaluated or saved % evaluated:
-        raise UserError(
-            f"{source}: run.keep_best compares checkpoints: expected run.checkpoint_every above 0 and a multiple of "
-            f"run.eval_every, so that each is evaluated, got {saved} and {evaluated}"
-        )
