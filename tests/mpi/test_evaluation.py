@@ -14,7 +14,7 @@ from odc_mpi.errors import AgreedError
 from odc_mpi.models import build as models
 from odc_mpi.train.run import train
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 NUM_HELD_OUT = 13
 
