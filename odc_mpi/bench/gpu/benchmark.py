@@ -27,6 +27,7 @@ from odc_mpi.bench.fetch_and_push import REDUCTIONS
 from odc_mpi.bench.gpu import kernels as gpu_kernels
 from odc_mpi.bench.gpu import step as gpu_step
 from odc_mpi.bench.gpu import windows as gpu_windows
+from odc_mpi.bench.gpu.run import PARTS
 from odc_mpi.bench.together import header
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.kernels.native import why_no_kernels
@@ -39,8 +40,6 @@ from odc_mpi.stack.report import Report
 from odc_mpi.train.settings import Config
 from odc_mpi.wording import format_size
 
-#: What can be measured alone.
-PARTS = ("bandwidths", "kernels", "step")
 #: Without room for so much a GPU has none for windows.
 _LEAST_BYTES = 1 << 20
 #: Why there are no windows on GPUs where nobody wants them.
