@@ -34,10 +34,10 @@ def unusable(error: OSError) -> UserError:
     return UserError(f"expected a file or directory that can be used, got {error.filename}: {error.strerror}")
 
 
-def in_one_line(error: BaseException, max_chars: int = 300) -> str:
+def in_one_line(error: BaseException) -> str:
     """Fold an exception's message, which may have many lines, into one. Local."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def warn(line: str) -> None:

@@ -8,7 +8,6 @@ training. All values are small whole numbers, so that every sum can be checked e
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from odc_mpi.comm.compose import MakeReduction, reductions, window_transport
 from odc_mpi.comm.reduce.accumulate import Reduction
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
+from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
@@ -278,11 +278,7 @@ def require_host_memory(world: World, wanted: int, option: str = "--sizes") -> N
 
 
 def _check_available(wanted: int, local_size: int, option: str) -> None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return  # No such file here: the system will say it its own way.
-    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    free = available_bytes()
     if wanted > free:
         raise UserError(
             f"{free >> 20} MiB of memory are available, expected at least {wanted >> 20} MiB for {local_size} ranks on "

@@ -38,16 +38,12 @@ from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import FORWARD, Intervals, merged
 from odc_mpi.simulate.scenario import Scenario, Trial
 from odc_mpi.simulate.simulate import (
-    BASELINE,
-    BOUNDS,
     PAUSE_S,
     SCHEDULES,
     Outcome,
     floor_s,
-    idle,
     plan,
     simulate,
-    speedups,
 )
 
 #: Elements of a unit.
@@ -123,8 +119,7 @@ def run_schedules(world: World, scenario: Scenario, step_s: float, report: Calla
     """
     assert world.size == scenario.ranks, f"{scenario.ranks} ranks for a world of {world.size}"
     trials = list(scenario.trials())
-    floors = [floor_s(trial, scenario.max_tokens) for trial in trials]
-    scale = step_s / float(np.mean([shared for _, shared in floors]))
+    scale = step_s / float(np.mean([floor_s(trial, scenario.max_tokens)[1] for trial in trials]))
     samples: dict[str, list[Sample]] = {name: [] for name in SCHEDULES}
     runners: dict[str, Runner] = {
         "window": WindowRunner(world, scenario.num_units),
@@ -138,23 +133,9 @@ def run_schedules(world: World, scenario: Scenario, step_s: float, report: Calla
     for runner in runners.values():
         runner.close()
     everyone = world.gather_objects(samples)
-    each = {name: [max(s.end_s for s in turn) for turn in _turns(everyone, name)] for name in SCHEDULES}
-    for name, seconds in zip(BOUNDS, ([max(floor) for floor in floors], [shared for _, shared in floors]), strict=True):
-        each[name] = [scale * end for end in seconds]
-    ends = {name: sum(own) for name, own in each.items()}
-    ranks_busy = {name: np.array([sum(s.busy_s for s in own[name]) for own in everyone]) for name in SCHEDULES}
-    busy = {name: float(own.sum()) for name, own in ranks_busy.items()}
-    busy |= dict.fromkeys(BOUNDS, scale * sum(shared for _, shared in floors) * scenario.ranks)
-    return Outcome(
-        scenario,
-        {name: ends[BASELINE] / end for name, end in ends.items()},
-        {name: max(0.0, 1 - busy[name] / (scenario.ranks * end)) for name, end in ends.items()},
-        {name: idle(own, ends[name]) for name, own in ranks_busy.items()},
-        {name: speedups(each[BASELINE], own) for name, own in each.items()},
-        {name: end / scale / len(trials) for name, end in ends.items()},
-        sum(longest > shared for longest, shared in floors) / len(trials),
-        {name: [own[name][0].slept for own in everyone] for name in SCHEDULES},
-    )
+    ends = {name: [max(s.end_s for s in turn) / scale for turn in _turns(everyone, name)] for name in SCHEDULES}
+    busy = {name: np.array([sum(s.busy_s for s in own[name]) for own in everyone]) / scale for name in SCHEDULES}
+    return Outcome.of(scenario, ends, busy, {name: [own[name][0].slept for own in everyone] for name in SCHEDULES})
 
 
 class Runner(ABC):

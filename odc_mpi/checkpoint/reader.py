@@ -4,8 +4,8 @@ All reading goes through the manifest and the checksums; index.h5 is for people 
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from odc_mpi.errors import UserError
 _MAX_OPEN = 64
 
 
-class Checkpoint:
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """A complete checkpoint. A context manager; closes twice without harm.
 
     Args:
@@ -112,12 +112,7 @@ class Checkpoint:
         while self._files:
             self._files.popitem()[1].close()
 
-    def __enter__(self) -> "Checkpoint":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self, rank: int) -> ShardFile:

@@ -15,10 +15,9 @@ Attributes of each: `start`, `shape` (of the whole tensor), `dtype` (torch's nam
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import h5py
 import numpy as np
@@ -183,7 +182,7 @@ class _Stored:
         return self.numel * self.dtype.itemsize
 
 
-class ShardFile:
+class ShardFile(AbstractContextManager["ShardFile"]):
     """A rank's file, open for reading; every byte is checked against its checksum. A context manager.
 
     Args:
@@ -269,12 +268,7 @@ class ShardFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __enter__(self) -> "ShardFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

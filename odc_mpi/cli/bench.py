@@ -8,15 +8,17 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from odc_mpi.bench.gpu.run import PARTS
 from odc_mpi.cli import mpiexec
-from odc_mpi.cli.imports import no_collections
 from odc_mpi.cli.options import positive, step_seconds
-from odc_mpi.cli.scenario import RANKS, add_scenario, fill_in, of_workloads, rollouts_of, scenario_of
+from odc_mpi.cli.scenario import add_scenario, fill_in, of_workloads, rollouts_of, scenario_of
 from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.runtime.launch import is_launched
-from odc_mpi.runtime.ranks import on_ranks, say, start_of_mpi
+from odc_mpi.runtime.ranks import no_collections, on_ranks, say, start_of_mpi
+from odc_mpi.simulate.options import RANKS
+from odc_mpi.stack.decision import WindowDevice
 
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
 HELP = "measure what this machine achieves"
 #: Of units on GPUs: a layer in bf16 of a model of a billion parameters has about 96M.
 GPU_SIZES = "4M,16M,64M,256M"
-#: As `bench.gpu.benchmark.PARTS`, which takes torch to import.
-GPU_PARTS = ("bandwidths", "kernels", "step")
 #: Of `bench schedule`, for training, and with generation: there are eight times as many sequences in a minibatch, so
 #: the collectives of ranks that share cores would take longer than what is slept for.
 SCHEDULE_DEFAULTS = {"--minibatches": (10, 5), "--units": (4, 1)}
@@ -150,7 +150,7 @@ def _run_transport(arguments: argparse.Namespace) -> int:
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, metavar="N", help=f"to start; default: {RANKS}, or mpiexec's")
+    parser.add_argument("--ranks", type=int, metavar="N", help=f"to start; default: {RANKS.default}, or mpiexec's")
     add_scenario(parser, SCHEDULE_DEFAULTS)
     meaning = f"seconds an even share of a minibatch is scaled to; default: {of_workloads(*STEP_S)}"
     parser.add_argument("--step-s", type=step_seconds, metavar="X", help=meaning)
@@ -252,19 +252,19 @@ def _add_gpu(parser: argparse.ArgumentParser) -> None:
     _add_rounds(parser, 7)
     parser.add_argument(
         "--window-device",
-        choices=("auto", "cuda", "cpu"),
+        choices=get_args(WindowDevice),
         default="auto",
         help="windows on GPUs: where odc-mpi doctor has proved them, in any case, or not at all; default: auto",
     )
-    every = ",".join(GPU_PARTS)
+    every = ",".join(PARTS)
     parser.add_argument("--parts", type=_parts, default=every, metavar="LIST", help=f"default: {every}")
 
 
 def _parts(text: str) -> list[str]:
     parts = text.split(",")
-    unknown = [part for part in parts if part not in GPU_PARTS]
+    unknown = [part for part in parts if part not in PARTS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(GPU_PARTS)}, got {unknown[0]!r}")
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(PARTS)}, got {unknown[0]!r}")
     return parts
 
 

@@ -3,10 +3,9 @@
 import argparse
 from pathlib import Path
 
-from odc_mpi.cli.imports import no_collections
 from odc_mpi.cli.options import positive
 from odc_mpi.runtime.launch import launched_rank
-from odc_mpi.runtime.ranks import on_ranks, start_of_mpi
+from odc_mpi.runtime.ranks import no_collections, on_ranks, start_of_mpi
 
 HELP = "what a model makes of prompts; under mpiexec on all its ranks"
 

@@ -11,9 +11,9 @@ from odc_mpi.slurm import job
 HELP = "a batch script for Slurm from a configuration"
 #: How large a job is.
 JOB = (
-    ("--nodes", 1, "how many"),
-    ("--ranks-per-node", 8, "ranks of each, as many as it has GPUs, say"),
-    ("--cores-per-rank", 8, "cores of each rank"),
+    ("--nodes", job.Job.nodes, "how many"),
+    ("--ranks-per-node", job.Job.ranks_per_node, "ranks of each, as many as it has GPUs, say"),
+    ("--cores-per-rank", job.Job.cores_per_rank, "cores of each rank"),
 )
 #: Options that are sbatch's own, for sites that ask for them.
 CHOICES = ("partition", "account", "gpus-per-node")
@@ -31,12 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file that every node finds under this name")
     for option, default, meaning in JOB:
         parser.add_argument(option, type=positive, default=default, metavar="N", help=f"{meaning}; default: {default}")
-    parser.add_argument(
-        "--time", default="04:00:00", help="limit, as sbatch takes it, 5 minutes or more; default: 04:00:00"
-    )
+    limit = job.Job.time
+    parser.add_argument("--time", default=limit, help=f"limit, as sbatch takes it, 5 minutes or more; default: {limit}")
     for name in CHOICES:
         parser.add_argument(f"--{name}", metavar="VALUE", help="of sbatch; default: none")
-    parser.add_argument("--name", default="odc-mpi", help="of the job; default: odc-mpi")
+    parser.add_argument("--name", default=job.Job.name, help=f"of the job; default: {job.Job.name}")
     parser.add_argument("--stage", metavar="DIR", help="of each node: copy the data set there first")
     parser.add_argument("--mpi", metavar="TYPE", help="of srun; default: what this environment's MPI library needs")
     parser.add_argument("--submit", action="store_true", help="hand it to sbatch, too")

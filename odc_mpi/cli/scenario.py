@@ -2,40 +2,16 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 from odc_mpi.cli.options import size
 from odc_mpi.errors import UserError
+from odc_mpi.simulate.options import CACHES, GENERATION, SCENARIO, Option
 
 if TYPE_CHECKING:
     from odc_mpi.simulate.rollouts import Rollouts
     from odc_mpi.simulate.scenario import Scenario
-
-#: What a scenario is made of, besides lengths, ranks and tickets, with the defaults of `simulate`.
-SCENARIO: tuple[tuple[str, int | float, str], ...] = (
-    ("--per-rank", 8, "sequences per rank and minibatch"),
-    ("--minibatches", 30, "how many are drawn"),
-    ("--seed", 0, "everything follows from it"),
-    ("--packing-ratio", 1.0, "most tokens in a microbatch, in longest sequences"),
-    ("--speed-variation", 0.0, "standard deviation of a rank's speed, of mean 1"),
-    ("--cost-error", 0.0, "standard deviation of a sequence's time to its cost"),
-    ("--overhead-s", 0.0, "seconds of a microbatch besides its sequences"),
-    ("--units", 28, "units of the model"),
-    ("--unit-bytes", 0, "bytes of a unit; 0: of a model of 1.5 B parameters in bf16, by its units"),
-    ("--fetch-gb-per-s", 0.0, "of a unit; 0 is free"),
-    ("--push-gb-per-s", 0.0, "of a unit; 0 is free"),
-    ("--piece-factor", 1.08, "what a piece of a sequence takes, to its part of the whole"),
-    ("--kv-gb-per-s", 0.0, "of the keys and values of other pieces; 0 is free"),
-)
-#: What generation is made of.
-GENERATION: tuple[tuple[str, type, str], ...] = (
-    ("--completions", int, "completions of a prompt, of which each rank has --per-rank; default: 8"),
-    ("--decode-step-s", float, "seconds of a decode step, besides its sequences; default: 0.002"),
-    ("--decode-sequence-s", float, "seconds of each sequence in a decode step; default: 8.6e-05"),
-)
-#: Ranks of a scenario, unless mpiexec says how many.
-RANKS = 8
 
 
 def add_scenario(parser: argparse.ArgumentParser, defaults: Mapping[str, tuple[int, int]]) -> None:
@@ -56,21 +32,30 @@ def add_scenario(parser: argparse.ArgumentParser, defaults: Mapping[str, tuple[i
         default="sft",
         help="sft: training; grpo: generation and training in one minibatch; default: sft",
     )
-    for option, kind, meaning in GENERATION:
-        metavar = "N" if kind is int else "X"
-        parser.add_argument(option, type=kind, metavar=metavar, help=f"of --workload grpo: {meaning}")
-    for option, usual, meaning in SCENARIO:
-        kind = type(usual)
-        metavar = "N" if kind is int else "X"
-        if option in defaults:
-            told, default = of_workloads(*defaults[option]), None
+    for field, option in GENERATION.items():
+        meaning = f"of --workload grpo: {option.meaning}; default: {option.default:g}"
+        add_option(parser, field, option, default=None, help=meaning)
+    for field, option in SCENARIO.items():
+        if option.name in defaults:
+            told = of_workloads(*defaults[option.name])
+            add_option(parser, field, option, default=None, help=f"{option.meaning}; default: {told}")
         else:
-            told, default = f"{usual:g}", usual
-        parser.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{meaning}; default: {told}")
-    for what in ("parameter", "gradient"):
-        meaning = f"over windows: as comm.{what}_cache_bytes; default: 0"
-        parser.add_argument(f"--{what}-cache-bytes", type=size, default=0, metavar="SIZE", help=meaning)
+            add_option(parser, field, option)
+    for field, option in CACHES.items():
+        add_option(parser, field, option, type=size, metavar="SIZE")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_option(parser: argparse.ArgumentParser, field: str, option: Option, **other: Any) -> None:
+    """Add an option, as it says of itself but for what is given otherwise. Local."""
+    kind = type(option.default)
+    usual = {
+        "type": kind,
+        "default": option.default,
+        "metavar": "N" if kind is int else "X",
+        "help": f"{option.meaning}; default: {option.default:g}",
+    }
+    parser.add_argument(option.name, dest=field, **(usual | other))
 
 
 def of_workloads(sft: float, grpo: float) -> str:
@@ -80,10 +65,11 @@ def of_workloads(sft: float, grpo: float) -> str:
 
 def fill_in(arguments: argparse.Namespace, defaults: Mapping[str, tuple[float, float]]) -> None:
     """Set options that were not given to the defaults of the workload. Local."""
-    for option, (sft, grpo) in defaults.items():
-        name = option[2:].replace("-", "_")
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, grpo if arguments.workload == "grpo" else sft)
+    own = {option.name: field for field, option in SCENARIO.items()}
+    for name, (sft, grpo) in defaults.items():
+        field = own.get(name, name[2:].replace("-", "_"))
+        if getattr(arguments, field) is None:
+            setattr(arguments, field, grpo if arguments.workload == "grpo" else sft)
 
 
 def rollouts_of(arguments: argparse.Namespace) -> "Rollouts":
@@ -91,9 +77,7 @@ def rollouts_of(arguments: argparse.Namespace) -> "Rollouts":
     from odc_mpi.simulate.rollouts import Rollouts
 
     arguments.lengths = arguments.lengths or "aime"
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    settings = {name: value for name, value in given.items() if name in Rollouts.__dataclass_fields__}
-    return Rollouts(_scenario_of(arguments), **settings)
+    return Rollouts(_scenario_of(arguments), **_given(arguments, Rollouts))
 
 
 def scenario_of(arguments: argparse.Namespace) -> "Scenario":
@@ -102,9 +86,9 @@ def scenario_of(arguments: argparse.Namespace) -> "Scenario":
     Raises:
         UserError: An option is of generation.
     """
-    for option, _, _ in GENERATION:
-        if getattr(arguments, option[2:].replace("-", "_")) is not None:
-            raise UserError(f"{option}: expected --workload grpo, too, got {arguments.workload}")
+    for field, option in GENERATION.items():
+        if getattr(arguments, field) is not None:
+            raise UserError(f"{option.name}: expected --workload grpo, too, got {arguments.workload}")
     return _scenario_of(arguments)
 
 
@@ -112,9 +96,13 @@ def _scenario_of(arguments: argparse.Namespace) -> "Scenario":
     """Return the scenario that the options tell of, those of `simulate`, too. Local."""
     from odc_mpi.simulate.scenario import REFERENCE_COST, Scenario
 
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    settings = {name: value for name, value in given.items() if name in Scenario.__dataclass_fields__}
     cost = replace(REFERENCE_COST, constant=arguments.overhead_s)
-    scenario = Scenario(**settings, num_minibatches=arguments.minibatches, num_units=arguments.units, cost=cost)
+    scenario = Scenario(**_given(arguments, Scenario), cost=cost)
     scenario.source  # noqa: B018 - a wrong name is found here, before anything is started
     return scenario
+
+
+def _given(arguments: argparse.Namespace, kind: Any) -> dict[str, Any]:
+    """Return the options that are fields of a dataclass."""
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in vars(arguments).items() if name in names and value is not None}

@@ -3,7 +3,8 @@
 import argparse
 
 from odc_mpi.cli.options import positive, step_seconds
-from odc_mpi.cli.scenario import RANKS, add_scenario, rollouts_of, scenario_of
+from odc_mpi.cli.scenario import add_option, add_scenario, rollouts_of, scenario_of
+from odc_mpi.simulate.options import RANKS, TICKET_S
 
 HELP = "what schedules would achieve"
 
@@ -11,9 +12,9 @@ HELP = "what schedules would achieve"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options. Local."""
     parser.description = "Reckon speed-ups of windows over collectives, by how sequences are dealt out. Needs no MPI."
-    parser.add_argument("--ranks", type=int, default=RANKS, metavar="N", help=f"number of ranks; default: {RANKS}")
+    add_option(parser, "ranks", RANKS)
     add_scenario(parser, {})
-    parser.add_argument("--ticket-s", type=float, default=0.0, metavar="X", help="seconds to draw a ticket; default: 0")
+    add_option(parser, "ticket_s", TICKET_S)
     # Whoever has the options of a measurement has them for the reckoning beside it, too.
     parser.add_argument("--step-s", type=step_seconds, metavar="X", help="of bench schedule; nothing here")
     parser.add_argument("--timeout-s", type=positive, metavar="SECONDS", help="of bench schedule; nothing here")

@@ -5,10 +5,9 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from odc_mpi.cli.imports import no_collections
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.launch import launched_rank
-from odc_mpi.runtime.ranks import on_ranks, start_of_mpi
+from odc_mpi.runtime.ranks import no_collections, on_ranks, start_of_mpi
 
 if TYPE_CHECKING:
     from odc_mpi.observe.rank_log import RankLog

@@ -28,7 +28,7 @@ import torch
 from mpi4py import MPI
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.host import PrivateHost
+from odc_mpi.comm.host import Host
 from odc_mpi.comm.pending import Fetch, Pending
 from odc_mpi.comm.transport import GradientStore, Group, ParameterStore
 from odc_mpi.comm.windows.rma import MPI_DTYPES
@@ -89,7 +89,7 @@ class Collectives:
             self._comm.Free()
 
 
-class CollectiveParameters(PrivateHost, ParameterStore):
+class CollectiveParameters(Host, ParameterStore):
     """Parameters in private memory, fetched with an all-gather. See the module's docstring. Making one is local.
 
     Fetches are collective, and so is whatever makes them: a forward, a backward, `state_dict`. Only the main thread may
@@ -103,12 +103,11 @@ class CollectiveParameters(PrivateHost, ParameterStore):
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
         super().__init__(dtype)
-        self._world, self._group = world, group
+        self._world, self._group, self._comms = world, group, _Communicators(world, group)
         self._shards: list[torch.Tensor] = []
-        self._comms: list[MPI.Intracomm] = []
 
     def allocate(self) -> None:  # noqa: D102
-        self._comms = _duplicates(self._world, len(self.layouts))
+        self._comms.make(len(self.layouts))
         self._shards = [torch.zeros(layout.shard_numel, dtype=layout.dtype or self.dtype) for layout in self.layouts]
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
@@ -125,18 +124,15 @@ class CollectiveParameters(PrivateHost, ParameterStore):
         """Start to gather all shards into `buffer`, `[size * shard_numel]` of `dtype`. Collective."""
         shard, element = self._shards[index], _MOVED[self.dtype_of(index).itemsize]
         assert buffer.numel() == self._group.size * shard.numel()
-        comm = self._comms[index % len(self._comms)]
-        self._group.num_collectives += 1
-        request = comm.Iallgather([_raw(shard), element], [_raw(buffer), element])
-        return _Gather(self._world, request, f"gathering unit {self.layouts[index].name}", buffer)
+        request = self._comms.of_next(index).Iallgather([_raw(shard), element], [_raw(buffer), element])
+        return _OnItsWay(self._world, request, f"gathering unit {self.layouts[index].name}", buffer)
 
     def free(self) -> None:  # noqa: D102
-        while self._comms:
-            self._comms.pop().Free()
+        self._comms.free()
         self._shards = []
 
 
-class CollectiveGradients(PrivateHost, GradientStore):
+class CollectiveGradients(Host, GradientStore):
     """Gradients in private memory, pushed with a reduce-scatter. See the module's docstring. Making one is local.
 
     Args:
@@ -147,17 +143,14 @@ class CollectiveGradients(PrivateHost, GradientStore):
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
         super().__init__(dtype)
-        self._world, self._group = world, group
+        self._world, self._group, self._comms = world, group, _Communicators(world, group)
         self._shards: dict[int, torch.Tensor] = {}
-        self._comms: list[MPI.Intracomm] = []
-        self._reduces: deque[_Reduce] = deque()
+        self._reduces: deque[_OnItsWay] = deque()
         self._results = BufferPool()
 
     def allocate(self) -> None:  # noqa: D102
-        self._comms = _duplicates(self._world, len(self.layouts))
-        self._shards = {
-            i: torch.zeros(x.shard_numel, dtype=self.dtype) for i, x in enumerate(self.layouts) if x.trainable
-        }
+        self._comms.make(len(self.layouts))
+        self._shards = {index: torch.zeros(numel, dtype=self.dtype) for index, numel in self.trained.items()}
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._shards[index]
@@ -176,11 +169,10 @@ class CollectiveGradients(PrivateHost, GradientStore):
             gradient = torch.nn.functional.pad(gradient, (start, layout.numel - stop))
         counts = [stop - first for first, stop in map(layout.owned, range(self._group.size))]
         own = self._results.take(counts[self._group.rank], self.dtype)
-        comm = self._comms[index % len(self._comms)]
-        self._group.num_collectives += 1
-        request = comm.Ireduce_scatter([gradient.numpy(), element], [own.numpy(), element], counts, MPI.SUM)
+        given, result = [gradient.numpy(), element], [own.numpy(), element]
+        request = self._comms.of_next(index).Ireduce_scatter(given, result, counts, MPI.SUM)
         what = f"reducing the gradient of unit {layout.name}"
-        reduce = _Reduce(self._world, request, what, gradient, functools.partial(self._add, index, own))
+        reduce = _OnItsWay(self._world, request, what, gradient, functools.partial(self._add, index, own))
         while self._reduces and self._reduces[0].done:
             self._reduces.popleft()
         self._reduces.append(reduce)
@@ -191,8 +183,7 @@ class CollectiveGradients(PrivateHost, GradientStore):
             self._reduces.popleft().wait()
 
     def free(self) -> None:  # noqa: D102
-        while self._comms:
-            self._comms.pop().Free()
+        self._comms.free()
         self._shards = {}
         self._results.clear()
 
@@ -201,43 +192,51 @@ class CollectiveGradients(PrivateHost, GradientStore):
         self._results.give_back(own)
 
 
-class _Gather:
-    """An all-gather on its way."""
-
-    def __init__(self, world: World, request: MPI.Request, what: str, buffer: torch.Tensor) -> None:
-        self._world, self._request, self._what = world, request, what
-        # MPI holds no reference.
-        self._buffer: torch.Tensor | None = buffer
-
-    def wait(self) -> None:
-        """Return once the whole array is there. Collective."""
-        self._world.meet(self._request, self._what)
-        self._buffer = None
-
-
-class _Reduce:
-    """A reduce-scatter on its way, and what is done with its result."""
+class _OnItsWay:
+    """A collective operation on its way, and what is done with its result."""
 
     def __init__(
-        self, world: World, request: MPI.Request, what: str, gradient: torch.Tensor, add: Callable[[], None]
+        self,
+        world: World,
+        request: MPI.Request,
+        what: str,
+        memory: torch.Tensor,
+        use: Callable[[], None] = lambda: None,
     ) -> None:
-        self._world, self._request, self._what = world, request, what
-        # MPI holds no reference to what it reads.
-        self._gradient: torch.Tensor | None = gradient
-        self._add = add
+        self._world, self._request, self._what, self._use = world, request, what, use
+        # MPI holds no reference to what it reads or fills.
+        self._memory: torch.Tensor | None = memory
         self.done = False
 
     def wait(self) -> None:
-        """Add the result, once it is there. Collective; a second call does nothing."""
+        """Use the result, once it is there. Collective; a second call does nothing."""
         if not self.done:
             self._world.meet(self._request, self._what)
-            self._add()
-            self._gradient, self.done = None, True
+            self._use()
+            self._memory, self.done = None, True
 
 
-def _duplicates(world: World, num_arrays: int) -> list[MPI.Intracomm]:
-    with world.meeting("duplicating the communicator"):
-        return [world.comm.Dup() for _ in range(min(num_arrays, MAX_COMMUNICATORS))]
+class _Communicators:
+    """A communicator for the collectives of each array, as far as there are enough."""
+
+    def __init__(self, world: World, group: Group) -> None:
+        self._world, self._group = world, group
+        self._comms: list[MPI.Intracomm] = []
+
+    def make(self, num_arrays: int) -> None:
+        """Make them. Collective."""
+        with self._world.meeting("duplicating the communicator"):
+            self._comms = [self._world.comm.Dup() for _ in range(min(num_arrays, MAX_COMMUNICATORS))]
+
+    def of_next(self, index: int) -> MPI.Intracomm:
+        """Count an operation on an array, and return the communicator for it. Local."""
+        self._group.num_collectives += 1
+        return self._comms[index % len(self._comms)]
+
+    def free(self) -> None:
+        """Free all. Collective; a second call does nothing."""
+        while self._comms:
+            self._comms.pop().Free()
 
 
 def _raw(tensor: torch.Tensor) -> np.ndarray:

@@ -26,7 +26,8 @@ from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import device_windows
 from odc_mpi.comm.windows.parameters import ParameterWindows, WindowParameters
-from odc_mpi.comm.windows.rma import HOST_WINDOWS, SHARED_WINDOWS
+from odc_mpi.comm.windows.rma import HOST_WINDOWS
+from odc_mpi.comm.windows.shared_window import SHARED_WINDOWS
 from odc_mpi.runtime.library import threads_may_call_together
 from odc_mpi.runtime.world import World
 

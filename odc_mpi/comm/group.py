@@ -60,7 +60,7 @@ class WorldGroup(Group):
         if footprint.shared_bytes:
             self._world.require_shared_memory(footprint.shared_bytes, "the parameter and gradient windows")
         self._num_windows = footprint.num_windows
-        self._world.num_windows += self._num_windows
+        self._world.job.num_windows += self._num_windows
 
     def open(self, close: Callable[[], None]) -> None:  # noqa: D102
         self._world.on_close(close)
@@ -99,7 +99,7 @@ class WorldGroup(Group):
             for comm in (self._at_a, self._at_n, self._at_b):
                 comm.Free()
         self._progress = None
-        self._world.num_windows -= self._num_windows
+        self._world.job.num_windows -= self._num_windows
         self._world.forget(self._close)
 
     def _allgather(self, comm: MPI.Intracomm, values: np.ndarray, what: str) -> np.ndarray:
@@ -110,7 +110,7 @@ class WorldGroup(Group):
         return everyone
 
     def _checked(self, num_arrays: int, footprint: Footprint) -> Footprint:
-        held, number = self._world.num_windows, footprint.num_windows
+        held, number = self._world.job.num_windows, footprint.num_windows
         if number and self._world.mpi_library.startswith("MPICH") and held + number > MAX_WINDOWS:
             beside = f", beside {held} of other models" if held else ""
             raise UserError(

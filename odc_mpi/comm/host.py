@@ -36,15 +36,30 @@ class Footprint:
 
 
 class Host:
-    """Memory of this rank that others reach, from its allocation past the ordering points to its end."""
+    """Memory of this rank that others reach, from its allocation past the ordering points to its end.
+
+    Attributes:
+        layouts: Of the arrays, once they are planned.
+    """
+
+    layouts: Sequence[Layout] = ()
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:
         """Prepare to host shards of these arrays, known by their index from here on. Local.
 
+        Returns:
+            What that takes; nothing for memory that no other rank sees.
+
         Raises:
             UserError: A setting does not fit the arrays.
         """
+        self.layouts = tuple(layouts)
         return Footprint()
+
+    @property
+    def trained(self) -> dict[int, int]:
+        """Elements of this rank's shard of each trained array, by the array's index. Local."""
+        return {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
 
     def allocate(self) -> None:
         """Make the memory for what was planned, filled with zeros. Collective, once."""
@@ -64,17 +79,3 @@ class Host:
 
     def free(self) -> None:
         """Free the memory; nobody may look at it any more. Collective, within a meeting of the caller's."""
-
-
-class PrivateHost(Host):
-    """Memory that no other rank sees: no window, and nothing of the memory that a node's ranks share.
-
-    Attributes:
-        layouts: Of the arrays, once they are known.
-    """
-
-    layouts: Sequence[Layout] = ()
-
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
-        self.layouts = tuple(layouts)
-        return Footprint()

@@ -23,8 +23,8 @@ import hashlib
 import json
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import h5py
@@ -52,7 +52,7 @@ def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
-class DatasetWriter:
+class DatasetWriter(AbstractContextManager["DatasetWriter"]):
     """Writes sequences one after the other; memory stays bounded. A context manager.
 
     Leaving the context by an exception closes the file unfinished: `Dataset` will refuse it.
@@ -147,12 +147,7 @@ class DatasetWriter:
                 parts.clear()
         self._num_buffered = 0
 
-    def __enter__(self) -> "DatasetWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
                 self._write_buffers()
@@ -164,7 +159,7 @@ class DatasetWriter:
             self._file.close()
 
 
-class Dataset:
+class Dataset(AbstractContextManager["Dataset"]):
     """Tokenised sequences, read one at a time. A context manager; closes twice without harm.
 
     Attributes:
@@ -244,12 +239,7 @@ class Dataset:
         """Close the file. Local."""
         self._file.close()
 
-    def __enter__(self) -> "Dataset":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

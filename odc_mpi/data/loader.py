@@ -4,7 +4,7 @@ Every rank runs the same loader with its own `rank`, draws the same minibatches 
 plan: no communication. A rank reads only its own sequences from the file, each when it is due.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +85,14 @@ class Minibatch:
     rank: int
     dataset: Dataset
 
+    @classmethod
+    def of(
+        cls, dataset: Dataset, indices: npt.NDArray[np.int64], plan: Plan, rank: int, *, data_epoch: int, position: int
+    ) -> "Minibatch":
+        """Return the minibatch of some sequences; nothing is read from the file yet. Local."""
+        num_tokens, num_input_tokens = dataset.num_trained_tokens[indices].sum(), dataset.lengths[indices].sum()
+        return cls(data_epoch, position, indices, int(num_tokens), int(num_input_tokens), plan, rank, dataset)
+
     @property
     def num_microbatches(self) -> tuple[int, ...]:
         """Number of fixed microbatches of each rank, with empty ones; 0 under `dynamic`."""
@@ -148,18 +156,11 @@ def read_batch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Batch:
     for sequence_labels in labels:
         sequence_labels[0] = IGNORED_LABEL
     flat_labels = np.concatenate(labels)
-    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     inputs = {
         "input_ids": torch.from_numpy(np.concatenate([tokens for tokens, _ in sequences]))[None],
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "labels": torch.from_numpy(flat_labels)[None],
-        # The names of transformers' FlashAttentionKwargs.
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-        # With a cache, which is the default, transformers silently ignores the bounds of sequences.
-        "use_cache": False,
+        **_bounds(lengths),
     }
     return Batch(inputs, int(np.count_nonzero(flat_labels != IGNORED_LABEL)), sum(lengths), indices)
 
@@ -183,20 +184,23 @@ def read_piece(dataset: Dataset, index: int, begin: int, end: int) -> Batch:
     labels[0] = IGNORED_LABEL
     shifted = labels[begin + 1 : end + 1]
     num_tokens, num_trained = end - begin, int(np.count_nonzero(shifted != IGNORED_LABEL))
-    bounds = torch.tensor([0, num_tokens], dtype=torch.int32)
     inputs = {
         "input_ids": torch.from_numpy(tokens[begin:end])[None],
         "position_ids": torch.arange(begin, end)[None],
         "labels": torch.from_numpy(labels[begin:end])[None],
         "shift_labels": torch.from_numpy(shifted)[None],
         "num_items_in_batch": max(1, num_trained),
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": num_tokens,
-        "max_length_k": num_tokens,
-        "use_cache": False,
+        **_bounds([num_tokens]),
     }
     return Batch(inputs, num_trained, num_tokens, np.array([index]), is_piece=True)
+
+
+def _bounds(lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the bounds of the sequences in a row, as transformers' FlashAttentionKwargs have them."""
+    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    longest = dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
+    # With a cache, which is the default, transformers silently ignores the bounds of sequences.
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **longest, "use_cache": False}
 
 
 class Loader:
@@ -241,9 +245,8 @@ class Loader:
             UserError: A setting is out of range, or a sequence fits into no microbatch.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
-        self._balance = split_longest if cuts else _find_balance(balance)
-        if exact:
-            self._balance = same_cut(balance, cost)
+        whole = same_cut(balance, cost) if exact else _find_balance(balance)
+        self._balance = split_longest if cuts else whole
         for setting, value, least in (
             ("data.minibatch_sequences", minibatch_sequences, 1),
             ("data.max_tokens_per_microbatch", max_tokens_per_microbatch, 1),
@@ -298,17 +301,9 @@ class Loader:
     def __next__(self) -> Minibatch:
         """Draw the next minibatch and plan it; nothing is read from the file yet."""
         indices = self._order[self._position : self._position + self._minibatch_sequences]
-        lengths = self._dataset.lengths[indices]
-        minibatch = Minibatch(
-            data_epoch=self._data_epoch,
-            position=self._position,
-            indices=indices,
-            num_tokens=int(self._dataset.num_trained_tokens[indices].sum()),
-            num_input_tokens=int(lengths.sum()),
-            plan=self._balance(lengths, self._size, self._max_tokens, self.cost),
-            rank=self._rank,
-            dataset=self._dataset,
-        )
+        plan = self._balance(self._dataset.lengths[indices], self._size, self._max_tokens, self.cost)
+        place = {"data_epoch": self._data_epoch, "position": self._position}
+        minibatch = Minibatch.of(self._dataset, indices, plan, self._rank, **place)
         if self._position + len(indices) < len(self._dataset):
             self._position += len(indices)
         else:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -43,7 +43,7 @@ class Job:
     limits: Limits
 
 
-class Workers:
+class Workers(AbstractContextManager["Workers"]):
     """Some processes that tokenise. A context manager: leaving it ends them at once."""
 
     def __init__(self, num_workers: int, job: Job) -> None:
@@ -156,9 +156,6 @@ class Workers:
             process.wait()
         for connection in self._connections:
             connection.close()
-
-    def __enter__(self) -> "Workers":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -21,8 +21,8 @@ import transformers
 from torch import nn
 
 from odc_mpi.errors import UserError, in_one_line
-from odc_mpi.models.base import DigestedWeights
 from odc_mpi.models.build import BuiltModel
+from odc_mpi.models.weights import DigestedWeights
 from odc_mpi.shard.slices import Weights
 
 #: peft's default name of an adapter, a part of the names of parameters.

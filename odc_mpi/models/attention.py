@@ -8,6 +8,7 @@ window `_window_as_mask` makes a mask of a single number, the window.
 """
 
 import itertools
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -88,23 +89,26 @@ def packed_attention(
     Raises:
         UnpackableError: The layer asks for more than causal attention, or the model does not pass the boundaries.
     """
-    given = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
-        given.append("a layer that is not causal")
-    if attention_mask is not None and attention_mask.ndim:
-        given.append("an attention mask")
-    if softcap is not None and not eager:
-        given.append("softcap, which takes attn_implementation eager")
-    if cu_seq_lens_q is None:
-        given.append("no boundaries of sequences (cu_seq_lens_q)")
-    if given or cu_seq_lens_q is None:
-        raise UnpackableError(f"packed attention serves plain causal layers without padding, got {', '.join(given)}")
+    refused = {name: kwargs.get(name) is not None for name in _UNSUPPORTED} | {
+        "a layer that is not causal": not kwargs.get("is_causal", getattr(module, "is_causal", True)),
+        "an attention mask": attention_mask is not None and attention_mask.ndim > 0,
+        "softcap, which takes attn_implementation eager": softcap is not None and not eager,
+        "no boundaries of sequences (cu_seq_lens_q)": cu_seq_lens_q is None,
+    }
+    _refuse(UnpackableError, "packed attention serves plain causal layers without padding", refused)
+    assert cu_seq_lens_q is not None, "refused"
     if attention_mask is not None:
         sliding_window = min(int(attention_mask), sliding_window or int(attention_mask))
     if piece is not None:
-        return _of_piece(piece, module, query, key, value, dropout, scaling, sliding_window, eager=eager), None
-    boundaries = cu_seq_lens_q.tolist()
-    lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
+        refused = {
+            "attn_implementation eager": eager,
+            "dropout of attention weights": dropout > 0,
+            f"a window of {sliding_window} tokens": sliding_window is not None and sliding_window < piece.num_tokens,
+            "values of another size than keys": key.shape != value.shape,
+        }
+        _refuse(UncuttableError, "attention of a piece serves plain causal layers", refused)
+        return piece.attend(query, key, value, scaling, _number_of(module)).transpose(1, 2).contiguous(), None
+    lengths = [stop - start for start, stop in itertools.pairwise(cu_seq_lens_q.tolist())]
     attend = partial(_eager, softcap) if eager else _causal
     parts = [
         attend(q, k, v, dropout, scaling, sliding_window)
@@ -113,31 +117,17 @@ def packed_attention(
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
 
-def _of_piece(
-    piece: Piece,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
-    window: int | None,
-    *,
-    eager: bool,
-) -> torch.Tensor:
-    wanted = {
-        "attn_implementation eager": eager,
-        "dropout of attention weights": dropout > 0,
-        f"a window of {window} tokens": window is not None and window < piece.num_tokens,
-        "values of another size than keys": key.shape != value.shape,
-    }
-    given = [name for name, is_given in wanted.items() if is_given]
+def _refuse(kind: type[ValueError], served: str, refused: Mapping[str, bool]) -> None:
+    given = [what for what, is_given in refused.items() if is_given]
     if given:
-        raise UncuttableError(f"attention of a piece serves plain causal layers, got {', '.join(given)}")
-    layer = getattr(module, "layer_idx", None)
+        raise kind(f"{served}, got {', '.join(given)}")
+
+
+def _number_of(module: torch.nn.Module) -> int:
+    layer: int | None = getattr(module, "layer_idx", None)
     if layer is None:
         raise UncuttableError(f"attention of a piece needs the number of the layer, {type(module).__name__} has none")
-    return piece.attend(query, key, value, scaling, layer).transpose(1, 2).contiguous()
+    return layer
 
 
 def _causal(

@@ -15,8 +15,7 @@ import transformers
 
 from odc_mpi.errors import UserError, in_one_line
 from odc_mpi.models import attention
-from odc_mpi.models.base import DigestedWeights
-from odc_mpi.models.weights import DrawnWeights, StoredWeights
+from odc_mpi.models.weights import DigestedWeights, DrawnWeights, StoredWeights
 from odc_mpi.shard.slices import Weights
 from odc_mpi.wording import did_you_mean
 
@@ -176,6 +175,11 @@ def _on_meta(
         )
     if getattr(config, "quantization_config", None):
         raise UserError(f"{setting}: the weights are quantised, expected float32, bfloat16 or float16")
+    _require_packed(module, setting)
+    return module
+
+
+def _require_packed(module: transformers.PreTrainedModel, setting: str) -> None:
     try:
         _try_packed(module)
     except attention.UnpackableError as error:
@@ -185,7 +189,6 @@ def _on_meta(
             raise UserError(
                 f"{setting}: {type(module).__name__} is built from it and cannot run: {in_one_line(error)}"
             ) from error
-    return module
 
 
 def _try_packed(module: transformers.PreTrainedModel) -> None:

@@ -20,7 +20,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.models import build
 from odc_mpi.models.adapter_directory import from_adapter_directory, is_adapter_directory
 from odc_mpi.models.adapters import add_adapters
-from odc_mpi.models.base import DigestedWeights, check_base, describe
+from odc_mpi.models.weights import DigestedWeights, check_base, describe
 
 
 def load_model(path: Path, rank: int = 0, size: int = 1, attn_implementation: str | None = None) -> build.BuiltModel:

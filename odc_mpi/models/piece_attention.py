@@ -13,7 +13,7 @@ Given the joined output and log-sum-exp, the kernel's backward of a part yields 
 Keys and values keep their heads: with grouped queries only these travel. Who moves them is an `Exchange`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -105,16 +105,8 @@ class PieceAttention(torch.autograd.Function):
         return total.to(query.dtype), of_key, of_value, None, None, None
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    layer: int,
-    exchange: Exchange,
-) -> torch.Tensor:
-    """Attend from a piece's tokens to all tokens of the sequence up to their own; see `PieceAttention`. One-sided."""
-    return cast(torch.Tensor, PieceAttention.apply(query, key, value, scaling, layer, exchange))
+#: Attend from a piece's tokens to all tokens of the sequence up to their own; see `PieceAttention.forward`. One-sided.
+attend: Callable[..., torch.Tensor] = PieceAttention.apply
 
 
 def _join(

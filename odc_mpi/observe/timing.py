@@ -1,4 +1,4 @@
-"""Where the time of a step goes, over all ranks: who waits for whom, for how long."""
+"""Where the time of a step goes, over all ranks, who waits for whom, and how many bytes travel."""
 
 from collections.abc import Callable
 from time import perf_counter
@@ -8,6 +8,7 @@ from odc_mpi.observe.metrics import Column, Entry
 from odc_mpi.observe.participant import Participant, Ran, Step
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
+from odc_mpi.shard.minibatch import TRAFFIC
 
 
 class OwnClock:
@@ -115,3 +116,19 @@ class Timing(Participant):
             "accumulate_wait_s": accumulate_s,
             "boundary_wait_s": boundary_s,
         }
+
+
+class TrafficReport(Participant):
+    """Reports bytes that a rank fetches and pushes in a minibatch, from and to its node and others, in the mean.
+
+    What an evaluation fetches counts to the minibatch after it.
+    """
+
+    summary: ClassVar = {key: Entry(key, "per_step") for key in ("bytes_fetched", "bytes_pushed", *TRAFFIC)}
+
+    def hear(self, step: Step, told: sharded.Minibatch) -> None:
+        """Report. Local."""
+        means = {name: float(told.per_rank(name).mean()) for name in TRAFFIC}
+        for key in ("bytes_fetched", "bytes_pushed"):
+            step.metrics[key] = means[f"{key}_same_node"] + means[f"{key}_other_nodes"]
+        step.metrics |= means

@@ -6,7 +6,7 @@ about together. While a run goes nothing is communicated; at its end everything 
     steps                     a list, the oldest first, of
         step                  counted from 1
         ranks                 for each rank: `end_s`, when it left B; `microbatches`, a list of [began_s, ended_s,
-                              tokens], 0 tokens for padding; for each kind of `shard.spans` a list of [began_s,
+                              tokens], 0 tokens for padding; for each kind of `shard.boundary` a list of [began_s,
                               ended_s]; `left_out_s`, seconds by kind of spans that were too short to be kept
     max_tokens_per_microbatch
     tokens_per_microbatch     over all ranks and all steps since the run began or went on, `first_step` to `last_step`:
@@ -26,7 +26,7 @@ from odc_mpi.data.loader import Minibatch
 from odc_mpi.files import keep
 from odc_mpi.observe.participant import Participant, Ran, Step
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.spans import KINDS, Span, Spans
+from odc_mpi.shard.boundary import KINDS, Span, Spans
 
 NAME = "trace.json"
 #: Spans in the file, over all ranks and minibatches: a few megabytes. Of more than its part a rank keeps the longest.

@@ -84,8 +84,8 @@ class OverSizes:
                 found.append(Curve(" ".join(title.split()).replace("_ ", "_"), x, y, look, marker))
         return Panel(self.heading, found, "log", 3.4)
 
-    def table(self, first: str = "unit") -> Table:
-        """Return the table; `first` is the heading of the sizes. Local."""
+    def table(self) -> Table:
+        """Return the table. Local."""
         shown = self.measured()
         rows = [
             [
@@ -94,7 +94,7 @@ class OverSizes:
             ]
             for size in self.sizes
         ]
-        return Table(self.heading + self.told, [first, *shown.values()], rows, is_over_sizes=True)
+        return Table(self.heading + self.told, ["unit", *shown.values()], rows, is_over_sizes=True)
 
 
 def over_sizes(name: str, title: str, panels: Sequence[OverSizes], xlabel: str, caption: str = "") -> Figure:

@@ -43,7 +43,8 @@ class Job:
 
     Attributes:
         rank: This rank.
-        num_windows: Windows that the transports of this process hold.
+        num_windows: Windows that the transports of this process hold; libraries limit their number.
+        watchdog: Ends the job after a wait that lasts too long.
         status: The status pages of all ranks; None while their window does not exist: then no rank can be named.
     """
 
@@ -59,17 +60,8 @@ class Job:
         self._limit = limit
         self._main_thread_only = not any_thread_may_call()
         self._hosts: Sequence[str] = ()
-        self._watchdog = Watchdog(timeout_s, self._expired, self._beat)
+        self.watchdog = Watchdog(timeout_s, self._expired, self._beat)
         install_excepthooks()
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that any single wait may last; may be set, for waits that begin later. Local."""
-        return self._watchdog.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, seconds: float) -> None:
-        self._watchdog.timeout_s = seconds
 
     def show(self, comm: MPI.Intracomm, hosts: Sequence[str]) -> None:
         """Let the ranks read each other's status from now on. Collective.
@@ -98,7 +90,7 @@ class Job:
                 f"{threading.current_thread().name}: expected an MPI library that grants MPI_THREAD_SERIALIZED, and "
                 "mpi4py.rc.thread_level at its default"
             )
-        return self._watchdog.watch(wait)
+        return self.watchdog.watch(wait)
 
     @contextmanager
     def arrival(self, what: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
@@ -138,7 +130,7 @@ class Job:
 
     def close(self) -> None:
         """Stop the watchdog. Local."""
-        self._watchdog.close()
+        self.watchdog.close()
 
     def _check_stranded(self) -> None:
         status = self.status
@@ -162,7 +154,8 @@ class Job:
             time.sleep(SIGN_OF_LIFE_S)
             peers = status.read()
             late = say_late(wait, compare(first, peers), self._hosts, time.time())
-        self._end(f"waited more than {self.timeout_s:g} s while {wait.what}: {late}; the limit is {self._limit}", peers)
+        waited = f"waited more than {self.watchdog.timeout_s:g} s while {wait.what}"
+        self._end(f"{waited}: {late}; the limit is {self._limit}", peers)
 
     def _beat(self) -> None:
         """Called from the watchdog's thread."""

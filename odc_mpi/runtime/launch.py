@@ -277,11 +277,11 @@ class _Child:
         how = "MPI_Abort" if not code else signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return Failure(FailureKind.CRASHED, how, self._rank), self.last_words()
 
-    def last_words(self, num_lines: int = 25) -> str:
+    def last_words(self) -> str:
         """Return the last lines of the child's standard streams. Local."""
         self._noise.seek(max(0, self._noise.seek(0, os.SEEK_END) - 4000))
         lines = self._noise.read().decode(errors="replace").splitlines()
-        return "\n".join([line for line in lines if line.strip()][-num_lines:])
+        return "\n".join([line for line in lines if line.strip()][-25:])
 
     def end(self) -> None:
         """Kill the child if it still runs. Local."""

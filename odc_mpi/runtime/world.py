@@ -9,7 +9,6 @@ import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -33,7 +32,7 @@ T = TypeVar("T")
 STRANDED_LOOK_S = 0.5
 
 
-class World(Topology):
+class World(Topology, AbstractContextManager["World"]):
     """The ranks of this job, or some of them. Creating a world is collective.
 
     Which ranks, and where they are, tell the attributes of `runtime.topology.Topology`: `rank`, `size`, `node`, ...
@@ -47,6 +46,9 @@ class World(Topology):
         limit: The setting to name in that error.
         job: The life of the job that the ranks are a part of. By default the ranks are all of a job that begins here
             and ends when this world closes.
+
+    Attributes:
+        job: The life of the job, of which there is one in a process.
     """
 
     def __init__(
@@ -59,13 +61,13 @@ class World(Topology):
     ) -> None:
         if not timeout_s >= 1:  # as for comm.timeout_s: less is over before ranks that are well have met
             raise UserError(f"timeout_s must be a number of seconds, 1 or more, got {timeout_s!r}")
-        self._job = job or Job(timeout_s, limit)
+        self.job = job or Job(timeout_s, limit)
         # The job's numbers of a part's ranks; None for the whole job, which has the same.
         self._members: tuple[int, ...] | None = None
         with self.deadline("starting up"):
             super().__init__(MPI.COMM_WORLD if comm is None else comm)
             if job is None:
-                self._job.show(self.comm, self.hosts)
+                self.job.show(self.comm, self.hosts)
                 forget_names(self.node_comm)
             else:
                 self._members = tuple(self.comm.allgather(job.rank))
@@ -73,7 +75,7 @@ class World(Topology):
         self._resources: dict[Callable[[], None], None] = dict.fromkeys([self.comm.Free, self.node_comm.Free])
         self._closed = False
         if job is None:
-            self.on_close(self._job.hide)
+            self.on_close(self.job.hide)
             atexit.register(self._leave)
 
     def split(self, by: str) -> "World":
@@ -98,20 +100,11 @@ class World(Topology):
     @property
     def timeout_s(self) -> float:
         """Seconds that any single wait may last; may be set, for waits that begin later. Local."""
-        return self._job.timeout_s
+        return self.job.watchdog.timeout_s
 
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
-        self._job.timeout_s = seconds
-
-    @property
-    def num_windows(self) -> int:
-        """Windows that the transports of this process hold; libraries limit their number. Local."""
-        return self._job.num_windows
-
-    @num_windows.setter
-    def num_windows(self, number: int) -> None:
-        self._job.num_windows = number
+        self.job.watchdog.timeout_s = seconds
 
     @property
     def mpi_library(self) -> str:
@@ -121,8 +114,8 @@ class World(Topology):
     @property
     def memory_model(self) -> str:
         """Memory model of the windows of this MPI library: unified or separate. Local."""
-        assert self._job.status is not None
-        return self._job.status.memory_model
+        assert self.job.status is not None
+        return self.job.status.memory_model
 
     def note(self, what: str, microbatch: int = 0) -> None:
         """Publish the activity of this rank, for the message of a rank whose wait for this one expires. Local.
@@ -133,12 +126,12 @@ class World(Topology):
             what: Words that follow "was last seen", such as "forward of unit layers.3".
             microbatch: Number of the microbatch in this minibatch, from 1; 0 outside of microbatches.
         """
-        self._job.note(what, microbatch)
+        self.job.note(what, microbatch)
 
     def prepare_threads(self, prepare: Callable[[], None]) -> None:
         """Have a function run in this world's own thread before the thread calls MPI, such as choosing a GPU. Local."""
-        assert self._job.status is not None
-        self._job.status.prepare = prepare
+        assert self.job.status is not None
+        self.job.status.prepare = prepare
 
     @contextmanager
     def inattentive(self) -> Iterator[None]:
@@ -146,7 +139,7 @@ class World(Topology):
 
         At other times a thread enters MPI twice a second for some milliseconds, so that others can read the status.
         """
-        status = self._job.status
+        status = self.job.status
         assert status is not None
         status.attentive = False
         try:
@@ -163,7 +156,7 @@ class World(Topology):
         """
         if self._members is not None:
             owners = [self._members[rank] for rank in owners]
-        return self._job.watch(Wait(what, tuple(owners), among=self._members))
+        return self.job.watch(Wait(what, tuple(owners), among=self._members))
 
     @contextmanager
     def meeting(self, what: str) -> Iterator[None]:
@@ -175,7 +168,7 @@ class World(Topology):
         Args:
             what: The operation in words that follow "while", such as "allocating a window".
         """
-        with self._job.arrival(what, self._members):
+        with self.job.arrival(what, self._members):
             complete(self.comm.Ibarrier())
             yield
 
@@ -195,7 +188,7 @@ class World(Topology):
 
     def meet(self, request: MPI.Request, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Wait for a non-blocking collective operation as `wait` does; a `meeting` as well. Collective."""
-        with self._job.arrival(what, self._members):
+        with self.job.arrival(what, self._members):
             complete(request, meanwhile)
 
     def agree(self, function: Callable[[], T]) -> T:
@@ -307,14 +300,11 @@ class World(Topology):
             while self._resources:
                 self._resources.popitem()[0]()
         if self._members is None:
-            self._job.close()
+            self.job.close()
 
-    def __enter__(self) -> "World":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         # After an exception the other ranks are elsewhere: closing, which is collective, would hang.
-        if error is None:
+        if kind is None:
             self.close()
 
     def _leave(self) -> None:
@@ -323,13 +313,13 @@ class World(Topology):
         end_within(self.timeout_s)
 
     def _part(self, comm: MPI.Intracomm) -> "World":
-        part = World(comm, job=self._job)
+        part = World(comm, job=self.job)
         self.on_close(part.close)
         part.on_close(lambda: self.forget(part.close))
         return part
 
     def _meet_before_leaving(self) -> None:
-        with self._job.leaving() as check_stranded:
+        with self.job.leaving() as check_stranded:
             request = self.comm.Ibarrier()
             while not complete(request, patience_s=STRANDED_LOOK_S):
                 check_stranded()

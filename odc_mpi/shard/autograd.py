@@ -114,6 +114,7 @@ class UnitCalls:
 
     def _push_of(self, generation: int, unit: Unit, *gradients: Any) -> None:
         self._ready.check_current(generation)
+        self._ready.activity.tell("backward of", unit.name)
         self._push(unit, *gradients)
 
 

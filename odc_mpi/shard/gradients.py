@@ -11,7 +11,8 @@ the sum is pushed once: before A, or in the last backward as soon as the gradien
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +21,12 @@ from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.pending import Pending
 from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.transport import Transport
+from odc_mpi.shard.boundary import Spans
 from odc_mpi.shard.elements.fixed_point import FixedPoint
 from odc_mpi.shard.elements.floating_point import FloatingPoint
 from odc_mpi.shard.layout import Slot
 from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.residency import Residency
-from odc_mpi.shard.spans import Spans
 from odc_mpi.shard.units.unit import Unit
 
 #: Buffers for gradients: pushes on their way, and the one that is being filled.
@@ -93,11 +94,6 @@ class GradientPusher:
         """The most bytes that gradients ever took here, on their way and added up. Local."""
         return self._buffers.peak_bytes
 
-    @property
-    def accumulate_wait_s(self) -> float:
-        """Seconds that the computation spent pushing, or waiting for pushes, since the beginning. Local."""
-        return self._spans.seconds["accumulate"]
-
     def start(self) -> None:
         """Allow pushes: a minibatch begins. Local."""
         self._open = True
@@ -139,6 +135,15 @@ class GradientPusher:
             self._send_sum(index)
         self._wait(0)
         self._open = False
+
+    @contextmanager
+    def padded(self) -> Iterator[None]:
+        """Push zeros in place of the gradients that come meanwhile. Local."""
+        self.padding = True
+        try:
+            yield
+        finally:
+            self.padding = False
 
     def clear(self) -> None:
         """Let go of all memory that is not in use. Local."""

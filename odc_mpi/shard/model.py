@@ -9,8 +9,8 @@
 Nothing else here communicates, but for `ShardedModel()`, which is collective, and `state_dict`, which is one-sided.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,19 +19,17 @@ from torch import nn
 from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
-from odc_mpi.shard.boundary import Boundary, Phase
+from odc_mpi.shard.boundary import Boundary, Phase, Spans
 from odc_mpi.shard.elements.fixed_point import FixedPoint, elements_of
 from odc_mpi.shard.gradients import GradientPusher
-from odc_mpi.shard.layout import FlatLayout, Slice
+from odc_mpi.shard.layout import Slice
 from odc_mpi.shard.minibatch import TRAFFIC, Minibatch
 from odc_mpi.shard.modules import place_on_demand, replicate, whole_state, wrap_forward
 from odc_mpi.shard.optim import StepGuard, clip_coefficient, require_elementwise
 from odc_mpi.shard.partition import UnitChoice, check_shardable, make_units, partition
 from odc_mpi.shard.residency import Budgets, Needs
 from odc_mpi.shard.slices import ModuleWeights, OwnSlices, Weights
-from odc_mpi.shard.spans import Spans
 from odc_mpi.shard.units.ready import ReadyUnits
-from odc_mpi.shard.units.unit import Unit
 
 
 class ShardedModel:
@@ -57,6 +55,8 @@ class ShardedModel:
     Attributes:
         module: The module; calling it is calling the model. Its `parameters()` are placeholders.
         units: All units that have parameters, the root first.
+        layouts: How parameters are spread over the ranks: the flat arrays of each unit.
+        device: Where the module computes, and its inputs have to be.
         spans: Where this rank's time went besides computing.
         traffic: What this rank fetched and pushed.
     """
@@ -78,24 +78,25 @@ class ShardedModel:
         parts, places = partition(module, units)
         check_shardable(module, parts, has_weights=weights is not None)
         self.module, self._transport, self._places = module, transport, places
+        self.device = transport.device
         self.spans = Spans()
         self._boundary = Boundary(self.spans)
         self.traffic = Traffic(transport)
-        self.units, layouts = make_units(parts, transport.group.size, dtypes or {})
+        self.units, self.layouts = make_units(parts, transport.group.size, dtypes or {})
         # Freed in reverse: before the windows go, the slices must let go of them.
         self._resources = ExitStack()
         self._resources.callback(transport.close)
-        transport.allocate(layouts, self.close)
-        self._slices = OwnSlices(transport, layouts, optimizer_device or torch.device("cpu"))
+        transport.allocate(self.layouts, self.close)
+        self._slices = OwnSlices(transport, self.layouts, optimizer_device or torch.device("cpu"))
         self._resources.callback(self._slices.detach)
         for unit in self.units:
             self._resources.callback(unit.forget)
         self._ready = ReadyUnits(transport, prefetch, self.spans, self.traffic)
         self._resources.callback(self._ready.close)
-        self._elements = elements_of(transport.gradients.dtype, layouts)
+        self._elements = elements_of(transport.gradients.dtype, self.layouts)
         self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic, self._elements)
         self._resources.callback(self._pusher.close)
-        calls, saved = UnitCalls(self._ready, self._push), SavedTensors(self._ready)
+        calls, saved = UnitCalls(self._ready, self._pusher.push), SavedTensors(self._ready)
         self._slices.load(weights or ModuleWeights(parts, transport.group))
         replicate(module, transport)
         self._placeholders = place_on_demand(places, self.units, transport, calls)
@@ -140,16 +141,6 @@ class ShardedModel:
         """
         return self._slices.everything()
 
-    @property
-    def device(self) -> torch.device:
-        """Where the module computes, and its inputs have to be. Local."""
-        return self._transport.device
-
-    @property
-    def layouts(self) -> list[FlatLayout]:
-        """How parameters are spread over the ranks: the flat arrays of each unit. Local."""
-        return [layout for unit in self.units for layout in unit.layouts]
-
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the whole shape of every sharded parameter by dotted name. Local."""
         return {name: slot.spec.shape for unit in self.units for name, (_, slot) in unit.slots.items()}
@@ -189,8 +180,7 @@ class ShardedModel:
         self._slices.attach_gradients(minibatch.pushed, self._elements)
         self._boundary.phase = Phase.COMPLETE
 
-    @contextmanager
-    def padding(self) -> Iterator[None]:
+    def padding(self) -> AbstractContextManager[None]:
         """Make the enclosed forward and backward an empty microbatch, which adds nothing to any gradient.
 
         For a transport that is not one-sided: there a rank that has fewer microbatches than another must take part in
@@ -204,11 +194,7 @@ class ShardedModel:
         infinite or NaN matters. Its loss is not to be counted. Buffers that a forward changes, as batch norm's, it
         changes too. Collective as the transport is; needless, and harmless, over windows.
         """
-        self._pusher.padding = True
-        try:
-            yield
-        finally:
-            self._pusher.padding = False
+        return self._pusher.padded()
 
     def set_is_last_backward(self) -> None:
         """Tell that no backward follows the next one in this minibatch. Local; it need not be told.
@@ -260,8 +246,7 @@ class ShardedModel:
             self._ready.require_all(self.units)
         yield
 
-    @contextmanager
-    def doing(self, what: str) -> Iterator[Callable[[str], None]]:
+    def doing(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         """Tell other ranks what the enclosed forwards are for, in place of the units in use. Local.
 
         They are no microbatches: forwards of generation, one for each token.
@@ -272,12 +257,7 @@ class ShardedModel:
         Yields:
             A function that tells other words.
         """
-        activity = self._ready.activity
-        activity.tell_whole(what)
-        try:
-            yield activity.tell_whole
-        finally:
-            activity.tell_whole("")
+        return self._ready.activity.whole(what)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their common norm is at most `max_norm`; point N. Collective.
@@ -359,10 +339,6 @@ class ShardedModel:
     def close(self) -> None:
         """Free the windows; slices keep their values. Collective; a second call does nothing."""
         self._resources.close()
-
-    def _push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
-        self._ready.activity.tell("backward of", unit.name)
-        self._pusher.push(unit, names, gradients)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before the step of an optimizer that has slices, or what stands in the module for parameters."""

@@ -34,9 +34,6 @@ class Timing:
     busy_s: float
     timeline: list[Intervals] = field(default_factory=list, compare=False)
 
-    def __add__(self, other: "Timing") -> "Timing":
-        return Timing(self.end_s + other.end_s, self.busy_s + other.busy_s)
-
 
 def lockstep(durations: Sequence[Sequence[float]], padding: Sequence[float]) -> Timing:
     """Time ranks that meet in each microbatch.

@@ -29,7 +29,8 @@ from odc_mpi.data.plan.cut import Microbatch
 from odc_mpi.data.plan.partition import first_fit
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.events import Intervals, merged
-from odc_mpi.simulate.scenario import MOST_S, MOST_SEQUENCES, Scenario, Trial
+from odc_mpi.simulate.options import GENERATION, check
+from odc_mpi.simulate.scenario import MOST_SEQUENCES, Scenario, Trial
 from odc_mpi.simulate.simulate import PAUSE_S, timing
 
 BASELINE = "collective/barrier"
@@ -39,9 +40,6 @@ BOUND = "bound"
 #: Into how many shares of about equal cost a finished prompt group is cut, each for whoever is free. Their number is
 #: known before lengths are; fewer leave ranks waiting at the end, more cost a microbatch's constant more often.
 SHARES = 4
-#: Seconds of a decode step, and of each sequence in it, of a model of 1.5 B parameters in bf16 on an A100: its 3 GB,
-#: and the keys and values of 4,500 tokens in the mean (`scenario.KV_BYTES` each), at 1.5 TB/s.
-DECODE_STEP_S, DECODE_SEQUENCE_S = 2e-3, 8.6e-5
 
 
 @dataclass(frozen=True)
@@ -56,18 +54,12 @@ class Rollouts:
     """
 
     scenario: Scenario
-    completions: int = 8
-    decode_step_s: float = DECODE_STEP_S
-    decode_sequence_s: float = DECODE_SEQUENCE_S
+    completions: int = GENERATION["completions"].default
+    decode_step_s: float = GENERATION["decode_step_s"].default
+    decode_sequence_s: float = GENERATION["decode_sequence_s"].default
 
     def __post_init__(self) -> None:
-        for option, value, least, most in (
-            ("--completions", self.completions, 1, 10**4),
-            ("--decode-step-s", self.decode_step_s, 0, MOST_S),
-            ("--decode-sequence-s", self.decode_sequence_s, 0, MOST_S),
-        ):
-            if not least <= value <= most:
-                raise UserError(f"expected {option} from {least} to {most}, got {value}")
+        check(GENERATION, self)
         if self.num_groups * self.completions > MOST_SEQUENCES:
             raise UserError(
                 f"expected at most {MOST_SEQUENCES} completions in a minibatch, got {self.num_groups} prompts with "

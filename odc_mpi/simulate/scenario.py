@@ -12,10 +12,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.cost import PIECE_FACTOR, Cost
+from odc_mpi.data.plan.cost import Cost
 from odc_mpi.data.plan.pieces import Split
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.lengths import Source, find
+from odc_mpi.simulate.options import CACHES, MOST_S, RANKS, SCENARIO, TICKET_S, check
 
 Floats = npt.NDArray[np.float64]
 
@@ -31,8 +32,7 @@ KV_BYTES = 28 * 2 * 2 * 128 * 2
 #: Times that a piece moves the keys and values of the pieces before it: read in forward, read again in backward, and
 #: as many bytes of gradients added.
 KV_MOVES = 3
-#: What is larger was a slip: times of a microbatch in seconds, sequences of a minibatch.
-MOST_S = 10**6
+#: What is larger was a slip.
 MOST_SEQUENCES = 10**7
 
 
@@ -129,47 +129,27 @@ class Scenario:
             `KV_BYTES` a token and `KV_MOVES` times; 0: they cost nothing.
     """
 
-    ranks: int = 8
-    per_rank: int = 8
+    ranks: int = RANKS.default
+    per_rank: int = SCENARIO["per_rank"].default
     lengths: str = "longalign"
-    num_minibatches: int = 30
-    seed: int = 0
-    packing_ratio: float = 1.0
-    speed_variation: float = 0.0
-    cost_error: float = 0.0
+    num_minibatches: int = SCENARIO["num_minibatches"].default
+    seed: int = SCENARIO["seed"].default
+    packing_ratio: float = SCENARIO["packing_ratio"].default
+    speed_variation: float = SCENARIO["speed_variation"].default
+    cost_error: float = SCENARIO["cost_error"].default
     cost: Cost = REFERENCE_COST
-    num_units: int = 28
-    unit_bytes: int = 0
-    fetch_gb_per_s: float = 0.0
-    push_gb_per_s: float = 0.0
-    ticket_s: float = 0.0
-    parameter_cache_bytes: int = 0
-    gradient_cache_bytes: int = 0
-    piece_factor: float = PIECE_FACTOR
-    kv_gb_per_s: float = 0.0
+    num_units: int = SCENARIO["num_units"].default
+    unit_bytes: int = SCENARIO["unit_bytes"].default
+    fetch_gb_per_s: float = SCENARIO["fetch_gb_per_s"].default
+    push_gb_per_s: float = SCENARIO["push_gb_per_s"].default
+    ticket_s: float = TICKET_S.default
+    parameter_cache_bytes: int = CACHES["parameter_cache_bytes"].default
+    gradient_cache_bytes: int = CACHES["gradient_cache_bytes"].default
+    piece_factor: float = SCENARIO["piece_factor"].default
+    kv_gb_per_s: float = SCENARIO["kv_gb_per_s"].default
 
     def __post_init__(self) -> None:
-        for option, value, least, most in (
-            ("--ranks", self.ranks, 1, 10**5),
-            ("--per-rank", self.per_rank, 1, 10**5),
-            ("--minibatches", self.num_minibatches, 1, 10**6),
-            ("--seed", self.seed, 0, 2**63),
-            ("--packing-ratio", self.packing_ratio, 1, 10**6),
-            ("--units", self.num_units, 1, 10**4),
-            ("--speed-variation", self.speed_variation, 0, 10),
-            ("--cost-error", self.cost_error, 0, 10),
-            ("--overhead-s", self.cost.constant, 0, MOST_S),
-            ("--unit-bytes", self.unit_bytes, 0, 10**12),
-            ("--fetch-gb-per-s", self.fetch_gb_per_s, 0, 10**6),
-            ("--push-gb-per-s", self.push_gb_per_s, 0, 10**6),
-            ("--ticket-s", self.ticket_s, 0, MOST_S),
-            ("--parameter-cache-bytes", self.parameter_cache_bytes, 0, 10**15),
-            ("--gradient-cache-bytes", self.gradient_cache_bytes, 0, 10**15),
-            ("--piece-factor", self.piece_factor, 1, 10**3),
-            ("--kv-gb-per-s", self.kv_gb_per_s, 0, 10**6),
-        ):
-            if not least <= value <= most:  # not a number is neither
-                raise UserError(f"expected {option} from {least} to {most}, got {value}")
+        check({"ranks": RANKS, **SCENARIO, "ticket_s": TICKET_S, **CACHES}, self)
         self._check_together()
 
     def _check_together(self) -> None:
@@ -190,6 +170,11 @@ class Scenario:
                 f"expected keys and values of a token to move within a second, got {self.planned_cost.earlier:.3g} s: "
                 "raise --kv-gb-per-s"
             )
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds of a microbatch besides its sequences."""
+        return self.cost.constant
 
     @cached_property
     def source(self) -> Source:

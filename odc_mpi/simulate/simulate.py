@@ -12,7 +12,7 @@ plan for collectives. Local, all of it; no MPI.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -71,6 +71,40 @@ class Outcome:
     longest_rules: float
     timeline: dict[str, list[Intervals]]
 
+    @classmethod
+    def of(
+        cls,
+        scenario: Scenario,
+        ends: Mapping[str, Sequence[float]],
+        busy: Mapping[str, npt.NDArray[np.float64]],
+        timeline: dict[str, list[Intervals]],
+    ) -> "Outcome":
+        """Sum up, and set the bounds beside. Local.
+
+        Args:
+            scenario: Of what.
+            ends: Seconds of each minibatch, by schedule.
+            busy: Seconds that each rank computed, of all minibatches, float64 [ranks], by schedule.
+            timeline: As for the attribute.
+        """
+        floors = [floor_s(trial, scenario.max_tokens) for trial in scenario.trials()]
+        shared = [even for _, even in floors]
+        each = {**ends, FLOOR: [max(floor) for floor in floors], EVEN_SHARE: shared}
+        totals = {name: math.fsum(own) for name, own in each.items()}
+        # The work of a bound is that of the fewest microbatches.
+        bound = scenario.ranks * math.fsum(shared)
+        work = {name: float(own.sum()) for name, own in busy.items()} | dict.fromkeys(BOUNDS, bound)
+        return cls(
+            scenario,
+            {name: totals[BASELINE] / total for name, total in totals.items()},
+            {name: max(0.0, 1.0 - work[name] / (scenario.ranks * total)) for name, total in totals.items()},
+            {name: np.maximum(0.0, 1.0 - own / totals[name]).tolist() for name, own in busy.items()},
+            {name: _speedups(each[BASELINE], own) for name, own in each.items()},
+            {name: total / len(floors) for name, total in totals.items()},
+            sum(longest > even for longest, even in floors) / len(floors),
+            timeline,
+        )
+
     @property
     def floor(self) -> float:
         """The speed-up that no schedule of whole sequences can exceed."""
@@ -92,11 +126,9 @@ def simulate(scenario: Scenario) -> Outcome:
     Raises:
         UserError: Its lengths are not to be had.
     """
-    totals = {name: Timing(0.0, 0.0) for name in (*SCHEDULES, *BOUNDS)}
-    ends: dict[str, list[float]] = {name: [] for name in totals}
+    ends: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     busy = {name: np.zeros(scenario.ranks) for name in SCHEDULES}
     timeline: dict[str, list[Intervals]] = {}
-    rules = 0
     for trial in scenario.trials():
         plans = {name: plan(scenario, trial, name) for name in PLANS}
         for name in SCHEDULES:
@@ -104,33 +136,12 @@ def simulate(scenario: Scenario) -> Outcome:
             found = timing(trial, plans[balance], transport, scenario.ticket_s, scenario.num_units)
             if name not in timeline:
                 timeline[name] = [merged(own, PAUSE_S) for own in found.timeline]
-            totals[name] += found
             ends[name].append(found.end_s)
             busy[name] += [math.fsum(ended - began for began, ended in own) for own in found.timeline]
-        longest, shared = floor_s(trial, scenario.max_tokens)
-        for name, end in zip(BOUNDS, (max(longest, shared), shared), strict=True):
-            # The work of a bound is that of the fewest microbatches.
-            totals[name] += Timing(end, shared * scenario.ranks)
-            ends[name].append(end)
-        rules += longest > shared
-    return Outcome(
-        scenario,
-        {name: totals[BASELINE].end_s / total.end_s for name, total in totals.items()},
-        {name: max(0.0, 1.0 - total.busy_s / (scenario.ranks * total.end_s)) for name, total in totals.items()},
-        {name: idle(own, totals[name].end_s) for name, own in busy.items()},
-        {name: speedups(ends[BASELINE], own) for name, own in ends.items()},
-        {name: total.end_s / scenario.num_minibatches for name, total in totals.items()},
-        rules / scenario.num_minibatches,
-        timeline,
-    )
+    return Outcome.of(scenario, ends, busy, timeline)
 
 
-def idle(busy_s: npt.NDArray[np.float64], end_s: float) -> list[float]:
-    """Return the idle part of each rank's time, from its busy seconds, [ranks], and the seconds of all. Local."""
-    return np.maximum(0.0, 1.0 - busy_s / end_s).tolist()
-
-
-def speedups(baseline_s: Sequence[float], own_s: Sequence[float]) -> Spread:
+def _speedups(baseline_s: Sequence[float], own_s: Sequence[float]) -> Spread:
     """Return quartiles over minibatches of the baseline's time by the own one of the same minibatch. Local."""
     return Spread.of([baseline / own for baseline, own in zip(baseline_s, own_s, strict=True)])
 

@@ -1,4 +1,4 @@
-"""Batch scripts for Slurm: for a training configuration, and the templates in jobs/, which are made the same way.
+"""Batch scripts for Slurm, for a training configuration; jobs/batch_scripts.py makes templates of the same parts.
 
 Nothing here starts MPI. The scripts are plain bash, to be read and changed: the choices of a site stand at the top.
 Before the time is up Slurm sends a signal to the batch script alone, which passes it on to the running command. The
@@ -60,18 +60,6 @@ _ARGUMENTS = """\
 
 set -- {arguments} "$@"
 """
-_SWEEP = """\
-
-# One line of settings for each number in --array above.
-settings=(
-    "--optim.learning_rate 1e-5"
-    "--optim.learning_rate 3e-5"
-    "--optim.learning_rate 1e-4"
-)
-read -ra own <<< "${settings[SLURM_ARRAY_TASK_ID]?there is no line of settings for number $SLURM_ARRAY_TASK_ID}"
-directory=runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID
-set -- "$@" "${own[@]}" --run.dir "$directory" --run.log_dir "$directory/logs"
-"""
 #: Bash hears a signal when a command in the foreground is over, or in a wait. 138 is 128 + 10: the wait was ended, or
 #: what was waited for did not listen to the signal.
 _RUN = """\
@@ -115,7 +103,7 @@ if [ -n "$stage" ]; then
 fi
 """
 #: Every task may use all GPUs of its node: with one each, tasks could not open each other's memory.
-_BINDING = """\
+BINDING = """\
 
 binding=(--distribution=block --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --cpu-bind=cores --mem-bind=local)
 binding+=(--gpu-bind=none)        # every rank reads the memory of all GPUs of its node
@@ -143,10 +131,6 @@ if [ -e "$ODC_MPI_STOPPED_FILE" ] || [ "$code" -eq 75 ]; then
     exit 75                       # taken for the job's only if the requeue fails
 fi
 exit "$code"
-"""
-_COMMAND = """\
-
-srun --kill-on-bad-exit=1 "${{binding[@]}}" "${{container[@]}}" {command}
 """
 #: Seconds before the end of a job at which it is told to stop; Slurm may be up to a minute early.
 SIGNAL_S = 120
@@ -189,76 +173,32 @@ class Job:
     data: str | None = None
 
 
-def training(job: Job, headline: str, usage: str, *, array: str | None = None) -> str:
+def training(job: Job, headline: str, usage: str, *, array: str = "", settings: str = "") -> str:
     """Return the batch script of a training. Local.
 
     Args:
         job: Resources and command.
         headline: First line of the script: its purpose.
         usage: How to submit the script.
-        array: The numbers of an array of jobs, with an example of what differs between them.
+        array: The numbers of an array of jobs; none if empty.
+        settings: Bash that gives each job of the array settings of its own.
     """
     staging = {
         "stage": shlex.quote(job.stage) if job.stage else "${STAGE:-}",
         "data": shlex.quote(job.data) if job.data else "${DATA:-}",
     }
     parts = [
-        _head(job, headline, usage),
+        head(job, headline, usage),
         *([f"#SBATCH --array={array}\n"] if array else []),
         _RESTART.format(signal_s=SIGNAL_S),
-        _site(job, "%x-%A_%a.out" if array else "%x-%j.out"),
+        site(job, "%x-%A_%a.out" if array else "%x-%j.out"),
         _STAGING.format(**staging),
         _CHECK_STAGING,
         *([_ARGUMENTS.format(arguments=shlex.join(job.arguments))] if job.arguments else []),
-        *([_SWEEP] if array else []),
-        *(_RUN, _STAGE, _BINDING, _TRAIN),
+        settings,
+        *(_RUN, _STAGE, BINDING, _TRAIN),
     ]
     return "".join(parts)
-
-
-def command(job: Job, headline: str, usage: str, words: str) -> str:
-    """Return the batch script of a command that ends by itself. Local; arguments as for `training`."""
-    parts = [_head(job, headline, usage), _site(job, "%x-%j.out"), _BINDING, _COMMAND.format(command=words)]
-    return "".join(parts)
-
-
-def templates() -> dict[str, str]:
-    """Return the files of jobs/ by name. Local."""
-
-    def usage(name: str) -> str:
-        return f"sbatch jobs/{name}.sbatch --config CONFIG [--section.key value ...]"
-
-    few = Job(nodes=2, ranks_per_node=2, time="00:30:00")
-    return {
-        "single_node": training(
-            Job(),
-            "Training on one node: it saves before its time is up, queues again and goes on by itself.",
-            usage("single_node"),
-        ),
-        "multi_node": training(
-            Job(nodes=2),
-            "Training on several nodes: it saves before its time is up, queues again and goes on by itself.",
-            usage("multi_node"),
-        ),
-        "sweep": training(
-            Job(name="sweep"),
-            "Trainings that differ in some settings, as an array of jobs, each of which saves and goes on by itself.",
-            usage("sweep"),
-            array="0-2%2             # so many, two at a time",
-        ),
-        "doctor": command(
-            replace(few, name="doctor"),
-            "What MPI really does between the ranks of a node and between nodes: to run before any training.",
-            "sbatch jobs/doctor.sbatch [--json]",
-            'odc-mpi doctor "$@"',
-        ),
-        "bench": command(
-            replace(few, name="bench"),
-            "What fetches and pushes achieve between these nodes, in GB/s, beside MPI's own collectives.",
-            "sbatch jobs/bench.sbatch [transport --sizes 64K,1M,16M ... | schedule --ranks 4 ...]",
-            'odc-mpi bench "${@:-transport}"',
-        ),
-    }
 
 
 def submit(script: str) -> int:
@@ -295,7 +235,8 @@ def for_config(job: Job, config: Path, overrides: tuple[str, ...], data: str) ->
     return training(job, headline, "sbatch FILE [--section.key value ...]")
 
 
-def _head(job: Job, headline: str, usage: str) -> str:
+def head(job: Job, headline: str, usage: str) -> str:
+    """Return the beginning of a script. Local; arguments as for `training`."""
     return _HEAD.format(
         headline=headline,
         usage=usage,
@@ -307,7 +248,13 @@ def _head(job: Job, headline: str, usage: str) -> str:
     )
 
 
-def _site(job: Job, output: str) -> str:
+def site(job: Job, output: str) -> str:
+    """Return the part of a script that a site changes. Local.
+
+    Args:
+        job: Resources.
+        output: Name of the log, as sbatch takes it.
+    """
     chosen = dict(job.choices)
     lines = [f"#SBATCH --{name}={chosen[name]}" for name in _CHOICES if name in chosen]
     left = [(name, example) for name, example in _CHOICES.items() if name not in chosen]

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import mpi4py
+
 from odc_mpi.files import swap_text
 from odc_mpi.stack.report import Report
 
@@ -30,6 +32,15 @@ def settings() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name.startswith(_SETTINGS) and not name.startswith(_OF_THE_JOB)
     }
+
+
+def stack_key(library: str) -> dict[str, Any]:
+    """Return the part of a cache key that is the software. Local.
+
+    Args:
+        library: The MPI library's name and version.
+    """
+    return {"library": library, "mpi4py": mpi4py.__version__, "settings": settings()}
 
 
 def folder() -> Path:

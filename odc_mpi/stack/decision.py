@@ -16,11 +16,11 @@ A setting that is not `auto` wins. Every choice comes with its reason and the fi
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from odc_mpi.errors import UserError
 from odc_mpi.stack.device_decision import RUN_DOCTOR, Proof, prove
-from odc_mpi.stack.report import Operation, Peer, Report
+from odc_mpi.stack.report import NAMES, WHERE, Operation, Peer, Report
 from odc_mpi.wording import format_seconds
 
 #: Accumulate may be slower than Put by this factor: the owner of a mailbox adds in its own time.
@@ -31,19 +31,23 @@ THREADS_NEEDED = "MPI_THREAD_MULTIPLE"
 #: The reason for zero-copy where there is nobody else.
 ALONE = "the only rank of its node reads its own memory"
 
-_WHERE = {"same_node": "on the same node", "other_node": "on the other node"}
-_NAMES = {"get": "Get", "put": "Put", "accumulate": "Accumulate", "fetch_and_op": "Fetch_and_op"}
-_SETTINGS = {
-    "zero_copy": ("auto", "off"),
-    "reduction": ("auto", "accumulate", "mailbox"),
-    "progress": ("auto", "off", "thread"),
-    "window_device": ("auto", "cuda", "cpu"),
-}
+#: What the settings of these names take.
+ZeroCopy = Literal["auto", "off"]
+Reduction = Literal["auto", "accumulate", "mailbox"]
+Progress = Literal["auto", "off", "thread"]
+WindowDevice = Literal["auto", "cuda", "cpu"]
+_SETTINGS = {"zero_copy": ZeroCopy, "reduction": Reduction, "progress": Progress, "window_device": WindowDevice}
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """The settings `comm.zero_copy`, `comm.reduction`, `comm.progress` and `comm.window_device`.
+    """The settings of these names in the section `comm`; auto leaves the choice open.
+
+    Attributes:
+        zero_copy: Or off: ranks of a node do not read each other's parameters in place.
+        reduction: Or how gradients reach their owners: accumulate or mailbox.
+        progress: Or whether a thread serves other ranks while this one computes: off or thread.
+        window_device: Or where the windows are of a model that computes on GPUs: cuda or cpu.
 
     Raises:
         UserError: A value that the setting does not have.
@@ -60,8 +64,8 @@ class Wishes:
         return "auto" not in (self.zero_copy, self.reduction, self.progress)
 
     def __post_init__(self) -> None:
-        for name, values in _SETTINGS.items():
-            value = getattr(self, name)
+        for name, setting in _SETTINGS.items():
+            value, values = getattr(self, name), get_args(setting)
             if value not in values:
                 raise UserError(f"comm.{name}: expected {' or '.join(values)}, got {value}")
 
@@ -151,14 +155,14 @@ def refuse_wrong_data(report: Report, decision: Decision, *, tickets: bool = Fal
     for kind in report.kinds:
         for name in ("get", "put" if decision.reduction.choice == "mailbox" else "accumulate"):
             if report.is_wrong(*origin, kind, name):
-                where = f"{_WHERE[kind]}, on devices," if on_device else _WHERE[kind]
+                where = f"{WHERE[kind]}, on devices," if on_device else WHERE[kind]
                 raise UserError(
-                    f"{_NAMES[name]} with a peer {where} delivers wrong data under {report.library}: expected "
+                    f"{NAMES[name]} with a peer {where} delivers wrong data under {report.library}: expected "
                     f"an MPI whose one-sided operations work (odc-mpi doctor), or set {cure}"
                 )
         if tickets and report.is_wrong(kind, "fetch_and_op"):
             raise UserError(
-                f"Fetch_and_op with a peer {_WHERE[kind]} delivers wrong data under {report.library}: expected an MPI "
+                f"Fetch_and_op with a peer {WHERE[kind]} delivers wrong data under {report.library}: expected an MPI "
                 "with which ranks can draw microbatches (odc-mpi doctor), or set data.balance to lb_mini"
             )
 
@@ -268,7 +272,7 @@ def _against_accumulate(kind: str, peer: Peer) -> str | None:
     """Return the reason against Accumulate towards these peers, None if there is none."""
     adding, putting = peer.accumulate, peer.put
     if adding.idle_s is None:
-        return f"Accumulate to a peer {_WHERE[kind]} gave no answer"
+        return f"Accumulate to a peer {WHERE[kind]} gave no answer"
     if adding.one_sided or putting.gb_per_s is None:
         return None
     if adding.gb_per_s is not None and adding.gb_per_s >= LEAST_SHARE_OF_PUT * putting.gb_per_s:
@@ -278,7 +282,7 @@ def _against_accumulate(kind: str, peer: Peer) -> str | None:
 
 def _speeds(kind: str, peer: Peer) -> str:
     adding, putting = peer.accumulate.gb_per_s or 0.0, peer.put.gb_per_s or 0.0
-    return f"{_WHERE[kind]} moves {adding:.2g} GB/s, Put {putting:.2g}"
+    return f"{WHERE[kind]} moves {adding:.2g} GB/s, Put {putting:.2g}"
 
 
 def _progress(report: Report, peers: Mapping[str, Peer], wish: str, reduction: str) -> Choice:
@@ -299,7 +303,7 @@ def _progress(report: Report, peers: Mapping[str, Peer], wish: str, reduction: s
         uses.append(("other_node", "fetch_and_op", (report.peers.other_node or Peer()).fetch_and_op))
     waiting = [_waits(kind, name, operation) for kind, name, operation in uses if not operation.one_sided]
     if not waiting:
-        *names, last = [_NAMES[name] for name in dict.fromkeys(name for _, name, _ in uses)]
+        *names, last = [NAMES[name] for name in dict.fromkeys(name for _, name, _ in uses)]
         return Choice("off", f"{', '.join(names)} and {last} are one-sided towards all peers")
     if granted != THREADS_NEEDED:
         return Choice("off", f"warning: {waiting[0]}, but a thread needs {THREADS_NEEDED} and {granted} is granted")
@@ -309,7 +313,7 @@ def _progress(report: Report, peers: Mapping[str, Peer], wish: str, reduction: s
 def _waits(kind: str, name: str, operation: Operation) -> str:
     """Say that an operation waits for its target, with the figures."""
     direction = "from" if name == "get" else "to"
-    what = f"{_NAMES[name]} {direction} a peer {_WHERE[kind]}"
+    what = f"{NAMES[name]} {direction} a peer {WHERE[kind]}"
     if operation.one_sided is None or operation.busy_s is None or operation.idle_s is None:
         return f"{what} gave no answer"
     busy, idle = format_seconds(operation.busy_s), format_seconds(operation.idle_s)

@@ -8,15 +8,13 @@ kind of peer in the job.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from odc_mpi.stack.report import DeviceWindows, Peer, Report
+from odc_mpi.stack.report import NAMES, WHERE, DeviceWindows, Peer, Report
 
 #: The least bandwidth of a Get between devices, relative to one between hosts; below it staging on the host is faster.
 LEAST_SHARE_OF_HOST = 0.25
 #: The advice where nothing was proved.
 RUN_DOCTOR = "run odc-mpi doctor once in this layout to have them tried"
 
-_WHERE = {"same_node": "on the same node", "other_node": "on the other node"}
-_NAMES = {"get": "Get", "put": "Put", "accumulate": "Accumulate"}
 _REDUCED_BY = {"accumulate": "accumulate", "mailbox": "put"}
 
 
@@ -75,7 +73,7 @@ def _unproved(report: Report, peers: Mapping[str, Peer], name: str) -> str | Non
     for kind, peer in peers.items():
         if getattr(peer, name).idle_s is None:
             problem = report.problem("from_device", kind, name)
-            return f"{_NAMES[name]} with a peer {_WHERE[kind]}, on GPUs: {problem.what if problem else 'not tried'}"
+            return f"{NAMES[name]} with a peer {WHERE[kind]}, on GPUs: {problem.what if problem else 'not tried'}"
     return None
 
 
@@ -84,4 +82,4 @@ def _slow(report: Report, kind: str, peer: Peer) -> str | None:
     between, by_host = peer.get.gb_per_s, host.get.gb_per_s if host is not None else None
     if between is None or by_host is None or between >= LEAST_SHARE_OF_HOST * by_host:
         return None
-    return f"Get from a peer {_WHERE[kind]} moves {between:.2g} GB/s between GPUs, {by_host:.2g} between hosts"
+    return f"Get from a peer {WHERE[kind]} moves {between:.2g} GB/s between GPUs, {by_host:.2g} between hosts"

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mpi4py
 import numpy as np
 import torch
 from mpi4py import MPI
@@ -44,7 +43,6 @@ def try_device(
     pairs: dict[str, tuple[int, int]],
     device: Device,
     listen: Callable[[Report, str | None], None],
-    budget: Budget = BUDGET,
 ) -> Report:
     """Try windows on the ranks' devices; return the report with the findings. Collective.
 
@@ -54,21 +52,20 @@ def try_device(
         pairs: Origin and target for each kind of peer.
         device: The device of this rank.
         listen: As for `probe.probe`; hears "device.memory", "device.window", "ORIGIN.KIND.OPERATION", "device.own".
-        budget: Time to spend on each operation.
     """
     device.use()
     world.prepare_threads(device.use)
     names = tuple(sorted(set(world.gather_objects(device.name))))
     report = report.with_device(names=names, cuda_support=cuda_support(), alloc_kinds=alloc_kinds())
     listen(report, "device.memory")
-    troubles = [trouble for trouble in world.gather_objects(_try_memory(device)) if trouble]
+    troubles = [trouble for trouble in world.gather_objects(memory_trouble(device, LARGE_BYTES[-1])) if trouble]
     if troubles:
         return report.with_problem(Problem(("device", "memory"), Cause.OTHER, troubles[0]))
     listen(report, "device.window")
     _try_window(world, device)
     report = report.with_device(window=True)
     if pairs:
-        report = _try_pairs(world, report, pairs, device, listen, budget)
+        report = _try_pairs(world, report, pairs, device, listen)
     listen(report, "device.own")
     return report.with_device(own_accumulate=all(world.gather_objects(_try_own(world, device))))
 
@@ -81,9 +78,7 @@ def verdict_key(world: World, device: Device) -> dict[str, Any]:
     The key has no host names: the result serves another job on as many nodes of the same kind.
     """
     return {
-        "library": MPI.Get_library_version(),
-        "mpi4py": mpi4py.__version__,
-        "settings": cache.settings(),
+        **cache.stack_key(MPI.Get_library_version()),
         "ucx": _mapped_libraries("libucp"),
         "driver": gpu.driver(),
         "devices": world.gather_objects([world.node, device.name]),
@@ -103,6 +98,15 @@ def kept_verdict(world: World, device: Device) -> Report | None:
         kept = cache.load(key, NO_ANSWER_KEPT_S)
     with world.meeting("hearing what a doctor found about device windows"):
         return world.comm.bcast(kept)
+
+
+def memory_trouble(device: Device, num_bytes: int) -> str | None:
+    """Return the error of allocating memory for windows on a device, None if it succeeds. Local."""
+    try:
+        device.window_memory(num_bytes)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def cuda_support() -> bool | None:
@@ -167,15 +171,6 @@ class _DeviceGround:
         self._buffer.write(values)
 
 
-def _try_memory(device: Device) -> str | None:
-    """Return the reason why there is no memory for windows, None if there is memory."""
-    try:
-        device.window_memory(LARGE_BYTES[-1])
-    except UserError as error:
-        return str(error)
-    return None
-
-
 def _try_window(world: World, device: Device) -> None:
     DeviceWindow(world, _OWN_NUMEL, torch.float32, device).free()
 
@@ -186,12 +181,11 @@ def _try_pairs(
     pairs: dict[str, tuple[int, int]],
     device: Device,
     listen: Callable[[Report, str | None], None],
-    budget: Budget,
 ) -> Report:
     ground = _DeviceGround(device)
     origins: dict[str, Callable[[np.ndarray], Buffer]]
     origins = {"from_device": lambda values: DeviceBuffer(device, values), "from_host": HostBuffer}
-    trials = Trials(world, pairs, budget, LARGE_BYTES[-1], ground.allocate, ground.fill, origins)
+    trials = Trials(world, pairs, BUDGET, LARGE_BYTES[-1], ground.allocate, ground.fill, origins)
     for name, origin in DEVICE_OPERATIONS:
         for kind in pairs:
             listen(report, f"{origin}.{kind}.{name}")

@@ -22,7 +22,7 @@ from odc_mpi.runtime.pmi import hint
 from odc_mpi.stack import cache
 from odc_mpi.stack.decision import Decision, decide
 from odc_mpi.stack.gpu import has_gpu
-from odc_mpi.stack.report import DEVICE_OPERATIONS, OPERATIONS, Cause, DeviceWindows, Operation, Problem, Report
+from odc_mpi.stack.report import DEVICE_OPERATIONS, NAMES, OPERATIONS, Cause, DeviceWindows, Operation, Problem, Report
 from odc_mpi.wording import format_seconds
 
 #: The command of the child, which takes part in MPI.
@@ -34,8 +34,6 @@ OPERATION_S = 12.0
 #: Seconds more where there is a GPU: for loading its libraries and trying windows on it.
 DEVICE_S = 60.0
 
-_TITLES = {"get": "Get", "put": "Put", "accumulate": "Accumulate", "fetch_and_op": "Fetch_and_op"}
-_KINDS = {"same_node": "same node", "other_node": "other node"}
 _ORIGINS = {"from_device": "device", "from_host": "host"}
 _MODELS = {
     "unified": "unified",
@@ -154,14 +152,11 @@ def _chosen(title: str, decision: Decision) -> Table:
 
 
 def _operations(report: Report) -> Table:
-    table = Table("peer", "operation", box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("target idle", "target busy", "GB/s"):
-        table.add_column(title, justify="right")
-    table.add_column("one-sided")
+    table = _table("peer", "operation")
     for kind in report.kinds:
         for name in OPERATIONS:
             operation = getattr(getattr(report.peers, kind), name, Operation())
-            table.add_row(_KINDS[kind], _TITLES[name], *_cells(operation, report.problem(kind, name)))
+            table.add_row(kind.replace("_", " "), NAMES[name], *_cells(operation, report.problem(kind, name)))
     return table
 
 
@@ -172,16 +167,21 @@ def _device(report: Report, device: DeviceWindows) -> tuple[Table, Table]:
     facts.add_row("MPI for CUDA", f"{_TOLD[device.cuda_support]} (MPIX_Query_cuda_support)")
     facts.add_row("memory kinds", device.alloc_kinds or "no answer")
     facts.add_row("windows there", f"made: {_TOLD[device.window]}, own Accumulate: {_TOLD[device.own_accumulate]}")
-    table = Table("peer", "on the device", "from", box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("target idle", "target busy", "GB/s"):
-        table.add_column(title, justify="right")
-    table.add_column("one-sided")
+    table = _table("peer", "on the device", "from")
     for kind in report.kinds:
         for name, origin in DEVICE_OPERATIONS:
             operation = getattr(getattr(getattr(device, origin), kind), name, Operation())
             cells = _cells(operation, report.problem(origin, kind, name))
-            table.add_row(_KINDS[kind], _TITLES[name], _ORIGINS[origin], *cells)
+            table.add_row(kind.replace("_", " "), NAMES[name], _ORIGINS[origin], *cells)
     return facts, table
+
+
+def _table(*headings: str) -> Table:
+    table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("target idle", "target busy", "GB/s"):
+        table.add_column(title, justify="right")
+    table.add_column("one-sided")
+    return table
 
 
 def _cells(operation: Operation, problem: Problem | None) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import mpi4py
 import numpy as np
 from mpi4py import MPI
 
@@ -64,18 +63,10 @@ def probe(
     Raises:
         UserError: /dev/shm has no room for even a small window; on every rank.
     """
-    nodes = world.gather_objects(world.node)
-    report = Report(
-        library=world.mpi_library,
-        thread_level=thread_level(),
-        memory_model=world.memory_model,
-        nodes=world.num_nodes,
-        ranks_per_node=tuple(nodes.count(node) for node in range(world.num_nodes)),
-        shm_bytes=_free_shared_memory(world),
-    )
+    report = replace(bare_report(world), shm_bytes=_free_shared_memory(world))
     listen(report, "shared_memory")
     report = replace(report, shared_memory=_try_shared_memory(world))
-    pairs = find_pairs(nodes)
+    pairs = find_pairs(world.gather_objects(world.node))
     if pairs:
         with world.inattentive():
             report = _try_pairs(world, report, pairs, budget, allocate, listen)
@@ -100,34 +91,28 @@ def bare_report(world: World) -> Report:
     )
 
 
-def quick_report(world: World, cache_it: bool = True) -> Report:
+def quick_report(world: World) -> Report:
     """Return the cached report of this stack, at most a week old, or else that of a quick probe. Collective.
 
-    Args:
-        world: All of its ranks take part.
-        cache_it: Whether to read and write the cache; rank 0's word counts.
+    The cache is rank 0's.
     """
     key = report_key(world)
-    kept = cache.load(key) if cache_it and world.rank == 0 else None
+    kept = cache.load(key) if world.rank == 0 else None
     with world.meeting("hearing of the report that rank 0 kept"):
         kept = world.comm.bcast(kept)
     if kept is not None:
         # What belongs to this start, not to the stack.
         return replace(kept, thread_level=thread_level(), shm_bytes=_free_shared_memory(world))
     report = probe(world, QUICK)
-    if cache_it and world.rank == 0 and not report.problems:
+    if world.rank == 0 and not report.problems:
         cache.store(key, report)
     return report
 
 
 def report_key(world: World) -> dict[str, Any]:
     """Return the cache key of a report: library, environment, and the host of each rank. Collective."""
-    return {
-        "library": MPI.Get_library_version(),
-        "mpi4py": mpi4py.__version__,
-        "settings": cache.settings(),
-        "ranks": world.gather_objects([world.node, socket.gethostname()]),
-    }
+    ranks = world.gather_objects([world.node, socket.gethostname()])
+    return {**cache.stack_key(MPI.Get_library_version()), "ranks": ranks}
 
 
 def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:

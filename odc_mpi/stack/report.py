@@ -1,13 +1,17 @@
 """The report of a probe of the MPI stack, as plain values that travel as JSON. Local; knows no MPI."""
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import Enum
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 #: Kinds of peers, as fields of `Peers`.
 PEER_KINDS = ("same_node", "other_node")
 #: Operations, as fields of `Peer`, in the order in which a probe tries them: the one most likely to fail comes last.
 OPERATIONS = ("get", "put", "fetch_and_op", "accumulate")
+#: How both are called in sentences.
+WHERE = {"same_node": "on the same node", "other_node": "on the other node"}
+NAMES = {"get": "Get", "put": "Put", "fetch_and_op": "Fetch_and_op", "accumulate": "Accumulate"}
 #: Operations on windows on a device, and from which memory of their origin, as fields of `DeviceWindows`, in the order
 #: in which a probe tries them: what is needed first comes first, what has crashed libraries last.
 DEVICE_OPERATIONS = (
@@ -210,7 +214,7 @@ class Report:
             ValueError: A field is missing, unknown or of another type.
         """
         report: Report = _build(cls, data)
-        return replace(report, problems=tuple(Problem.read(sentence) for sentence in data["problems"]))
+        return report
 
 
 def _with_operation(peers: Peers, kind: str, name: str, operation: Operation) -> Peers:
@@ -218,48 +222,25 @@ def _with_operation(peers: Peers, kind: str, name: str, operation: Operation) ->
     return replace(peers, **{kind: peer})
 
 
-#: Fields that hold another of these classes, and the types of all other fields.
-_NESTED: dict[str, type] = {"shared_memory": SharedMemory, "peers": Peers, "same_node": Peer, "other_node": Peer}
-_NESTED |= {"device": DeviceWindows, "from_device": Peers, "from_host": Peers}
-_NESTED |= dict.fromkeys(OPERATIONS, Operation)
-_TYPES: dict[str, tuple[type, ...]] = {
-    "library": (str,),
-    "thread_level": (str,),
-    "memory_model": (str,),
-    "nodes": (int,),
-    "shm_bytes": (int,),
-    "one_sided": (bool,),
-    "readable": (bool,),
-    "contiguous": (bool,),
-    "cuda_support": (bool,),
-    "alloc_kinds": (str,),
-    "window": (bool,),
-    "own_accumulate": (bool,),
-    "idle_s": (float, int),
-    "busy_s": (float, int),
-    "gb_per_s": (float, int),
-    "load_s": (float, int),
-}
-_LISTS = {"ranks_per_node": int, "problems": str, "names": str}
-_NOT_NULL = {"nodes", "shared_memory", "peers", "from_device", "from_host", *OPERATIONS}
+def _build(kind: Any, data: Any) -> Any:
+    hints = get_type_hints(kind)
+    if not isinstance(data, dict) or data.keys() != hints.keys():
+        raise ValueError(f"expected an object with {sorted(hints)}, got {data!r:.80}")
+    return kind(**{name: _value(name, hints[name], value) for name, value in data.items()})
 
 
-def _build(kind: type, data: Any) -> Any:
-    names = {field.name for field in fields(kind)}
-    if not isinstance(data, dict) or data.keys() != names:
-        raise ValueError(f"expected an object with {sorted(names)}, got {data!r:.80}")
-    return kind(**{name: _value(name, value) for name, value in data.items()})
-
-
-def _value(name: str, value: Any) -> Any:
-    if name in _LISTS:
-        if not isinstance(value, list | tuple) or not all(type(item) is _LISTS[name] for item in value):
-            raise ValueError(f"{name}: expected a list, got {value!r:.80}")
-        return tuple(value)
-    if value is None and name not in _NOT_NULL:
+def _value(name: str, hint: Any, value: Any) -> Any:
+    kind, *others = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if value is None and others:
         return None
-    if name in _NESTED:
-        return _build(_NESTED[name], value)
-    if type(value) not in _TYPES[name]:
-        raise ValueError(f"{name}: expected {_TYPES[name][0].__name__}, got {value!r:.80}")
+    if get_origin(kind) is tuple:
+        item = get_args(kind)[0]
+        own = str if item is Problem else item
+        if not isinstance(value, list | tuple) or not all(type(each) is own for each in value):
+            raise ValueError(f"{name}: expected a list, got {value!r:.80}")
+        return tuple(map(Problem.read, value)) if item is Problem else tuple(value)
+    if is_dataclass(kind):
+        return _build(kind, value)
+    if type(value) not in ((float, int) if kind is float else (kind,)):
+        raise ValueError(f"{name}: expected {kind.__name__}, got {value!r:.80}")
     return value

@@ -19,7 +19,7 @@ import torch
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.loader import Batch, Minibatch
-from odc_mpi.data.plan.balance import BALANCES, Balance
+from odc_mpi.data.plan.balance import BALANCES
 from odc_mpi.data.plan.cost import Cost
 from odc_mpi.data.plan.same_cut import same_cut
 from odc_mpi.observe.metrics import Column, Entry
@@ -56,11 +56,12 @@ class Evaluation(Participant):
         self._run, self._world, self._model = config.run, world, model
         # With collectives all ranks run as many microbatches.
         one_sided = config.comm.transport == "window"
-        count = min(config.data.eval_sequences or len(dataset), len(dataset))
         balance = BALANCES["dynamic" if one_sided else "lb_micro"]
         if config.run.exact:
             balance = same_cut("dynamic", cost)
-        self._all = _plan(dataset, count, world, balance, config.data.max_tokens_per_microbatch, cost)
+        first = np.arange(min(config.data.eval_sequences or len(dataset), len(dataset)))
+        plan = balance(dataset.lengths[first], world.size, config.data.max_tokens_per_microbatch, cost)
+        self._all = Minibatch.of(dataset, first, plan, world.rank, data_epoch=0, position=0)
         self._tickets = Tickets(world) if one_sided else None
         self._at_start: dict[str, float] = {}
 
@@ -114,18 +115,3 @@ class Evaluation(Participant):
         """Return the sum of the losses of a microbatch's trained tokens. One-sided."""
         loss = float(self._model(**batch.to(self._model.device).inputs).loss)
         return summable(loss * batch.num_tokens, MOST_LOSS * self._all.num_tokens)
-
-
-def _plan(dataset: Dataset, count: int, world: World, balance: Balance, max_tokens: int, cost: Cost) -> Minibatch:
-    """Return the first sequences of a data set as one minibatch."""
-    indices = np.arange(count)
-    return Minibatch(
-        data_epoch=0,
-        position=0,
-        indices=indices,
-        num_tokens=int(dataset.num_trained_tokens[indices].sum()),
-        num_input_tokens=int(dataset.lengths[indices].sum()),
-        plan=balance(dataset.lengths[indices], world.size, max_tokens, cost),
-        rank=world.rank,
-        dataset=dataset,
-    )

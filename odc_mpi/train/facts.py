@@ -7,7 +7,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.stack.decision import Decision
 from odc_mpi.train.inputs import Inputs
-from odc_mpi.train.resume import Origin, anew_line
+from odc_mpi.train.rundir.resume import Origin, anew_line
 from odc_mpi.train.settings import Config
 
 

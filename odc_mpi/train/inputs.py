@@ -14,7 +14,7 @@ from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
-from odc_mpi.train.context.cutting import Cutting, check, choose
+from odc_mpi.train.context import Cutting, check, choose
 from odc_mpi.train.rl.prompts import PromptLoader
 from odc_mpi.train.settings import Config, DataConfig, ModelConfig
 

@@ -8,7 +8,7 @@ finish    collective: the last checkpoint is waited for, every rank's totals are
 import math
 import os
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,24 @@ from odc_mpi.data.loader import Loader
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.observe.log import Log
 from odc_mpi.observe.participant import Participant
-from odc_mpi.observe.timing import OwnClock, Timing
+from odc_mpi.observe.timing import OwnClock, Timing, TrafficReport
 from odc_mpi.observe.trace import Trace
 from odc_mpi.observe.trackers import require
 from odc_mpi.observe.tracking import FINISH_S, Tracking
-from odc_mpi.observe.traffic import TrafficReport
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.stack.decision import Decision
-from odc_mpi.train.context.pieces import Pieces, open_windows
+from odc_mpi.stack.decision import Decision, Wishes
+from odc_mpi.train.context import Pieces, open_windows
 from odc_mpi.train.evaluation import Evaluation
 from odc_mpi.train.exact import Exponents, deterministic, reduce_dtype, settled
 from odc_mpi.train.facts import drawn_per_step, facts_of, opening_lines
 from odc_mpi.train.inputs import Data, Inputs, first_cost, open_inputs, remove_staged
 from odc_mpi.train.loop import Objective, Source, Trainer
 from odc_mpi.train.objectives.sft import SupervisedFineTuning
-from odc_mpi.train.owner import Owner
-from odc_mpi.train.resume import Origin, PatientWeights, find_origin, open_run, say_complete
 from odc_mpi.train.rl.assemble import learn_from_rewards
-from odc_mpi.train.saving import Saving, about_run, describe_adapters
+from odc_mpi.train.rundir.owner import Owner
+from odc_mpi.train.rundir.resume import Origin, PatientWeights, find_origin, open_run, say_complete
+from odc_mpi.train.rundir.saving import Saving, about_run, describe_adapters
 from odc_mpi.train.settings import Config, dump
 from odc_mpi.train.source import DatasetSource, LearnedCost
 from odc_mpi.train.stop import StopWish
@@ -89,10 +88,7 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
     decision = decide(config, world)
     trainer = build_trainer(config, world, inputs, decision, origin)
     opening = opening_lines(config, world, inputs, trainer.model, decision, origin)
-    if isinstance(inputs.evaluation, Dataset):
-        # Not the fitted cost of a run that goes on: a cut by it would be another one.
-        cost = first_cost(config.data, inputs.model)
-        trainer.participants.append(Evaluation(config, world, trainer.model, inputs.evaluation, cost))
+    trainer.participants += _evaluation(config, world, inputs, trainer.model)
     del inputs  # the weights that it can read have been read
     run_dir = Path(config.run.dir)
     _check_stop(stop, world)
@@ -103,12 +99,10 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
         about = about_run(config, trainer.model.module, digest, origin.path if origin else None, adapters)
         saving = _saving(config, world, trainer, about, stop, owner, origin)
         limit = SkipLimit(config.run.max_skipped_steps, origin.about if origin else None)
+        trace, tracking = _trace(config, world, trainer.model), _tracking(config, world, steps_per_epoch)
         # In this order: the trace ends at B, and the log writes the line of a step before the limit ends the run for
         # it, in which case nothing is saved any more.
-        trace = Trace(
-            world, run_dir, trainer.model.spans, config.run.trace_steps, config.data.max_tokens_per_microbatch
-        )
-        trainer.participants += [trace, log, _tracking(config, world, steps_per_epoch), limit, stop, saving]
+        trainer.participants += [trace, log, tracking, limit, stop, saving]
         _run_steps(trainer, config.run.steps, stop, saving)
         # Saving comes first here: whatever becomes of the rest, the last checkpoint is not to be lost.
         facts = facts_of(config, world, decision, trainer.model)
@@ -130,17 +124,9 @@ def with_steps(config: Config, dataset: Data) -> Config:
 
 def decide(config: Config, world: World) -> Decision:
     """Decide how the ranks of a run reach each other, as `api.decide_for` does. Collective."""
-    comm = config.comm
-    return decide_for(
-        world,
-        transport=comm.transport,
-        zero_copy=comm.zero_copy,
-        reduction=comm.reduction,
-        progress=comm.progress,
-        window_device=comm.window_device,
-        device=config.run.device,
-        tickets=config.data.balance == "dynamic" or config.run.objective == "grpo",
-    )
+    wishes = {item.name: getattr(config.comm, item.name) for item in fields(Wishes)}
+    tickets = config.data.balance == "dynamic" or config.run.objective == "grpo"
+    return decide_for(world, transport=config.comm.transport, device=config.run.device, tickets=tickets, **wishes)
 
 
 def build_trainer(
@@ -266,6 +252,18 @@ def _run_steps(trainer: Trainer, steps: int, stop: StopWish, saving: Saving) -> 
     except TrainingError:
         saving.finish()  # what is written and not yet published would be lost
         raise
+
+
+def _evaluation(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> list[Participant]:
+    if not isinstance(inputs.evaluation, Dataset):
+        return []
+    # Not the fitted cost of a run that goes on: a cut by it would be another one.
+    return [Evaluation(config, world, model, inputs.evaluation, first_cost(config.data, inputs.model))]
+
+
+def _trace(config: Config, world: World, model: ShardedModel) -> Trace:
+    max_tokens = config.data.max_tokens_per_microbatch
+    return Trace(world, Path(config.run.dir), model.spans, config.run.trace_steps, max_tokens)
 
 
 def _tracking(config: Config, world: World, steps_per_epoch: int) -> Tracking:

@@ -9,24 +9,31 @@ that names the source, the setting and the cure.
 """
 
 import functools
-import json
-import sys
-import types
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
 from odc_mpi.observe.trackers import TRACKERS
-from odc_mpi.train.rl.checks import NAMES as _NAMES
-from odc_mpi.train.rl.checks import NOT_NEGATIVE as _NOT_NEGATIVE
-from odc_mpi.train.rl.checks import ONE_OR_MORE as _ONE_OR_MORE
-from odc_mpi.train.rl.checks import POSITIVE as _POSITIVE
-from odc_mpi.train.rl.checks import Check, Size
+from odc_mpi.stack.decision import Progress, Reduction, WindowDevice, ZeroCopy
+from odc_mpi.train.checks import (
+    NAMES,
+    NOT_NEGATIVE,
+    ONE_OR_MORE,
+    POSITIVE,
+    Check,
+    Size,
+    check_evaluation,
+    checked,
+    describe,
+    is_verbatim,
+    kinds,
+    show,
+)
 from odc_mpi.train.rl.settings import RlConfig, check_rl
-from odc_mpi.wording import did_you_mean, parse_size
+from odc_mpi.wording import did_you_mean
 
 _ARGUMENTS = "command line"  # the source that errors name for a `--section.key value`
 
@@ -69,12 +76,12 @@ class DataConfig:
     cost: Annotated[
         Literal["linear", "quadratic", "flops", "fitted"], "what balances a sequence; fitted: learned from this run"
     ] = "flops"
-    cost_linear: Annotated[float, "data.cost quadratic: of a token", _NOT_NEGATIVE] = 1.0
-    cost_quadratic: Annotated[float, "data.cost quadratic: of a squared length", _NOT_NEGATIVE] = 0.0
-    minibatch_sequences: Annotated[int, "sequences per step, over all ranks; grpo: completions", _ONE_OR_MORE] = 16
+    cost_linear: Annotated[float, "data.cost quadratic: of a token", NOT_NEGATIVE] = 1.0
+    cost_quadratic: Annotated[float, "data.cost quadratic: of a squared length", NOT_NEGATIVE] = 0.0
+    minibatch_sequences: Annotated[int, "sequences per step, over all ranks; grpo: completions", ONE_OR_MORE] = 16
     max_tokens_per_microbatch: Annotated[int, "tokens in one forward and backward on one rank", _TOKENS] = 4096
     eval_path: Annotated[str | None, "data set to evaluate on, held out; as data.path", _NOT_EMPTY] = None
-    eval_sequences: Annotated[int, "at most so many of its sequences, the first; 0: all", _NOT_NEGATIVE] = 0
+    eval_sequences: Annotated[int, "at most so many of its sequences, the first; 0: all", NOT_NEGATIVE] = 0
 
 
 @dataclass(frozen=True)
@@ -84,34 +91,32 @@ class CommConfig:
     transport: Annotated[
         Literal["window", "collective"], "one-sided MPI windows; or all-gather and reduce-scatter, as FSDP does"
     ] = "window"
-    reduction: Annotated[Literal["auto", "accumulate", "mailbox"], "how gradients reach their owners"] = "auto"
-    mailbox_bytes: Annotated[int, "mailbox: memory for gradients on their way to this rank", _ONE_OR_MORE] = 64 << 20
-    zero_copy: Annotated[Literal["auto", "off"], "read parameters of the same node in place"] = "auto"
-    progress: Annotated[Literal["auto", "off", "thread"], "serve other ranks while this one computes"] = "auto"
-    window_device: Annotated[
-        Literal["auto", "cuda", "cpu"], "run.device cuda: where shards are; auto: cuda if proved"
-    ] = "auto"
-    prefetch: Annotated[int, "units fetched ahead of their use, from a thread; 0: no threads", _NOT_NEGATIVE] = 1
+    reduction: Annotated[Reduction, "how gradients reach their owners"] = "auto"
+    mailbox_bytes: Annotated[int, "mailbox: memory for gradients on their way to this rank", ONE_OR_MORE] = 64 << 20
+    zero_copy: Annotated[ZeroCopy, "read parameters of the same node in place"] = "auto"
+    progress: Annotated[Progress, "serve other ranks while this one computes"] = "auto"
+    window_device: Annotated[WindowDevice, "run.device cuda: where shards are; auto: cuda if proved"] = "auto"
+    prefetch: Annotated[int, "units fetched ahead of their use, from a thread; 0: no threads", NOT_NEGATIVE] = 1
     parameter_cache_bytes: Annotated[
         Literal["auto"] | Size, "memory of a rank for fetched units that stay for the minibatch"
     ] = "auto"
     gradient_cache_bytes: Annotated[
         Literal["auto"] | Size, "memory of a rank for gradients that are added up and pushed once"
     ] = "auto"
-    timeout_s: Annotated[float, "seconds to wait for a rank before the run fails", _ONE_OR_MORE] = 600.0
+    timeout_s: Annotated[float, "seconds to wait for a rank before the run fails", ONE_OR_MORE] = 600.0
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """Adapters, by peft: trained in place of the model, which is then a frozen base."""
 
-    r: Annotated[int | None, "rank of the adapters; null: none, the whole model is trained", _ONE_OR_MORE] = None
-    alpha: Annotated[int, "adapters are scaled by alpha / r", _ONE_OR_MORE] = 8
+    r: Annotated[int | None, "rank of the adapters; null: none, the whole model is trained", ONE_OR_MORE] = None
+    alpha: Annotated[int, "adapters are scaled by alpha / r", ONE_OR_MORE] = 8
     dropout: Annotated[float, "dropout of what goes into adapters", _FRACTION] = 0.0
-    target_modules: Annotated[list[str] | Literal["all-linear"], "linear layers that get adapters, by name", _NAMES] = (
+    target_modules: Annotated[list[str] | Literal["all-linear"], "linear layers that get adapters, by name", NAMES] = (
         "all-linear"
     )
-    modules_to_save: Annotated[list[str] | None, "modules to train whole besides, as lm_head", _NAMES] = None
+    modules_to_save: Annotated[list[str] | None, "modules to train whole besides, as lm_head", NAMES] = None
 
 
 @dataclass(frozen=True)
@@ -119,20 +124,20 @@ class OptimConfig:
     """How parameters follow from gradients."""
 
     optimizer: Annotated[Literal["adamw", "sgd"], "the update rule"] = "adamw"
-    learning_rate: Annotated[float, "peak learning rate, reached after the warm-up", _NOT_NEGATIVE] = 1e-4
-    weight_decay: Annotated[float, "weight decay of either optimizer", _NOT_NEGATIVE] = 0.0
+    learning_rate: Annotated[float, "peak learning rate, reached after the warm-up", NOT_NEGATIVE] = 1e-4
+    weight_decay: Annotated[float, "weight decay of either optimizer", NOT_NEGATIVE] = 0.0
     adam_beta1: Annotated[float, "adamw: decay of the first moment", _FRACTION] = 0.9
     adam_beta2: Annotated[float, "adamw: decay of the second moment", _FRACTION] = 0.999
-    adam_epsilon: Annotated[float, "adamw: added to the denominator", _POSITIVE] = 1e-8
+    adam_epsilon: Annotated[float, "adamw: added to the denominator", POSITIVE] = 1e-8
     momentum: Annotated[float, "sgd: momentum", _FRACTION] = 0.0
     fused: Annotated[Literal["auto", "on", "off"], "torch's fused step; auto: for adamw"] = "auto"
     max_grad_norm: Annotated[
-        float, "global norm that gradients are clipped to; 0 switches clipping off", _NOT_NEGATIVE
+        float, "global norm that gradients are clipped to; 0 switches clipping off", NOT_NEGATIVE
     ] = 1.0
     lr_scheduler_type: Annotated[
         Literal["linear", "cosine", "constant"], "course of the learning rate after the warm-up"
     ] = "linear"
-    warmup_steps: Annotated[int, "steps in which the learning rate rises from 0", _NOT_NEGATIVE] = 0
+    warmup_steps: Annotated[int, "steps in which the learning rate rises from 0", NOT_NEGATIVE] = 0
     device: Annotated[Literal["cpu", "cuda"], "where slices are optimized; cuda needs GPU memory for their state"] = (
         "cpu"
     )
@@ -143,9 +148,9 @@ class RunConfig:
     """What a run minimizes, how long it lasts, where it writes, and on what it runs."""
 
     objective: Annotated[Literal["sft", "grpo"], "learn from examples, or from rewards of own completions"] = "sft"
-    steps: Annotated[int, "optimizer steps, one per minibatch", _ONE_OR_MORE] = 100
-    num_train_epochs: Annotated[float | None, "instead of run.steps: passes over the data, also 0.5", _POSITIVE] = None
-    eval_every: Annotated[int, "steps between evaluations; one comes after the last step", _NOT_NEGATIVE] = 0
+    steps: Annotated[int, "optimizer steps, one per minibatch", ONE_OR_MORE] = 100
+    num_train_epochs: Annotated[float | None, "instead of run.steps: passes over the data, also 0.5", POSITIVE] = None
+    eval_every: Annotated[int, "steps between evaluations; one comes after the last step", NOT_NEGATIVE] = 0
     eval_on_start: Annotated[bool, "evaluate before the first step, too"] = False
     dir: Annotated[str, "directory for everything the run writes", _NOT_EMPTY] = "runs/run"
     log_dir: Annotated[str | None, "directory for a small file per rank: its host and cores, warnings", _NOT_EMPTY] = (
@@ -154,12 +159,12 @@ class RunConfig:
     seed: Annotated[int, "seed of the new model's weights and of the order of the data", _SEED] = 0
     device: Annotated[Literal["cpu", "cuda"], "where ranks compute; cuda: a node's GPUs, by local rank"] = "cpu"
     threads: Annotated[int, "torch threads per rank; 0: the node's cores divided by its ranks", _THREADS] = 0
-    trace_steps: Annotated[int, "last minibatches whose times go into trace.json; 0: none", _NOT_NEGATIVE] = 3
+    trace_steps: Annotated[int, "last minibatches whose times go into trace.json; 0: none", NOT_NEGATIVE] = 3
     max_skipped_steps: Annotated[
-        int, "the run ends after so many steps in a row with a non-finite gradient", _ONE_OR_MORE
+        int, "the run ends after so many steps in a row with a non-finite gradient", ONE_OR_MORE
     ] = 10
-    checkpoint_every: Annotated[int, "steps between checkpoints, one after the last step; 0: none", _NOT_NEGATIVE] = 0
-    keep_checkpoints: Annotated[int, "how many of them to keep, the newest; 0: all", _NOT_NEGATIVE] = 0
+    checkpoint_every: Annotated[int, "steps between checkpoints, one after the last step; 0: none", NOT_NEGATIVE] = 0
+    keep_checkpoints: Annotated[int, "how many of them to keep, the newest; 0: all", NOT_NEGATIVE] = 0
     keep_best: Annotated[bool, "keep the checkpoint of the lowest evaluation loss besides"] = False
     resume: Annotated[str, "auto: the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = "auto"
     exact: Annotated[bool, "the same result to the last bit on any number of ranks; docs/exact.md"] = False
@@ -223,8 +228,8 @@ def help_text() -> str:
     """Return a table of all settings for ``odc-mpi train --help``: name, type, default and meaning. Local."""
     rows = [("setting", "type", "default", "meaning")]
     for key, setting in _settings().items():
-        default = "required" if setting.default is MISSING else _show(setting.default).strip('"')
-        rows.append((key, _describe(setting.type), default, setting.meaning))
+        default = "required" if setting.default is MISSING else show(setting.default).strip('"')
+        rows.append((key, describe(setting.type), default, setting.meaning))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
@@ -252,7 +257,7 @@ def _build(name: str, section: Any, values: dict[str, Any]) -> Any:
 def _read_file(path: Path) -> dict[str, Any]:
     document = dialect.read_file(path)
     if document is not None and not isinstance(document, dict):
-        raise UserError(f"{path}: expected a mapping of the sections {', '.join(_sections())}, got {_show(document)}")
+        raise UserError(f"{path}: expected a mapping of the sections {', '.join(_sections())}, got {show(document)}")
     return {key: _checked(str(path), key, value) for key, value in _leaves(document or {})}
 
 
@@ -268,12 +273,12 @@ def _split_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     rest = iter(arguments)
     for argument in rest:
         if not argument.startswith("--"):
-            raise UserError(f"{_ARGUMENTS}: expected --section.key value, got {_show(argument)}")
+            raise UserError(f"{_ARGUMENTS}: expected --section.key value, got {show(argument)}")
         key, equals, text = argument[2:].partition("=")
         if not equals:
             text = next(rest, "--")
             if text.startswith("--"):
-                wanted = _describe(_known(_ARGUMENTS, key).type) if not _mapping_of(key) else "a value"
+                wanted = describe(_known(_ARGUMENTS, key).type) if not _mapping_of(key) else "a value"
                 raise UserError(f"{_ARGUMENTS}: --{key} expected {wanted} after it, got nothing")
         yield key, text
 
@@ -284,22 +289,19 @@ def _override(values: dict[str, Any], key: str, text: str) -> None:
         names = key.removeprefix(f"{mapping}.").split(".")
         values[mapping] = _with_entry(values.get(mapping), mapping, names, dialect.read_value(text))
     else:
-        kinds = _kinds(_known(_ARGUMENTS, key).type)
-        verbatim = any(kind is str or get_origin(kind) is Literal for kind in kinds)
-        verbatim = verbatim and not (list[str] in kinds and text.startswith("["))
-        value = text if verbatim and not (text == "null" and types.NoneType in kinds) else dialect.read_value(text)
+        value = text if is_verbatim(_known(_ARGUMENTS, key).type, text) else dialect.read_value(text)
         values[key] = _checked(_ARGUMENTS, key, value)
 
 
 def _mapping_of(key: str) -> str | None:
     """Return the setting whose dictionary ``key`` names an entry of: model.config for model.config.hidden_size."""
-    mappings = (name for name, setting in _settings().items() if dict[str, Any] in _kinds(setting.type))
+    mappings = (name for name, setting in _settings().items() if dict[str, Any] in kinds(setting.type))
     return next((name for name in mappings if key.startswith(f"{name}.")), None)
 
 
 def _with_entry(mapping: Any, key: str, names: list[str], value: Any) -> dict[str, Any]:
     if mapping is not None and not isinstance(mapping, dict):
-        raise UserError(f"{_ARGUMENTS}: --{key}.{names[0]}: expected {key} to be a mapping, got {_show(mapping)}")
+        raise UserError(f"{_ARGUMENTS}: --{key}.{names[0]}: expected {key} to be a mapping, got {show(mapping)}")
     mapping = mapping or {}
     name, *deeper = names
     if deeper:
@@ -317,60 +319,8 @@ def _known(source: str, key: str) -> _Setting:
 
 
 def _checked(source: str, key: str, value: Any) -> Any:
-    """Return the value of a setting in its own type, or raise the one line that says what it should have been."""
     setting = _known(source, key)
-    kinds = _kinds(setting.type)
-    if isinstance(value, str) and list[str] in kinds and not any(_fits(value, kind) for kind in kinds):
-        value = [value]  # a list of one, as transformers takes it
-    expected = f"{source}: {key}: expected {_describe(setting.type)}"
-    if not any(_fits(value, kind) for kind in kinds):
-        cure = " (put it in quotes)" if str in kinds and not isinstance(value, dict | list) else ""
-        raise UserError(f"{expected}, got {_show(value)}{cure}")
-    for check in setting.checks:
-        if value is not None and not check.holds(value):
-            raise UserError(f"{expected}, {check.words}, got {_show(value)}")
-    if Size in kinds and isinstance(value, str):
-        size = parse_size(value)
-        return value if size is None else size
-    return float(value) if float in kinds and value is not None else value
-
-
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if kind is float:  # true is no number, nor are nan and inf of any use in a setting
-        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    if get_origin(kind) is list:
-        return type(value) is list and all(any(_fits(each, own) for own in get_args(kind)) for each in value)
-    if kind is Size:
-        return (type(value) is int and value >= 0) or (isinstance(value, str) and parse_size(value) is not None)
-    return type(value) is (get_origin(kind) or kind)
-
-
-def _describe(hint: Any) -> str:
-    words: dict[Any, str] = {
-        int: "an integer",
-        float: "a finite number",
-        bool: "true or false",
-        str: "text",
-        types.NoneType: "null",
-    }
-    words |= {list[str]: "a list of names", list[float]: "a list of numbers"}
-    words[Size] = "a size such as 512M or 0"
-    parts = [
-        " or ".join(get_args(kind)) if get_origin(kind) is Literal else words.get(kind, "a mapping")
-        for kind in _kinds(hint)
-    ]
-    return " or ".join(parts)
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, skipkeys=True, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return checked(f"{source}: {key}", setting.type, setting.checks, value)
 
 
 def _check_together(values: dict[str, Any], source: str) -> None:
@@ -387,24 +337,9 @@ def _check_together(values: dict[str, Any], source: str) -> None:
         )
     if values.get("run.num_train_epochs") is not None and "run.steps" in values:
         raise UserError(f"{source}: expected one of run.steps and run.num_train_epochs, got both: leave one out")
-    _check_evaluation(values, source)
+    check_evaluation(values, source)
     check_rl(values, source)
     if values.get("lora.r") is None:
         given = [key for key in values if key.startswith("lora.") and key != "lora.r"]
         if any(values[key] != _settings()[key].default for key in given):
             raise UserError(f"{source}: {given[0]} goes with lora.r, got none: set lora.r, the rank of the adapters")
-
-
-def _check_evaluation(values: dict[str, Any], source: str) -> None:
-    if values.get("data.eval_path") is None:
-        for key in ("data.eval_sequences", "run.eval_every", "run.eval_on_start", "run.keep_best"):
-            if values.get(key):
-                raise UserError(f"{source}: {key} goes with data.eval_path, got none: give the data to evaluate on")
-    if not values.get("run.keep_best"):
-        return
-    saved, evaluated = (values.get(key, 0) for key in ("run.checkpoint_every", "run.eval_every"))
-    if not saved or not evaluated or saved % evaluated:
-        raise UserError(
-            f"{source}: run.keep_best compares checkpoints: expected run.checkpoint_every above 0 and a multiple of "
-            f"run.eval_every, so that each is evaluated, got {saved} and {evaluated}"
-        )

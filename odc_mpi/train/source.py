@@ -13,7 +13,7 @@ from odc_mpi.data.plan.fitted import ROW_LENGTH, FittedCost
 from odc_mpi.observe.metrics import Column, Entry
 from odc_mpi.observe.participant import Participant, Ran, Step
 from odc_mpi.shard import model as sharded
-from odc_mpi.train.context.pieces import Pieces
+from odc_mpi.train.context import Pieces
 from odc_mpi.train.loop import Source
 
 

@@ -10,8 +10,8 @@ from saved import save
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, read_manifest, shard_name, step_name, steps_in
 from odc_mpi.checkpoint.publish import clean, prune, publish
 from odc_mpi.checkpoint.reader import Checkpoint
-from odc_mpi.train.resume import _own_checkpoints
-from odc_mpi.train.rundir import open_run_directory, reopen_run_directory
+from odc_mpi.train.rundir.records import open_run_directory, reopen_run_directory
+from odc_mpi.train.rundir.resume import _own_checkpoints
 
 CALLS = ("rename", "replace", "link", "unlink", "rmdir", "mkdir", "fsync")
 SIZE = 2

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from odc_mpi.checkpoint.hyperslabs import boxes
+from odc_mpi.checkpoint.index import boxes
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2, 2)])

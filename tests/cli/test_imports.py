@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from odc_mpi.cli.imports import no_collections
+from odc_mpi.runtime.ranks import no_collections
 
 #: Tells which large libraries are there when a command has ended.
 COMMAND = """

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from batch_scripts import templates
 
 from odc_mpi.cli import main as cli
-from odc_mpi.slurm import job
 
 JOBS = Path(__file__).parents[2] / "jobs"
-WRITE = 'python -c "from odc_mpi.slurm import job; print(job.templates()[{!r}], end=str())" > jobs/{}.sbatch'
 
 
 @pytest.fixture
@@ -37,20 +36,20 @@ def directives(script):
 
 
 def test_there_are_no_others():
-    assert {path.stem for path in JOBS.glob("*.sbatch")} == set(job.templates())
+    assert {path.stem for path in JOBS.glob("*.sbatch")} == set(templates())
 
 
-@pytest.mark.parametrize("name", job.templates())
+@pytest.mark.parametrize("name", templates())
 def test_templates(name):
-    script = job.templates()[name]
-    assert (JOBS / f"{name}.sbatch").read_text() == script, f"write it anew: {WRITE.format(name, name)}"
+    script = templates()[name]
+    assert (JOBS / f"{name}.sbatch").read_text() == script, "write it anew: python jobs/batch_scripts.py"
     check(script)
     assert max(map(len, script.splitlines())) <= 120
 
 
 def test_shellcheck_sees_a_mistake():
     with pytest.raises(AssertionError):
-        check(job.templates()["single_node"].replace('sbcast --force "$data"', "sbcast --force $data"))
+        check(templates()["single_node"].replace('sbcast --force "$data"', "sbcast --force $data"))
 
 
 def test_a_script_from_a_configuration(config, capsys):

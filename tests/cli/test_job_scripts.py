@@ -6,8 +6,7 @@ import subprocess
 import time
 
 import pytest
-
-from odc_mpi.slurm import job
+from batch_scripts import templates
 
 #: Tells its arguments; srun and sbcast then do what the variable of their name says.
 PROGRAM = """#!/bin/bash
@@ -66,7 +65,7 @@ def place(tmp_path):
     return Place(tmp_path)
 
 
-TEMPLATES = job.templates()
+TEMPLATES = templates()
 TRAIN = TEMPLATES["multi_node"]
 STAGED = {"STAGE": "/local", "DATA": "data of mine.h5"}
 REMOVED = "rm -f /local/12-data of mine.h5"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import transformers
 import yaml
+from small_run import write_sequences
 
 from odc_mpi import __version__
 from odc_mpi.cli import main as cli
-from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.errors import StoppedError
 from odc_mpi.runtime import ranks
 
@@ -31,10 +31,7 @@ QWEN2 = {
 
 @pytest.fixture
 def config(tmp_path):
-    data = tmp_path / "data.h5"
-    with DatasetWriter(data, vocab_size=60, tokenizer="none", source="random") as writer:
-        for length in (5, 20, 30):
-            writer.append(np.arange(length, dtype=np.uint32), np.ones(length, dtype=bool))
+    data = write_sequences(tmp_path / "data.h5", map(np.arange, (5, 20, 30)))
     settings = {
         "model": {"config": QWEN2},
         "data": {"path": str(data), "minibatch_sequences": 2, "max_tokens_per_microbatch": 64},

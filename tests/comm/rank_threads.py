@@ -1,10 +1,12 @@
 """Every rank of a transport in a thread of this process, on small units."""
 
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 from local_transport import LocalGroup
 
 from odc_mpi.comm.transport import Transport
@@ -17,6 +19,31 @@ def make_layouts(size: int) -> list[FlatLayout]:
         FlatLayout.build(f"u{i}", [ParameterSpec(f"{i}.{k}", shape, True) for k, shape in enumerate(unit)], size)
         for i, unit in enumerate(shapes)
     ]
+
+
+def draw_pushes(size: int, arrays: Sequence[int]) -> list[list[tuple[int, int, torch.Tensor]]]:
+    """For each rank an array, a start and integers, some times, some of them empty."""
+    pushes: list[list[tuple[int, int, torch.Tensor]]] = []
+    for rank in range(size):
+        rng = random.Random(rank)
+        pushes.append([])
+        for _ in range(30):
+            index = rng.choice(arrays)
+            numel = make_layouts(size)[index].numel
+            start = rng.randint(0, numel)
+            pushes[rank].append((index, start, torch.randint(-9, 9, (rng.randint(0, numel - start),)).float()))
+    return pushes
+
+
+def assert_sums(pushes: list[list[tuple[int, int, torch.Tensor]]], shards: list[list[torch.Tensor]]) -> None:
+    """What all ranks have pushed is in the shards of each rank."""
+    for i, layout in enumerate(make_layouts(len(pushes))):
+        expected = torch.zeros(len(pushes) * layout.shard_numel)
+        for own in pushes:
+            for index, start, gradient in own:
+                if index == i:
+                    expected[start : start + gradient.numel()] += gradient
+        assert torch.equal(torch.cat([of_rank[i] for of_rank in shards]), expected)
 
 
 def run(size: int, make: Callable[[LocalGroup, int], Transport], work: Callable[[Any], Any]) -> list[Any]:

@@ -1,4 +1,3 @@
-import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,6 @@ import pytest
 import rank_threads
 import torch
 from local_transport import LocalGroup, LocalTransport
-from rank_threads import make_layouts
 
 from odc_mpi.comm.transport import PARAMETER_DTYPES, REDUCE_DTYPES
 
@@ -57,16 +55,7 @@ def test_a_fetch_brings_every_owner_s_part(size: int) -> None:
 
 @SIZES
 def test_a_push_adds_to_every_owner_s_part(size: int) -> None:
-    pushes: list[list[tuple[int, int, torch.Tensor]]] = []
-    for rank in range(size):
-        rng = random.Random(rank)
-        pushes.append([])
-        for _ in range(30):
-            i = rng.randrange(4)
-            numel = make_layouts(size)[i].numel
-            start = rng.randint(0, numel)
-            gradient = torch.randint(-9, 9, (rng.randint(0, numel - start),)).float()
-            pushes[rank].append((i, start, gradient))
+    pushes = rank_threads.draw_pushes(size, range(4))
 
     def work(transport: LocalTransport) -> list[torch.Tensor]:
         for i, start, gradient in pushes[transport.group.rank]:
@@ -76,14 +65,7 @@ def test_a_push_adds_to_every_owner_s_part(size: int) -> None:
         transport.complete_gradients(np.zeros(1))
         return [transport.gradients.shard(i).clone() for i in range(4)]
 
-    ranks = run(size, work)
-    for i, layout in enumerate(make_layouts(size)):
-        expected = torch.zeros(size * layout.shard_numel)
-        for own in pushes:
-            for k, start, gradient in own:
-                if k == i:
-                    expected[start : start + gradient.numel()] += gradient
-        assert torch.equal(torch.cat([shards[i] for shards in ranks]), expected)
+    rank_threads.assert_sums(pushes, run(size, work))
 
 
 @SIZES

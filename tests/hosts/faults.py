@@ -8,7 +8,6 @@ with a line that names the rank, and is started once more. In the end the losses
 """
 
 import argparse
-import json
 import os
 import random
 import re
@@ -27,6 +26,7 @@ sys.path += [str(HERE), str(HERE.parent / "launch")]  # for a run by hand
 import crash_soak  # noqa: E402
 import mpi_launch  # noqa: E402
 import two_hosts  # noqa: E402
+from small_run import losses  # noqa: E402
 
 from odc_mpi.checkpoint.commands import verify  # noqa: E402
 
@@ -178,12 +178,6 @@ def named(text, rank):
     number = r"\d" if rank is None else rank
     by_launcher = rf"(?:PID \d+ RUNNING AT|Peer host:) +node{number}\b"
     return re.search(rf"\brank {number}\b[^\n]*(?:node\d|waited|signal|PID)|{by_launcher}", text) is not None
-
-
-def losses(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    return [line["loss"] for line in lines]
 
 
 def endure(directory, num_faults, seed):

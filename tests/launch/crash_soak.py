@@ -17,11 +17,9 @@ import time
 from pathlib import Path
 
 import mpi_launch
-import numpy as np
 
 from odc_mpi.checkpoint.commands import verify
 from odc_mpi.checkpoint.manifest import steps_in
-from odc_mpi.data.dataset import DatasetWriter
 
 EVERY = 2
 #: Steps here are shorter than writing. A save waits until the one before it is complete: so what is lost is the
@@ -66,15 +64,9 @@ def crash(directory, kills, seed, early_share=EARLY):
 
 
 def _config(directory):
-    from small_run import write_config
+    from small_run import write_config, write_data
 
-    path = directory / "small.h5"
-    rng = np.random.default_rng(1)
-    with DatasetWriter(path, vocab_size=60, tokenizer="none", source="random") as writer:
-        for length in rng.integers(3, 30, size=60):
-            tokens = (rng.integers(60) + np.arange(length)) % 60
-            writer.append(tokens.astype(np.uint32), np.ones(length, dtype=bool))
-    return write_config(path, directory)
+    return write_config(write_data(directory / "small.h5"), directory)
 
 
 def _ranks_of(launcher, count):

@@ -1,5 +1,7 @@
 """A small data set and configuration for real launches, as fixtures."""
 
+import json
+
 import numpy as np
 import pytest
 import yaml
@@ -20,20 +22,35 @@ MODEL = {
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "small.h5"
-    rng = np.random.default_rng(1)
-    with DatasetWriter(path, vocab_size=60, tokenizer="none", source="random") as writer:
-        for length in rng.integers(3, 30, size=60):
-            # Counting up and wrapping: something that a small model learns at once.
-            tokens = (rng.integers(60) + np.arange(length)) % 60
-            writer.append(tokens.astype(np.uint32), np.ones(length, dtype=bool))
-    return path
+    return write_data(tmp_path_factory.mktemp("data") / "small.h5")
 
 
 @pytest.fixture
 def config(data, tmp_path):
     """A configuration file and the run directory it names."""
     return write_config(data, tmp_path)
+
+
+def write_data(path):
+    """Sequences that count up and wrap: something that a small model learns at once."""
+    rng = np.random.default_rng(1)
+    return write_sequences(
+        path, ((rng.integers(60) + np.arange(length)) % 60 for length in rng.integers(3, 30, size=60))
+    )
+
+
+def write_sequences(path, sequences):
+    with DatasetWriter(path, vocab_size=60, tokenizer="none", source="random") as writer:
+        for tokens in sequences:
+            writer.append(tokens.astype(np.uint32), np.ones(len(tokens), dtype=bool))
+    return path
+
+
+def losses(run_dir):
+    """The losses in metrics.jsonl, of every step from the first on."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
 
 
 def write_config(data, directory):

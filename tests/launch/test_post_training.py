@@ -103,7 +103,7 @@ def killed_at(step, config, script):
     script.write_text(
         "import os, signal, sys\n"
         "from odc_mpi.cli import main as cli\n"
-        "from odc_mpi.train.saving import Saving\n"
+        "from odc_mpi.train.rundir.saving import Saving\n"
         "saves = Saving.after_step\n"
         "def after_step(self, step):\n"
         "    saves(self, step)\n"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from crash_soak import crash
 from mpi_launch import MPIEXEC, end_all, finish, odc_mpi, start
-from small_run import write_config
+from small_run import losses, write_config
 
 from odc_mpi.checkpoint.commands import newest, verify
 from odc_mpi.checkpoint.export import export
@@ -20,12 +20,6 @@ from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.errors import UserError
 
 CONSTANT = ("--optim.lr_scheduler_type", "constant")
-
-
-def losses(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    return [line["loss"] for line in lines]
 
 
 def run_until(step, ranks, config, *arguments):
@@ -61,7 +55,7 @@ def test_a_second_signal_does_not_wait(config, tmp_path):
     # A save that takes longer than anybody wants to wait.
     script.write_text(
         "import sys, time\n"
-        "from odc_mpi.train.saving import Saving\n"
+        "from odc_mpi.train.rundir.saving import Saving\n"
         "def after_step(self, step):\n"
         "    if self._stop.agreed:\n"
         "        print('saving', flush=True)\n"
@@ -97,7 +91,7 @@ def test_checkpoints_cannot_be_written(config, tmp_path):
     script = tmp_path / "script.py"
     # Neither root nor the run directory itself is kept from writing: a file is where the checkpoints should be.
     script.write_text(
-        "import sys, odc_mpi.train.saving as saving\n"
+        "import sys, odc_mpi.train.rundir.saving as saving\n"
         "saving.CHECKPOINTS = 'config.yaml'\n"
         "from odc_mpi.cli import main as cli\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"

@@ -42,6 +42,12 @@ def shared_dir(world, tmp_path_factory):
     return world.gather_objects(tmp_path_factory.mktemp("shared"))[0]
 
 
+@pytest.fixture
+def base(shared_dir, request):
+    """A directory of the test's own that all ranks see; not there yet."""
+    return shared_dir / "".join(c if c.isalnum() else "_" for c in request.node.name)
+
+
 @pytest.fixture(scope="session")
 def dataset_path(world, shared_dir):
     """Forty random sequences of 2 to 40 tokens; about a third of the tokens is not trained."""

@@ -16,8 +16,8 @@ from odc_mpi.checkpoint.manifest import read_manifest, shard_name, step_name, st
 from odc_mpi.data.dataset import Dataset, DatasetWriter
 from odc_mpi.data.plan.fitted import FittedCost
 from odc_mpi.errors import AgreedError, StoppedError, TrainingError
-from odc_mpi.train import saving
 from odc_mpi.train.run import train
+from odc_mpi.train.rundir import saving
 from odc_mpi.train.source import LearnedCost
 from odc_mpi.train.stop import StopWish
 
@@ -29,9 +29,8 @@ SETTINGS = {"optim.lr_scheduler_type": "constant", "comm.timeout_s": 60, "run.st
 
 
 @pytest.fixture
-def run(world, shared_dir, dataset_path, request):
+def run(world, base, dataset_path):
     """`run(name, **settings)` trains in a directory of that name, and returns the losses of metrics.jsonl."""
-    base = shared_dir / "".join(c if c.isalnum() else "_" for c in request.node.name)
 
     def start(name, **settings):
         changes = {key.replace("__", "."): value for key, value in settings.items()}

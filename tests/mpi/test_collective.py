@@ -3,114 +3,36 @@
 import numpy as np
 import pytest
 import torch
-from test_parity import assert_close, configure, expected
+from test_parity import FROZEN, FROZEN_IDS, assert_bf16_follows, assert_like_plain, configure
 from torch import nn
+from units import Block, assert_pushed, stretches
 
-from odc_mpi.api import decide_for, shard_model
+from odc_mpi.api import decide_for
 from odc_mpi.comm import collective
 from odc_mpi.comm.compose import collective_transport, window_transport
-from odc_mpi.data.loader import Loader, read_batch
 from odc_mpi.errors import UserError
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.optim import build_optimizer, schedule_factor
-from odc_mpi.train.inputs import open_inputs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 SIZES = [1, 7, 33, 1000, 65_537]
 
 
-def backward(model, batch, num_tokens):
-    loss = model(**batch.inputs).loss * (batch.num_tokens / num_tokens)
-    loss.backward()
-    return loss.item()
-
-
-def run_minibatch(model, minibatch, padding):
-    with model.minibatch("loss") as totals:
-        num_left = max(minibatch.num_microbatches)
-        for batch in minibatch:
-            totals.values["loss"] += backward(model, batch, minibatch.num_tokens)
-            num_left -= 1
-        for _ in range(num_left):
-            with model.padding():
-                # A loss of NaN, from a division by no tokens, has to stay without effect.
-                model(**padding.inputs).loss.mul(float("nan")).backward()
-    assert totals.finite
-    return totals.total("loss")
-
-
-def run(config, world, balance="lb_mini", freeze=()):
-    """Train as the trainer does, over collectives; return the data set, losses and parameters."""
-    inputs = open_inputs(config, world.rank, world.size)
-    for name, parameter in inputs.model.module.named_parameters():
-        parameter.requires_grad_(not any(word in name for word in freeze))
-    model = shard_model(
-        inputs.model.module,
-        world,
-        param_dtype=getattr(torch, config.model.param_dtype),
-        reduce_dtype=getattr(torch, config.model.reduce_dtype),
-        activation_checkpointing=config.model.gradient_checkpointing,
-        prefetch=config.comm.prefetch,
-        weights=inputs.model.weights,
-        decision=decide_for(world, transport="collective"),
-    ).train()
-    optim = config.optim
-    optimizer = build_optimizer(
-        "adamw",
-        model.named_shard_parameters(),
-        model.parameter_shapes(),
-        lr=0.0,
-        weight_decay=optim.weight_decay,
-        betas=(optim.adam_beta1, optim.adam_beta2),
-        eps=optim.adam_epsilon,
-    )
-    data = config.data
-    loader = Loader(
-        inputs.dataset,
-        minibatch_sequences=data.minibatch_sequences,
-        max_tokens_per_microbatch=data.max_tokens_per_microbatch,
-        balance=balance,
-        seed=config.run.seed,
-        rank=world.rank,
-        size=world.size,
-    )
-    padding = read_batch(inputs.dataset, np.array([inputs.dataset.lengths.argmin()]))
-    losses = []
-    for step in range(config.run.steps):
-        factor = schedule_factor(optim.lr_scheduler_type, step, optim.warmup_steps, config.run.steps)
-        for group in optimizer.param_groups:
-            group["lr"] = optim.learning_rate * factor
-        losses.append(run_minibatch(model, next(loader), padding))
-        model.clip_grad_norm_(optim.max_grad_norm)
-        optimizer.step()
-        model.publish()
-    state = model.state_dict()
-    model.close()
-    return inputs.dataset, losses, state
-
-
-def check(config, world, balance="lb_mini", freeze=()):
-    dataset, losses, state = run(config, world, balance, freeze)
-    wanted, parameters = expected(config, dataset, freeze)
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    assert_close(state, parameters)
+def over_collectives(dataset_path, **changes):
+    return configure(dataset_path, **{"comm.transport": "collective"}, **changes)
 
 
 @pytest.mark.parametrize("balance", ["local_sort", "lb_micro", "lb_mini"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", ["true", "false"])
 def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, tied):
-    check(configure(dataset_path, **{"model.config.tie_word_embeddings": str(tied).lower()}), world, balance)
+    """Seven sequences, so that ranks have different numbers of microbatches and pad."""
+    changes = {"data.balance": balance, "model.config.tie_word_embeddings": tied}
+    assert_like_plain(over_collectives(dataset_path, **changes), world)
 
 
-@pytest.mark.parametrize(
-    "freeze",
-    [("embed_tokens",), ("layers.1.",), ("mlp", "layers.0.self_attn.q_proj"), ("layers",)],
-    ids=["embedding", "a unit", "parts of units", "all units"],
-)
+@pytest.mark.parametrize("freeze", FROZEN, ids=FROZEN_IDS)
 def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze):
-    config = configure(dataset_path, **{"model.config.tie_word_embeddings": "false"})
-    check(config, world, freeze=freeze)
+    assert_like_plain(over_collectives(dataset_path, **{"model.config.tie_word_embeddings": "false"}), world, freeze)
 
 
 @pytest.mark.parametrize(
@@ -119,18 +41,11 @@ def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze
     ids=["checkpointing", "fp64", "fewer sequences than ranks"],
 )
 def test_settings_change_nothing(world, dataset_path, changes):
-    check(configure(dataset_path, **changes), world)
+    assert_like_plain(over_collectives(dataset_path, **changes), world)
 
 
 def test_bf16_parameters_follow_the_fp32_run(world, dataset_path):
-    config = configure(dataset_path, **{"model.param_dtype": "bfloat16"})
-    dataset, losses, state = run(config, world)
-    wanted, parameters = expected(config, dataset)
-    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
-    assert losses == pytest.approx(wanted, rel=2e-2)
-    for name, tensor in parameters.items():
-        difference = (state[name].float() - tensor).norm() / tensor.norm().clamp_min(1e-3)
-        assert difference < 0.2, name
+    assert_bf16_follows(over_collectives(dataset_path, **{"model.param_dtype": "bfloat16"}), world)
 
 
 def recording(transport):
@@ -148,15 +63,6 @@ def recording(transport):
 
     parameters.start_fetch, gradients.push = recorded_fetch, recorded_push
     return log
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(x))
 
 
 @pytest.fixture
@@ -270,22 +176,11 @@ def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, num_comms, monke
     """Integers, so that the sum is exact; each rank pushes a stretch of its own, and does not wait."""
     monkeypatch.setattr(collective, "MAX_COMMUNICATORS", num_comms)
     transport = make(reduce_dtype=dtype)
-    wanted = [torch.zeros(numel, dtype=torch.float64) for numel in SIZES]
     for number in range(5):
-        for index, numel in enumerate(SIZES):
-            for rank in range(world.size):
-                rng = np.random.default_rng([rank, number, index])
-                start, stop = sorted(rng.integers(0, numel + 1, size=2).tolist())
-                values = torch.from_numpy(rng.integers(-1000, 1000, size=stop - start)).to(dtype)
-                wanted[index][start:stop] += values
-                if rank == world.rank:
-                    transport.gradients.push(index, values, start)
+        for index, start, values in stretches(SIZES, world.rank, number):
+            transport.gradients.push(index, values.to(dtype), start)
     transport.complete_gradients(np.zeros(1))
-    for index, layout in enumerate(transport.parameters.layouts):
-        start, stop = layout.owned(world.rank)
-        own = transport.gradients.shard(index)
-        assert torch.equal(own[: stop - start].double(), wanted[index][start:stop])
-        assert not own[stop - start :].any(), "padding was written to"
+    assert_pushed(world, transport, SIZES, range(5))
 
 
 def test_reports_and_sums_reach_everyone(make, world):

@@ -10,7 +10,7 @@ from odc_mpi.data import loader
 from odc_mpi.data.plan.balance import Plan, dynamic
 from odc_mpi.data.plan.pieces import Split, even_bounds
 from odc_mpi.errors import UserError
-from odc_mpi.train.context import pieces
+from odc_mpi.train import context as pieces
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.run import build_trainer, decide
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from late_device import LateDevice
 from test_device_transport import LateDeviceWindow
-from test_parity import assert_close, configure, expected, run
+from test_parity import assert_like_plain, configure, expected, run
 
 from odc_mpi import api
 from odc_mpi.comm.device.alone import OwnParameters
@@ -60,10 +60,7 @@ def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, device, c
     changes = {key: str(value) for key, value in changes.items()}
     settings = {"run.device": "cuda", "comm.window_device": "cuda", "data.balance": "lb_mini", "comm.zero_copy": "off"}
     config = configure(dataset_path, **settings | changes)
-    dataset, metrics, state = run(config, world)
-    losses, parameters = expected(configure(dataset_path), dataset)
-    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
-    assert_close(state, parameters)
+    metrics, _ = assert_like_plain(config, world, like=configure(dataset_path))
     counts = world.gather_objects((device.copies, device.additions))
     if world.size == 1 and "comm.zero_copy" in changes:
         assert counts == [(0, 0)], "nothing moves on the only rank"

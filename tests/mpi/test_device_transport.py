@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from late_device import LateDevice
+from units import assert_pushed, stretches
 
 from odc_mpi.comm.compose import device_transport
 from odc_mpi.comm.reduce import device_slots
@@ -124,28 +125,17 @@ def test_a_buffer_is_not_overwritten_while_kernels_still_read_it(make):
 def test_a_push_adds_what_the_device_had_made_when_it_was_handed_over(make, world):
     """Integers, so that the sum is exact whatever the order of arrival; the kernels run when they are waited for."""
     transport = make()
-    wanted = [torch.zeros(numel) for numel in SIZES]
     for minibatch in range(2):
-        for rank in range(world.size):
-            for index, numel in enumerate(SIZES):
-                rng = np.random.default_rng([rank, minibatch, index])
-                start, stop = sorted(rng.integers(0, numel + 1, size=2).tolist())
-                values = torch.from_numpy(rng.integers(-1000, 1000, size=stop - start)).float()
-                wanted[index][start:stop] += values
-                if rank == world.rank:
-                    flat = transport.gradients.memory(values.nbytes).view(torch.float32)
-                    transport.parameters._device.later(lambda flat=flat, values=values: flat.copy_(values))
-                    transport.gradients.hand_over(flat)
-                    transport.gradients.push(index, flat, start).wait()
-                    flat.fill_(float("nan"))  # it belongs to the computation again
+        for index, start, values in stretches(SIZES, world.rank, minibatch):
+            flat = transport.gradients.memory(4 * len(values)).view(torch.float32)
+            transport.parameters._device.later(lambda flat=flat, values=values: flat.copy_(values))
+            transport.gradients.hand_over(flat)
+            transport.gradients.push(index, flat, start).wait()
+            flat.fill_(float("nan"))  # it belongs to the computation again
         transport.complete_gradients(np.zeros(1))
-        for index, layout in enumerate(transport.parameters.layouts):
-            start, stop = layout.owned(world.rank)
-            own = transport.gradients.shard(index)
-            assert torch.equal(own[: stop - start], wanted[index][start:stop])
-            assert not own[stop - start :].any(), "padding was written to"
-            transport.parameters._device.later(own.zero_)
-            wanted[index].zero_()
+        assert_pushed(world, transport, SIZES, [minibatch])
+        for index in range(len(SIZES)):
+            transport.parameters._device.later(transport.gradients.shard(index).zero_)
         transport.publish_parameters()
 
 

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from units import Block
 
 from odc_mpi.comm import compose
 from odc_mpi.comm.compose import window_transport
@@ -40,15 +41,6 @@ class Counting(WorldGroup):
     def broadcast(self, tensor):
         self.calls.append("broadcast")
         super().broadcast(tensor)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(x))
 
 
 @pytest.fixture(

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from odc_mpi.comm import pieces as comm_pieces
-from odc_mpi.comm.pieces import PieceExchange, PieceWindows, Sizes
+from odc_mpi.comm import piece_windows
+from odc_mpi.comm.piece_windows import PieceWindows, Sizes
+from odc_mpi.comm.pieces import PieceExchange
 from odc_mpi.models.piece_attention import attend
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
@@ -134,7 +135,7 @@ def test_memory_is_bounded_and_told(windows):
 @pytest.mark.parametrize("flag", ["SHOWN", "GIVEN"])
 def test_a_flag_that_is_looked_at_too_late_is_seen(windows, world, monkeypatch, flag):
     """Reading before the flag is raised gives what lay there before, so that the comparisons above fail."""
-    unwaited, wait = getattr(comm_pieces, f"_{flag}"), PieceWindows.wait
+    unwaited, wait = getattr(piece_windows, flag), PieceWindows.wait
 
     def careless(self, kind, *args):
         if kind != unwaited:

@@ -6,12 +6,14 @@ import time
 import numpy as np
 import pytest
 import torch
+from units import assert_pushed, stretches
 
 from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
 from odc_mpi.comm.windows import rma
-from odc_mpi.comm.windows.rma import SharedWindow, Window
+from odc_mpi.comm.windows.rma import Window
+from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
@@ -77,23 +79,11 @@ def test_fetches_follow_a_publication(make):
 def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, reduction):
     """Integers, so that the sum is exact whatever the order of arrival; each push covers a stretch of its own."""
     transport = make(reduce_dtype=dtype, reduction=reduction)
-    rounds = 5
-    wanted = [torch.zeros(numel, dtype=torch.float64) for numel in SIZES]
-    for rank in range(world.size):
-        for number in range(rounds):
-            for index, numel in enumerate(SIZES):
-                rng = np.random.default_rng([rank, number, index])
-                start, stop = sorted(rng.integers(0, numel + 1, size=2).tolist())
-                values = torch.from_numpy(rng.integers(-1000, 1000, size=stop - start)).to(dtype)
-                wanted[index][start:stop] += values
-                if rank == world.rank:
-                    transport.gradients.push(index, values, start).wait()
+    for number in range(5):
+        for index, start, values in stretches(SIZES, world.rank, number):
+            transport.gradients.push(index, values.to(dtype), start).wait()
     transport.complete_gradients(np.zeros(1))
-    for index, layout in enumerate(transport.parameters.layouts):
-        start, stop = layout.owned(world.rank)
-        own = transport.gradients.shard(index)
-        assert torch.equal(own[: stop - start].double(), wanted[index][start:stop])
-        assert not own[stop - start :].any(), "padding was written to"
+    assert_pushed(world, transport, SIZES, range(5))
 
 
 @both_reductions

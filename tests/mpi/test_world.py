@@ -71,7 +71,7 @@ def test_a_rank_alone_meets_nobody(world):
         assert (alone.rank, alone.size, alone.timeout_s) == (0, 1, world.timeout_s)
         for _ in range(world.rank + 1):
             assert alone.gather_objects(world.rank) == [world.rank]
-    assert len(set(world.gather_objects(world._job.status.page.num_meetings))) == 1
+    assert len(set(world.gather_objects(world.job.status.page.num_meetings))) == 1
 
 
 @pytest.mark.mpi(min_size=2)

@@ -11,7 +11,7 @@ from odc_mpi.data.plan.balance import Plan
 from odc_mpi.observe import trace
 from odc_mpi.observe.participant import Ran, Step
 from odc_mpi.observe.trace import Trace
-from odc_mpi.shard.spans import Spans
+from odc_mpi.shard.boundary import Spans
 
 ALONE = SimpleNamespace(rank=0, size=1, gather_objects=lambda value: [value])
 

@@ -10,10 +10,10 @@ import pytest
 from gpu_result import result as gpu_result
 from progress_result import LEFT_OUT
 from progress_result import result as progress_result
+from small_run import write_sequences
 from transport_result import result as transport_result
 
 from odc_mpi.cli import main as cli
-from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.observe.trace import NUM_BINS
 from odc_mpi.report import report
 from odc_mpi.report.page import Figure, Report, html
@@ -62,10 +62,7 @@ def traced(rank):
 @pytest.fixture
 def run(tmp_path):
     """A run directory with everything in it, as a run of two ranks leaves it, and names to be careful with."""
-    data = tmp_path / "data.h5"
-    with DatasetWriter(data, vocab_size=60, tokenizer="none", source="random") as writer:
-        for length in (5, 20, 30):
-            writer.append(np.arange(length, dtype=np.uint32), np.ones(length, dtype=bool))
+    data = write_sequences(tmp_path / "data.h5", map(np.arange, (5, 20, 30)))
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(f"data:\n  path: {data}\nmodel:\n  path: {NASTY}\n")

@@ -1,9 +1,11 @@
 """N ranks in the threads of this process, and transports that write down what happens."""
 
+import functools
+import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -182,3 +184,18 @@ def run_ranks(
     if late:
         raise TimeoutError(f"{', '.join(late)} still at work after {timeout_s:g} s")
     return [results[rank] for rank in range(size)]
+
+
+def on_ranks(size: int, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on every rank, each with its transport as first argument; settings as for `run_ranks`."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def on_all(**arguments: Any) -> None:
+            run_ranks(size, lambda transport: test(transport, **arguments), **settings)
+
+        functools.update_wrapper(on_all, test)
+        own = inspect.signature(test)
+        on_all.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
+        return on_all
+
+    return decorate

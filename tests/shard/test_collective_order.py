@@ -7,7 +7,7 @@ import parity
 import pytest
 import torch
 from parity import check_parity, next_tokens, tokens, vectors
-from ranks import RecordingTransport, run_ranks
+from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn
 from zoo import VOCABULARY, WIDTH, Block, Layer, Stack, Transformer
 
@@ -53,20 +53,18 @@ MICROBATCH = [
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_each_microbatch_fetches_the_same(prefetch: int, activation_checkpointing: bool) -> None:
-    def work(transport: InStep) -> None:
-        model = stacked(transport, prefetch=prefetch, activation_checkpointing=activation_checkpointing)
-        transport.log.clear()
-        for _ in range(2):
-            with model.minibatch():
-                for i in range(3):
-                    backward(model, rows=1 + transport.group.rank + i)
-            model.publish()
-        assert operations(transport) == MICROBATCH * 6
-        assert transport.most_lent == 2, "more was held than the root and one unit"
-        model.close()
-
-    run_ranks(2, work, transport=InStep)
+@on_ranks(2, transport=InStep)
+def test_each_microbatch_fetches_the_same(transport: InStep, prefetch: int, activation_checkpointing: bool) -> None:
+    model = stacked(transport, prefetch=prefetch, activation_checkpointing=activation_checkpointing)
+    transport.log.clear()
+    for _ in range(2):
+        with model.minibatch():
+            for i in range(3):
+                backward(model, rows=1 + transport.group.rank + i)
+        model.publish()
+    assert operations(transport) == MICROBATCH * 6
+    assert transport.most_lent == 2, "more was held than the root and one unit"
+    model.close()
 
 
 def test_padding_does_the_same_as_a_microbatch() -> None:
@@ -95,19 +93,17 @@ def test_padding_does_the_same_as_a_microbatch() -> None:
     assert alone.any()
 
 
-def test_what_a_rank_did_between_makes_no_difference_later() -> None:
-    def work(transport: RecordingTransport) -> None:
-        model = stacked(transport)
-        with torch.no_grad():
-            model.module.layers[transport.group.rank](torch.zeros(1, WIDTH).double())
-        transport.log.clear()
-        with model.minibatch():
-            backward(model, rows=2)
-        assert operations(transport) == MICROBATCH
-        model.publish()
-        model.close()
-
-    run_ranks(3, work, transport=InStep)
+@on_ranks(3, transport=InStep)
+def test_what_a_rank_did_between_makes_no_difference_later(transport: RecordingTransport) -> None:
+    model = stacked(transport)
+    with torch.no_grad():
+        model.module.layers[transport.group.rank](torch.zeros(1, WIDTH).double())
+    transport.log.clear()
+    with model.minibatch():
+        backward(model, rows=2)
+    assert operations(transport) == MICROBATCH
+    model.publish()
+    model.close()
 
 
 class Frozen(nn.Module):

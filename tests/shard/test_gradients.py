@@ -3,9 +3,10 @@ import time
 
 import pytest
 import torch
-from ranks import LateTransport, RecordingTransport, run_ranks
+from ranks import LateTransport, RecordingTransport, on_ranks, run_ranks
 
 from odc_mpi.comm.pending import Pending
+from odc_mpi.shard.boundary import Spans
 from odc_mpi.shard.gradients import MAX_BUFFERS, GradientPusher
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.units.unit import Unit
@@ -60,20 +61,17 @@ def test_gradients_arrive_where_they_belong(size: int, names: list[str]) -> None
         torch.testing.assert_close(gradient, expected)
 
 
-def test_the_names_of_what_was_pushed() -> None:
-    def work(transport: RecordingTransport) -> None:
-        unit, pusher = make_unit(transport), GradientPusher(transport)
-        for name in "ae":
-            pusher.start()
-            assert pusher.names == set()
-            pusher.push(unit, [name, "b"], [torch.ones(SHAPES[name]), None])
-            pusher.padding = True
+@on_ranks(1)
+def test_the_names_of_what_was_pushed(transport: RecordingTransport) -> None:
+    unit, pusher = make_unit(transport), GradientPusher(transport)
+    for name in "ae":
+        pusher.start()
+        assert pusher.names == set()
+        pusher.push(unit, [name, "b"], [torch.ones(SHAPES[name]), None])
+        with pusher.padded():
             pusher.push(unit, ["d"], [torch.ones(SHAPES["d"])])
-            pusher.padding = False
-            pusher.finish()
-            assert pusher.names == {name}
-
-    run_ranks(1, work)
+        pusher.finish()
+        assert pusher.names == {name}
 
 
 def test_whatever_form_a_gradient_has() -> None:
@@ -129,127 +127,113 @@ def test_only_the_stretch_with_gradients_travels() -> None:
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_a_push_is_waited_for_before_its_memory_is_used_again(in_thread: bool) -> None:
+@on_ranks(1, transport=LateTransport)
+def test_a_push_is_waited_for_before_its_memory_is_used_again(transport: LateTransport, in_thread: bool) -> None:
     """Also where the network reads the gradient late."""
-
-    def work(transport: LateTransport) -> None:
-        unit, pusher = make_unit(transport), GradientPusher(transport, in_thread)
-        transport.publish_parameters()
-        pusher.start()
-        for i in range(1, 6):
-            pusher.push(unit, ["b"], [torch.full((40,), float(i))])
-            done = len(transport.names("push"))
-            assert done == max(0, i - 2) or (in_thread and i - 2 <= done <= i)  # two on their way
-        pusher.finish()
-        assert len(transport.names("push")) == 5
-        assert torch.equal(
-            reduced([(unit.layouts[0], transport.gradients.shard(0))])["b"], torch.full((40,), 15.0).double()
-        )
-        assert pusher._buffers.peak_bytes == MAX_BUFFERS * 40 * 8 and not pusher._buffers._lent
-        pusher.close()
-
-    run_ranks(1, work, transport=LateTransport)
+    unit, pusher = make_unit(transport), GradientPusher(transport, in_thread)
+    transport.publish_parameters()
+    pusher.start()
+    for i in range(1, 6):
+        pusher.push(unit, ["b"], [torch.full((40,), float(i))])
+        done = len(transport.names("push"))
+        assert done == max(0, i - 2) or (in_thread and i - 2 <= done <= i)  # two on their way
+    pusher.finish()
+    assert len(transport.names("push")) == 5
+    assert torch.equal(
+        reduced([(unit.layouts[0], transport.gradients.shard(0))])["b"], torch.full((40,), 15.0).double()
+    )
+    assert pusher._buffers.peak_bytes == MAX_BUFFERS * 40 * 8 and not pusher._buffers._lent
+    pusher.close()
 
 
-def test_pushing_in_a_thread_takes_no_time_that_the_computation_has_to_spend() -> None:
-    def work(transport: LateTransport) -> None:
-        transport.push_s = 0.05
-        unit, pusher = make_unit(transport), GradientPusher(transport, in_thread=True)
-        transport.publish_parameters()
-        pusher.start()
-        for _ in range(4):
-            pusher.push(unit, ["b"], [torch.ones(40)])
-            time.sleep(0.05)
-        pusher.finish()
-        assert pusher.accumulate_wait_s < 0.1
-        pusher.start()
-        for _ in range(4):
-            pusher.push(unit, ["b"], [torch.ones(40)])
-        pusher.finish()
-        assert pusher.accumulate_wait_s > 0.19, "there were 0.2 s of pushes and nothing to do meanwhile"
-        pusher.close()
-
-    run_ranks(1, work, transport=LateTransport)
-
-
-def test_a_push_that_fails_in_the_thread_is_told_at_the_end() -> None:
-    class Failing(RecordingTransport):
-        def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
-            raise ConnectionError("lost")
-
-    def work(transport: RecordingTransport) -> None:
-        unit, pusher = make_unit(transport), GradientPusher(transport, in_thread=True)
-        pusher.start()
+@on_ranks(1, transport=LateTransport)
+def test_pushing_in_a_thread_takes_no_time_that_the_computation_has_to_spend(transport: LateTransport) -> None:
+    transport.push_s = 0.05
+    spans = Spans()
+    unit, pusher = make_unit(transport), GradientPusher(transport, in_thread=True, spans=spans)
+    transport.publish_parameters()
+    pusher.start()
+    for _ in range(4):
         pusher.push(unit, ["b"], [torch.ones(40)])
-        with pytest.raises(ConnectionError, match="lost"):
-            pusher.finish()
-        pusher.close()
+        time.sleep(0.05)
+    pusher.finish()
+    assert spans.seconds["accumulate"] < 0.1
+    pusher.start()
+    for _ in range(4):
+        pusher.push(unit, ["b"], [torch.ones(40)])
+    pusher.finish()
+    assert spans.seconds["accumulate"] > 0.19, "there were 0.2 s of pushes and nothing to do meanwhile"
+    pusher.close()
 
-    run_ranks(1, work, transport=Failing)
+
+class Failing(RecordingTransport):
+    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+        raise ConnectionError("lost")
+
+
+@on_ranks(1, transport=Failing)
+def test_a_push_that_fails_in_the_thread_is_told_at_the_end(transport: RecordingTransport) -> None:
+    unit, pusher = make_unit(transport), GradientPusher(transport, in_thread=True)
+    pusher.start()
+    pusher.push(unit, ["b"], [torch.ones(40)])
+    with pytest.raises(ConnectionError, match="lost"):
+        pusher.finish()
+    pusher.close()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_finite_tells_of_every_push_since_the_start(value: float) -> None:
-    def work(transport: RecordingTransport) -> None:
-        unit, pusher = make_unit(transport), GradientPusher(transport)
-        for bad in (False, True, False):
-            pusher.start()
-            assert fullness(pusher) == 0
-            pusher.push(unit, ["b"], [torch.ones(40)])
-            assert 0 < fullness(pusher) < 1
-            gradient = torch.ones(40)
-            gradient[17] = value if bad else 1e38
-            pusher.push(unit, ["a", "b"], [torch.ones(3, 5), gradient])
-            pusher.push(unit, ["c"], [torch.tensor(1.0)])
-            assert (fullness(pusher) < 1) is not bad
-            pusher.finish()
-
-    run_ranks(1, work)
-
-
-def test_pushes_whose_sum_may_overflow_are_told() -> None:
-    def work(transport: RecordingTransport) -> None:
-        unit, pusher = make_unit(transport), GradientPusher(transport)
+@on_ranks(1)
+def test_finite_tells_of_every_push_since_the_start(transport: RecordingTransport, value: float) -> None:
+    unit, pusher = make_unit(transport), GradientPusher(transport)
+    for bad in (False, True, False):
         pusher.start()
-        for factor in (1.0, -1.0, 1.0):
-            assert fullness(pusher) < 1
-            pusher.push(unit, ["b"], [torch.full((40,), 6e37) * factor])
-        assert fullness(pusher) > 1
+        assert fullness(pusher) == 0
+        pusher.push(unit, ["b"], [torch.ones(40)])
+        assert 0 < fullness(pusher) < 1
+        gradient = torch.ones(40)
+        gradient[17] = value if bad else 1e38
+        pusher.push(unit, ["a", "b"], [torch.ones(3, 5), gradient])
+        pusher.push(unit, ["c"], [torch.tensor(1.0)])
+        assert (fullness(pusher) < 1) is not bad
         pusher.finish()
 
-    run_ranks(1, work, reduce_dtype=torch.float32)
 
-
-def test_the_buffer_s_old_content_is_no_gradient() -> None:
-    """Padding and parameters without a gradient between two that have one are zero, whatever the buffer held."""
-
-    def work(transport: RecordingTransport) -> None:
-        unit, pusher = make_unit(transport), GradientPusher(transport)
-        pusher.start()
-        pusher.push(unit, ["a", "b", "c", "d"], [torch.full(SHAPES[name], math.nan) for name in "abcd"])
-        pusher.finish()
-        transport.gradients.shard(0).zero_()
-        pusher.start()
-        for _ in range(3):
-            pusher.push(unit, ["d", "a"], [torch.ones(2, 2, 3), torch.ones(3, 5)])
-        pusher.finish()
+@on_ranks(1, reduce_dtype=torch.float32)
+def test_pushes_whose_sum_may_overflow_are_told(transport: RecordingTransport) -> None:
+    unit, pusher = make_unit(transport), GradientPusher(transport)
+    pusher.start()
+    for factor in (1.0, -1.0, 1.0):
         assert fullness(pusher) < 1
-        arrived = reduced([(unit.layouts[0], transport.gradients.shard(0))])
-        assert torch.equal(arrived["a"], torch.full((3, 5), 3.0).double())
-        assert not arrived["b"].any() and not arrived["c"].any()
-
-    run_ranks(1, work)
+        pusher.push(unit, ["b"], [torch.full((40,), 6e37) * factor])
+    assert fullness(pusher) > 1
+    pusher.finish()
 
 
-def test_no_push_before_the_start_or_after_the_end() -> None:
-    def work(transport: RecordingTransport) -> None:
-        unit, pusher = make_unit(transport), GradientPusher(transport)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"backward outside of `with model.minibatch\(\):`"):
-                pusher.push(unit, ["a"], [torch.ones(3, 5)])
-            pusher.start()
+@on_ranks(1)
+def test_the_buffer_s_old_content_is_no_gradient(transport: RecordingTransport) -> None:
+    """Padding and parameters without a gradient between two that have one are zero, whatever the buffer held."""
+    unit, pusher = make_unit(transport), GradientPusher(transport)
+    pusher.start()
+    pusher.push(unit, ["a", "b", "c", "d"], [torch.full(SHAPES[name], math.nan) for name in "abcd"])
+    pusher.finish()
+    transport.gradients.shard(0).zero_()
+    pusher.start()
+    for _ in range(3):
+        pusher.push(unit, ["d", "a"], [torch.ones(2, 2, 3), torch.ones(3, 5)])
+    pusher.finish()
+    assert fullness(pusher) < 1
+    arrived = reduced([(unit.layouts[0], transport.gradients.shard(0))])
+    assert torch.equal(arrived["a"], torch.full((3, 5), 3.0).double())
+    assert not arrived["b"].any() and not arrived["c"].any()
+
+
+@on_ranks(1)
+def test_no_push_before_the_start_or_after_the_end(transport: RecordingTransport) -> None:
+    unit, pusher = make_unit(transport), GradientPusher(transport)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"backward outside of `with model.minibatch\(\):`"):
             pusher.push(unit, ["a"], [torch.ones(3, 5)])
-            pusher.finish()
-        assert transport.names("push") == ["u", "u"]
-
-    run_ranks(1, work)
+        pusher.start()
+        pusher.push(unit, ["a"], [torch.ones(3, 5)])
+        pusher.finish()
+    assert transport.names("push") == ["u", "u"]

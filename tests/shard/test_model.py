@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from parity import adamw, assert_same_state, check_parity, in_turn, sgd, squares, train_plain, vectors
-from ranks import RecordingTransport, run_ranks
+from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn, optim
 from zoo import WIDTH, Block, Layer, Stack, Transformer
 
@@ -34,6 +34,11 @@ def work_once(model: Any) -> None:
 
 
 # Ordering
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    return stack()
 
 
 @SIZES
@@ -94,164 +99,140 @@ def test_nobody_waits_before_a() -> None:
         assert_same_state(state, plain.state_dict(), 1e-12)
 
 
-def test_calls_in_the_wrong_order() -> None:
-    module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        before = model.num_collectives
-        with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) belongs 'after A.*', this model is 'after B"):
+@on_ranks(2)
+def test_calls_in_the_wrong_order(transport: RecordingTransport, module: nn.Module) -> None:
+    model = shard(module, transport)
+    before = model.num_collectives
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) belongs 'after A.*', this model is 'after B"):
+        model.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match=r"publish\(\) belongs 'after A.*', this model is 'after B"):
+        model.publish()
+    with model.minibatch():
+        with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) belongs .* is 'inside a minibatch'"):
             model.clip_grad_norm_(1.0)
-        with pytest.raises(RuntimeError, match=r"publish\(\) belongs 'after A.*', this model is 'after B"):
+        with pytest.raises(RuntimeError, match=r"publish\(\) belongs .* is 'inside a minibatch'"):
             model.publish()
-        with model.minibatch():
-            with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) belongs .* is 'inside a minibatch'"):
-                model.clip_grad_norm_(1.0)
-            with pytest.raises(RuntimeError, match=r"publish\(\) belongs .* is 'inside a minibatch'"):
-                model.publish()
-            with pytest.raises(RuntimeError, match=r"minibatch\(\) belongs .*'inside a minibatch'"), model.minibatch():
-                raise AssertionError("entered")
-            work_once(model)
-        complete = r"minibatch\(\) belongs 'after B.*', this model is 'after A"
-        with pytest.raises(RuntimeError, match=complete), model.minibatch():
+        with pytest.raises(RuntimeError, match=r"minibatch\(\) belongs .*'inside a minibatch'"), model.minibatch():
             raise AssertionError("entered")
-        assert model.num_collectives == before + 1
-        model.clip_grad_norm_(1.0)
-        model.clip_grad_norm_(1.0)
-        model.publish()
-        with model.minibatch():
-            work_once(model)
-        model.publish()
+        work_once(model)
+    complete = r"minibatch\(\) belongs 'after B.*', this model is 'after A"
+    with pytest.raises(RuntimeError, match=complete), model.minibatch():
+        raise AssertionError("entered")
+    assert model.num_collectives == before + 1
+    model.clip_grad_norm_(1.0)
+    model.clip_grad_norm_(1.0)
+    model.publish()
+    with model.minibatch():
+        work_once(model)
+    model.publish()
 
-    run_ranks(2, work)
 
-
-def test_backward_at_the_wrong_time() -> None:
+@on_ranks(1)
+def test_backward_at_the_wrong_time(transport: RecordingTransport) -> None:
     module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        outside = "backward outside of `with model.minibatch\\(\\):`"
-        with pytest.raises(RuntimeError, match=outside):
-            work_once(model)
-        with model.minibatch():
-            late, later, latest = (squares(model, (INPUT,)) for _ in range(3))
-            work_once(model)
-        gradients = [p.grad.clone() for p in model.shard_parameters()]
-        with pytest.raises(RuntimeError, match=r"evaluate or save after publish\(\)"):
-            late.backward()
-        assert all(torch.equal(p.grad, g) for p, g in zip(model.shard_parameters(), gradients, strict=True))
-        model.publish()
+    model = shard(module, transport)
+    outside = "backward outside of `with model.minibatch\\(\\):`"
+    with pytest.raises(RuntimeError, match=outside):
+        work_once(model)
+    with model.minibatch():
+        late, later, latest = (squares(model, (INPUT,)) for _ in range(3))
+        work_once(model)
+    gradients = [p.grad.clone() for p in model.shard_parameters()]
+    with pytest.raises(RuntimeError, match=r"evaluate or save after publish\(\)"):
+        late.backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.shard_parameters(), gradients, strict=True))
+    model.publish()
+    with pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
+        later.backward()
+    with model.minibatch():
+        assert not any(transport.gradients.shard(i).any() for i in range(len(transport.parameters.layouts)))
         with pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
-            later.backward()
-        with model.minibatch():
-            assert not any(transport.gradients.shard(i).any() for i in range(len(transport.parameters.layouts)))
-            with pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
-                latest.backward()
-
-    run_ranks(1, work)
+            latest.backward()
 
 
-def test_a_forward_needs_no_minibatch() -> None:
+@on_ranks(2)
+def test_a_forward_needs_no_minibatch(transport: RecordingTransport, module: nn.Module) -> None:
+    model = shard(module, transport)
+    expected = module(INPUT)
+    assert torch.equal(model(INPUT), expected)
+    with model.minibatch():
+        work_once(model)
+    model.publish()
+    assert torch.equal(model(INPUT), expected)
+
+
+@on_ranks(2)
+def test_nobody_reads_parameters_while_owners_write_them(transport: RecordingTransport, module: nn.Module) -> None:
+    model = shard(module, transport)
+    with model.minibatch():
+        work_once(model)
+    for use in (lambda: model(INPUT), model.state_dict):
+        with pytest.raises(RuntimeError, match=r"evaluate or save after publish\(\)"):
+            use()
+    model.publish()
+    model(INPUT)
+
+
+@on_ranks(1)
+def test_an_optimizer_steps_between_a_and_b_only(transport: RecordingTransport) -> None:
     module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        expected = module(INPUT)
-        assert torch.equal(model(INPUT), expected)
-        with model.minibatch():
-            work_once(model)
-        model.publish()
-        assert torch.equal(model(INPUT), expected)
-
-    run_ranks(2, work)
-
-
-def test_nobody_reads_parameters_while_owners_write_them() -> None:
-    module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        with model.minibatch():
-            work_once(model)
-        for use in (lambda: model(INPUT), model.state_dict):
-            with pytest.raises(RuntimeError, match=r"evaluate or save after publish\(\)"):
-                use()
-        model.publish()
-        model(INPUT)
-
-    run_ranks(2, work)
-
-
-def test_an_optimizer_steps_between_a_and_b_only() -> None:
-    module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        optimizer = torch.optim.SGD(model.shard_parameters(), lr=0.1)
-        for parameter in model.shard_parameters():
-            parameter.grad = torch.ones_like(parameter)
-        with pytest.raises(RuntimeError, match="an optimizer's step belongs"):
-            optimizer.step()
-        with model.minibatch():
-            work_once(model)
+    model = shard(module, transport)
+    optimizer = torch.optim.SGD(model.shard_parameters(), lr=0.1)
+    for parameter in model.shard_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match="an optimizer's step belongs"):
         optimizer.step()
-        model.publish()
-        assert all(parameter.grad is None for parameter in model.shard_parameters())
-        with model.minibatch():
-            work_once(model)
-            arrived = [transport.gradients.shard(i).clone() for i in range(len(transport.parameters.layouts))]
-            optimizer.zero_grad(set_to_none=False)
-            assert all(torch.equal(transport.gradients.shard(i), wanted) for i, wanted in enumerate(arrived))
-        model.publish()
-
-    run_ranks(1, work)
+    with model.minibatch():
+        work_once(model)
+    optimizer.step()
+    model.publish()
+    assert all(parameter.grad is None for parameter in model.shard_parameters())
+    with model.minibatch():
+        work_once(model)
+        arrived = [transport.gradients.shard(i).clone() for i in range(len(transport.parameters.layouts))]
+        optimizer.zero_grad(set_to_none=False)
+        assert all(torch.equal(transport.gradients.shard(i), wanted) for i, wanted in enumerate(arrived))
+    model.publish()
 
 
 @pytest.mark.parametrize("given", ["placeholders", "originals", "one placeholder among slices"])
-def test_an_optimizer_over_the_module_s_parameters_is_refused(given: str) -> None:
+@on_ranks(1)
+def test_an_optimizer_over_the_module_s_parameters_is_refused(transport: RecordingTransport, given: str) -> None:
     module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        own = copy.deepcopy(module)
-        early = optim.AdamW(own.parameters())
-        model = ShardedModel(own, transport, units=[Layer])
-        mixed = [*model.shard_parameters(), next(iter(own.parameters()))]
-        optimizer = {
-            "placeholders": optim.AdamW(model.module.parameters()),
-            "originals": early,
-            "one placeholder among slices": optim.AdamW(mixed),
-        }[given]
-        with model.minibatch():
-            work_once(model)
-        with pytest.raises(RuntimeError, match=r"given first.weight of .*give the optimizer model.shard_parameters"):
-            optimizer.step()
-        optim.AdamW(model.shard_parameters()).step()
-        optim.AdamW(module.parameters()).step()  # of a module that is not sharded
-
-    run_ranks(1, work)
+    own = copy.deepcopy(module)
+    early = optim.AdamW(own.parameters())
+    model = ShardedModel(own, transport, units=[Layer])
+    mixed = [*model.shard_parameters(), next(iter(own.parameters()))]
+    optimizer = {
+        "placeholders": optim.AdamW(model.module.parameters()),
+        "originals": early,
+        "one placeholder among slices": optim.AdamW(mixed),
+    }[given]
+    with model.minibatch():
+        work_once(model)
+    with pytest.raises(RuntimeError, match=r"given first.weight of .*give the optimizer model.shard_parameters"):
+        optimizer.step()
+    optim.AdamW(model.shard_parameters()).step()
+    optim.AdamW(module.parameters()).step()  # of a module that is not sharded
 
 
-def test_freezing_after_sharding_is_refused() -> None:
+@on_ranks(1)
+def test_freezing_after_sharding_is_refused(transport: RecordingTransport) -> None:
     module = stack()
     module.layers[0].linear.weight.requires_grad_(False)
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        model.module.layers[1].requires_grad_(False)
-        frozen = r"layers.1.linear.weight was frozen after shard_model.*: set requires_grad before shard_model"
-        with pytest.raises(RuntimeError, match=frozen), model.minibatch():
-            raise AssertionError("entered")
-        model.module.layers.requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"layers.0.linear.weight was made trainable"), model.minibatch():
-            raise AssertionError("entered")
-        for name, parameter in model.module.named_parameters():
-            parameter.requires_grad_(name != "layers.0.linear.weight")
-        with model.minibatch():
-            work_once(model)
-        model.publish()
-
-    run_ranks(1, work)
+    model = shard(module, transport)
+    model.module.layers[1].requires_grad_(False)
+    frozen = r"layers.1.linear.weight was frozen after shard_model.*: set requires_grad before shard_model"
+    with pytest.raises(RuntimeError, match=frozen), model.minibatch():
+        raise AssertionError("entered")
+    model.module.layers.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"layers.0.linear.weight was made trainable"), model.minibatch():
+        raise AssertionError("entered")
+    for name, parameter in model.module.named_parameters():
+        parameter.requires_grad_(name != "layers.0.linear.weight")
+    with model.minibatch():
+        work_once(model)
+    model.publish()
 
 
 class Changing(nn.Module):
@@ -346,13 +327,11 @@ def test_a_parameter_changed_from_outside_is_refused(transport: Any, change: Any
         run_ranks(1, work, transport=transport)
 
 
-def test_a_new_parameter_cannot_take_a_sharded_ones_place() -> None:
-    def work(transport: RecordingTransport) -> None:
-        model = ShardedModel(nn.Linear(2, 2), transport)
-        with pytest.raises(RuntimeError, match="weight is sharded"):
-            model.module.weight = nn.Parameter(torch.zeros(2, 2))
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_a_new_parameter_cannot_take_a_sharded_ones_place(transport: RecordingTransport) -> None:
+    model = ShardedModel(nn.Linear(2, 2), transport)
+    with pytest.raises(RuntimeError, match="weight is sharded"):
+        model.module.weight = nn.Parameter(torch.zeros(2, 2))
 
 
 @SIZES
@@ -372,7 +351,8 @@ def test_an_exception_in_a_minibatch_meets_nobody(size: int) -> None:
     run_ranks(size, work)
 
 
-def test_a_forward_that_failed_leaves_nothing_behind() -> None:
+@on_ranks(1)
+def test_a_forward_that_failed_leaves_nothing_behind(transport: RecordingTransport) -> None:
     class Failing(Layer):
         fail = False
 
@@ -385,22 +365,18 @@ def test_a_forward_that_failed_leaves_nothing_behind() -> None:
     module = nn.Sequential(*(Failing() for _ in range(4))).double()
     plain = copy.deepcopy(module)
     train_plain(plain, [[(INPUT,)]], make_optimizer=sgd, max_norm=None)
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport, units=[Failing])
-        optimizer = sgd(model.shard_parameters())
-        with model.minibatch():
-            model.module[2].fail = True
-            with pytest.raises(MemoryError):
-                work_once(model)
-            model.module[2].fail = False
-            assert all(unit.num_calls == 0 for unit in model.units)
+    model = shard(module, transport, units=[Failing])
+    optimizer = sgd(model.shard_parameters())
+    with model.minibatch():
+        model.module[2].fail = True
+        with pytest.raises(MemoryError):
             work_once(model)
-        optimizer.step()
-        model.publish()
-        assert_same_state(model.state_dict(), plain.state_dict(), 1e-12)
-
-    run_ranks(1, work)
+        model.module[2].fail = False
+        assert all(unit.num_calls == 0 for unit in model.units)
+        work_once(model)
+    optimizer.step()
+    model.publish()
+    assert_same_state(model.state_dict(), plain.state_dict(), 1e-12)
 
 
 # What ranks tell each other
@@ -555,59 +531,46 @@ def test_weights_from_elsewhere_are_read_slice_by_slice(size: int, device: str) 
         assert [k for own in reads for k in range(*own[i][1:])] == list(range(numels[name]))
 
 
-def test_parameters_without_values() -> None:
+@on_ranks(1)
+def test_parameters_without_values(transport: RecordingTransport) -> None:
     with torch.device("meta"):
         module = Transformer(1)
-
-    def work(transport: RecordingTransport) -> None:
-        with pytest.raises(ValueError, match=r"embedding.weight is on the meta device: expected `weights`"):
-            ShardedModel(module, transport)
-        assert transport.parameters.layouts == ()
-
-    run_ranks(1, work)
+    with pytest.raises(ValueError, match=r"embedding.weight is on the meta device: expected `weights`"):
+        ShardedModel(module, transport)
+    assert transport.parameters.layouts == ()
 
 
-def test_nothing_to_train() -> None:
+@on_ranks(1)
+def test_nothing_to_train(transport: RecordingTransport) -> None:
     """As of a policy that another is compared with: it computes, also in a graph, and no gradient leaves it."""
     module, inputs = stack().requires_grad_(False), torch.randn(3, WIDTH, dtype=torch.float64)
     wanted = module(inputs)
-
-    def work(transport: RecordingTransport) -> None:
-        model = ShardedModel(copy.deepcopy(module), transport, units=[Layer])
-        assert torch.equal(model(inputs), wanted) and not list(model.shard_parameters())
-        asked = inputs.clone().requires_grad_()
-        model(asked).sum().backward()
-        assert asked.grad is not None
-        model.close()
-
-    run_ranks(1, work)
+    model = ShardedModel(copy.deepcopy(module), transport, units=[Layer])
+    assert torch.equal(model(inputs), wanted) and not list(model.shard_parameters())
+    asked = inputs.clone().requires_grad_()
+    model(asked).sum().backward()
+    assert asked.grad is not None
+    model.close()
 
 
-def test_units_that_match_nothing() -> None:
-    def work(transport: RecordingTransport) -> None:
-        with pytest.raises(ValueError, match="no submodule is 'Blok'"):
-            ShardedModel(stack(), transport, units=["Blok"])
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_units_that_match_nothing(transport: RecordingTransport) -> None:
+    with pytest.raises(ValueError, match="no submodule is 'Blok'"):
+        ShardedModel(stack(), transport, units=["Blok"])
 
 
-def test_a_parameter_that_would_not_be_trained() -> None:
+@on_ranks(1)
+def test_a_parameter_that_would_not_be_trained(transport: RecordingTransport) -> None:
     module = nn.Linear(2, 2)
     module.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-
-    def work(transport: RecordingTransport) -> None:
-        with pytest.raises(ValueError, match="turn"):
-            ShardedModel(module, transport)
-
-    run_ranks(1, work)
+    with pytest.raises(ValueError, match="turn"):
+        ShardedModel(module, transport)
 
 
-def test_weights_that_a_forward_changes_are_refused() -> None:
-    def work(transport: RecordingTransport) -> None:
-        with pytest.raises(ValueError, match="max_norm"):
-            ShardedModel(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), transport)
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_weights_that_a_forward_changes_are_refused(transport: RecordingTransport) -> None:
+    with pytest.raises(ValueError, match="max_norm"):
+        ShardedModel(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), transport)
 
 
 # The state and the module itself
@@ -659,7 +622,8 @@ def test_one_rank_alone_may_ask_for_the_state() -> None:
     run_ranks(2, work)
 
 
-def test_a_state_of_a_part_that_is_not_a_tensor() -> None:
+@on_ranks(1)
+def test_a_state_of_a_part_that_is_not_a_tensor(transport: RecordingTransport) -> None:
     class Noted(nn.Linear):
         def get_extra_state(self) -> Any:
             return {"note": [1, 2]}
@@ -668,28 +632,21 @@ def test_a_state_of_a_part_that_is_not_a_tensor() -> None:
             assert state == {"note": [1, 2]}
 
     module = Noted(2, 2).double()
-
-    def work(transport: RecordingTransport) -> None:
-        state = ShardedModel(module, transport, units=[]).state_dict()
-        assert state["_extra_state"] == {"note": [1, 2]}
-
-    run_ranks(1, work)
+    state = ShardedModel(module, transport, units=[]).state_dict()
+    assert state["_extra_state"] == {"note": [1, 2]}
 
 
-def test_the_module_s_own_state_and_parameters_are_refused() -> None:
+@on_ranks(1)
+def test_the_module_s_own_state_and_parameters_are_refused(transport: RecordingTransport) -> None:
     module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        with pytest.raises(RuntimeError, match="parameters are sharded: expected state_dict"):
-            model.module.state_dict()
-        model.state_dict()
-        with pytest.raises(RuntimeError, match="parameters are sharded: expected state_dict"):
-            model.module.state_dict()
-        with pytest.raises(TypeError, match=r"give the optimizer model.shard_parameters\(\)"):
-            optim.SGD(model.parameters())
-
-    run_ranks(1, work)
+    model = shard(module, transport)
+    with pytest.raises(RuntimeError, match="parameters are sharded: expected state_dict"):
+        model.module.state_dict()
+    model.state_dict()
+    with pytest.raises(RuntimeError, match="parameters are sharded: expected state_dict"):
+        model.module.state_dict()
+    with pytest.raises(TypeError, match=r"give the optimizer model.shard_parameters\(\)"):
+        optim.SGD(model.parameters())
 
 
 @pytest.mark.parametrize("param_dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -733,13 +690,11 @@ def test_names_and_shapes_of_slices(size: int) -> None:
         assert torch.equal(torch.cat([own[name] for own in ranks]), p.detach().flatten())
 
 
-def test_train_and_eval_reach_the_module() -> None:
-    def work(transport: RecordingTransport) -> None:
-        model = shard(stack(), transport)
-        assert model.eval() is model and not model.module.layers[0].training
-        assert model.train() is model and model.module.layers[0].training
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_train_and_eval_reach_the_module(transport: RecordingTransport) -> None:
+    model = shard(stack(), transport)
+    assert model.eval() is model and not model.module.layers[0].training
+    assert model.train() is model and model.module.layers[0].training
 
 
 def test_hooks_of_modules_run() -> None:
@@ -945,40 +900,32 @@ def test_closing_keeps_the_slices(size: int) -> None:
     run_ranks(size, work)
 
 
-def test_waiting_is_measured() -> None:
-    module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        with model.minibatch():
-            if transport.group.rank == 0:
-                work_once(model)
-            else:
-                threading.Event().wait(0.2)
+@on_ranks(2)
+def test_waiting_is_measured(transport: RecordingTransport, module: nn.Module) -> None:
+    model = shard(module, transport)
+    with model.minibatch():
         if transport.group.rank == 0:
-            assert model.boundary_wait_s > 0.1 and model.fetch_wait_s > 0 and model.accumulate_wait_s > 0
+            work_once(model)
         else:
-            assert model.fetch_wait_s == 0 == model.accumulate_wait_s
-        model.publish()
-
-    run_ranks(2, work)
-
-
-def test_no_part_of_the_module_saves_placeholders() -> None:
-    def work(transport: RecordingTransport) -> None:
-        model = ShardedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), transport, units=[nn.Linear])
-        for part in (model.module, model.module[1]):
-            with pytest.raises(RuntimeError, match="sharded"):
-                part.state_dict()
-
-    run_ranks(1, work)
+            threading.Event().wait(0.2)
+    if transport.group.rank == 0:
+        assert model.boundary_wait_s > 0.1 and model.fetch_wait_s > 0 and model.accumulate_wait_s > 0
+    else:
+        assert model.fetch_wait_s == 0 == model.accumulate_wait_s
+    model.publish()
 
 
-def test_a_tied_parameter_counts_once() -> None:
-    def work(transport: RecordingTransport) -> None:
-        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        module[1].weight = module[0].weight
-        model = ShardedModel(module, transport)
-        assert [name for name, _ in model.module.named_parameters()] == ["0.weight", "0.bias", "1.bias"]
+@on_ranks(1)
+def test_no_part_of_the_module_saves_placeholders(transport: RecordingTransport) -> None:
+    model = ShardedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), transport, units=[nn.Linear])
+    for part in (model.module, model.module[1]):
+        with pytest.raises(RuntimeError, match="sharded"):
+            part.state_dict()
 
-    run_ranks(1, work)
+
+@on_ranks(1)
+def test_a_tied_parameter_counts_once(transport: RecordingTransport) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    model = ShardedModel(module, transport)
+    assert [name for name, _ in model.module.named_parameters()] == ["0.weight", "0.bias", "1.bias"]

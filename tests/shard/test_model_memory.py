@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from parity import adamw, squares
-from ranks import LateTransport, RecordingTransport, run_ranks
+from ranks import LateTransport, RecordingTransport, on_ranks, run_ranks
 from torch import nn
 from zoo import WIDTH, Layer, Stack
 
@@ -57,6 +57,11 @@ PREFETCH = pytest.mark.parametrize(
     [(0, RecordingTransport), (1, LateTransport), (2, LateTransport)],
     ids=["", "ahead1", "ahead2"],
 )
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    return Stack(NUM_LAYERS).double()
 
 
 @PREFETCH
@@ -186,63 +191,49 @@ def test_fetches_of_a_forward_and_a_backward(size: int) -> None:
     run_ranks(size, work)
 
 
-def test_fetches_with_activation_checkpointing() -> None:
+@on_ranks(1)
+def test_fetches_with_activation_checkpointing(transport: RecordingTransport) -> None:
     module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module, activation_checkpointing=True)
-        with train.model.minibatch():
-            transport.log.clear()
-            loss = squares(train.model, (INPUT,))
-            assert transport.names("fetch") == ["(root)", *LAYERS]
-            loss.backward()
-            # Recomputing a layer and going back through it is one use.
-            assert transport.names("fetch") == ["(root)", *LAYERS, *LAYERS[-3::-1]]
-            assert sorted(transport.names("push")) == sorted([*LAYERS, "(root)"])
-
-    run_ranks(1, work)
+    train = Train(transport, module, activation_checkpointing=True)
+    with train.model.minibatch():
+        transport.log.clear()
+        loss = squares(train.model, (INPUT,))
+        assert transport.names("fetch") == ["(root)", *LAYERS]
+        loss.backward()
+        # Recomputing a layer and going back through it is one use.
+        assert transport.names("fetch") == ["(root)", *LAYERS, *LAYERS[-3::-1]]
+        assert sorted(transport.names("push")) == sorted([*LAYERS, "(root)"])
 
 
-def test_the_root_is_fetched_once_per_minibatch() -> None:
-    module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module)
-        for num_microbatches in (1, 3, 0, 2):
-            transport.log.clear()
-            train.steps(1, num_microbatches)
-            assert transport.names("fetch").count("(root)") == min(1, num_microbatches)
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_the_root_is_fetched_once_per_minibatch(transport: RecordingTransport, module: nn.Module) -> None:
+    train = Train(transport, module)
+    for num_microbatches in (1, 3, 0, 2):
+        transport.log.clear()
+        train.steps(1, num_microbatches)
+        assert transport.names("fetch").count("(root)") == min(1, num_microbatches)
 
 
-def test_nothing_is_fetched_for_a_backward_that_needs_no_parameters() -> None:
+@on_ranks(1)
+def test_nothing_is_fetched_for_a_backward_that_needs_no_parameters(transport: RecordingTransport) -> None:
     """The gradient of the first layer's weight takes its input, not its weight."""
     module = nn.Sequential(Layer(), Layer(), Layer(), Layer()).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module)
-        with train.model.minibatch():
-            transport.log.clear()
-            squares(train.model, (INPUT,)).backward()
-            assert transport.names("fetch") == ["0", "1", "2", "3", "1"]
-
-    run_ranks(1, work)
+    train = Train(transport, module)
+    with train.model.minibatch():
+        transport.log.clear()
+        squares(train.model, (INPUT,)).backward()
+        assert transport.names("fetch") == ["0", "1", "2", "3", "1"]
 
 
-def test_everything_is_released_at_the_end_of_a_minibatch() -> None:
-    module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module)
-        with train.model.minibatch():
-            squares(train.model, (INPUT,)).backward()
-        assert not transport.parameters.buffers._lent
-        gc.collect()
-        transport.parameters.buffers.clear()
-        assert transport.parameters.buffers._held_bytes == 0
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_everything_is_released_at_the_end_of_a_minibatch(transport: RecordingTransport, module: nn.Module) -> None:
+    train = Train(transport, module)
+    with train.model.minibatch():
+        squares(train.model, (INPUT,)).backward()
+    assert not transport.parameters.buffers._lent
+    gc.collect()
+    transport.parameters.buffers.clear()
+    assert transport.parameters.buffers._held_bytes == 0
 
 
 def test_recurrent_modules_keep_none_of_their_weights() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from parity import vectors
-from ranks import RecordingTransport, run_ranks
+from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn, optim
 from zoo import WIDTH, Layer, Stack
 
@@ -53,6 +53,11 @@ class Sign(optim.Optimizer):
 
 def one_parameter() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(2, 2))]
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    return Stack(1)
 
 
 @pytest.mark.parametrize(
@@ -105,64 +110,49 @@ def one_minibatch(model: ShardedModel) -> None:
 
 
 @pytest.mark.parametrize("make", [optim.LBFGS, optim.Adafactor, Lamb], ids=lambda make: make.__name__)
-def test_a_step_on_slices_is_refused(make: Any) -> None:
+@on_ranks(2)
+def test_a_step_on_slices_is_refused(transport: RecordingTransport, make: Any, module: nn.Module) -> None:
+    model = sharded(transport, module)
+    optimizer = make(model.shard_parameters())
+    one_minibatch(model)
+    with pytest.raises(ValueError, match="cannot train sharded parameters"):
+        optimizer.step(lambda: torch.zeros(()))
+
+
+@on_ranks(2)
+def test_a_step_on_other_parameters_is_not_looked_at(transport: RecordingTransport, module: nn.Module) -> None:
+    model = sharded(transport, module)
+    other = nn.Parameter(torch.ones(2, 2))
+    other.grad = torch.ones(2, 2)
+    optim.Adafactor([other]).step()
+    assert not torch.equal(other, torch.ones(2, 2))
+    mixed = optim.Adafactor([other])
+    mixed.add_param_group({"params": model.shard_parameters()[:1]})
+    with pytest.raises(ValueError, match="Adafactor"):
+        mixed.step()
+
+
+@on_ranks(2)
+def test_an_optimizer_that_calls_itself_elementwise_steps(transport: RecordingTransport, module: nn.Module) -> None:
+    model = sharded(transport, module)
+    before = torch.cat([p.detach().clone() for p in model.shard_parameters()])
+    optimizer = Sign(model.shard_parameters())
+    one_minibatch(model)
+    optimizer.step()
+    assert not torch.equal(torch.cat(list(model.shard_parameters())), before)
+
+
+@on_ranks(1)
+def test_a_closed_model_looks_at_no_optimizer(transport: RecordingTransport) -> None:
     module = Stack(1)
-
-    def work(transport: RecordingTransport) -> None:
-        model = sharded(transport, module)
-        optimizer = make(model.shard_parameters())
-        one_minibatch(model)
-        with pytest.raises(ValueError, match="cannot train sharded parameters"):
-            optimizer.step(lambda: torch.zeros(()))
-
-    run_ranks(2, work)
-
-
-def test_a_step_on_other_parameters_is_not_looked_at() -> None:
-    module = Stack(1)
-
-    def work(transport: RecordingTransport) -> None:
-        model = sharded(transport, module)
-        other = nn.Parameter(torch.ones(2, 2))
-        other.grad = torch.ones(2, 2)
-        optim.Adafactor([other]).step()
-        assert not torch.equal(other, torch.ones(2, 2))
-        mixed = optim.Adafactor([other])
-        mixed.add_param_group({"params": model.shard_parameters()[:1]})
-        with pytest.raises(ValueError, match="Adafactor"):
-            mixed.step()
-
-    run_ranks(2, work)
-
-
-def test_an_optimizer_that_calls_itself_elementwise_steps() -> None:
-    module = Stack(1)
-
-    def work(transport: RecordingTransport) -> None:
-        model = sharded(transport, module)
-        before = torch.cat([p.detach().clone() for p in model.shard_parameters()])
-        optimizer = Sign(model.shard_parameters())
-        one_minibatch(model)
-        optimizer.step()
-        assert not torch.equal(torch.cat(list(model.shard_parameters())), before)
-
-    run_ranks(2, work)
-
-
-def test_a_closed_model_looks_at_no_optimizer() -> None:
-    module = Stack(1)
-
-    def work(transport: RecordingTransport) -> None:
-        model = sharded(transport, module)
-        slices = model.shard_parameters()
-        assert len(StepGuard.of(optim.SGD(slices))) == 1
-        model.close()
-        assert not StepGuard.of(optim.SGD(slices))
-        for p in slices:
-            p.grad = torch.ones_like(p)
-        optim.Adafactor(slices).step()
-
-    run_ranks(1, work)
+    model = sharded(transport, module)
+    slices = model.shard_parameters()
+    assert len(StepGuard.of(optim.SGD(slices))) == 1
+    model.close()
+    assert not StepGuard.of(optim.SGD(slices))
+    for p in slices:
+        p.grad = torch.ones_like(p)
+    optim.Adafactor(slices).step()
 
 
 # Clipping

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from parity import squares
-from ranks import Late, LateTransport, RecordingTransport, run_ranks
+from ranks import Late, LateTransport, RecordingTransport, on_ranks, run_ranks
 from test_unit import simple, states, value_of
 from torch import nn
 from zoo import WIDTH, Layer, Stack
@@ -205,86 +205,75 @@ def test_the_next_unit_comes_while_this_one_is_used(size: int) -> None:
     run_ranks(size, work, transport=LateTransport)
 
 
-def test_two_ahead() -> None:
-    def work(transport: LateTransport) -> None:
-        units, ready = ahead(transport, 4, 2)
-        use(ready, units, "01234")
-        ready.release_all()
-        transport.log.clear()
-        assert use(ready, units, "01234") == ["rffss", "rrffs", "rsrff", "rsrrf", "rsrrr"]
-        assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3"]
-        ready.close()
-
-    run_ranks(1, work, transport=LateTransport)
+@on_ranks(1, transport=LateTransport)
+def test_two_ahead(transport: LateTransport) -> None:
+    units, ready = ahead(transport, 4, 2)
+    use(ready, units, "01234")
+    ready.release_all()
+    transport.log.clear()
+    assert use(ready, units, "01234") == ["rffss", "rrffs", "rsrff", "rsrrf", "rsrrr"]
+    assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3"]
+    ready.close()
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 10])
-def test_any_order_brings_what_is_required(prefetch: int) -> None:
+@on_ranks(1, transport=LateTransport)
+def test_any_order_brings_what_is_required(transport: LateTransport, prefetch: int) -> None:
     """Guesses are mostly wrong; never more is held than was promised."""
-
-    def work(transport: LateTransport) -> None:
-        transport.fetch_s = 0.0
-        units, ready = ahead(transport, 6, prefetch)
-        rng = random.Random(prefetch)
-        for _ in range(10):
-            for _ in range(30):
-                (after,) = use(ready, units, rng.choice("0123456"))
-                assert len(after[1:].replace("s", "")) <= 1 + prefetch
-            ready.expire()
-            assert states(units) == "sssssss" and not transport.parameters.buffers._lent
-        ready.close()
-
-    run_ranks(1, work, transport=LateTransport)
-
-
-def test_a_wrong_guess_is_given_up() -> None:
-    def work(transport: LateTransport) -> None:
-        units, ready = ahead(transport, 4, 1)
-        use(ready, units, "123")
-        ready.release_all()
-        assert use(ready, units, "1") == ["srfss"]
-        assert use(ready, units, "4") == ["ssfsr"], "in flight, it stays where it is not in the way"
-        ready.release_all()
-        use(ready, units, "1424")
-        ready.release_all()
-        assert use(ready, units, "14") == ["srssf", "ssfsr"]
-        ready.close()
-
-    run_ranks(1, work, transport=LateTransport)
-
-
-def test_a_unit_in_use_is_not_given_up_for_the_next() -> None:
-    def work(transport: LateTransport) -> None:
-        units, ready = ahead(transport, 5, 1)
-        use(ready, units, "12345")
-        ready.release_all()
-        with units[1].in_use():
-            assert use(ready, units, "1234") == ["srfsss", "srrfss", "srsrfs", "srssrf"]
-        ready.close()
-
-    run_ranks(1, work, transport=LateTransport)
-
-
-def test_nothing_comes_after_the_end_of_a_minibatch() -> None:
-    def work(transport: LateTransport) -> None:
-        units, ready = ahead(transport, 4, 2)
-        use(ready, units, "01234")
-        ready.release_all()
-        use(ready, units, "01")
-        assert UnitState.FETCHING in {unit.state for unit in units}
-        ready.readable = False
+    transport.fetch_s = 0.0
+    units, ready = ahead(transport, 6, prefetch)
+    rng = random.Random(prefetch)
+    for _ in range(10):
+        for _ in range(30):
+            (after,) = use(ready, units, rng.choice("0123456"))
+            assert len(after[1:].replace("s", "")) <= 1 + prefetch
         ready.expire()
-        assert (
-            states(units) == "sssss"
-            and not transport.parameters.buffers.on_the_way
-            and not transport.parameters.buffers._lent
-        )
-        with pytest.raises(RuntimeError, match="between the end of a minibatch and publish"):
-            ready.require(units[1])
-        assert states(units) == "sssss"
-        ready.close()
+        assert states(units) == "sssssss" and not transport.parameters.buffers._lent
+    ready.close()
 
-    run_ranks(1, work, transport=LateTransport)
+
+@on_ranks(1, transport=LateTransport)
+def test_a_wrong_guess_is_given_up(transport: LateTransport) -> None:
+    units, ready = ahead(transport, 4, 1)
+    use(ready, units, "123")
+    ready.release_all()
+    assert use(ready, units, "1") == ["srfss"]
+    assert use(ready, units, "4") == ["ssfsr"], "in flight, it stays where it is not in the way"
+    ready.release_all()
+    use(ready, units, "1424")
+    ready.release_all()
+    assert use(ready, units, "14") == ["srssf", "ssfsr"]
+    ready.close()
+
+
+@on_ranks(1, transport=LateTransport)
+def test_a_unit_in_use_is_not_given_up_for_the_next(transport: LateTransport) -> None:
+    units, ready = ahead(transport, 5, 1)
+    use(ready, units, "12345")
+    ready.release_all()
+    with units[1].in_use():
+        assert use(ready, units, "1234") == ["srfsss", "srrfss", "srsrfs", "srssrf"]
+    ready.close()
+
+
+@on_ranks(1, transport=LateTransport)
+def test_nothing_comes_after_the_end_of_a_minibatch(transport: LateTransport) -> None:
+    units, ready = ahead(transport, 4, 2)
+    use(ready, units, "01234")
+    ready.release_all()
+    use(ready, units, "01")
+    assert UnitState.FETCHING in {unit.state for unit in units}
+    ready.readable = False
+    ready.expire()
+    assert (
+        states(units) == "sssss"
+        and not transport.parameters.buffers.on_the_way
+        and not transport.parameters.buffers._lent
+    )
+    with pytest.raises(RuntimeError, match="between the end of a minibatch and publish"):
+        ready.require(units[1])
+    assert states(units) == "sssss"
+    ready.close()
 
 
 def threads_of(ready: ReadyUnits) -> int:
@@ -292,19 +281,19 @@ def threads_of(ready: ReadyUnits) -> int:
 
 
 @pytest.mark.parametrize(("copies", "threads", "prefetch"), [(True, True, 0), (False, True, 2), (True, False, 2)])
-def test_no_thread_where_none_is_of_use_or_allowed(copies: bool, threads: bool, prefetch: int) -> None:
-    def work(transport: RecordingTransport) -> None:
-        transport.parameters.copies, transport.threads = copies, threads
-        model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=prefetch)
-        for _ in range(2):
-            with model.minibatch():
-                squares(model, (INPUT,)).backward()
-            model.publish()
-        assert threads_of(model._ready) == 0
-        assert (model._pusher._thread is not None) is (threads and prefetch > 0)
-        model.close()
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_no_thread_where_none_is_of_use_or_allowed(
+    transport: RecordingTransport, copies: bool, threads: bool, prefetch: int
+) -> None:
+    transport.parameters.copies, transport.threads = copies, threads
+    model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=prefetch)
+    for _ in range(2):
+        with model.minibatch():
+            squares(model, (INPUT,)).backward()
+        model.publish()
+    assert threads_of(model._ready) == 0
+    assert (model._pusher._thread is not None) is (threads and prefetch > 0)
+    model.close()
 
 
 # Whole models
@@ -347,16 +336,14 @@ def test_nothing_is_fetched_in_vain(prefetch: int, checkpointing: bool) -> None:
         assert len(with_prefetch) < len(plain), "there is room for one more unit to stay"
 
 
-def test_a_rank_without_a_microbatch_fetches_nothing_and_starts_no_thread() -> None:
-    def work(transport: LateTransport) -> None:
-        model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=1)
-        for _ in range(3):
-            step(model, 2 if transport.group.rank else 0)
-        assert bool(transport.names("fetch", "push")) is bool(transport.group.rank)
-        assert threads_of(model._ready) == (1 if transport.group.rank else 0)
-        model.close()
-
-    run_ranks(2, work, transport=LateTransport)
+@on_ranks(2, transport=LateTransport)
+def test_a_rank_without_a_microbatch_fetches_nothing_and_starts_no_thread(transport: LateTransport) -> None:
+    model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=1)
+    for _ in range(3):
+        step(model, 2 if transport.group.rank else 0)
+    assert bool(transport.names("fetch", "push")) is bool(transport.group.rank)
+    assert threads_of(model._ready) == (1 if transport.group.rank else 0)
+    model.close()
 
 
 class Sleepy(Layer):
@@ -447,28 +434,24 @@ def failing(transport: Failing, module: Callable[[], nn.Module] = lambda: Stack(
 
 @pytest.mark.parametrize("operation", ["fetch", "push"])
 @pytest.mark.parametrize("which", [0, 2, 4])
-def test_an_error_in_a_thread_ends_the_minibatch(operation: str, which: int) -> None:
-    def work(transport: Failing) -> None:
-        model = failing(transport)
-        transport.fails = operation, f"layers.{which}"
-        with pytest.raises(ConnectionError, match=f"the {operation} went wrong"):
-            step(model)
-        model.close()
-
-    run_ranks(1, work, transport=Failing)
+@on_ranks(1, transport=Failing)
+def test_an_error_in_a_thread_ends_the_minibatch(transport: Failing, operation: str, which: int) -> None:
+    model = failing(transport)
+    transport.fails = operation, f"layers.{which}"
+    with pytest.raises(ConnectionError, match=f"the {operation} went wrong"):
+        step(model)
+    model.close()
 
 
-def test_a_wrong_guess_that_fails_is_told_at_the_end_of_the_minibatch() -> None:
-    def work(transport: Failing) -> None:
-        model = failing(transport)
-        transport.fails = "fetch", "layers.1"
-        with pytest.raises(ConnectionError, match="the fetch went wrong"), model.minibatch():
-            model.module.first(INPUT)
-            model.module.layers[0](INPUT)
-            assert model.units[2].state is UnitState.FETCHING
-        model.close()
-
-    run_ranks(1, work, transport=Failing)
+@on_ranks(1, transport=Failing)
+def test_a_wrong_guess_that_fails_is_told_at_the_end_of_the_minibatch(transport: Failing) -> None:
+    model = failing(transport)
+    transport.fails = "fetch", "layers.1"
+    with pytest.raises(ConnectionError, match="the fetch went wrong"), model.minibatch():
+        model.module.first(INPUT)
+        model.module.layers[0](INPUT)
+        assert model.units[2].state is UnitState.FETCHING
+    model.close()
 
 
 def test_an_error_on_one_rank_reaches_the_caller() -> None:
@@ -482,24 +465,22 @@ def test_an_error_on_one_rank_reaches_the_caller() -> None:
         run_ranks(2, work, transport=Failing)
 
 
-def test_a_model_can_be_closed_while_a_fetch_is_on_its_way() -> None:
-    def work(transport: LateTransport) -> None:
-        model = ShardedModel(Stack(5).double(), transport, units=[Layer], prefetch=1)
-        step(model)
-        transport.fetch_s = 0.1
-        with pytest.raises(ZeroDivisionError), model.minibatch():
-            model.module.first(INPUT)
-            model.module.layers[0](INPUT)
-            raise ZeroDivisionError
-        assert transport.parameters.buffers.on_the_way
-        model.close()
-        model.close()
-        assert not transport.parameters.buffers._lent
-        threads = {*model._ready._thread._executor._threads, *model._pusher._thread._executor._threads}
-        assert {thread.name for thread in threads} == {"odc_mpi-fetch_0", "odc_mpi-push_0"}
-        assert not any(thread.is_alive() for thread in threads)
-
-    run_ranks(1, work, transport=LateTransport)
+@on_ranks(1, transport=LateTransport)
+def test_a_model_can_be_closed_while_a_fetch_is_on_its_way(transport: LateTransport) -> None:
+    model = ShardedModel(Stack(5).double(), transport, units=[Layer], prefetch=1)
+    step(model)
+    transport.fetch_s = 0.1
+    with pytest.raises(ZeroDivisionError), model.minibatch():
+        model.module.first(INPUT)
+        model.module.layers[0](INPUT)
+        raise ZeroDivisionError
+    assert transport.parameters.buffers.on_the_way
+    model.close()
+    model.close()
+    assert not transport.parameters.buffers._lent
+    threads = {*model._ready._thread._executor._threads, *model._pusher._thread._executor._threads}
+    assert {thread.name for thread in threads} == {"odc_mpi-fetch_0", "odc_mpi-push_0"}
+    assert not any(thread.is_alive() for thread in threads)
 
 
 LEAVES = """

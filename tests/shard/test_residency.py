@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from parity import Batch, adamw, check_parity, squares, vectors
-from ranks import LatePool, LateTransport, RecordingTransport, run_ranks
+from ranks import LatePool, LateTransport, RecordingTransport, on_ranks, run_ranks
 from test_model_parity import Branches, calling, freeze
 from torch import nn
 from zoo import WIDTH, Layer, Stack
@@ -43,6 +43,11 @@ def belady(uses: Sequence[int], capacity: int) -> int:
                 held.remove(max(held, key=lambda x: next((j for j in range(i, len(uses)) if uses[j] == x), math.inf)))
             held.add(unit)
     return count
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    return Stack(NUM_LAYERS).double()
 
 
 @pytest.mark.parametrize("num_units", [1, 2, 3, 8, 13])
@@ -272,22 +277,20 @@ def traffic_of(model: ShardedModel) -> tuple[Bytes, Bytes]:
     return model.traffic.fetched, model.traffic.pushed
 
 
-def test_traffic_does_not_depend_on_the_number_of_microbatches() -> None:
-    module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        moved = []
-        train = Train(transport, PLENTY, module)
-        for num_microbatches in (1, 2, 8):
-            before = traffic_of(train.model)
-            train.step(num_microbatches)
-            moved.append([now - then for now, then in zip(traffic_of(train.model), before, strict=True)])
-        assert moved[0] == moved[1] == moved[2]
-        whole = sum(layout.numel for layout in transport.parameters.layouts) * ITEM_BYTES
-        own = sum(stop - start for start, stop in (x.owned(transport.group.rank) for x in transport.layouts))
-        assert moved[0] == [Bytes(whole - own * ITEM_BYTES)] * 2
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_traffic_does_not_depend_on_the_number_of_microbatches(
+    transport: RecordingTransport, module: nn.Module
+) -> None:
+    moved = []
+    train = Train(transport, PLENTY, module)
+    for num_microbatches in (1, 2, 8):
+        before = traffic_of(train.model)
+        train.step(num_microbatches)
+        moved.append([now - then for now, then in zip(traffic_of(train.model), before, strict=True)])
+    assert moved[0] == moved[1] == moved[2]
+    whole = sum(layout.numel for layout in transport.parameters.layouts) * ITEM_BYTES
+    own = sum(stop - start for start, stop in (x.owned(transport.group.rank) for x in transport.layouts))
+    assert moved[0] == [Bytes(whole - own * ITEM_BYTES)] * 2
 
 
 def test_bytes_by_node() -> None:
@@ -311,111 +314,94 @@ def test_bytes_by_node() -> None:
     run_ranks(4, work, transport=TwoNodes)
 
 
-def test_forwards_alone_use_what_stays_and_leave_it_to_the_next_minibatch() -> None:
-    module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, PLENTY, module)
-        transport.log.clear()
-        with torch.inference_mode():
-            outputs = [train.model(INPUT).clone() for _ in range(3)]
-        assert len(transport.names("fetch")) == NUM_LAYERS + 1
-        fetched, _ = train.step(2)
-        assert fetched == 0
-        transport.log.clear()
-        with torch.no_grad():
-            assert not torch.equal(train.model(INPUT), outputs[0]), "kept units outlived their publication"
-        assert len(transport.names("fetch")) == NUM_LAYERS + 1
-
-    run_ranks(2, work, transport=Poisoning)
+@on_ranks(2, transport=Poisoning)
+def test_forwards_alone_use_what_stays_and_leave_it_to_the_next_minibatch(
+    transport: RecordingTransport, module: nn.Module
+) -> None:
+    train = Train(transport, PLENTY, module)
+    transport.log.clear()
+    with torch.inference_mode():
+        outputs = [train.model(INPUT).clone() for _ in range(3)]
+    assert len(transport.names("fetch")) == NUM_LAYERS + 1
+    fetched, _ = train.step(2)
+    assert fetched == 0
+    transport.log.clear()
+    with torch.no_grad():
+        assert not torch.equal(train.model(INPUT), outputs[0]), "kept units outlived their publication"
+    assert len(transport.names("fetch")) == NUM_LAYERS + 1
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_smaller_budget_frees_memory(prefetch: int) -> None:
-    module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, PLENTY, module, prefetch=prefetch)
-        train.step(2)
-        with torch.no_grad():
-            train.model(INPUT)  # stays, for the next minibatch
-        pools = transport.parameters.buffers, train.model._pusher._buffers
-        assert all(pool._held_bytes >= NUM_LAYERS * LAYER_BYTES for pool in pools)
-        train.model.cache_bytes = Budgets()
-        assert [pool._held_bytes for pool in pools] == [0, 0]
-        assert train.step(2)[0] == 1 + NUM_LAYERS + 3 * (NUM_LAYERS - 2)
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_a_smaller_budget_frees_memory(transport: RecordingTransport, prefetch: int, module: nn.Module) -> None:
+    train = Train(transport, PLENTY, module, prefetch=prefetch)
+    train.step(2)
+    with torch.no_grad():
+        train.model(INPUT)  # stays, for the next minibatch
+    pools = transport.parameters.buffers, train.model._pusher._buffers
+    assert all(pool._held_bytes >= NUM_LAYERS * LAYER_BYTES for pool in pools)
+    train.model.cache_bytes = Budgets()
+    assert [pool._held_bytes for pool in pools] == [0, 0]
+    assert train.step(2)[0] == 1 + NUM_LAYERS + 3 * (NUM_LAYERS - 2)
 
 
-def test_sums_leave_one_after_the_other_without_a_thread() -> None:
+@on_ranks(2)
+def test_sums_leave_one_after_the_other_without_a_thread(transport: RecordingTransport, module: nn.Module) -> None:
     """Each that is on its way may hold memory, such as pinned memory before it goes to the host."""
-    module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, PLENTY, module)
-        on_the_way: list[int] = []
-        push = train.model._pusher._store.push
-        train.model._pusher._store.push = lambda *given: (on_the_way.append(len(waiting)), push(*given))[1]  # type: ignore
-        waiting = train.model._pusher._on_the_way
-        train.step(2)
-        train.step(2, tell_last=True)
-        assert len(on_the_way) == 2 * (NUM_LAYERS + 1) and max(on_the_way) == 1
-
-    run_ranks(2, work)
+    train = Train(transport, PLENTY, module)
+    on_the_way: list[int] = []
+    push = train.model._pusher._store.push
+    train.model._pusher._store.push = lambda *given: (on_the_way.append(len(waiting)), push(*given))[1]  # type: ignore
+    waiting = train.model._pusher._on_the_way
+    train.step(2)
+    train.step(2, tell_last=True)
+    assert len(on_the_way) == 2 * (NUM_LAYERS + 1) and max(on_the_way) == 1
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_resident_model_fetches_nothing(prefetch: int) -> None:
-    module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, Budgets(), module, prefetch=prefetch)
-        train.step(1)
-        wanted = NUM_LAYERS * LAYER_BYTES
-        train.model.cache_bytes = Budgets(parameters=wanted - 1)
-        short = rf"at least {wanted}, .*got {wanted - 1}, which is 1 bytes short"
-        with pytest.raises(UserError, match=short), train.model.resident():
-            pass
-        train.model.cache_bytes = Budgets(parameters=wanted)
-        with torch.no_grad():
+@on_ranks(2, transport=Poisoning)
+def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetch: int, module: nn.Module) -> None:
+    train = Train(transport, Budgets(), module, prefetch=prefetch)
+    train.step(1)
+    wanted = NUM_LAYERS * LAYER_BYTES
+    train.model.cache_bytes = Budgets(parameters=wanted - 1)
+    short = rf"at least {wanted}, .*got {wanted - 1}, which is 1 bytes short"
+    with pytest.raises(UserError, match=short), train.model.resident():
+        pass
+    train.model.cache_bytes = Budgets(parameters=wanted)
+    with torch.no_grad():
+        train.model(INPUT)
+    with train.model.resident(), torch.inference_mode():
+        transport.log.clear()
+        for _ in range(3):
             train.model(INPUT)
-        with train.model.resident(), torch.inference_mode():
-            transport.log.clear()
-            for _ in range(3):
-                train.model(INPUT)
-            with train.model.resident():
-                pass
-            assert transport.names("fetch") == []
-        train.step(2)
-        in_use = ITEM_BYTES * (transport.layouts[0].numel + 2 * transport.layouts[1].numel)
-        shards = sum(layout.shard_numel for layout in transport.layouts) * ITEM_BYTES
-        assert train.model.peak_parameter_bytes <= shards + wanted + in_use
-
-    run_ranks(2, work, transport=Poisoning)
+        with train.model.resident():
+            pass
+        assert transport.names("fetch") == []
+    train.step(2)
+    in_use = ITEM_BYTES * (transport.layouts[0].numel + 2 * transport.layouts[1].numel)
+    shards = sum(layout.shard_numel for layout in transport.layouts) * ITEM_BYTES
+    assert train.model.peak_parameter_bytes <= shards + wanted + in_use
 
 
 @pytest.mark.parametrize("changes", [{"copies": False}, {"one_sided": False}], ids=["in_place", "collective"])
-def test_where_nothing_is_to_be_gained_nothing_is_kept(changes: dict[str, bool]) -> None:
+@on_ranks(1)
+def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport, changes: dict[str, bool]) -> None:
     module = Stack(2).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, Budgets(), module)
-        if "copies" in changes:
-            transport.parameters.copies = False
-        else:
-            transport.one_sided = False
-        assert train.model.cache_needs.all.parameters == 0
-        train.model.cache_bytes = PLENTY
-        assert train.model.cache_bytes == Budgets(0, 1 << 30 if "copies" in changes else 0)
-        if "copies" in changes:
-            with train.model.resident():
-                pass
-        else:
-            with pytest.raises(UserError, match=r"comm\.transport"), train.model.resident():
-                pass
-
-    run_ranks(1, work)
+    train = Train(transport, Budgets(), module)
+    if "copies" in changes:
+        transport.parameters.copies = False
+    else:
+        transport.one_sided = False
+    assert train.model.cache_needs.all.parameters == 0
+    train.model.cache_bytes = PLENTY
+    assert train.model.cache_bytes == Budgets(0, 1 << 30 if "copies" in changes else 0)
+    if "copies" in changes:
+        with train.model.resident():
+            pass
+    else:
+        with pytest.raises(UserError, match=r"comm\.transport"), train.model.resident():
+            pass
 
 
 def test_sums_that_overflow_at_home_are_known_to_all() -> None:
@@ -453,14 +439,11 @@ def test_parameters_without_a_gradient_have_none() -> None:
     run_ranks(2, work)
 
 
-def test_needs_count_each_array_in_its_own_type() -> None:
+@on_ranks(1)
+def test_needs_count_each_array_in_its_own_type(transport: RecordingTransport) -> None:
     module = freeze(Stack(2).double(), "layers.0", "layers.1.linear.weight")
     narrow = {name: torch.float32 for name, p in module.named_parameters() if not p.requires_grad}
-
-    def work(transport: RecordingTransport) -> None:
-        model = ShardedModel(copy.deepcopy(module), transport, units=(Layer,), dtypes=narrow)
-        needs, (bias, root) = model.cache_needs, (WIDTH, transport.layouts[0].numel)
-        assert needs.all == Budgets(4 * (WIDTH * WIDTH + WIDTH) + 4 * WIDTH * WIDTH + 8 * bias, 8 * (root + bias))
-        assert needs.least == Budgets(4 * (WIDTH * WIDTH + WIDTH), 8 * bias)
-
-    run_ranks(1, work)
+    model = ShardedModel(copy.deepcopy(module), transport, units=(Layer,), dtypes=narrow)
+    needs, (bias, root) = model.cache_needs, (WIDTH, transport.layouts[0].numel)
+    assert needs.all == Budgets(4 * (WIDTH * WIDTH + WIDTH) + 4 * WIDTH * WIDTH + 8 * bias, 8 * (root + bias))
+    assert needs.least == Budgets(4 * (WIDTH * WIDTH + WIDTH), 8 * bias)

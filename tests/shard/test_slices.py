@@ -1,6 +1,6 @@
 import pytest
 import torch
-from ranks import RecordingTransport, run_ranks
+from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn
 
 from odc_mpi.shard.elements.floating_point import FloatingPoint
@@ -161,32 +161,28 @@ def test_grad_shows_what_has_arrived_and_writing_clears_it(
     run_ranks(3, work, param_dtype, reduce_dtype)
 
 
-def test_what_nobody_pushed_has_no_gradient() -> None:
-    def work(transport: RecordingTransport) -> None:
-        slices, layouts = make_slices(transport)
-        names = [slot.spec.name for layout in layouts if layout.trainable for slot in layout.slots]
-        pushed = slices.pushed({names[0], "frozen"})
-        assert pushed == [name == names[0] for name in names]
-        slices.attach_gradients(pushed, FloatingPoint(torch.float32))
-        assert [own.parameter.grad is not None for own in slices.trainable] == pushed
-
-    run_ranks(3, work)
+@on_ranks(3)
+def test_what_nobody_pushed_has_no_gradient(transport: RecordingTransport) -> None:
+    slices, layouts = make_slices(transport)
+    names = [slot.spec.name for layout in layouts if layout.trainable for slot in layout.slots]
+    pushed = slices.pushed({names[0], "frozen"})
+    assert pushed == [name == names[0] for name in names]
+    slices.attach_gradients(pushed, FloatingPoint(torch.float32))
+    assert [own.parameter.grad is not None for own in slices.trainable] == pushed
 
 
-def test_detached_slices_keep_their_values_and_let_the_windows_go() -> None:
-    def work(transport: RecordingTransport) -> None:
-        slices, _ = make_slices(transport)
-        slices.load(Table())
-        parameters = [own.parameter for own in slices.trainable]
-        slices.attach_gradients([True] * len(slices.trainable), FloatingPoint(torch.float32))
-        before = [p.detach().clone() for p in parameters]
-        slices.detach()
-        transport.parameters.shard(0).fill_(float("nan"))
-        assert all(torch.equal(p.detach(), b) for p, b in zip(parameters, before, strict=True))
-        assert all(p.grad is None for p in parameters)
-        assert slices.trainable == []
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_detached_slices_keep_their_values_and_let_the_windows_go(transport: RecordingTransport) -> None:
+    slices, _ = make_slices(transport)
+    slices.load(Table())
+    parameters = [own.parameter for own in slices.trainable]
+    slices.attach_gradients([True] * len(slices.trainable), FloatingPoint(torch.float32))
+    before = [p.detach().clone() for p in parameters]
+    slices.detach()
+    transport.parameters.shard(0).fill_(float("nan"))
+    assert all(torch.equal(p.detach(), b) for p, b in zip(parameters, before, strict=True))
+    assert all(p.grad is None for p in parameters)
+    assert slices.trainable == []
 
 
 @SIZES

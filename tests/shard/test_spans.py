@@ -6,8 +6,8 @@ import torch
 from ranks import LateTransport, run_ranks
 from torch import nn
 
+from odc_mpi.shard.boundary import KINDS, Spans
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.spans import KINDS, Spans
 
 
 def test_seconds_add_up_whether_spans_are_kept_or_not():

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from ranks import RecordingTransport, run_ranks
+from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn
 
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
@@ -66,125 +66,110 @@ def test_a_ready_unit_has_every_parameter_whole(size: int) -> None:
     run_ranks(size, work)
 
 
-def test_a_unit_s_states() -> None:
-    def work(transport: RecordingTransport) -> None:
-        (unit,), _ = simple(transport, 0)
-        assert unit.is_root and unit.state is UnitState.SHARDED and unit.storage_pointers() == []
+@on_ranks(2)
+def test_a_unit_s_states(transport: RecordingTransport) -> None:
+    (unit,), _ = simple(transport, 0)
+    assert unit.is_root and unit.state is UnitState.SHARDED and unit.storage_pointers() == []
+    unit.start_fetch(transport.parameters.fetch)
+    assert unit.state is UnitState.FETCHING
+    with pytest.raises(AssertionError):
         unit.start_fetch(transport.parameters.fetch)
-        assert unit.state is UnitState.FETCHING
-        with pytest.raises(AssertionError):
-            unit.start_fetch(transport.parameters.fetch)
-        with pytest.raises(AssertionError):
-            unit.release(transport)
-        unit.wait()
-        assert unit.state is UnitState.READY and len(unit.storage_pointers()) == 1
-        with pytest.raises(AssertionError):
-            unit.wait()
+    with pytest.raises(AssertionError):
         unit.release(transport)
-        assert unit.state is UnitState.SHARDED and unit.storage_pointers() == []
+    unit.wait()
+    assert unit.state is UnitState.READY and len(unit.storage_pointers()) == 1
+    with pytest.raises(AssertionError):
+        unit.wait()
+    unit.release(transport)
+    assert unit.state is UnitState.SHARDED and unit.storage_pointers() == []
 
-    run_ranks(2, work)
 
-
-def test_the_longest_unused_unit_goes_and_the_root_stays() -> None:
+@on_ranks(1)
+def test_the_longest_unused_unit_goes_and_the_root_stays(transport: RecordingTransport) -> None:
     assert MAX_READY_UNITS == 2
-
-    def work(transport: RecordingTransport) -> None:
-        units, ready = simple(transport, 4)
-        for unit in units[:3]:
-            ready.require(unit)
-        assert states(units) == "rrrss"
-        ready.require(units[1])  # used again: now units[2] is the longest unused
-        ready.require(units[3])
-        assert states(units) == "rrsrs"
-        ready.require(units[4])
-        assert states(units) == "rssrr"
-        ready.require(units[4])
-        ready.require(units[3])
-        ready.require(units[2])
-        assert states(units) == "rsrrs"
-        assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3", "u1"]
-
-    run_ranks(1, work)
-
-
-def test_a_unit_in_use_stays() -> None:
-    def work(transport: RecordingTransport) -> None:
-        units, ready = simple(transport, 5)
-        with units[1].in_use(), units[2].in_use(), units[2].in_use():
-            for unit in units[1:]:
-                ready.require(unit)
-            assert states(units) == "srrsrr"
-        ready.require(units[3])
-        assert states(units) == "sssrsr"
-        with pytest.raises(ZeroDivisionError), units[3].in_use():
-            raise ZeroDivisionError
-        assert units[3].num_calls == 0
-
-    run_ranks(1, work)
-
-
-def test_find_tells_the_unit_a_tensor_looks_into() -> None:
-    def work(transport: RecordingTransport) -> None:
-        arrays = [specs("t", (3, 5)), specs("f", (4,), trainable=False)]
-        (unit,) = host(transport, [("u", arrays)])
-        ready = ReadyUnits(transport)
+    units, ready = simple(transport, 4)
+    for unit in units[:3]:
         ready.require(unit)
-        parameter = unit.parameter("t.0")
-        for tensor in (parameter, parameter.t(), parameter[1:, 2], parameter.view(torch.int64)):
-            assert ready.find(tensor) == (unit, 0)
-        assert ready.find(unit.parameter("f.0")) == (unit, 1)
-        assert ready.find(parameter.clone()) is None
-        assert ready.find(torch.empty(0)) is None
-        assert ready.find(torch.eye(2).to_sparse()) is None
-        # What `look` could not show again.
-        assert ready.find(torch.view_as_complex(unit.parameter("f.0").view(2, 2)).conj()) is None
-        ready.release_all()
-        assert ready.find(parameter) is None
-
-    run_ranks(1, work)
+    assert states(units) == "rrrss"
+    ready.require(units[1])  # used again: now units[2] is the longest unused
+    ready.require(units[3])
+    assert states(units) == "rrsrs"
+    ready.require(units[4])
+    assert states(units) == "rssrr"
+    ready.require(units[4])
+    ready.require(units[3])
+    ready.require(units[2])
+    assert states(units) == "rsrrs"
+    assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3", "u1"]
 
 
-def test_look_repeats_offset_shape_and_stride() -> None:
-    def work(transport: RecordingTransport) -> None:
-        (unit,), ready = simple(transport, 0)
+@on_ranks(1)
+def test_a_unit_in_use_stays(transport: RecordingTransport) -> None:
+    units, ready = simple(transport, 5)
+    with units[1].in_use(), units[2].in_use(), units[2].in_use():
+        for unit in units[1:]:
+            ready.require(unit)
+        assert states(units) == "srrsrr"
+    ready.require(units[3])
+    assert states(units) == "sssrsr"
+    with pytest.raises(ZeroDivisionError), units[3].in_use():
+        raise ZeroDivisionError
+    assert units[3].num_calls == 0
+
+
+@on_ranks(1)
+def test_find_tells_the_unit_a_tensor_looks_into(transport: RecordingTransport) -> None:
+    arrays = [specs("t", (3, 5)), specs("f", (4,), trainable=False)]
+    (unit,) = host(transport, [("u", arrays)])
+    ready = ReadyUnits(transport)
+    ready.require(unit)
+    parameter = unit.parameter("t.0")
+    for tensor in (parameter, parameter.t(), parameter[1:, 2], parameter.view(torch.int64)):
+        assert ready.find(tensor) == (unit, 0)
+    assert ready.find(unit.parameter("f.0")) == (unit, 1)
+    assert ready.find(parameter.clone()) is None
+    assert ready.find(torch.empty(0)) is None
+    assert ready.find(torch.eye(2).to_sparse()) is None
+    # What `look` could not show again.
+    assert ready.find(torch.view_as_complex(unit.parameter("f.0").view(2, 2)).conj()) is None
+    ready.release_all()
+    assert ready.find(parameter) is None
+
+
+@on_ranks(1)
+def test_look_repeats_offset_shape_and_stride(transport: RecordingTransport) -> None:
+    (unit,), ready = simple(transport, 0)
+    ready.require(unit)
+    view = unit.parameter(".0").t()[1:4, ::2]
+    again = unit.look(0, view.dtype, int(view.storage_offset()), view.shape, view.stride())
+    assert torch.equal(again, view) and again.data_ptr() == view.data_ptr()
+
+
+@on_ranks(1)
+def test_expire_releases_all_and_counts(transport: RecordingTransport) -> None:
+    units, ready = simple(transport, 2)
+    for unit in units:
         ready.require(unit)
-        view = unit.parameter(".0").t()[1:4, ::2]
-        again = unit.look(0, view.dtype, int(view.storage_offset()), view.shape, view.stride())
-        assert torch.equal(again, view) and again.data_ptr() == view.data_ptr()
-
-    run_ranks(1, work)
-
-
-def test_expire_releases_all_and_counts() -> None:
-    def work(transport: RecordingTransport) -> None:
-        units, ready = simple(transport, 2)
-        for unit in units:
-            ready.require(unit)
-        ready.release_all()
-        assert (states(units), ready.generation) == ("sss", 0)
-        ready.require(units[0])
-        ready.expire()
-        assert (states(units), ready.generation) == ("sss", 1)
-        transport.parameters.shard(0).fill_(5)
-        ready.require(units[0])
-        assert bool((units[0].parameter(".1") == 5).all())
-
-    run_ranks(1, work)
+    ready.release_all()
+    assert (states(units), ready.generation) == ("sss", 0)
+    ready.require(units[0])
+    ready.expire()
+    assert (states(units), ready.generation) == ("sss", 1)
+    transport.parameters.shard(0).fill_(5)
+    ready.require(units[0])
+    assert bool((units[0].parameter(".1") == 5).all())
 
 
-def test_a_late_reader_of_a_released_unit_sees_what_it_saw() -> None:
-    def work(transport: RecordingTransport) -> None:
-        units, ready = simple(transport, 6)
-        ready.require(units[1])
-        late = units[1].parameter("u0.0")
-        before = late.clone()
-        for unit in units[2:]:
-            ready.require(unit)
-        assert units[1].state is UnitState.SHARDED
-        assert torch.equal(late, before)
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_a_late_reader_of_a_released_unit_sees_what_it_saw(transport: RecordingTransport) -> None:
+    units, ready = simple(transport, 6)
+    ready.require(units[1])
+    late = units[1].parameter("u0.0")
+    before = late.clone()
+    for unit in units[2:]:
+        ready.require(unit)
+    assert units[1].state is UnitState.SHARDED
+    assert torch.equal(late, before)
 
 
 def test_on_demand_parameters_are_found_by_key_only() -> None:
@@ -221,15 +206,13 @@ def test_a_placeholder(shape: tuple[int, ...], dtype: torch.dtype, requires_grad
         assert stand_in.untyped_storage().nbytes() == dtype.itemsize
 
 
-def test_a_released_unit_holds_no_memory() -> None:
-    def work(transport: RecordingTransport) -> None:
-        (unit,), ready = simple(transport, 0)
-        ready.require(unit)
-        array = weakref.ref(unit._arrays[0])
-        ready.release_all()
-        gc.collect()
-        assert array() is None
-        transport.parameters.buffers.clear()
-        assert transport.parameters.buffers._held_bytes == 0
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_a_released_unit_holds_no_memory(transport: RecordingTransport) -> None:
+    (unit,), ready = simple(transport, 0)
+    ready.require(unit)
+    array = weakref.ref(unit._arrays[0])
+    ready.release_all()
+    gc.collect()
+    assert array() is None
+    transport.parameters.buffers.clear()
+    assert transport.parameters.buffers._held_bytes == 0

@@ -2,8 +2,8 @@ import math
 
 import numpy as np
 import pytest
+from small_run import write_sequences
 
-from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.lengths import KNOWN, LogNormal, find, sample
 
@@ -36,10 +36,7 @@ def test_the_generator_decides():
 
 
 def test_a_data_set_gives_its_own_lengths(tmp_path):
-    path = tmp_path / "data.h5"
-    with DatasetWriter(path, vocab_size=60, tokenizer="none", source="test") as writer:
-        for length in (5, 20, 30):
-            writer.append(np.arange(length, dtype=np.uint32), np.ones(length, dtype=bool))
+    path = write_sequences(tmp_path / "data.h5", map(np.arange, (5, 20, 30)))
     assert find(str(path)).max_tokens == 30
     lengths = sample(str(path), 3000, np.random.default_rng(0))
     assert set(lengths.tolist()) == {5, 20, 30}

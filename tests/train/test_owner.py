@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from odc_mpi.errors import UserError
-from odc_mpi.train import owner as module
-from odc_mpi.train.owner import NAME, Owner, take
-from odc_mpi.train.resume import _own_checkpoints
+from odc_mpi.train.rundir import owner as module
+from odc_mpi.train.rundir.owner import NAME, Owner, take
+from odc_mpi.train.rundir.resume import _own_checkpoints
 
 TIMEOUT_S = 0.4
 

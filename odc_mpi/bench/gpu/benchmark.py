@@ -27,20 +27,21 @@ from odc_mpi.bench.fetch_and_push import REDUCTIONS
 from odc_mpi.bench.gpu import kernels as gpu_kernels
 from odc_mpi.bench.gpu import step as gpu_step
 from odc_mpi.bench.gpu import windows as gpu_windows
+from odc_mpi.bench.gpu.run import PARTS
 from odc_mpi.bench.together import header
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.kernels.native import why_no_kernels
 from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.runtime.world import World
 from odc_mpi.stack.device_decision import prove
-from odc_mpi.stack.device_probe import kept_verdict
+from odc_mpi.stack.device_probe import kept_verdict, memory_trouble
 from odc_mpi.stack.probe import bare_report
 from odc_mpi.stack.report import Report
 from odc_mpi.train.settings import Config
 from odc_mpi.wording import format_size
 
-#: What can be measured alone.
-PARTS = ("bandwidths", "kernels", "step")
+#: Without room for so much a GPU has none for windows.
+_LEAST_BYTES = 1 << 20
 #: Why there are no windows on GPUs where nobody wants them.
 SET = "set by --window-device"
 #: Hears what is known so far, what is measured next, and whether that may end the process.
@@ -130,7 +131,7 @@ def against_reductions(world: World, device: Device, wish: str) -> dict[str, str
     against = judge(kept if kept is not None else bare_report(world), wish)
     if len(against) == len(REDUCTIONS):
         return against
-    troubles = [trouble for trouble in world.gather_objects(_memory_trouble(device)) if trouble]
+    troubles = [trouble for trouble in world.gather_objects(memory_trouble(device, _LEAST_BYTES)) if trouble]
     return dict.fromkeys(REDUCTIONS, troubles[0]) if troubles else against
 
 
@@ -252,7 +253,7 @@ class _Parts:
         assert made is not None
         if made.choice == "cpu":
             return f"on one rank: {made.reason}"
-        return _memory_trouble(self._device)
+        return memory_trouble(self._device, _LEAST_BYTES)
 
     def _on_first(self, work: Callable[[], Any]) -> Any:
         """Let rank 0 work while the others wait, and give all what came of it. Collective.
@@ -283,12 +284,3 @@ def _configuration(options: Options, stack: ExitStack) -> Config:
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="odc_mpi-bench-"))
     path = Path(options.config) if options.config else None
     return gpu_step.configuration(path, Path(directory) / "zipf.h5", options.timeout_s)
-
-
-def _memory_trouble(device: Device) -> str | None:
-    """Return the error of allocating memory for windows on a device, None if it succeeds. Local."""
-    try:
-        device.window_memory(1 << 20)
-    except UserError as error:
-        return str(error)
-    return None

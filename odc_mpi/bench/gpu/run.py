@@ -15,6 +15,8 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.launch import Ending, launched_rank, take_part
 from odc_mpi.stack.gpu import has_gpu
 
+#: What can be measured alone.
+PARTS = ("bandwidths", "kernels", "step")
 #: The process that takes part in MPI; the options, as JSON, and a file descriptor follow.
 CHILD = (sys.executable, "-m", "odc_mpi.bench.gpu.child")
 #: The child ends so long before all does, at most half of that, to have told what it knows.

@@ -43,10 +43,10 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}
 COMPARABLE = {"model.gradient_checkpointing": (False,), "model.reduce_dtype": ("float32",)}
 
 #: What is trained unless a configuration is given: a Qwen2 of 1.03 billion parameters, one sequence per microbatch.
-LENGTH = 4096
+LENGTH, VOCAB_SIZE = 4096, 32000
 MODEL = {
     "model_type": "qwen2",
-    "vocab_size": 32000,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "num_hidden_layers": 20,
@@ -96,13 +96,13 @@ def comparable(config: Config) -> Config:
     )
 
 
-def write_data(path: Path, num_sequences: int = SEQUENCES, length: int = LENGTH, vocab_size: int = 32000) -> None:
+def write_data(path: Path) -> None:
     """Write a data set of sequences of one length, their tokens drawn by Zipf's law: a loss falls slowly. Local."""
     rng = np.random.default_rng(0)
-    with DatasetWriter(path, vocab_size=vocab_size, tokenizer="none", source="Zipf's law") as writer:
-        for _ in range(num_sequences):
-            tokens = (rng.zipf(1.2, size=length) % vocab_size).astype(np.uint32)
-            writer.append(tokens, np.ones(length, dtype=bool))
+    with DatasetWriter(path, vocab_size=VOCAB_SIZE, tokenizer="none", source="Zipf's law") as writer:
+        for _ in range(SEQUENCES):
+            tokens = (rng.zipf(1.2, size=LENGTH) % VOCAB_SIZE).astype(np.uint32)
+            writer.append(tokens, np.ones(LENGTH, dtype=bool))
 
 
 def measure(

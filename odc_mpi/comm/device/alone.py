@@ -8,12 +8,12 @@ A, B      nothing: the optimizer's work is behind the backward's, and before the
 import torch
 
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.host import PrivateHost
+from odc_mpi.comm.host import Host
 from odc_mpi.comm.pending import Done, Fetch, Pending
 from odc_mpi.comm.transport import GradientStore, ParameterStore
 
 
-class OwnParameters(PrivateHost, ParameterStore):
+class OwnParameters(Host, ParameterStore):
     """Whole arrays of parameters on a device. Making one is local.
 
     Args:
@@ -45,7 +45,7 @@ class OwnParameters(PrivateHost, ParameterStore):
         self._arrays.clear()
 
 
-class OwnGradients(PrivateHost, GradientStore):
+class OwnGradients(Host, GradientStore):
     """Whole arrays of gradients on a device. Making one is local.
 
     Args:
@@ -61,8 +61,7 @@ class OwnGradients(PrivateHost, GradientStore):
         self._sums: dict[int, torch.Tensor] = {}
 
     def allocate(self) -> None:  # noqa: D102
-        trained = {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
-        self._sums = {index: zeros(self._device, numel, self.dtype) for index, numel in trained.items()}
+        self._sums = {index: zeros(self._device, numel, self.dtype) for index, numel in self.trained.items()}
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._sums[index]

@@ -75,7 +75,7 @@ class DeviceParameters(ParameterStore):
 
 
 class DeviceGradients(GradientStore):
-    """Gradients that another store pushes from a device, once the device has made them.
+    """Gradients that another store pushes, once the device has made them.
 
     Args:
         inner: Pushes from the device's memory.

@@ -25,6 +25,7 @@ import torch
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.device.device import Device, Mark, Marks
+from odc_mpi.comm.device.device_stores import DeviceGradients
 from odc_mpi.comm.host import Host, Layout
 from odc_mpi.comm.pending import Fetch, Later, Pending
 from odc_mpi.comm.transport import GradientStore, ParameterStore
@@ -106,7 +107,7 @@ class StagedParameters(ParameterStore):
         self._inner.release(whole)
 
 
-class StagedGradients(GradientStore):
+class StagedGradients(DeviceGradients):
     """Gradients that come from a device, and that another store pushes from the host.
 
     Args:
@@ -116,20 +117,11 @@ class StagedGradients(GradientStore):
     """
 
     def __init__(self, inner: GradientStore, device: Device, pinned: PinnedMemory) -> None:
-        super().__init__(inner.dtype)
-        self._inner = inner
-        self._device = device
+        super().__init__(inner, device)
         self._pinned = pinned
-        self._marks = Marks()
-
-    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
-        return self._inner.shard(index)
 
     def memory(self, num_bytes: int) -> torch.Tensor:  # noqa: D102
         return self._device.memory(num_bytes)
-
-    def hand_over(self, gradient: torch.Tensor) -> None:  # noqa: D102
-        self._marks.set(gradient, self._device.mark())
 
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
         after = self._marks.take(gradient)

@@ -35,24 +35,15 @@ class Reduction(GradientStore, Host):
         dtype: In which gradients travel and are summed.
     """
 
-    #: What `comm.reduction` calls it.
-    name: str
-
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self.world = world
-        self.layouts: tuple[Layout, ...] = ()
         # Each rank begins with the next one, so that not all of them turn to rank 0 first.
         self.peers = [(world.rank + 1 + i) % world.size for i in range(world.size)]
 
     @abstractmethod
     def serve(self) -> bool:
         """Do this owner's part of what has arrived; return whether any has. Local, from any thread."""
-
-    @property
-    def trained(self) -> dict[int, int]:
-        """Elements of this rank's shards of the arrays that are trained, by index. Local."""
-        return {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
 
     def in_place(self) -> list[torch.Tensor]:  # noqa: D102
         return [self.shard(index) for index in self.trained]
@@ -89,8 +80,6 @@ class AccumulateReduction(Reduction):
         kind: Of the windows.
     """
 
-    name = "accumulate"
-
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowKind = HOST_WINDOWS) -> None:
         super().__init__(world, dtype)
         self._kind = kind
@@ -98,7 +87,7 @@ class AccumulateReduction(Reduction):
         self._windows: dict[int, list[Window]] = {}
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
-        self.layouts = tuple(layouts)
+        super().plan(layouts)
         self._per_array = windows_per_array(self.world.mpi_library, self.world.size, len(self.trained))
         num_bytes = sum(self.trained.values()) * self.dtype.itemsize
         return Footprint(len(self.trained) * self._per_array, num_bytes if self._kind.on_host else 0)

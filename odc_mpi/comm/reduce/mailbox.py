@@ -60,8 +60,6 @@ class MailboxReduction(Reduction):
         slots: Makes what knows where shards and slots are: on the host, or on a device (`comm.reduce.device_slots`).
     """
 
-    name = "mailbox"
-
     def __init__(
         self,
         world: World,
@@ -90,7 +88,7 @@ class MailboxReduction(Reduction):
         Raises:
             UserError: `mailbox_bytes` is too little for one element of each peer.
         """
-        self.layouts = tuple(layouts)
+        super().plan(layouts)
         num_rings = self.world.size - 1
         smallest = SLOTS_PER_RING * self._slots.alignment
         if self._mailbox_bytes < max(1, num_rings * smallest):

@@ -28,7 +28,6 @@ class ParameterWindows(Host):
         kind: Of the windows.
 
     Attributes:
-        layouts: Of the arrays, once they are known.
         are_whole: Whether this rank sees the shards of all ranks in place, one after the other, in every window.
     """
 
@@ -36,7 +35,6 @@ class ParameterWindows(Host):
         self.dtype = dtype
         self._world = world
         self._kind = kind
-        self.layouts: tuple[Layout, ...] = ()
         self._windows: list[ReadableWindow] = []
         self.are_whole = False
         # Each rank begins with the next one, so that not all of them ask rank 0 first.
@@ -46,7 +44,7 @@ class ParameterWindows(Host):
         return self._windows[index]
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
-        self.layouts = tuple(layouts)
+        super().plan(layouts)
         num_bytes = sum(layout.shard_numel * (layout.dtype or self.dtype).itemsize for layout in layouts)
         per_array = 2 if self._kind.in_place and self._world.num_nodes > 1 else 1
         return Footprint(len(layouts) * per_array, num_bytes if self._kind.on_host else 0)

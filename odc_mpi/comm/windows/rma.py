@@ -1,14 +1,14 @@
 """One piece of memory on every rank, open to the others: the MPI windows that everything else is built from.
 
     Window         from `Win.Allocate`: read, written and added to with one-sided operations
-    SharedWindow   from `Win.Allocate_shared` on each node: the ranks of a node see each other's memory in place, and
-                   those of other nodes read it with one-sided operations
+    SharedWindow   from `Win.Allocate_shared` on each node (`comm.windows.shared_window`): the ranks of a node see each
+                   other's memory in place, and those of other nodes read it with one-sided operations
+    DeviceWindow   over a device's memory (`comm.windows.device_window`)
 
-`comm.windows.device_window` has the one over a device's memory. All hold one passive epoch, Lock_all(NOCHECK), for
-all their life (MPI-4.1, 12.5.3), and are of the unified memory model: owners read and write their memory with plain
-loads and stores. Over `Win.Create` on host memory both MPICH and Open MPI make a Get from the same
-node wait until its target calls MPI. So there it serves only where no same-node peer uses it: for the way from other
-nodes into a `SharedWindow`.
+All hold one passive epoch, Lock_all(NOCHECK), for all their life (MPI-4.1, 12.5.3), and are of the unified memory
+model: owners read and write their memory with plain loads and stores. Over `Win.Create` on host memory both MPICH and
+Open MPI make a Get from the same node wait until its target calls MPI. So there it serves only where no same-node peer
+uses it: for the way from other nodes into a `SharedWindow`.
 """
 
 from collections.abc import Callable, Iterable
@@ -88,7 +88,7 @@ class Window:
             info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
             self._win, self.tensor = self._make(world, numel, dtype, info)
             info.Free()
-            _open(self._win, world)
+            open_epoch(self._win, world)
         # Also the first touch, which would otherwise slow down the first fetch.
         self.tensor.zero_()
         # Once the ranks have met, others may read it, or add to it.
@@ -104,7 +104,7 @@ class Window:
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
         """Start to read elements of a rank's shard, from `start` on, into bytes. One-sided; `flush` completes it."""
-        _get(self._win, target, buffer, self.tensor.itemsize, start)
+        read_shard(self._win, target, buffer, self.tensor.itemsize, start)
 
     def put(self, target: int, start: int, values: Memory) -> None:
         """Start to overwrite elements of a rank's shard from `start` on. One-sided; `flush` completes it.
@@ -189,7 +189,7 @@ class Window:
     def free(self) -> None:
         """End the epoch and free the memory; who still looks at `tensor` sees a copy. Collective."""
         seen, self.tensor = StorageWeakRef(self.tensor.untyped_storage()), torch.empty(0)
-        _free(self._win, [seen])
+        free_window(self._win, [seen])
 
     def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> tuple[MPI.Win, torch.Tensor]:
         """Make the memory and the window over it, within a meeting. Collective."""
@@ -197,79 +197,6 @@ class Window:
         if not numel:
             return win, torch.empty(0, dtype=dtype)
         return win, torch.frombuffer(win.tomemory(), dtype=dtype, count=numel)
-
-
-class SharedWindow:
-    """A shard of `[numel]` on every rank that the ranks of its node see in place. Creating and freeing is collective.
-
-    Args:
-        world: The ranks.
-        numel: Elements per rank, the same on each.
-        dtype: Of the elements.
-
-    Attributes:
-        tensor: This rank's shard, zero at first.
-        whole: All shards as one array, where all ranks are on one node; None where they are not, or where the library
-            leaves gaps (MPICH and Open MPI do not).
-    """
-
-    def __init__(self, world: World, numel: int, dtype: torch.dtype) -> None:
-        self._itemsize = dtype.itemsize
-        num_bytes = numel * dtype.itemsize
-        with world.meeting("allocating a shared window"):
-            self._shared = MPI.Win.Allocate_shared(num_bytes, dtype.itemsize, MPI.INFO_NULL, world.node_comm)
-            _open(self._shared, world)
-        shards = [self._shared.Shared_query(local_rank)[0] for local_rank in range(world.local_size)]
-        self._near = {
-            rank: torch.frombuffer(shard, dtype=dtype, count=numel)
-            for rank, shard in zip(world.node_ranks, shards, strict=True)
-        }
-        self.tensor = self._near[world.rank]
-        self.tensor.zero_()
-        self.whole = None
-        contiguous = all(shard.address == shards[0].address + i * num_bytes for i, shard in enumerate(shards))
-        if world.num_nodes == 1 and contiguous:
-            memory = MPI.memory.fromaddress(shards[0].address, num_bytes * world.size)
-            self.whole = torch.frombuffer(memory, dtype=dtype)
-        self._far: MPI.Win | None = None
-        if world.num_nodes > 1:
-            with world.meeting("opening a shared window to other nodes"):
-                self._far = MPI.Win.Create(shards[world.local_rank], dtype.itemsize, MPI.INFO_NULL, world.comm)
-                _open(self._far, world)
-        self.sync()
-
-    def near(self, target: int) -> torch.Tensor | None:
-        """Return the shard of a rank of this node; None for others. Local."""
-        return self._near.get(target)
-
-    def in_place(self) -> list[torch.Tensor]:
-        """Return the shards of this node, as one piece where they are one. Local."""
-        return [self.whole] if self.whole is not None else list(self._near.values())
-
-    def get(self, target: int, buffer: Memory, start: int = 0) -> None:
-        """Start to read elements of the shard of a rank on another node, from `start` on, into bytes. One-sided."""
-        assert self._far is not None and target not in self._near
-        _get(self._far, target, buffer, self._itemsize, start)
-
-    def flush(self) -> None:
-        """Complete everything that this rank started. One-sided."""
-        if self._far is not None:
-            self._far.Flush_all()
-
-    def sync(self) -> None:
-        """Make stores of this rank seen by others, and theirs by this rank, once all have met. Local."""
-        self._shared.Sync()
-        if self._far is not None:
-            self._far.Sync()
-
-    def free(self) -> None:
-        """End the epochs and free the memory; who still looks at it sees a copy. Collective."""
-        seen = [StorageWeakRef(memory.untyped_storage()) for memory in (*self._near.values(), *self.in_place())]
-        self.tensor, self.whole = torch.empty(0), None
-        self._near.clear()
-        if self._far is not None:
-            _free(self._far)
-        _free(self._shared, seen)
 
 
 @dataclass(frozen=True)
@@ -290,7 +217,6 @@ class WindowKind:
 
 
 HOST_WINDOWS = WindowKind(Window)
-SHARED_WINDOWS = WindowKind(SharedWindow, in_place=True)
 
 
 class Flush:
@@ -318,14 +244,15 @@ class Flush:
         self._memory = None
 
 
-def _get(win: MPI.Win, target: int, buffer: Memory, itemsize: int, start: int = 0) -> None:
+def read_shard(win: MPI.Win, target: int, buffer: Memory, itemsize: int, start: int) -> None:
+    """Start to read elements of so many bytes each, from `start` on, into bytes. One-sided."""
     step = MAX_MESSAGE_NUMEL * itemsize
     for first in range(0, len(buffer), step):
         piece = buffer[first : first + step]
         win.Get([piece, MPI.BYTE], target, (start + first // itemsize, len(piece), MPI.BYTE))
 
 
-def _open(win: MPI.Win, world: World) -> None:
+def open_epoch(win: MPI.Win, world: World) -> None:
     """Begin the epoch of a window, or free it. Collective in the latter case.
 
     Raises:
@@ -341,8 +268,15 @@ def _open(win: MPI.Win, world: World) -> None:
     win.Lock_all(MPI.MODE_NOCHECK)
 
 
-def _free(win: MPI.Win, seen: Iterable[StorageWeakRef] = ()) -> None:
-    """Free a window; a tensor that somebody holds longer would crash the process, so it gets memory of its own."""
+def free_window(win: MPI.Win, seen: Iterable[StorageWeakRef] = ()) -> None:
+    """Free a window. Collective.
+
+    A tensor that somebody holds longer would crash the process, so it gets memory of its own.
+
+    Args:
+        win: The window.
+        seen: Memory of the window that tensors look at.
+    """
     for reference in seen:
         held = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
         if held is not None and hasattr(held, "_swap_data_ptr_"):  # older versions of torch have no such function

@@ -24,6 +24,12 @@ from odc_mpi.errors import UserError
 
 Lengths = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.float64]
+#: Plans a minibatch, given
+#:     the length in tokens of each of its sequences, int64 [n],
+#:     the number of ranks, also more than there are sequences,
+#:     the most tokens in a microbatch,
+#:     the cost to balance.
+#: Local. Raises a `UserError` if a sequence is longer than a microbatch may be.
 Balance = Callable[[Lengths, int, int, Cost], "Plan"]
 
 
@@ -57,16 +63,7 @@ def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan
     The LocalSort of ODC (arXiv 2601.19362), which takes it from LongAlign (arXiv 2401.18058): no balance between
     ranks, but the first microbatch shows the highest need of memory.
 
-    Local.
-
-    Args:
-        lengths: Length in tokens of each sequence of the minibatch, int64 [n].
-        size: Number of ranks.
-        max_tokens: The most tokens in a microbatch.
-        cost: Unused: the sort is by length.
-
-    Raises:
-        UserError: A sequence is longer than `max_tokens`.
+    Local; see `Balance`. The cost is unused: the sort is by length.
     """
     check_fit(lengths, max_tokens)
     microbatches: list[list[Microbatch]] = [[] for _ in range(size)]
@@ -84,19 +81,10 @@ def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
     with the most of them needs, and runs them by falling cost. Where differencing overfills a microbatch verl tries one
     more of them; here the split falls back to packing, which keeps their number at the least that packing finds.
 
-    Local.
-
-    Args:
-        lengths: Length in tokens of each sequence of the minibatch, int64 [n].
-        size: Number of ranks.
-        max_tokens: The most tokens in a microbatch.
-        cost: Cost to balance.
+    Local; see `Balance`.
 
     Returns:
         The same number of microbatches for each rank; a rank with fewer sequences than that ends with empty ones.
-
-    Raises:
-        UserError: A sequence is longer than `max_tokens`.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -115,21 +103,12 @@ def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
     Ranks are balanced with the largest differencing method, microbatches are packed first-fit decreasing and run by
     falling cost, so that memory peaks at once and the last, shortest work evens out.
 
-    Local.
-
-    Args:
-        lengths: Length in tokens of each sequence of the minibatch, int64 [n].
-        size: Number of ranks. With fewer sequences than ranks some ranks get nothing.
-        max_tokens: The most tokens in a microbatch.
-        cost: Cost to balance.
-
-    Raises:
-        UserError: A sequence is longer than `max_tokens`.
+    Local; see `Balance`.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
     parts = partition(costs.tolist(), size)
-    return Plan(tuple(_packed(part, lengths, max_tokens, costs) for part in parts))
+    return Plan(tuple(_named(part, first_fit(lengths[part], max_tokens), costs) for part in parts))
 
 
 def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
@@ -139,19 +118,10 @@ def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
     minibatch runs: a rank that is slow, or whose work was estimated too low, draws less. `data.plan.cut` says how the
     microbatches are made: large ones, and a tail of small ones.
 
-    Local.
-
-    Args:
-        lengths: Length in tokens of each sequence of the minibatch, int64 [n].
-        size: Number of ranks.
-        max_tokens: The most tokens in a microbatch.
-        cost: Cost to balance.
+    Local; see `Balance`.
 
     Returns:
         All microbatches in the pool, none fixed to a rank.
-
-    Raises:
-        UserError: A sequence is longer than `max_tokens`.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -180,11 +150,6 @@ def check_fit(lengths: Lengths, max_tokens: int) -> None:
             f"({len(too_long)} of {len(lengths)} are longer): raise data.max_tokens_per_microbatch, or prepare with "
             "--max-length"
         )
-
-
-def _packed(part: list[int], lengths: Lengths, max_tokens: int, costs: Costs) -> tuple[Microbatch, ...]:
-    """Pack a rank's sequences into few microbatches, costliest first."""
-    return _named(part, first_fit(lengths[part], max_tokens), costs)
 
 
 def _split(

@@ -11,6 +11,7 @@ Only comparisons, plain sums in a fixed order and `math.fsum` decide: every proc
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
@@ -58,7 +59,7 @@ def cut(
     starts = [np.zeros(size)] * len(SPREADS) if begun is None else begun
     best: tuple[Bins, npt.NDArray[np.intp]] | None = None
     earliest = math.inf
-    for bins in _candidates(lengths, costs, max_tokens, size):
+    for bins in _Cutter(lengths, costs, max_tokens).candidates(size):
         totals = bins.sums(costs)
         order = np.lexsort((bins.firsts(), -totals))
         work = constant + totals[order]
@@ -139,47 +140,41 @@ class Bins:
         return [tuple(members[begin:end]) for begin, end in pairwise([*begins, len(members)])]
 
 
-def _candidates(
-    lengths: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], max_tokens: int, size: int
-) -> Iterator[Bins]:
-    rising = np.array(by_falling(costs))[::-1]
-    up_to = np.cumsum(costs[rising])
-    least = -(-int(lengths.sum()) // (size * max_tokens))
-    for tail in TAILS:
-        num_small = int(np.searchsorted(up_to, tail * up_to[-1], side="right")) if tail else 0
-        small, large = rising[:num_small][::-1], rising[num_small:][::-1]
-        if not len(large):
-            continue
-        for per_rank in sorted({max(least, wish) for wish in PER_RANK}):
-            heads = _evenly(large, lengths, costs, max_tokens, size * per_rank)
-            if not num_small:
-                yield heads
+@dataclass(frozen=True)
+class _Cutter:
+    """Makes bins of the sequences of a minibatch, none with more than so many tokens."""
+
+    lengths: npt.NDArray[np.int64]
+    costs: npt.NDArray[np.float64]
+    max_tokens: int
+
+    def candidates(self, size: int) -> Iterator[Bins]:
+        """Yield cuts for so many ranks. Local."""
+        rising = np.array(by_falling(self.costs))[::-1]
+        up_to = np.cumsum(self.costs[rising])
+        least = -(-int(self.lengths.sum()) // (size * self.max_tokens))
+        for tail in TAILS:
+            num_small = int(np.searchsorted(up_to, tail * up_to[-1], side="right")) if tail else 0
+            small, large = rising[:num_small][::-1], rising[num_small:][::-1]
+            if not len(large):
                 continue
-            most = float(heads.sums(costs).max())
-            for fraction in FRACTIONS:
-                yield heads + _packed(small, lengths, costs, max_tokens, most / fraction)
+            for per_rank in sorted({max(least, wish) for wish in PER_RANK}):
+                heads = self._evenly(large, size * per_rank)
+                if not num_small:
+                    yield heads
+                    continue
+                most = float(heads.sums(self.costs).max())
+                for fraction in FRACTIONS:
+                    yield heads + self._packed(small, most / fraction)
 
+    def _evenly(self, part: npt.NDArray[np.int64], count: int) -> Bins:
+        """Split a part of the minibatch into about so many bins of about equal cost, more where tokens ask for it."""
+        costs = self.costs[part].tolist()
+        if len(part) < min(MANY_EACH * count, MANY):
+            bins = Bins.of(part, [own for own in partition(costs, count) if own])
+            if int(bins.sums(self.lengths).max()) <= self.max_tokens:
+                return bins
+        return self._packed(part, math.fsum(costs) / count)
 
-def _evenly(
-    part: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    costs: npt.NDArray[np.float64],
-    max_tokens: int,
-    count: int,
-) -> Bins:
-    """Split a part of the minibatch into about so many bins of about equal cost, more where tokens ask for it."""
-    if len(part) < min(MANY_EACH * count, MANY):
-        bins = Bins.of(part, [own for own in partition(costs[part].tolist(), count) if own])
-        if int(bins.sums(lengths).max()) <= max_tokens:
-            return bins
-    return _packed(part, lengths, costs, max_tokens, math.fsum(costs[part].tolist()) / count)
-
-
-def _packed(
-    part: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    costs: npt.NDArray[np.float64],
-    max_tokens: int,
-    most: float,
-) -> Bins:
-    return Bins.of(part, even_fit(lengths[part], costs[part], max_tokens, most))
+    def _packed(self, part: npt.NDArray[np.int64], most: float) -> Bins:
+        return Bins.of(part, even_fit(self.lengths[part], self.costs[part], self.max_tokens, most))

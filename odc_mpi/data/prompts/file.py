@@ -16,9 +16,9 @@ No communication. Any number of ranks may have the file open, for reading only.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import h5py
@@ -127,7 +127,7 @@ def write_prompts(
         )
 
 
-class Prompts:
+class Prompts(AbstractContextManager["Prompts"]):
     """Prompts, read one at a time. A context manager; closes twice without harm.
 
     Attributes:
@@ -204,12 +204,7 @@ class Prompts:
         """Close the file. Local."""
         self._file.close()
 
-    def __enter__(self) -> "Prompts":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -8,6 +8,9 @@
 It tells only what is new: a note or two per call of a unit, a few microseconds each.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 
 from odc_mpi.comm.transport import Group
@@ -46,11 +49,14 @@ class Activity:
             self._microbatch += 1
             self._told = None
 
-    def tell_whole(self, what: str) -> None:
-        """Tell what this rank does in words, and no units until it is told "". Local."""
-        self._whole, self._told = what, None
-        if what:
-            self._note(what)
+    @contextmanager
+    def whole(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Tell in words what this rank does, and no units meanwhile; yield what tells other words. Local."""
+        self._tell_whole(what)
+        try:
+            yield self._tell_whole
+        finally:
+            self._tell_whole("")
 
     def tell(self, doing: str, unit: str) -> None:
         """Tell, if it is new, what is done with a unit. Local.
@@ -64,3 +70,8 @@ class Activity:
             if not self._microbatch and doing != "fetching":
                 doing = "using"
             self._note(f"{doing} unit {unit or '(root)'}", self._microbatch)
+
+    def _tell_whole(self, what: str) -> None:
+        self._whole, self._told = what, None
+        if what:
+            self._note(what)

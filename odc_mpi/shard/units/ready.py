@@ -13,9 +13,9 @@ import torch
 from odc_mpi.comm.pending import Fetch
 from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.transport import Transport
+from odc_mpi.shard.boundary import Spans
 from odc_mpi.shard.prefetch import CommunicationThread, FetchOrder
 from odc_mpi.shard.residency import Residency
-from odc_mpi.shard.spans import Spans
 from odc_mpi.shard.units.activity import Activity, in_backward
 from odc_mpi.shard.units.unit import Unit, UnitState
 

@@ -8,7 +8,7 @@ from odc_mpi.files import warn_lost
 from odc_mpi.observe.participant import Participant, Step
 from odc_mpi.runtime.world import World
 from odc_mpi.train.rl.source import RolloutSource
-from odc_mpi.train.rundir import COMPLETIONS
+from odc_mpi.train.rundir.records import COMPLETIONS
 
 _MOST_CHARS = 120
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from odc_mpi.errors import UserError
-from odc_mpi.train.rl.checks import NAMES, NOT_NEGATIVE, ONE_OR_MORE, POSITIVE, Check, Size
+from odc_mpi.train.checks import NAMES, NOT_NEGATIVE, ONE_OR_MORE, POSITIVE, Check, Size
 
 _PROBABILITY = Check("above 0 and at most 1", lambda value: 0 < value <= 1)
 _TWO_OR_MORE = Check("2 or more", lambda value: value >= 2)

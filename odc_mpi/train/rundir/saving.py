@@ -24,14 +24,14 @@ from odc_mpi.checkpoint.manifest import CHECKPOINTS
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.errors import StoppedError, TrainingError, warn
-from odc_mpi.models.base import part_digests
 from odc_mpi.models.build import BuiltModel
+from odc_mpi.models.weights import part_digests
 from odc_mpi.observe.participant import Participant, Step
 from odc_mpi.runtime.allocation import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
 from odc_mpi.train.exact import parameters_digest
-from odc_mpi.train.owner import Owner
+from odc_mpi.train.rundir.owner import Owner
 from odc_mpi.train.settings import Config
 from odc_mpi.train.stop import StopWish
 

@@ -13,16 +13,16 @@ from odc_mpi.checkpoint.publish import restore, retired
 from odc_mpi.checkpoint.reader import Checkpoint, directories
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_optimizer, restore_buffers
 from odc_mpi.errors import AgreedError, UserError, warn
-from odc_mpi.models.base import check_base
 from odc_mpi.models.build import BuiltModel
+from odc_mpi.models.weights import check_base
 from odc_mpi.observe.terminal import terminal_width
 from odc_mpi.runtime.allocation import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.slices import Weights
 from odc_mpi.train.inputs import Inputs
-from odc_mpi.train.owner import Owner, take
-from odc_mpi.train.rundir import has_records, open_run_directory, reopen_run_directory
-from odc_mpi.train.saving import model_config
+from odc_mpi.train.rundir.owner import Owner, take
+from odc_mpi.train.rundir.records import has_records, open_run_directory, reopen_run_directory
+from odc_mpi.train.rundir.saving import model_config
 from odc_mpi.train.settings import Config, defaults, dump
 
 #: torch's classes of optim.optimizer.
@@ -187,17 +187,19 @@ def _find(config: Config, world: World) -> Origin | None:
     if wish == "never" and not job.get("slurm_restarts"):
         return None
     candidates = world.agree(lambda: _own_checkpoints(run_dir, world.rank, config.comm.timeout_s))
-    if wish == "never":
-        own = _newest(world, candidates)
-        # The same run, which the scheduler started once more; another's checkpoint is none of it.
-        if own and own.manifest.about.get("slurm_job_id") == job["slurm_job_id"]:
-            return Origin(own, True, own.manifest.about["origin"])
-        if own:
-            own.close()
-        return None
-    if wish == "auto":
-        own = _newest(world, candidates)
-        return Origin(own, True, own.manifest.about["origin"]) if own else None
+    if wish not in ("never", "auto"):
+        return _asked_for(world, wish, run_dir, candidates)
+    own = _newest(world, candidates)
+    # With never: the same run, which the scheduler started once more; another's checkpoint is none of it.
+    if own and (wish == "auto" or own.manifest.about.get("slurm_job_id") == job["slurm_job_id"]):
+        return Origin(own, True, own.manifest.about["origin"])
+    if own:
+        own.close()
+    return None
+
+
+def _asked_for(world: World, wish: str, run_dir: Path, candidates: Sequence[Path]) -> Origin:
+    """Return the checkpoint to begin at, or the run's own newest if it began there. Collective."""
     try:
         own = _newest(world, candidates)
     except AgreedError as error:

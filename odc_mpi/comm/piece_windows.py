@@ -1,0 +1,230 @@
+"""Memory of the pieces of sequences on a rank, with flags: what `comm.pieces` exchanges keys and values through."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from odc_mpi.comm.windows.rma import Window
+from odc_mpi.comm.windows.shared_window import SharedWindow
+from odc_mpi.runtime.deadline import complete
+from odc_mpi.runtime.world import World
+
+#: The kinds of flags.
+SHOWN, GIVEN, TAKEN, READ = range(4)
+_NAMES = ("keys and values", "gradients of keys and values", "room for gradients", "end")
+#: A flag's number is that of the sequence times this, plus the layers that are done.
+MOST_LAYERS = 1 << 20
+#: Slots begin at multiples of so many bytes.
+_ALIGNMENT = 64
+#: Slots of gradients: a rank fills one while the other is read.
+_GRADIENT_SLOTS = 2
+
+#: Keys and values, or their gradients, of a piece in a layer: `[1, key_value_heads, tokens, head_dim]` each.
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much memory a rank's pieces take.
+
+    Attributes:
+        num_layers: Layers with attention.
+        token_bytes: Of the keys and values of a token in one layer.
+        max_piece_tokens: The most tokens in a piece.
+        max_earlier_tokens: The most tokens before a piece.
+    """
+
+    num_layers: int
+    token_bytes: int
+    max_piece_tokens: int
+    max_earlier_tokens: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the keys and values of a layer."""
+        return _aligned(self.max_piece_tokens * self.token_bytes)
+
+    @property
+    def gradient_slot_bytes(self) -> int:
+        """Bytes of the gradients of a layer, for all earlier pieces."""
+        return _aligned(self.max_earlier_tokens * self.token_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_layers * self.slot_bytes + _GRADIENT_SLOTS * self.gradient_slot_bytes
+
+
+class PieceWindows:
+    """Memory of this rank's pieces that other ranks can read. Making one is collective, as is closing it.
+
+    Args:
+        world: The ranks.
+        sizes: Of the memory.
+        in_place: Whether ranks of a node read each other's memory in place.
+        serve: The owner's part of the gradient store, called while this rank waits.
+
+    Attributes:
+        sizes: As given.
+        waited_s: Seconds that this rank waited for others so far.
+
+    Raises:
+        UserError: /dev/shm has too little room; raised on every rank.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        sizes: Sizes,
+        *,
+        in_place: bool,
+        serve: Callable[[], object] = lambda: None,
+    ) -> None:
+        assert 0 < sizes.num_layers < MOST_LAYERS
+        self.world, self.sizes = world, sizes
+        self._serve = serve
+        world.require_shared_memory(sizes.num_bytes, "keys and values of pieces of sequences")
+        make = SharedWindow if in_place else Window
+        self._memory: SharedWindow | Window = make(world, sizes.num_bytes, torch.uint8)
+        self._flags = Window(world, len(_NAMES) * world.size, torch.int64)
+        self._arrived = self._flags.tensor.numpy()
+        # What the last Put of each flag carried: untouched until that is flushed.
+        self._sent = np.zeros(len(_NAMES) * world.size, dtype=np.int64)
+        self._unflushed: set[int] = set()
+        # Flags of other ranks, by kind and number, that come before a slot is free.
+        self._readers: list[tuple[int, int]] = []
+        self._takers: list[list[tuple[int, int]]] = [[] for _ in range(_GRADIENT_SLOTS)]
+        self.waited_s = 0.0
+        self._open = True
+        world.on_close(self.close)
+        world.meet(world.comm.Ibarrier(), "clearing the flags of pieces")
+
+    def close(self) -> None:
+        """Free the memory. Collective; a second call does nothing."""
+        if self._open:
+            self._open = False
+            del self._arrived
+            with self.world.meeting("freeing the windows of pieces"):
+                self._flags.free()
+                self._memory.free()
+            self.world.forget(self.close)
+
+    def slot(self, layer: int) -> int:
+        """Return where the keys and values of a layer begin, in bytes. Local."""
+        return layer * self.sizes.slot_bytes
+
+    def gradient_slot(self, layer: int) -> int:
+        """Return where the gradients of a layer begin, in bytes. Local."""
+        turn = layer % _GRADIENT_SLOTS
+        return self.slot(self.sizes.num_layers) + turn * self.sizes.gradient_slot_bytes
+
+    def await_readers(self, what: str) -> None:
+        """Wait until nobody reads the keys and values of this rank's last piece. One-sided."""
+        readers, self._readers = self._readers, []
+        for rank, number in readers:
+            self.wait(READ, rank, number, what)
+
+    def await_takers(self, layer: int, what: str) -> None:
+        """Wait until nobody reads the gradients in the slot of a layer. One-sided."""
+        turn = layer % _GRADIENT_SLOTS
+        takers, self._takers[turn] = self._takers[turn], []
+        for rank, number in takers:
+            self.wait(TAKEN, rank, number, what)
+
+    def expect_readers(self, readers: Sequence[tuple[int, int]]) -> None:
+        """Tell by which flags READ the keys and values will be free. Local."""
+        self._readers = list(readers)
+
+    def expect_takers(self, layer: int, takers: Sequence[tuple[int, int]]) -> None:
+        """Tell by which flags TAKEN the slot of a layer will be free. Local."""
+        self._takers[layer % _GRADIENT_SLOTS] = list(takers)
+
+    def write(self, start: int, tensor: torch.Tensor) -> int:
+        """Copy a tensor into this rank's memory, `start` in bytes; return where it ends. Local."""
+        own = self._memory.tensor[start : start + tensor.nbytes]
+        own.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return start + tensor.nbytes
+
+    def read(self, rank: int, start: int, pair: Pair, tokens: int, what: str) -> Pair:
+        """Return a pair of so many tokens in a rank's memory, in place on the host or fetched. One-sided.
+
+        Args:
+            rank: Whose memory.
+            start: In bytes.
+            pair: Has the shapes, but for the tokens, the type and the device.
+            tokens: Of the pair to read.
+            what: The operation in words that follow "while".
+        """
+        shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in pair]
+        sizes = [part.nbytes // part.shape[2] * tokens for part in pair]
+        self._memory.sync()  # no load may come before that of the flag
+        whole = self._memory.near(rank)
+        if whole is not None:
+            found = whole[start : start + sum(sizes)]
+        else:
+            found = torch.empty(sum(sizes), dtype=torch.uint8)
+            with self.world.deadline(what, [rank]):
+                self._memory.get(rank, found.numpy(), start)
+                self._memory.flush()
+        parts = zip(found.split(sizes), shapes, pair, strict=True)
+        key, value = (part.view(like.dtype).view(shape).to(like.device) for part, shape, like in parts)
+        return key, value
+
+    def tell(self, kind: int, ranks: Sequence[int], number: int, what: str) -> None:
+        """Raise a flag at other ranks; what was written or read before is so when they see it. One-sided."""
+        self._memory.sync()
+        own = kind * self.world.size + self.world.rank
+        for rank in ranks:
+            place = kind * self.world.size + rank
+            with self.world.deadline(what, [rank]):
+                if rank in self._unflushed:  # complete since the last time, as a rule
+                    self._flags.flush(rank)
+                self._sent[place] = number
+                self._flags.put(rank, own, self._sent[place : place + 1].view(np.uint8))
+                self._unflushed.add(rank)
+        # Over a network a Put may leave only when somebody calls MPI.
+        self.world.comm.Iprobe()
+
+    def flush(self, what: str) -> None:
+        """Complete the flags that were raised. One-sided."""
+        with self.world.deadline(what, self._unflushed):
+            for rank in self._unflushed:
+                self._flags.flush(rank)
+        self._unflushed.clear()
+
+    def wait(self, kind: int, rank: int, number: int, what: str) -> None:
+        """Wait for a flag of another rank, serving others meanwhile. One-sided."""
+        flag = _Flag(self, kind * self.world.size + rank, number)
+        if not flag.Test():
+            began = time.perf_counter()
+            with self.world.deadline(f"waiting for the {_NAMES[kind]} of {what}", [rank]):
+                complete(flag, self._meanwhile)
+            self.waited_s += time.perf_counter() - began
+
+    def arrived(self, place: int) -> int:
+        """Return a flag in this rank's memory. Local."""
+        self._flags.sync()
+        return int(self._arrived[place])
+
+    def _meanwhile(self) -> None:
+        self.world.comm.Iprobe()  # over a network nothing arrives unless somebody calls MPI
+        self._serve()
+
+
+class _Flag:
+    """A flag that is waited for, as `runtime.deadline.complete` takes it."""
+
+    def __init__(self, windows: PieceWindows, place: int, number: int) -> None:
+        self._windows, self._place, self._number = windows, place, number
+
+    def Test(self) -> bool:  # noqa: N802 - MPI's own name
+        """Return whether the flag is raised. Local."""
+        return self._windows.arrived(self._place) >= self._number
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
