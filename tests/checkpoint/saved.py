@@ -62,6 +62,10 @@ def state_of(model, optimizer):
     return found
 
 
+def buffers_of(model):
+    return {name: value.clone() for name, value in model.module.named_buffers() if name != "scratch"}
+
+
 def whole(parts):
     """The ranks' parts put together."""
     paths = parts[0].keys()
@@ -92,7 +96,7 @@ def save(directory, size, step=2, param_dtype=torch.float32, make=make_adamw, ab
         optimizer = make(model.shard_parameters())
         train(model, optimizer)
         write(directory, transport, size, model, optimizer, step, about or {}, warnings.append)
-        return state_of(model, optimizer), {k: v.clone() for k, v in model.module.named_buffers() if k != "scratch"}
+        return state_of(model, optimizer), buffers_of(model)
 
     parts = run_ranks(size, work, param_dtype, torch.float32)
     return whole([part for part, _ in parts]), parts[0][1], warnings
@@ -113,7 +117,7 @@ def load(directory, size, param_dtype=torch.float32, make=make_adamw, steps=0, o
             train(model, optimizer, steps)
         if out is not None:
             write(out, transport, size, model, optimizer, 2, {}, pytest.fail)
-        return state_of(model, optimizer), {k: v.clone() for k, v in model.module.named_buffers() if k != "scratch"}
+        return state_of(model, optimizer), buffers_of(model)
 
     parts = run_ranks(size, work, param_dtype, torch.float32)
     return whole([part for part, _ in parts]), parts[0][1]

@@ -45,12 +45,8 @@ def run(config, world):
         name: inputs.model.weights.read(name, 0, parameter.numel()).view(parameter.shape).clone()
         for name, parameter in inputs.model.module.named_parameters()
     }
-    trainer = build_trainer(config, world, inputs, decide(config, world))
-    metrics = [trainer.step() for _ in range(config.run.steps)]
-    state = trainer.model.state_dict()
-    world.gather_objects(None)
-    trainer.model.close()
-    return inputs, [line["loss"] for line in metrics], first, state
+    with test_parity.training(config, world, inputs) as (trainer, steps):
+        return inputs, [line["loss"] for line in steps()], first, trainer.model.state_dict()
 
 
 def peft_model(config, first, attention="sdpa"):

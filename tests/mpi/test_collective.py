@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_parity import FROZEN, FROZEN_IDS, assert_bf16_follows, assert_like_plain, configure
 from torch import nn
-from units import Block, assert_pushed, stretches
+from units import Block, assert_nan_is_known_to_all, assert_pushed, assert_reports_and_sums, stretches
 
 from odc_mpi.api import decide_for
 from odc_mpi.comm import collective
@@ -121,13 +121,7 @@ def test_padding_adds_exactly_nothing(recorded, world):
 
 def test_a_real_gradient_that_is_not_finite_is_known_to_all(recorded, world):
     model, _ = recorded
-    with model.minibatch() as totals:
-        scale = float("nan") if world.rank == world.size - 1 else 1.0
-        (model(torch.randn(2, 16)).mean() * scale).backward()
-    assert not totals.finite
-    model.publish()
-    assert run_padded(model, world, 1).finite, "the gradients were not cleared"
-    model.publish()
+    assert_nan_is_known_to_all(model, world, lambda: run_padded(model, world, 1))
 
 
 def test_the_same_gradients_as_over_windows(world):
@@ -185,9 +179,7 @@ def test_pushes_of_all_ranks_add_up_exactly(make, world, dtype, num_comms, monke
 
 def test_reports_and_sums_reach_everyone(make, world):
     transport = make()
-    reports = transport.complete_gradients(np.array([world.rank, 0.5]))
-    assert reports.tolist() == [[rank, 0.5] for rank in range(world.size)]
-    assert transport.group.norm(np.array([1.0, world.rank])).tolist() == [world.size, sum(range(world.size))]
+    assert_reports_and_sums(world, transport)
     tensor = torch.full((3, 5), float(world.rank))
     transport.group.broadcast(tensor)
     assert not tensor.any()

@@ -4,7 +4,7 @@ import functools
 import time
 
 import pytest
-from test_parity import assert_close, configure, expected
+from test_parity import assert_close, configure, expected, training
 
 from odc_mpi.data import loader
 from odc_mpi.data.plan.balance import Plan, dynamic
@@ -12,7 +12,6 @@ from odc_mpi.data.plan.pieces import Split, even_bounds
 from odc_mpi.errors import UserError
 from odc_mpi.train import context as pieces
 from odc_mpi.train.inputs import open_inputs
-from odc_mpi.train.run import build_trainer, decide
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
@@ -36,24 +35,21 @@ def in_pieces(count, lengths, size, max_tokens, cost):
 def train(config, world):
     """Losses and parameters, and how many sequences were cut."""
     inputs = open_inputs(config, world.rank, world.size)
-    trainer = build_trainer(config, world, inputs, decide(config, world))
     num_cut = 0
-    draw = trainer._source.draw
+    with training(config, world, inputs) as (trainer, steps):
+        draw = trainer._source.draw
 
-    def counting():
-        nonlocal num_cut
-        minibatch = draw()
-        num_cut += len(minibatch.plan.splits)
-        return minibatch
+        def counting():
+            nonlocal num_cut
+            minibatch = draw()
+            num_cut += len(minibatch.plan.splits)
+            return minibatch
 
-    trainer._source.draw = counting
-    metrics = [trainer.step() for _ in range(config.run.steps)]
-    state = trainer.model.state_dict()
-    world.gather_objects(None)
-    trainer.model.close()
+        trainer._source.draw = counting
+        losses, state = [line["loss"] for line in steps()], trainer.model.state_dict()
     if trainer._source._pieces:
         trainer._source._pieces.windows.close()
-    return inputs, [line["loss"] for line in metrics], state, num_cut
+    return inputs, losses, state, num_cut
 
 
 def configured(dataset_path, **changes):

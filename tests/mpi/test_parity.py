@@ -1,5 +1,6 @@
 """Training over windows gives the losses and parameters of a plain loop on one process."""
 
+import contextlib
 import functools
 import itertools
 
@@ -91,12 +92,17 @@ def run(config, world, freeze=()):
     inputs = open_inputs(config, world.rank, world.size)
     for name, parameter in inputs.model.module.named_parameters():
         parameter.requires_grad_(not any(word in name for word in freeze))
+    with training(config, world, inputs) as (trainer, steps):
+        return inputs.dataset, steps(), trainer.model.state_dict()
+
+
+@contextlib.contextmanager
+def training(config, world, inputs):
+    """A trainer, and what takes its steps and returns their metrics."""
     trainer = build_trainer(config, world, inputs, decide(config, world))
-    metrics = [trainer.step() for _ in range(config.run.steps)]
-    state = trainer.model.state_dict()
+    yield trainer, lambda: [trainer.step() for _ in range(config.run.steps)]
     world.gather_objects(None)  # state_dict is one-sided: nobody frees windows that another still reads
     trainer.model.close()
-    return inputs.dataset, metrics, state
 
 
 def assert_like_plain(config, world, freeze=(), like=None):
@@ -204,10 +210,8 @@ def test_initial_weights_do_not_depend_on_the_number_of_ranks(world, dataset_pat
     config = configure(dataset_path)
     built = models.from_config(config.model.config, config.run.seed)
     inputs = open_inputs(config, world.rank, world.size)
-    trainer = build_trainer(config, world, inputs, decide(config, world))
-    state = trainer.model.state_dict()
-    for name, shape in trainer.model.parameter_shapes().items():
-        drawn = built.weights.read(name, 0, state[name].numel()).view(shape)
-        assert torch.equal(state[name], drawn), name
-    world.gather_objects(None)
-    trainer.model.close()
+    with training(config, world, inputs) as (trainer, _):
+        state = trainer.model.state_dict()
+        for name, shape in trainer.model.parameter_shapes().items():
+            drawn = built.weights.read(name, 0, state[name].numel()).view(shape)
+            assert torch.equal(state[name], drawn), name

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from test_parity import assert_close, configure, expected
+from test_parity import assert_close, configure, expected, training
 
 from odc_mpi.data.loader import read_batch
 from odc_mpi.observe.participant import Participant
 from odc_mpi.train import run
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.objectives.sft import SupervisedFineTuning
-from odc_mpi.train.run import build_trainer, decide
 
 pytestmark = pytest.mark.mpi
 
@@ -60,28 +59,22 @@ def test_a_divisor_that_is_known_at_a(world, dataset_path, monkeypatch, balance,
     monkeypatch.setattr(run, "SupervisedFineTuning", DividedAtA)
     config = configure(dataset_path, **{"data.balance": balance, "comm.transport": transport})
     inputs = open_inputs(config, world.rank, world.size)
-    trainer = build_trainer(config, world, inputs, decide(config, world))
-    metrics = [trainer.step() for _ in range(config.run.steps)]
     losses, parameters = expected(config, inputs.dataset)
-    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
-    assert_close(trainer.model.state_dict(), parameters)
-    world.gather_objects(None)
-    trainer.model.close()
+    with training(config, world, inputs) as (trainer, steps):
+        assert [m["loss"] for m in steps()] == pytest.approx(losses, rel=1e-5)
+        assert_close(trainer.model.state_dict(), parameters)
 
 
 def test_forwards_between_steps_change_nothing(world, dataset_path):
     config = configure(dataset_path)
     inputs = open_inputs(config, world.rank, world.size)
-    trainer = build_trainer(config, world, inputs, decide(config, world))
-    evaluation = Evaluation(trainer.model, inputs.dataset, world.rank)
-    trainer.participants.append(evaluation)
-    metrics = [trainer.step() for _ in range(config.run.steps)]
     losses, _ = expected(config, inputs.dataset)
-    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
-    assert len(set(evaluation.losses)) == config.run.steps and evaluation.losses[-1] < evaluation.losses[0]
-    assert len({tuple(told) for told in world.gather_objects(evaluation.losses)}) == 1
-    world.gather_objects(None)
-    trainer.model.close()
+    with training(config, world, inputs) as (trainer, steps):
+        evaluation = Evaluation(trainer.model, inputs.dataset, world.rank)
+        trainer.participants.append(evaluation)
+        assert [m["loss"] for m in steps()] == pytest.approx(losses, rel=1e-5)
+        assert len(set(evaluation.losses)) == config.run.steps and evaluation.losses[-1] < evaluation.losses[0]
+        assert len({tuple(told) for told in world.gather_objects(evaluation.losses)}) == 1
 
 
 @pytest.mark.sizes(1)
@@ -89,14 +82,13 @@ def test_two_participants_with_the_same_name_are_refused(world, dataset_path):
     """Of two numbers of one name only the last would be heard."""
     config = configure(dataset_path)
     inputs = open_inputs(config, world.rank, world.size)
-    trainer = build_trainer(config, world, inputs, decide(config, world))
-    for _ in range(2):
-        trainer.participants.append(Named())
-    with pytest.raises(ValueError, match="got 'heard' of Named and Named"):
+    with training(config, world, inputs) as (trainer, _):
+        for _ in range(2):
+            trainer.participants.append(Named())
+        with pytest.raises(ValueError, match="got 'heard' of Named and Named"):
+            trainer.start()
+        trainer.participants.pop()
         trainer.start()
-    trainer.participants.pop()
-    trainer.start()
-    trainer.model.close()
 
 
 class Named(Participant):

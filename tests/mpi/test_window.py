@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from units import assert_pushed, stretches
+from units import assert_pushed, assert_reports_and_sums, stretches
 
 from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction
@@ -101,10 +101,7 @@ def test_long_messages_are_cut(make, world, monkeypatch, reduction):
 
 
 def test_reports_and_sums_reach_everyone(make, world):
-    transport = make([10])
-    reports = transport.complete_gradients(np.array([world.rank, 0.5]))
-    assert reports.tolist() == [[rank, 0.5] for rank in range(world.size)]
-    assert transport.group.norm(np.array([1.0, world.rank])).tolist() == [world.size, sum(range(world.size))]
+    assert_reports_and_sums(world, make([10]))
 
 
 def test_broadcast_takes_rank_0s(make, world):

@@ -16,6 +16,23 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
+def assert_nan_is_known_to_all(model, world, run):
+    """One rank's gradient that is not finite: all hear of it, and `run`, another minibatch, begins from zero."""
+    with model.minibatch() as totals:
+        scale = float("nan") if world.rank == world.size - 1 else 1.0
+        (model(torch.randn(2, 16)).mean() * scale).backward()
+    assert not totals.finite
+    model.publish()
+    assert run().finite, "the gradients were not cleared"
+    model.publish()
+
+
+def assert_reports_and_sums(world, transport):
+    reports = transport.complete_gradients(np.array([world.rank, 0.5]))
+    assert reports.tolist() == [[rank, 0.5] for rank in range(world.size)]
+    assert transport.group.norm(np.array([1.0, world.rank])).tolist() == [world.size, sum(range(world.size))]
+
+
 def stretches(sizes, rank, number):
     """Yield, for each array, a stretch of a gradient: index, start, integers, so that sums are exact in any order."""
     for index, numel in enumerate(sizes):

@@ -12,7 +12,7 @@ import torch
 from parity import adamw, assert_same_state, check_parity, in_turn, sgd, squares, train_plain, vectors
 from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn, optim
-from zoo import WIDTH, Block, Layer, Stack, Transformer
+from zoo import WIDTH, Block, Drawn, Layer, Stack, Transformer
 
 from odc_mpi.comm.pending import Done, Fetch
 from odc_mpi.shard.model import ShardedModel
@@ -489,22 +489,6 @@ def test_rank_0_s_values_count(size: int) -> None:
     run_ranks(size, work)
 
 
-class Drawn:
-    """Weights by name, of their own type; notes what is read."""
-
-    def __init__(self, module: nn.Module) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.values = {
-            name: torch.randn(p.shape, generator=generator, dtype=torch.float32)
-            for name, p in module.named_parameters()
-        }
-        self.reads: list[tuple[str, int, int]] = []
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        self.reads.append((name, start, stop))
-        return self.values[name].flatten()[start:stop]
-
-
 @SIZES
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_weights_from_elsewhere_are_read_slice_by_slice(size: int, device: str) -> None:
@@ -514,7 +498,7 @@ def test_weights_from_elsewhere_are_read_slice_by_slice(size: int, device: str) 
 
     def work(transport: RecordingTransport) -> list[tuple[str, int, int]]:
         module = modules[transport.group.rank]
-        drawn = Drawn(module)
+        drawn = Drawn({name: p.shape for name, p in module.named_parameters()})
         model = ShardedModel(module, transport, weights=drawn)
         assert transport.names("broadcast") == []
         state = model.state_dict()

@@ -2,6 +2,7 @@ import pytest
 import torch
 from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn
+from zoo import Drawn
 
 from odc_mpi.shard.elements.floating_point import FloatingPoint
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
@@ -12,19 +13,6 @@ SHAPES = {"a": (5, 7), "b": (), "c": (0, 2), "d": (70,)}
 FROZEN = {"f": (3, 4)}
 ALL = SHAPES | FROZEN
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
-
-
-class Table:
-    """Weights by name; notes what is read."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.values = {name: torch.randn(shape, generator=generator) for name, shape in ALL.items()}
-        self.reads: list[tuple[str, int, int]] = []
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        self.reads.append((name, start, stop))
-        return self.values[name].flatten()[start:stop]
 
 
 def make_slices(transport: RecordingTransport) -> tuple[OwnSlices, list[FlatLayout]]:
@@ -53,7 +41,7 @@ def whole(transport: RecordingTransport, layouts: list[FlatLayout]) -> dict[str,
 def test_weights_are_read_once_and_shown_to_all(size: int) -> None:
     def work(transport: RecordingTransport) -> list[tuple[str, int, int]]:
         slices, layouts = make_slices(transport)
-        table = Table()
+        table = Drawn(ALL)
         slices.load(table)
         slices.write()
         transport.publish_parameters()
@@ -66,7 +54,7 @@ def test_weights_are_read_once_and_shown_to_all(size: int) -> None:
         assert [name for name, _, _ in own] == list(ALL)
     for i, name in enumerate(ALL):
         elements = [k for own in reads for k in range(*own[i][1:])]
-        assert elements == list(range(Table().values[name].numel()))
+        assert elements == list(range(Drawn(ALL).values[name].numel()))
 
 
 @SIZES
@@ -93,7 +81,7 @@ def test_all_ranks_have_the_same_list_of_slices(size: int) -> None:
 def test_the_optimizer_sees_fp32_at_least(param_dtype: torch.dtype, master: torch.dtype) -> None:
     def work(transport: RecordingTransport) -> None:
         slices, layouts = make_slices(transport)
-        table = Table()
+        table = Drawn(ALL)
         slices.load(table)
         assert {own.parameter.dtype for own in slices.trainable} == {master}
         slices.write()
@@ -174,7 +162,7 @@ def test_what_nobody_pushed_has_no_gradient(transport: RecordingTransport) -> No
 @on_ranks(2)
 def test_detached_slices_keep_their_values_and_let_the_windows_go(transport: RecordingTransport) -> None:
     slices, _ = make_slices(transport)
-    slices.load(Table())
+    slices.load(Drawn(ALL))
     parameters = [own.parameter for own in slices.trainable]
     slices.attach_gradients([True] * len(slices.trainable), FloatingPoint(torch.float32))
     before = [p.detach().clone() for p in parameters]

@@ -1,4 +1,6 @@
-"""Modules that several test modules train."""
+"""Modules that several test modules train, and weights to load into them."""
+
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -73,3 +75,18 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.last(x)
+
+
+class Drawn:
+    """Weights of these shapes by name, all of fp32; notes what is read."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.values = {
+            name: torch.randn(tuple(shape), generator=generator, dtype=torch.float32) for name, shape in shapes.items()
+        }
+        self.reads: list[tuple[str, int, int]] = []
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        self.reads.append((name, start, stop))
+        return self.values[name].flatten()[start:stop]

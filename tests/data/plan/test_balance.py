@@ -2,16 +2,11 @@ import time
 
 import numpy as np
 import pytest
+from drawn import COST, lognormal
 
 from odc_mpi.data.plan.balance import BALANCES, Plan, dynamic, lb_micro, lb_mini, local_sort
 from odc_mpi.data.plan.cost import Cost
 from odc_mpi.errors import UserError
-
-COST = Cost(1.0, 1e-3)
-
-
-def lognormal(rng: np.random.Generator, n: int, max_tokens: int = 4096) -> np.ndarray:
-    return np.minimum(rng.lognormal(6.0, 1.0, n).astype(np.int64) + 1, max_tokens)
 
 
 def rank_costs(plan: Plan, lengths: np.ndarray, cost: Cost) -> list[float]:

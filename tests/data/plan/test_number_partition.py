@@ -5,16 +5,10 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from drawn import COST, lognormal
 
 from odc_mpi.data.plan import partition as partition_module
-from odc_mpi.data.plan.cost import Cost
 from odc_mpi.data.plan.partition import _halving, by_falling, even_fit, first_fit, partition, partition_evenly
-
-COST = Cost(1.0, 1e-3)
-
-
-def lognormal(rng: np.random.Generator, n: int, max_tokens: int = 4096) -> np.ndarray:
-    return np.minimum(rng.lognormal(6.0, 1.0, n).astype(np.int64) + 1, max_tokens)
 
 
 def greedy(costs: list[float], size: int) -> float:
