@@ -120,9 +120,12 @@ def decide_for(
     world: World,
     *,
     transport: str = "window",
+    zero_copy: str = "auto",
+    reduction: str = "auto",
+    progress: str = "auto",
+    window_device: str = "auto",
     device: str = "cpu",
     tickets: bool = False,
-    **wishes: str,
 ) -> Decision:
     """Probe this MPI stack and decide how ranks reach each other. Collective; takes up to two seconds.
 
@@ -134,9 +137,12 @@ def decide_for(
     Args:
         world: The ranks.
         transport: window, or collective: all-gather and reduce-scatter, the baseline. It needs no probe.
+        zero_copy: auto, or off: ranks of a node do not read each other's parameters in place.
+        reduction: auto, or how gradients reach their owners: accumulate or mailbox.
+        progress: auto, or whether a thread serves other ranks while this one computes: off or thread.
+        window_device: auto, or where the windows are of a model that computes on GPUs: cuda or cpu.
         device: Where the model computes, as `shard_model` has it.
         tickets: Whether microbatches are drawn (`Tickets`), so that drawing has to be right, too.
-        **wishes: Fields of `stack.decision.Wishes`: `zero_copy`, `reduction`, `progress`, `window_device`.
 
     Raises:
         UserError: A value that a setting does not have, or that this MPI cannot grant; or what would be used delivered
@@ -144,15 +150,15 @@ def decide_for(
     """
     if transport not in ("window", "collective"):
         raise UserError(f"comm.transport: expected window or collective, got {transport}")
-    wished = Wishes(**wishes)
+    wishes = Wishes(zero_copy, reduction, progress, window_device)
     if transport == "collective":
-        return decide_collective(wished)
+        return decide_collective(wishes)
     # An operation that crashes here must not be tried if nothing depends on the answer.
-    report = bare_report(world) if wished.leave_nothing_open else quick_report(world)
+    report = bare_report(world) if wishes.leave_nothing_open else quick_report(world)
     computing = world.agree(lambda: find_device(device, world.host_rank))
-    if computing is not None and wished.window_device != "cpu":
+    if computing is not None and window_device != "cpu":
         report = _with_verdict(report, world, computing)
-    decision = world.agree(lambda: decide(report, wished, on_device=computing is not None))
+    decision = world.agree(lambda: decide(report, wishes, on_device=computing is not None))
     world.agree(lambda: refuse_wrong_data(report, decision, tickets=tickets))
     return decision
 

@@ -41,13 +41,7 @@ _SETTINGS = {"zero_copy": ZeroCopy, "reduction": Reduction, "progress": Progress
 
 @dataclass(frozen=True)
 class Wishes:
-    """The settings of these names in the section `comm`; auto leaves the choice open.
-
-    Attributes:
-        zero_copy: Or off: ranks of a node do not read each other's parameters in place.
-        reduction: Or how gradients reach their owners: accumulate or mailbox.
-        progress: Or whether a thread serves other ranks while this one computes: off or thread.
-        window_device: Or where the windows are of a model that computes on GPUs: cuda or cpu.
+    """The settings `comm.zero_copy`, `comm.reduction`, `comm.progress` and `comm.window_device`.
 
     Raises:
         UserError: A value that the setting does not have.

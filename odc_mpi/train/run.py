@@ -8,7 +8,7 @@ finish    collective: the last checkpoint is waited for, every rank's totals are
 import math
 import os
 from contextlib import nullcontext
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from odc_mpi.observe.trackers import require
 from odc_mpi.observe.tracking import FINISH_S, Tracking
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.stack.decision import Decision, Wishes
+from odc_mpi.stack.decision import Decision
 from odc_mpi.train.context import Pieces, open_windows
 from odc_mpi.train.evaluation import Evaluation
 from odc_mpi.train.exact import Exponents, deterministic, reduce_dtype, settled
@@ -124,9 +124,17 @@ def with_steps(config: Config, dataset: Data) -> Config:
 
 def decide(config: Config, world: World) -> Decision:
     """Decide how the ranks of a run reach each other, as `api.decide_for` does. Collective."""
-    wishes = {item.name: getattr(config.comm, item.name) for item in fields(Wishes)}
-    tickets = config.data.balance == "dynamic" or config.run.objective == "grpo"
-    return decide_for(world, transport=config.comm.transport, device=config.run.device, tickets=tickets, **wishes)
+    comm = config.comm
+    return decide_for(
+        world,
+        transport=comm.transport,
+        zero_copy=comm.zero_copy,
+        reduction=comm.reduction,
+        progress=comm.progress,
+        window_device=comm.window_device,
+        device=config.run.device,
+        tickets=config.data.balance == "dynamic" or config.run.objective == "grpo",
+    )
 
 
 def build_trainer(
