@@ -107,6 +107,11 @@ class World(Topology, AbstractContextManager["World"]):
         self.job.watchdog.timeout_s = seconds
 
     @property
+    def num_windows(self) -> int:
+        """Windows that the transports of this process hold; libraries limit their number. Local."""
+        return self.job.num_windows
+
+    @property
     def mpi_library(self) -> str:
         """Name and version of the MPI library, in one short line. Local."""
         return library_name(MPI.Get_library_version())

@@ -284,7 +284,8 @@ def test_what_only_we_can_do_is_not_compared(dataset_path):
 
 
 def test_the_benchmark_s_own_data_and_model(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_step.write_data, "__defaults__", (3, 50, 32000))
+    monkeypatch.setattr(gpu_step, "SEQUENCES", 3)
+    monkeypatch.setattr(gpu_step, "LENGTH", 50)
     config = gpu_step.configuration(None, tmp_path / "own.h5", 7.0)
     assert (config.model.param_dtype, config.run.device, config.optim.device) == ("bfloat16", "cuda", "cuda")
     inputs = gpu_step.open_inputs(config, 0, 1)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     # Large operations are reached on a busy machine, too.
-    monkeypatch.setattr(device_probe.try_device, "__defaults__", (replace(probe.QUICK, bandwidth_s=5.0),))
+    monkeypatch.setattr(device_probe, "BUDGET", replace(probe.QUICK, bandwidth_s=5.0))
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_a_freed_window_has_nothing_to_tell(world):
 
 
 def test_a_world_tells_where_it_is(world):
-    peers = world._job.status
+    peers = world.job.status
     world.gather_objects(None)
     meetings = {status.num_meetings for status in peers.read().values()}
     world.note("between two meetings", 4)

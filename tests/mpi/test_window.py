@@ -183,7 +183,7 @@ def test_more_windows_than_the_library_bears_are_refused(world, monkeypatch):
     if not world.mpi_library.startswith("MPICH"):
         pytest.skip("MPICH's limit")
     monkeypatch.setattr("odc_mpi.comm.group.MAX_WINDOWS", 3)
-    monkeypatch.setattr(world, "num_windows", 0)  # not those of other tests
+    monkeypatch.setattr(world.job, "num_windows", 0)  # not those of other tests
     transport = window_transport(world, reduction=MailboxReduction)
     layouts = [FlatLayout.build(f"u{i}", [ParameterSpec("p", (8,), True)], world.size) for i in range(2)]
     with pytest.raises(AgreedError, match=r"3 windows, .* got 2 arrays, which take 4: choose fewer, larger units"):
@@ -194,7 +194,7 @@ def test_windows_of_several_models_are_counted_together(world, monkeypatch):
     if not world.mpi_library.startswith("MPICH"):
         pytest.skip("MPICH's limit")
     monkeypatch.setattr("odc_mpi.comm.group.MAX_WINDOWS", 5)
-    monkeypatch.setattr(world, "num_windows", 0)
+    monkeypatch.setattr(world.job, "num_windows", 0)
     layouts = [FlatLayout.build("u", [ParameterSpec("p", (8,), True)], world.size)]
     first, second, third = (window_transport(world, reduction=MailboxReduction) for _ in range(3))
     first.allocate(layouts)
