@@ -7,8 +7,8 @@ Nothing is imported here, so that a mistake shows at once.
 SERVED = ("sdpa", "eager")
 
 _REFUSED = {
-    "flash_attention": "a library for GPUs that odc_mpi does not call: with sdpa each packed sequence gets torch's own "
-    "FlashAttention kernel on a GPU, in bfloat16",
+    "flash_attention": "a library for GPUs that odc_mpi does not call: with sdpa torch takes its own FlashAttention "
+    "kernels where they serve, for each packed sequence",
     "flex_attention": "torch has no backward of it on a CPU, and odc_mpi does not call it on a GPU: take sdpa, or "
     "eager for soft caps",
     "paged|": "it is for generation with a paged cache, not for packed sequences: take sdpa",
