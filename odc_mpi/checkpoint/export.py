@@ -94,6 +94,7 @@ def export(
     dtype: str | None = None,
     file_bytes: int = FILE_BYTES,
     exported: Exported | None = None,
+    base: Path | None = None,
 ) -> list[str]:
     """Write a model such that `AutoModelForCausalLM.from_pretrained(out)` loads it. Local.
 
@@ -103,6 +104,7 @@ def export(
         dtype: Type of floating-point weights, as torch names it; by default that of `exported`.
         file_bytes: The most bytes of weights in one file.
         exported: What of the checkpoint is written; by default the model that it holds.
+        base: Where the model is now that the run began with, for its tokenizer; None: where it was.
 
     Returns:
         The names of the files.
@@ -121,7 +123,7 @@ def export(
             made.mkdir()
             _write_weights(exported, made, getattr(torch, dtype), file_bytes)
             _write_json(made / exported.config_name, exported.config(dtype))
-            write_files(tokenizer_of(checkpoint.manifest.about["config"]), made)
+            write_files(tokenizer_of(checkpoint.manifest.about["config"], base), made)
             names = sorted(path.name for path in made.iterdir())
             for path in made.iterdir():
                 sync_file(path)
@@ -188,16 +190,17 @@ def _in_files(record: TensorRecord, dtype: torch.dtype) -> torch.dtype:
     return dtype if own.is_floating_point and record.kind != "buffer" else own
 
 
-def tokenizer_of(config: Any) -> dict[str, bytes]:
+def tokenizer_of(config: Any, base: Path | None = None) -> dict[str, bytes]:
     """Read the tokenizer's files of a run's data: from the data set, else beside it, else of the model. Local.
 
     Args:
         config: Settings of the run.
+        base: Where the model is now that the run began with; None: where it was.
     """
     data = Path(config["data"]["path"])
     places = [data, directory_beside(data)]
-    if config["model"]["path"] is not None:
-        places.append(Path(config["model"]["path"]))
+    if base or config["model"]["path"]:
+        places.append(base or Path(config["model"]["path"]))
     return next((files for files in map(tokenizer_files, places) if files), {})
 
 

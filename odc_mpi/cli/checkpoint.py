@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from odc_mpi.cli.options import BASE_HELP
 from odc_mpi.errors import UserError
 
 HELP = "look into checkpoints, export them"
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.add_argument(
                 "--merge", action="store_true", help="adapters: write the whole model, the adapters added to their base"
             )
+            action.add_argument("--base", metavar="BASE", type=Path, help=BASE_HELP)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,9 +67,11 @@ def _export(arguments: argparse.Namespace) -> int:
         if "adapter" in checkpoint.manifest.about:
             from odc_mpi.models.exported import Adapters, Merged
 
-            exported = Merged(checkpoint) if arguments.merge else Adapters(checkpoint)
+            exported = (Merged if arguments.merge else Adapters)(checkpoint, arguments.base)
         elif arguments.merge:
             raise UserError(f"--merge is for adapters, {checkpoint.directory} holds a whole model: leave --merge out")
-        names = export(checkpoint, arguments.out, arguments.dtype, exported=exported)
+        elif arguments.base:
+            raise UserError(f"--base goes with adapters, {checkpoint.directory} holds a whole model: leave --base out")
+        names = export(checkpoint, arguments.out, arguments.dtype, exported=exported, base=arguments.base)
         print(f"{arguments.out}: step {checkpoint.step}, {', '.join(names)}")
     return 0

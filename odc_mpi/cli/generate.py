@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from odc_mpi.cli.options import positive
+from odc_mpi.cli.options import BASE_HELP, attention, positive
 from odc_mpi.runtime.launch import launched_rank
 from odc_mpi.runtime.ranks import no_collections, on_ranks, start_of_mpi
 
@@ -32,10 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="a directory or data set with one; default: SOURCE's own"
     )
+    parser.add_argument("--base", metavar="DIR", type=Path, help=BASE_HELP)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute; default: cpu")
     parser.add_argument(
         "--attn-implementation",
-        choices=("sdpa", "eager"),
+        type=attention,
+        metavar="{sdpa,eager}",
         help="eager: also with soft caps, as Gemma 2 has; default: that of the run, else sdpa",
     )
     parser.add_argument(
@@ -60,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             from odc_mpi.rollout.run import Job, generate_all
             from odc_mpi.runtime.world import World
 
-        names = ("source", "step", "tokenizer", "prompt", "prompts", "out", "device", "attn_implementation")
+        names = ("source", "step", "tokenizer", "prompt", "prompts", "out", "device", "attn_implementation", "base")
         job = Job(sampling=sampling, **{name: getattr(arguments, name) for name in names})
         world = World(timeout_s=arguments.timeout_s, limit="--timeout-s")
 

@@ -2,10 +2,13 @@
 
 import argparse
 
+from odc_mpi.models.attention_names import SERVED, why_refused
 from odc_mpi.wording import parse_size
 
 #: No count and no number of seconds is larger: what is, was a slip, and not every system call takes it.
 MOST = 10**9
+#: Of --base, where adapters are read.
+BASE_HELP = "adapters: the directory in which their base is now; default: where the run had it"
 
 
 def positive(text: str) -> int:
@@ -21,6 +24,13 @@ def size(text: str) -> int:
     if num_bytes is None:
         raise argparse.ArgumentTypeError(f"expected a size such as 512M, 2G or 0, got {text!r}")
     return num_bytes
+
+
+def attention(text: str) -> str:
+    """Read the name of an attention that is served. Local."""
+    if text not in SERVED:
+        raise argparse.ArgumentTypeError(f"expected {' or '.join(SERVED)}, got {text!r}{why_refused(text)}")
+    return text
 
 
 def step_seconds(text: str) -> float:

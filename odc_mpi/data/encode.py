@@ -3,6 +3,7 @@
 The tokenizer is an argument, any fast one of Hugging Face: `tokenizer` loads or trains it.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,7 @@ def end_of_turn_token(tokenizer: Any) -> int | None:
         turn = render_prompt(tokenizer, chat, for_generation=False)
     except UserError:  # told when messages are rendered
         return None
-    ids = tokenizer(turn[: end_of_turn(tokenizer, turn)], add_special_tokens=False)["input_ids"]
+    ids = tokenizer(turn[: end_of_turn(turn, _special(tokenizer))], add_special_tokens=False)["input_ids"]
     return ids[-1] if ids and ids[-1] in tokenizer.get_added_vocab().values() else None
 
 
@@ -124,7 +125,8 @@ def _encode_chats(tokenizer: Any, chats: list[Conversation]) -> list[Encoded]:
     """Tokenise whole conversations and find the assistant's tokens by the characters that they stand for."""
     if not chats:
         return []
-    rendered = [render_chat(tokenizer, chat) for chat in chats]
+    special = _special(tokenizer)
+    rendered = [render_chat(tokenizer, chat, special) for chat in chats]
     batch = tokenizer(
         [chat.text for chat in rendered],
         add_special_tokens=False,  # the template writes them
@@ -144,7 +146,8 @@ def _mask(offsets: list[Span], spans: tuple[Span, ...]) -> npt.NDArray[np.bool_]
     A token over a span's border counts as inside: some tokenizers glue the blank before the first word to it, others
     the line break to the end-of-turn token, and both tokens have to be learnt.
     """
-    bounds = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    # np.array of a list of tuples takes twice as long.
+    bounds = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
     ends = bounds[:, 1]
     # Byte-level tokenizers that trim blanks off their offsets give a blank alone an empty range at its end.
     begins = np.minimum(bounds[:, 0], ends - 1)
@@ -154,7 +157,7 @@ def _mask(offsets: list[Span], spans: tuple[Span, ...]) -> npt.NDArray[np.bool_]
     return mask
 
 
-def render_chat(tokenizer: Any, chat: Conversation) -> RenderedChat:
+def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...] | None = None) -> RenderedChat:
     """Put a conversation through the chat template and find the assistant's turns in the text.
 
     A turn is the text that the template adds for one more message, without the generation prompt. This works for any
@@ -166,24 +169,25 @@ def render_chat(tokenizer: Any, chat: Conversation) -> RenderedChat:
     Args:
         tokenizer: A tokenizer of transformers with a chat template.
         chat: The conversation.
+        special: The tokenizer's special tokens, where the caller has them at hand.
 
     Raises:
         UserError: There is no template, or it rewrites earlier turns.
         BadLine: The template refuses the messages, or its text cannot be tokenised.
     """
     _require_template(tokenizer, chat)
-    text = _render(tokenizer, chat, len(chat.messages), for_generation=False)
-    spans = []
-    for i in range(len(chat.messages)):
-        if chat.learns(i):
-            prompt = _render(tokenizer, chat, i, for_generation=True)
-            turn = _render(tokenizer, chat, i + 1, for_generation=False)
-            if not (turn.startswith(prompt) and text.startswith(turn)):
-                raise UserError(
-                    f"{chat.where}: the chat template rewrites earlier text when message {i + 1} is added, so what the "
-                    "assistant says cannot be found: change the tokenizer's chat_template"
-                )
-            spans.append((len(prompt), end_of_turn(tokenizer, turn)))
+    special = _special(tokenizer) if special is None else special
+    learnt = [i for i in range(len(chat.messages)) if chat.learns(i)]
+    prompts = _render(tokenizer, chat, learnt, for_generation=True)
+    turns = _render(tokenizer, chat, sorted({*(i + 1 for i in learnt), len(chat.messages)}), for_generation=False)
+    text, spans = turns[-1], []
+    for i, prompt, turn in zip(learnt, prompts, turns, strict=False):
+        if not (turn.startswith(prompt) and text.startswith(turn)):
+            raise UserError(
+                f"{chat.where}: the chat template rewrites earlier text when message {i + 1} is added, so what the "
+                "assistant says cannot be found: change the tokenizer's chat_template"
+            )
+        spans.append((len(prompt), end_of_turn(turn, special)))
     return RenderedChat(text, tuple(spans))
 
 
@@ -199,7 +203,7 @@ def render_prompt(tokenizer: Any, chat: Conversation, *, for_generation: bool = 
         UserError: There is no chat template, or it refuses the messages.
     """
     _require_template(tokenizer, chat)
-    return _render(tokenizer, chat, len(chat.messages), for_generation=for_generation)
+    return _render(tokenizer, chat, [len(chat.messages)], for_generation=for_generation)[0]
 
 
 def _require_template(tokenizer: Any, chat: Conversation) -> None:
@@ -209,22 +213,37 @@ def _require_template(tokenizer: Any, chat: Conversation) -> None:
         )
 
 
-def _render(tokenizer: Any, chat: Conversation, num_messages: int, *, for_generation: bool) -> str:
-    """Render the first messages; any exception of the template becomes an error about the conversation."""
+def _render(tokenizer: Any, chat: Conversation, counts: Sequence[int], *, for_generation: bool) -> list[str]:
+    """Render so many of the first messages; any exception of the template becomes an error about the conversation.
+
+    All counts at once: each call looks at tools and special tokens anew, which takes as long as a template.
+    """
+    if not counts:
+        return []
     try:
-        text = tokenizer.apply_chat_template(
-            chat.messages[:num_messages], chat.tools, tokenize=False, add_generation_prompt=for_generation
+        if 0 in counts:
+            raise ValueError("expected a message, got none")
+        texts: list[str] = tokenizer.apply_chat_template(
+            [chat.messages[:count] for count in counts],
+            chat.tools,
+            tokenize=False,
+            add_generation_prompt=for_generation,
         )
-        text.encode("utf-8")  # other fields than the content may have half of a surrogate pair
+        for text in texts:
+            text.encode("utf-8")  # other fields than the content may have half of a surrogate pair
     except Exception as error:
         raise BadLine(
             f"{chat.where}: the tokenizer's chat template refuses the messages ({in_one_line(error)})"
         ) from error
-    return text
+    return texts
 
 
-def end_of_turn(tokenizer: Any, turn: str) -> int:
+def _special(tokenizer: Any) -> tuple[str, ...]:
+    """Return the special tokens; the tokenizer makes a dictionary of them in each call."""
+    return tuple(tokenizer.get_added_vocab())
+
+
+def end_of_turn(turn: str, special: tuple[str, ...]) -> int:
     """Return the end of a turn: after the end token, without the line break that templates add behind it. Local."""
     stripped = turn.rstrip()
-    special = tuple(tokenizer.get_added_vocab())
     return len(stripped) if special and stripped.endswith(special) else len(turn)

@@ -36,13 +36,17 @@ def is_adapter_directory(path: Path) -> bool:
     return (path / _CONFIG).is_file()
 
 
-def base_of(path: Path) -> Path:
+def base_of(path: Path, base: Path | None = None) -> Path:
     """Return the directory of the base of a directory of adapters. Local.
 
+    Args:
+        path: Directory with adapter_config.json.
+        base: Where the base is; None: where adapter_config.json says.
+
     Raises:
-        UserError: adapter_config.json cannot be read, or there is no model where it says.
+        UserError: adapter_config.json cannot be read, or there is no model in that place.
     """
-    name = _read_config(path).get("base_model_name_or_path")
+    name = base or _read_config(path).get("base_model_name_or_path")
     if not name:
         raise UserError(
             f"{path / _CONFIG}: expected base_model_name_or_path, the directory of the base, got none: a base that was "
@@ -50,18 +54,19 @@ def base_of(path: Path) -> Path:
         )
     if not build.is_model_directory(Path(name)):
         raise UserError(
-            f"{path} holds adapters, expected their base in {name}, where there is no Hugging Face directory: start "
-            f"from where this path leads to it, or change base_model_name_or_path in {_CONFIG}"
+            f"{path} holds adapters, expected their base in {name}, where there is no Hugging Face directory: say "
+            f"where it is with --base, or change base_model_name_or_path in {_CONFIG}"
         )
     return Path(name)
 
 
-def from_adapter_directory(path: Path, attn_implementation: str = "sdpa") -> build.BuiltModel:
+def from_adapter_directory(path: Path, attn_implementation: str = "sdpa", base: Path | None = None) -> build.BuiltModel:
     """Build a model with the adapters of a directory, as `PeftModel.from_pretrained` does. Local.
 
     Args:
         path: Directory with adapter_config.json and adapter_model.safetensors.
         attn_implementation: Attention within each packed sequence, "sdpa" or "eager".
+        base: Directory of the base; None: where adapter_config.json says. It has no digest to compare with.
 
     Returns:
         The model. The parameters of the base are of the type that its config.json names, adapters are float32.
@@ -70,7 +75,7 @@ def from_adapter_directory(path: Path, attn_implementation: str = "sdpa") -> bui
         UserError: The base is not there, a file is missing or damaged, or these are not the adapters of that base, or
             not plain LoRA.
     """
-    base = base_of(path)
+    base = base_of(path, base)
     config = _read_config(path)
     _require_plain(path, config)
     built = build.from_directory(base, attn_implementation)

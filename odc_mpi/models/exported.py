@@ -4,6 +4,7 @@ One tensor of the base is read at a time, and a file's tensors are in memory unt
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +22,19 @@ class Adapters(Exported):
 
     Args:
         checkpoint: Of adapters.
+        base: Where their base is now, to be named in the configuration; None: it is named as the run had it.
+
+    Raises:
+        UserError: There is no base in that place, or another.
     """
 
     stem, config_name, dtype = "adapter_model", "adapter_config.json", "float32"
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, base: Path | None = None) -> None:
+        if base is not None:
+            load_base(checkpoint, base=base)
         self._checkpoint = checkpoint
+        self._base = str(base or "") or checkpoint.manifest.about["base"]["path"]
         self._names = {peft_name(name): name for name in _trained(checkpoint)}
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
@@ -42,25 +50,25 @@ class Adapters(Exported):
 
     def config(self, dtype: str) -> dict[str, Any]:
         """See `Exported`."""
-        about = self._checkpoint.manifest.about
-        return {**about["adapter"], "base_model_name_or_path": about["base"]["path"]}
+        return {**self._checkpoint.manifest.about["adapter"], "base_model_name_or_path": self._base}
 
 
 class Merged(Exported):
     """The base with its adapters added: W + B A alpha / r, computed in float32.
 
     Args:
-        checkpoint: Of adapters; their base is read from where it was.
+        checkpoint: Of adapters.
+        base: Where their base is; None: where it was when the checkpoint was saved.
 
     Raises:
         UserError: The base is not there, or another.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, base: Path | None = None) -> None:
         about = checkpoint.manifest.about
         self._checkpoint = checkpoint
         self.dtype = about["config"]["model"]["param_dtype"]
-        built = load_base(checkpoint)
+        built = load_base(checkpoint, base=base)
         self._base = built.weights
         self._shapes = {name: p.shape for name, p in built.module.named_parameters()}
         self._buffers = dict(whole_and_persistent(built.module))

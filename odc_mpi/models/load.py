@@ -6,6 +6,7 @@ Parameters stay on the meta device, and their values are read slice by slice, on
     model = shard_model(built.module, world, weights=built.weights)
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,13 @@ from odc_mpi.errors import UserError
 from odc_mpi.models import build
 from odc_mpi.models.adapter_directory import from_adapter_directory, is_adapter_directory
 from odc_mpi.models.adapters import add_adapters
+from odc_mpi.models.configuration import first_difference
 from odc_mpi.models.weights import DigestedWeights, check_base, describe
 
 
-def load_model(path: Path, rank: int = 0, size: int = 1, attn_implementation: str | None = None) -> build.BuiltModel:
+def load_model(
+    path: Path, rank: int = 0, size: int = 1, attn_implementation: str | None = None, base: Path | None = None
+) -> build.BuiltModel:
     """Build a model, without memory for its parameters. Local.
 
     Args:
@@ -32,6 +36,7 @@ def load_model(path: Path, rank: int = 0, size: int = 1, attn_implementation: st
         rank: Of the base of adapters, each rank checks a share.
         size: Number of ranks that load the model.
         attn_implementation: Attention within each packed sequence, "sdpa" or "eager"; None: that of the run, else sdpa.
+        base: Hugging Face directory of the base of adapters; None: where it was when they were saved.
 
     Returns:
         The model; of a checkpoint its parameters are of the types in which the run computed, adapters of peft are in
@@ -41,14 +46,19 @@ def load_model(path: Path, rank: int = 0, size: int = 1, attn_implementation: st
         UserError: There is no model, it is damaged, or the base of its adapters is not there or another.
     """
     if is_adapter_directory(path):  # first, as transformers does where both are there
-        return from_adapter_directory(path, attn_implementation or "sdpa")
+        return from_adapter_directory(path, attn_implementation or "sdpa", base)
     if build.is_model_directory(path):
+        refuse_base(path, base)
         return build.from_directory(path, attn_implementation or "sdpa")
-    return load_checkpoint(newest(path), rank, size, attn_implementation)
+    return load_checkpoint(newest(path), rank, size, attn_implementation, base)
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, rank: int = 0, size: int = 1, attn_implementation: str | None = None
+    checkpoint: Checkpoint,
+    rank: int = 0,
+    size: int = 1,
+    attn_implementation: str | None = None,
+    base: Path | None = None,
 ) -> build.BuiltModel:
     """Build the model of a checkpoint, as `load_model` does. Local."""
     about = checkpoint.manifest.about
@@ -56,9 +66,10 @@ def load_checkpoint(
         raise UserError(f"{checkpoint.directory} is not of a transformers model: read it with h5py, see index.h5")
     dtype = getattr(torch, about["config"]["model"]["param_dtype"])
     if "adapter" in about:
-        built = load_base(checkpoint, rank, size, attn_implementation)
+        built = load_base(checkpoint, rank, size, attn_implementation, base)
         built = add_adapters(built, about["adapter"], about["config"]["run"]["seed"], dtype)
     else:
+        refuse_base(checkpoint.directory, base)
         built = build.from_saved_config(about["transformers_config"], attn_implementation or _attention(checkpoint))
         for parameter in built.module.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -67,9 +78,20 @@ def load_checkpoint(
 
 
 def load_base(
-    checkpoint: Checkpoint, rank: int = 0, size: int = 1, attn_implementation: str | None = None
+    checkpoint: Checkpoint,
+    rank: int = 0,
+    size: int = 1,
+    attn_implementation: str | None = None,
+    base: Path | None = None,
 ) -> build.BuiltModel:
     """Build the base of a checkpoint of adapters, and check that it is that base. Local.
+
+    Args:
+        checkpoint: Of adapters.
+        rank: Each rank checks a share.
+        size: Number of ranks that check the base.
+        attn_implementation: As of `load_model`.
+        base: Its Hugging Face directory; None: where it was when the checkpoint was saved.
 
     Raises:
         UserError: The base is not there, or another.
@@ -77,16 +99,43 @@ def load_base(
     record: Mapping[str, Any] = checkpoint.manifest.about["base"]
     attention = attn_implementation or _attention(checkpoint)
     if record["path"] is None:
+        if base is not None:
+            raise UserError(
+                f"--base: {checkpoint.directory} holds adapters over {describe(record)}, which no directory has: leave "
+                "--base out"
+            )
         built = build.from_config(record["config"], record["seed"], attention)
-    elif build.is_model_directory(Path(record["path"])):
-        built = build.from_directory(Path(record["path"]), attention)
     else:
-        raise UserError(
-            f"{checkpoint.directory} holds adapters, expected their base {describe(record)} in this place: put it "
-            "there, or start from the directory in which the run began"
-        )
+        place = base or Path(record["path"])
+        if not build.is_model_directory(place):
+            raise UserError(
+                f"{checkpoint.directory} holds adapters, expected their base in {place}, where there is no Hugging "
+                "Face directory: say where it is with --base"
+            )
+        built = build.from_directory(place, attention)
+        _require_configuration(checkpoint, built, place)
     check_base(cast(DigestedWeights, built.weights), record, rank, size)
     return built
+
+
+def refuse_base(path: Path, base: Path | None) -> None:
+    """Refuse a base for what is no adapters. Local.
+
+    Raises:
+        UserError: One was given.
+    """
+    if base is not None:
+        raise UserError(f"--base goes with adapters, {path} holds a whole model: leave --base out")
+
+
+def _require_configuration(checkpoint: Checkpoint, built: build.BuiltModel, place: Path) -> None:
+    config = json.loads(built.module.config.to_json_string(use_diff=False))
+    if difference := first_difference(checkpoint.manifest.about, config):
+        key, theirs, ours = difference
+        raise UserError(
+            f"{checkpoint.directory} holds adapters over a base with {key} {theirs!r}, got {ours!r} in {place}: name "
+            "their base with --base"
+        )
 
 
 def _attention(checkpoint: Checkpoint) -> str:

@@ -259,7 +259,7 @@ def check_base(weights: DigestedWeights, record: Mapping[str, Any], rank: int = 
     if differing:
         raise UserError(
             f"model: expected the base that the adapters were trained over, {describe(record)}, got another: "
-            f"{differing[0].rpartition(':')[0] or differing[0]} differs: set model.path to that base"
+            f"{differing[0].rpartition(':')[0] or differing[0]} differs: name that base with model.path, or --base"
         )
 
 

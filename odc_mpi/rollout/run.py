@@ -42,7 +42,7 @@ class Job:
         sampling: How tokens are chosen.
         out: JSONL file to write; None: the text goes to the terminal.
         device: cpu or cuda.
-        attn_implementation: See `open_source`.
+        attn_implementation: See `open_source`, as `base`.
     """
 
     source: Path
@@ -54,6 +54,7 @@ class Job:
     out: Path | None
     device: str
     attn_implementation: str | None = None
+    base: Path | None = None
 
 
 def generate_all(job: Job, world: World, engine: Generate = generate) -> list[Completion]:
@@ -102,7 +103,7 @@ def generate_all(job: Job, world: World, engine: Generate = generate) -> list[Co
 
 
 def _open(job: Job, world: World) -> Source:
-    return open_source(job.source, job.step, job.tokenizer, world.rank, world.size, job.attn_implementation)
+    return open_source(job.source, job.step, job.tokenizer, world.rank, world.size, job.attn_implementation, job.base)
 
 
 def _freeze(module: nn.Module) -> None:

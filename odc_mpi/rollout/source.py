@@ -39,7 +39,13 @@ class Source:
 
 
 def open_source(
-    path: Path, step: str | None, tokenizer: Path | None, rank: int, size: int, attn_implementation: str | None = None
+    path: Path,
+    step: str | None,
+    tokenizer: Path | None,
+    rank: int,
+    size: int,
+    attn_implementation: str | None = None,
+    base: Path | None = None,
 ) -> Source:
     """Open what SOURCE names. Local.
 
@@ -51,6 +57,7 @@ def open_source(
         rank: This rank.
         size: Number of ranks.
         attn_implementation: "sdpa" or "eager"; None: that of the run, else sdpa.
+        base: Hugging Face directory of the base of adapters; None: where it was when they were saved.
 
     Raises:
         UserError: There is no model, no such checkpoint or no tokenizer, or one is damaged.
@@ -58,22 +65,23 @@ def open_source(
     if is_adapter_directory(path) or is_model_directory(path):
         if step is not None:
             raise UserError(f"--step goes with a run, got {path}, a Hugging Face directory: leave it out")
-        built = load_model(path, rank, size, attn_implementation)
-        return _of_directory(path, built, tokenizer)
+        built = load_model(path, rank, size, attn_implementation, base)
+        return _of_directory(path, built, tokenizer, base)
     checkpoint = _checkpoint(path, step)
-    built = load_checkpoint(checkpoint, rank, size, attn_implementation)
+    built = load_checkpoint(checkpoint, rank, size, attn_implementation, base)
     config = checkpoint.manifest.about["config"]
-    own = load_tokenizer(tokenizer) if tokenizer else _tokenizer_of_run(checkpoint, config)
-    base = config["model"]["path"]
-    return Source(f"{checkpoint.directory}", built, own, _stop(own, Path(base) if base else None), None)
+    own = load_tokenizer(tokenizer) if tokenizer else _tokenizer_of_run(checkpoint, config, base)
+    if base is None and config["model"]["path"]:
+        base = Path(config["model"]["path"])
+    return Source(f"{checkpoint.directory}", built, own, _stop(own, base), None)
 
 
-def _of_directory(path: Path, built: BuiltModel, tokenizer: Path | None) -> Source:
+def _of_directory(path: Path, built: BuiltModel, tokenizer: Path | None, base: Path | None) -> Source:
     if not is_adapter_directory(path):
         own = load_tokenizer(tokenizer or path)
         return Source(str(path), built, own, _stop(own, path), stored_dtype(path))
     # Adapters alone may have been saved without a tokenizer.
-    base = base_of(path)
+    base = base_of(path, base)
     own = load_tokenizer(tokenizer or (path if tokenizer_files(path) else base))
     return Source(str(path), built, own, _stop(own, base), None)
 
@@ -106,8 +114,8 @@ def _checkpoint(path: Path, step: str | None) -> Checkpoint:
     return Checkpoint(steps[int(step)])
 
 
-def _tokenizer_of_run(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Any:
-    files = tokenizer_of(config)
+def _tokenizer_of_run(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path | None) -> Any:
+    files = tokenizer_of(config, base)
     if not files:
         raise UserError(
             f"{checkpoint.directory} was trained on {config['data']['path']}, where no tokenizer is found any more: "

@@ -114,6 +114,18 @@ def unlink(names: Iterable[str]) -> None:
             Path(name).unlink()
 
 
+def forget_own_names(comm: "MPI.Intracomm") -> None:
+    """Remove the names of the shared memory of MPI's start in a process that is alone: nobody will map it. Local.
+
+    Open MPI does not remove them where no launcher started the process, not even in MPI_Finalize.
+
+    Args:
+        comm: All ranks of the job; with several this does nothing, see `forget_names`.
+    """
+    if comm.Get_size() == 1:
+        unlink(startup_memory())
+
+
 def forget_names(node_comm: "MPI.Intracomm") -> None:
     """Remove the names of the shared memory that MPI made at its start: nobody else will map it. Collective.
 

@@ -20,11 +20,15 @@ from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import Wait
 from odc_mpi.runtime.library import library_name
 from odc_mpi.runtime.limits import end_within
-from odc_mpi.runtime.memory import check_room, forget_names
+from odc_mpi.runtime.memory import check_room, forget_names, forget_own_names
 from odc_mpi.runtime.topology import Topology
 
 if TYPE_CHECKING:
     import torch
+
+# A part of MPI's start, which the import of mpi4py is: a process need not make a world.
+if MPI.Is_initialized():
+    forget_own_names(MPI.COMM_WORLD)
 
 T = TypeVar("T")
 

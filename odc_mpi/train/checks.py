@@ -37,7 +37,7 @@ ONE_OR_MORE = Check("1 or more", lambda value: value >= 1)
 NAMES = Check("not empty", lambda value: bool(value) and all(isinstance(name, str) and name for name in value))
 
 
-def checked(name: str, hint: Any, checks: Iterable[Check], value: Any) -> Any:
+def checked(name: str, hint: Any, checks: Iterable[Check], value: Any, why: Callable[[Any], str] | None = None) -> Any:
     """Return a value as a setting has it. Local.
 
     Args:
@@ -45,6 +45,7 @@ def checked(name: str, hint: Any, checks: Iterable[Check], value: Any) -> Any:
         hint: Its type.
         checks: Conditions besides.
         value: As YAML has it.
+        why: Returns the reason to refuse a value, to end the message.
 
     Raises:
         UserError: The value does not fit.
@@ -54,7 +55,7 @@ def checked(name: str, hint: Any, checks: Iterable[Check], value: Any) -> Any:
         value = [value]  # a list of one, as transformers takes it
     if not any(_fits(value, kind) for kind in own):
         cure = " (put it in quotes)" if str in own and not isinstance(value, dict | list) else ""
-        raise UserError(f"{expected}, got {show(value)}{cure}")
+        raise UserError(f"{expected}, got {show(value)}{why(value) if why else cure}")
     for check in checks:
         if value is not None and not check.holds(value):
             raise UserError(f"{expected}, {check.words}, got {show(value)}")

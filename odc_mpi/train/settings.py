@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.errors import UserError
+from odc_mpi.models.attention_names import why_refused
 from odc_mpi.observe.trackers import TRACKERS
 from odc_mpi.stack.decision import Progress, Reduction, WindowDevice, ZeroCopy
 from odc_mpi.train.checks import (
@@ -35,6 +36,8 @@ from odc_mpi.train.checks import (
 from odc_mpi.train.rl.settings import RlConfig, check_rl
 from odc_mpi.wording import did_you_mean
 
+#: Says of a setting's value why it is refused, where that is more than what was expected.
+_WHY = {"model.attn_implementation": why_refused}
 _ARGUMENTS = "command line"  # the source that errors name for a `--section.key value`
 
 _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
@@ -320,7 +323,7 @@ def _known(source: str, key: str) -> _Setting:
 
 def _checked(source: str, key: str, value: Any) -> Any:
     setting = _known(source, key)
-    return checked(f"{source}: {key}", setting.type, setting.checks, value)
+    return checked(f"{source}: {key}", setting.type, setting.checks, value, _WHY.get(key))
 
 
 def _check_together(values: dict[str, Any], source: str) -> None:

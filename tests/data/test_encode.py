@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from odc_mpi.data.encode import Encoded, encode, render_chat
+from odc_mpi.data.encode import Encoded, encode, render_chat, render_prompt
 from odc_mpi.data.examples import BadLine, Conversation, Pair
 from odc_mpi.errors import UserError
 
@@ -51,6 +51,11 @@ def test_text_of_a_template_that_no_tokenizer_takes(tokenizer: Any) -> None:
     named = with_template(tokenizer, "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}")
     with pytest.raises(BadLine, match=r"^here: .* refuses the messages .*surrogates"):
         encode(named, [Conversation("here", [{**message, "name": "\ud800"} for message in CHAT])])
+
+
+def test_a_prompt_without_a_message_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(BadLine, match=r"^here: .* refuses the messages \(expected a message, got none\)"):
+        render_prompt(tokenizer, Conversation("here", []))
 
 
 def test_mixed_examples_keep_their_order(tokenizer: Any) -> None:

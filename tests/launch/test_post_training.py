@@ -1,12 +1,18 @@
-"""Post-training from one end to the other, as README tells it: a base, chats, adapters, a kill, an export, answers."""
+"""Post-training from one end to the other, by the commands in README: a base, chats, adapters, a kill, an export."""
 
 import json
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from mpi_launch import launch, odc_mpi
+from mpi_launch import ROOT, environment, finish
 from transformers import AutoModelForCausalLM
 
 from odc_mpi.cli.main import main
@@ -17,102 +23,64 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # of peft itself
 ]
 
-BASE = {
-    "model.config.model_type": "llama",
-    "model.config.vocab_size": 300,
-    "model.config.hidden_size": 32,
-    "model.config.intermediate_size": 64,
-    "model.config.num_hidden_layers": 2,
-    "model.config.num_attention_heads": 4,
-    "model.config.num_key_value_heads": 2,
-    "model.config.max_position_embeddings": 128,
-    "optim.learning_rate": 0.02,
-    "run.steps": 30,
-    "run.checkpoint_every": 30,
-}
-STEPS, EVAL_EVERY, CHECKPOINT_EVERY = 24, 6, 4
-DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+SECTION = re.search(r"## Post-training, start to end\n(.*?)\n## ", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+#: Of jobs/lora.yaml.
+EVERY = 20
 
 
-def chat(question, answer):
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+def commands():
+    """The commands of the section, with the sizes of its quick way."""
+    block = re.search(r"^    STEPS=.*?(?=^\S)", SECTION, re.DOTALL | re.MULTILINE)[0]
+    lines = [line.removeprefix("    ") for line in block.splitlines() if not line.startswith("    #")]
+    first, *others = (text.strip() for text in re.split(r"\n(?=\S)", "\n".join(lines)) if text.strip())
+    quick = re.search(r"`(STEPS=\d+ EPOCHS=\d+)`", SECTION)[1]
+    assert re.sub(r"\d+", "", first) == re.sub(r"\d+", "", quick)
+    return [f"{quick}\n{command}" for command in others]
 
 
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+class Shell:
+    """Runs commands as a person would, from a directory with README's `jobs`."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        (directory / "jobs").symlink_to(ROOT / "jobs")
+
+    def start(self, command):
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.Popen(
+            ["bash", "-c", command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            cwd=self.directory,
+            env=environment(PATH=path),
+            start_new_session=True,
+        )
+
+    def run(self, command):
+        done = finish(self.start(command))
+        assert done.code == 0, f"{command}\n{done.out}\n{done.err}"
+        return done.out
 
 
-def options(settings):
-    return [f"--{name}={value}" for name, value in settings.items()]
+def descendants(pid):
+    """Process ids and command lines of what a process has started, the last ones last."""
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            yield int(child), Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            yield from descendants(child)
 
 
-def prepare(*arguments):
-    assert main(["prepare", *map(str, arguments)]) == 0
-
-
-def export(run, out):
-    assert main(["checkpoint", "export", str(run), str(out)]) == 0
-
-
-@pytest.fixture
-def base(tmp_path):
-    """A small Llama that has seen the words, as a Hugging Face directory."""
-    texts = [{"text": f"{one} is a day, and so is {other}."} for one in DAYS for other in DAYS]
-    prepare(write_lines(tmp_path / "texts.jsonl", texts), tmp_path / "texts.h5", "--vocab-size", 300)
-    settings = {"data.path": tmp_path / "texts.h5", "run.dir": tmp_path / "base", "run.threads": 1}
-    done = odc_mpi(2, "train", *options(BASE | settings))
-    assert done.code == 0, done.err
-    export(tmp_path / "base", tmp_path / "llama")
-    return tmp_path / "llama"
-
-
-@pytest.fixture
-def lora(base, tmp_path):
-    """The configuration of adapters over the base, on chats."""
-    pairs = [(one, other) for one in range(7) for other in range(7)]
-    chats = [chat(f"{DAYS[a]}, {DAYS[b]}?", f"{DAYS[a]} is {abs(a - b)} off {DAYS[b]}.") for a, b in pairs]
-    source = write_lines(tmp_path / "chats.jsonl", chats)
-    prepare(source, tmp_path / "chats.h5", "--tokenizer", base, "--eval-fraction", 0.2)
-    settings = {
-        "model": {"path": str(base)},
-        "data": {
-            "path": str(tmp_path / "chats.h5"),
-            "eval_path": str(tmp_path / "chats.eval.h5"),
-            "max_tokens_per_microbatch": 512,
-        },
-        "lora": {"r": 4, "alpha": 16},
-        "optim": {"learning_rate": 0.01, "lr_scheduler_type": "constant"},
-        "run": {
-            "dir": str(tmp_path / "lora"),
-            "threads": 1,
-            "report_to": "tensorboard",
-            "steps": STEPS,
-            "eval_every": EVAL_EVERY,
-            "eval_on_start": True,
-            "checkpoint_every": CHECKPOINT_EVERY,
-        },
-    }
-    path = tmp_path / "lora.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
-def killed_at(step, config, script):
-    """Train on two ranks, of which one is killed after a step."""
-    script.write_text(
-        "import os, signal, sys\n"
-        "from odc_mpi.cli import main as cli\n"
-        "from odc_mpi.train.rundir.saving import Saving\n"
-        "saves = Saving.after_step\n"
-        "def after_step(self, step):\n"
-        "    saves(self, step)\n"
-        f"    if step.number == {step} and self._world.rank == 1:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Saving.after_step = after_step\n"
-        "sys.exit(cli.main(sys.argv[1:]))\n"
-    )
-    return launch(2, script, "train", "--config", config)
+def kill_a_rank(process, metrics, step):
+    """Kill a rank once the run has written a step; the launcher ends the others."""
+    end = time.monotonic() + 90
+    while not metrics.exists() or len(metrics.read_bytes().splitlines()) < step:
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.02)
+    ranks = [pid for pid, words in descendants(process.pid) if b"python" in words[0] and b"train" in words]
+    os.kill(ranks[-1], signal.SIGKILL)
+    return finish(process)
 
 
 def scalars(run):
@@ -138,33 +106,41 @@ def loss_in_peft(base, adapters, dataset):
     return total / count
 
 
-def generated(ranks, source, prompts, out):
-    done = odc_mpi(ranks, "generate", source, "--prompts", prompts, "--max-new-tokens", 12, "--out", out)
-    assert done.code == 0, done.err
-    return [json.loads(line) for line in out.read_text().splitlines()]
+def test_the_way_that_readme_shows(tmp_path):
+    pytest.importorskip("peft")
+    shell, runs = Shell(tmp_path), tmp_path / "runs"
+    assert main(["prepare", "stdlib", str(runs / "data" / "stdlib.h5"), "--max-length", "1024"]) == 0  # as make run
+    train_base, export_base, prepare, train, train_on, export, load_in_peft, take, generate, of_peft = commands()
+    for command in (train_base, export_base, prepare):
+        shell.run(command)
 
-
-def test_from_a_base_to_completions(base, lora, tmp_path):
-    run, adapters = tmp_path / "lora", tmp_path / "adapters"
-    assert killed_at(14, lora, tmp_path / "killed.py").code not in (0, 1, 2)
-    assert [step for step, _ in scalars(run)["train/loss"]][-1] >= 12
-
-    done = odc_mpi(3, "train", "--config", lora)
-    # A checkpoint is complete some time after its step.
-    assert done.code == 0 and re.search(r"resuming after step (8|12), .* saved by 2 ranks", done.out), done
-    points = scalars(run)
-    assert [step for step, _ in points["train/loss"]] == list(range(1, STEPS + 1))
-    assert [step for step, _ in points["eval/loss"]] == list(range(0, STEPS + 1, EVAL_EVERY))
+    killed = kill_a_rank(shell.start(train), runs / "lora" / "metrics.jsonl", EVERY + 5)
+    assert killed.code not in (0, 2)
+    out = shell.run(train_on)
+    assert re.search(rf"resuming after step {EVERY}, .* saved by 2 ranks", out), out
+    summary = json.loads((runs / "lora" / "summary.json").read_text())
+    points, steps = scalars(runs / "lora"), summary["steps"]
+    assert [step for step, _ in points["train/loss"]] == list(range(1, steps + 1))
+    assert [step for step, _ in points["eval/loss"]] == [*range(0, steps, EVERY), steps]
     losses = [loss for _, loss in points["eval/loss"]]
-    assert losses[-1] < losses[0] - 0.5
-    summary = json.loads((run / "summary.json").read_text())
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.5
     assert summary["eval_loss"] == pytest.approx(losses[-1])
 
-    export(run, adapters)
-    held_out = Dataset(tmp_path / "chats.eval.h5")
-    assert loss_in_peft(base, adapters, held_out) == pytest.approx(summary["eval_loss"], rel=1e-5)
+    shell.run(export)
+    assert "default" in shell.run(load_in_peft)
+    held_out = Dataset(runs / "data" / "chats.eval.h5")
+    assert loss_in_peft(runs / "llama", runs / "adapters", held_out) == pytest.approx(summary["eval_loss"], rel=1e-5)
 
-    prompts = write_lines(tmp_path / "prompts.jsonl", [chat(f"{day}, Friday?", "not to be seen") for day in DAYS[:3]])
-    of_run = generated(2, run, prompts, tmp_path / "run.jsonl")
-    assert generated(0, adapters, prompts, tmp_path / "adapters.jsonl") == of_run
-    assert generated(0, base, prompts, tmp_path / "base.jsonl") != of_run
+    for command in (take, generate, of_peft):
+        shell.run(command)
+    answers = (tmp_path / "answers.jsonl").read_text()
+    assert len(answers.splitlines()) == 20
+    assert (tmp_path / "answers.of.adapters.jsonl").read_text() == answers
+
+    # The base may move: --base says where it is.
+    shutil.move(runs / "llama", runs / "moved")
+    elsewhere = generate.replace("--out answers.jsonl", "--out answers.moved.jsonl")
+    refused = finish(shell.start(elsewhere))
+    assert refused.code == 2 and "say where it is with --base" in refused.err
+    shell.run(f"{elsewhere} --base runs/moved")
+    assert (tmp_path / "answers.moved.jsonl").read_text() == answers

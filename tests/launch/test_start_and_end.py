@@ -110,6 +110,15 @@ def test_a_start_in_time_is_not_ended_later():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)"], ids=["ends", "killed"])
+def test_a_process_alone_leaves_no_name_behind(end):
+    """Open MPI leaves one of a process that no launcher started, also where that makes no world."""
+    before = set(Path("/dev/shm").iterdir())
+    launch(0, "-c", f"import os; from odc_mpi import World; {end}")
+    assert not left_behind(before)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("words", ["0", "-1", "soon"])
 def test_a_limit_that_is_none_is_the_usual_one(words, monkeypatch):
     from odc_mpi.runtime import limits

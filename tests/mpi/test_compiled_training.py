@@ -1,6 +1,7 @@
 """Compiled layers over windows: the losses and parameters of a plain loop, with units that come and go."""
 
 import pytest
+import test_adapter_training as adapters
 import torch
 from test_parity import assert_close, configure, expected, run
 
@@ -32,4 +33,19 @@ def test_compiled_layers(world, dataset_path, monkeypatch, checkpointing):
     losses, parameters = expected(config, dataset)
     assert [step["loss"] for step in metrics] == pytest.approx(losses, rel=1e-5)
     assert_close(state, parameters)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of peft itself
+def test_compiled_layers_with_adapters(world, dataset_path, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    config = adapters.configure(
+        dataset_path,
+        **{"model.compile": "true", "comm.zero_copy": "off", "comm.parameter_cache_bytes": 0, "run.steps": 3},
+    )
+    inputs, losses, first, state = adapters.run(config, world)
+    wanted, trained = adapters.reference(config, inputs, first)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    adapters.assert_trained_alike(state, trained)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

@@ -242,6 +242,18 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("model: {path: [m]}", 'job.yaml: model.path: expected text or null, got ["m"]'),
         ("model: {path: ''}", "job.yaml: model.path: expected text or null, not empty"),
         ("model: {param_dtype: fp16}", 'job.yaml: model.param_dtype: expected float32 or bfloat16, got "fp16"'),
+        (
+            "model: {attn_implementation: flash_attention_2}",
+            'job.yaml: model.attn_implementation: expected sdpa or eager, got "flash_attention_2" (a library for GPUs',
+        ),
+        (
+            "model: {attn_implementation: flex_attention}",
+            'job.yaml: model.attn_implementation: expected sdpa or eager, got "flex_attention" (torch has no backward',
+        ),
+        (
+            "model: {attn_implementation: fast}",
+            'job.yaml: model.attn_implementation: expected sdpa or eager, got "fast"',
+        ),
         ("data: {path: null}", "job.yaml: data.path: expected text, got null"),
         ("data: {minibatch_sequences: 0}", "job.yaml: data.minibatch_sequences: expected an integer, 1 or more"),
         (

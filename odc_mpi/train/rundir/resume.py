@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from odc_mpi.checkpoint.reader import Checkpoint, directories
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_optimizer, restore_buffers
 from odc_mpi.errors import AgreedError, UserError, warn
 from odc_mpi.models.build import BuiltModel
+from odc_mpi.models.configuration import first_difference, leaves
 from odc_mpi.models.weights import check_base
 from odc_mpi.observe.terminal import terminal_width
 from odc_mpi.runtime.allocation import slurm_job
@@ -31,20 +31,6 @@ OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
 _PRIVATE = {
     *("run.dir", "run.log_dir", "run.resume", "run.report_to", "run.checkpoint_every", "run.keep_checkpoints"),
     "comm.timeout_s",
-}
-#: Keys of a model's configuration that say nothing of what it computes, or only how it is computed here.
-_INCIDENTAL = {
-    *("dtype", "torch_dtype", "use_cache", "transformers_version", "_name_or_path", "architectures"),
-    *(
-        "id2label",
-        "label2id",
-        "bos_token_id",
-        "eos_token_id",
-        "initializer_range",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-    ),
 }
 _ANEW = "set run.resume to never, or choose another run.dir, to start anew"
 
@@ -80,7 +66,7 @@ class Origin:
     def one_line(self, config: Config) -> str:
         """Say where the run begins, and which settings are others than before. Local."""
         # A version before may not have had a setting, and did what is its default now.
-        before, now = defaults() | _leaves(self.about["config"]), _leaves(asdict(config))
+        before, now = defaults() | leaves(self.about["config"]), leaves(asdict(config))
         changed = [
             f"{key} {before.get(key)} -> {now.get(key)}"
             for key in sorted(before.keys() | now.keys())
@@ -270,25 +256,13 @@ def _require_adapters(origin: Origin, model: BuiltModel) -> None:
 
 def _require_configuration(origin: Origin, config: Mapping[str, Any]) -> None:
     """Check that models of the same shapes compute the same: heads, positions, activations and the like."""
-    theirs, ours = _telling(origin.about["transformers_config"]), _telling(config)
-    keys = theirs.keys() | ours.keys()
-    if origin.about["versions"]["transformers"] != version("transformers"):
-        keys = theirs.keys() & ours.keys()  # another version may have more settings, with defaults that change nothing
-    for key in sorted(keys):
-        if theirs.get(key) != ours.get(key):
-            raise UserError(
-                f"the checkpoint {origin.checkpoint.directory} is of another model: {key} is {theirs.get(key)!r} "
-                f"there, {ours.get(key)!r} in this one: change model.*, or set run.resume to never, or run.dir"
-            )
-
-
-def _telling(config: Mapping[str, Any]) -> dict[str, Any]:
-    leaves = {
-        key: value
-        for key, value in config.items()
-        if key not in _INCIDENTAL and not key.startswith("_attn_implementation")
-    }
-    return _leaves({key: _telling(value) if isinstance(value, dict) else value for key, value in leaves.items()})
+    difference = first_difference(origin.about, config)
+    if difference:
+        key, theirs, ours = difference
+        raise UserError(
+            f"the checkpoint {origin.checkpoint.directory} is of another model: {key} is {theirs!r} there, {ours!r} in "
+            "this one: change model.*, or set run.resume to never, or run.dir"
+        )
 
 
 def _newest(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
@@ -321,13 +295,6 @@ def _look(path: Path, world: World) -> tuple[Checkpoint | None, str | None]:
     except UserError as error:
         return None, str(error)
     return checkpoint, checkpoint.problem(range(world.rank, checkpoint.manifest.size, world.size))
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in config.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return leaves
 
 
 def _ranks(checkpoint: Checkpoint) -> str:

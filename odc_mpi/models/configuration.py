@@ -1,0 +1,47 @@
+"""Whether two transformers configurations are of models that compute the same. No communication."""
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+#: Keys that say nothing of what a model computes, or only how it is computed here.
+_INCIDENTAL = {
+    *("dtype", "torch_dtype", "use_cache", "transformers_version", "_name_or_path", "architectures"),
+    *("id2label", "label2id", "bos_token_id", "eos_token_id", "initializer_range"),
+    *("output_attentions", "output_hidden_states", "return_dict"),
+}
+
+
+def first_difference(about: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Return the first setting in which a model computes something else than that of a checkpoint. Local.
+
+    Args:
+        about: What a checkpoint tells of its run.
+        config: The whole configuration of the model at hand, as JSON has it.
+
+    Returns:
+        The setting, its value in the checkpoint and its value in `config`; None if there is no difference.
+    """
+    theirs, ours = _telling(about["transformers_config"]), _telling(config)
+    keys = theirs.keys() | ours.keys()
+    if about["versions"]["transformers"] != version("transformers"):
+        keys = theirs.keys() & ours.keys()  # another version may have more settings, with defaults that change nothing
+    differing = (key for key in sorted(keys) if theirs.get(key) != ours.get(key))
+    return next(((key, theirs.get(key), ours.get(key)) for key in differing), None)
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by their dotted names. Local."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _telling(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {
+        key: value
+        for key, value in config.items()
+        if key not in _INCIDENTAL and not key.startswith("_attn_implementation")
+    }
+    return leaves({key: _telling(value) if isinstance(value, dict) else value for key, value in kept.items()})

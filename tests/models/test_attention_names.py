@@ -1,0 +1,41 @@
+"""The names of attention: what is served is what is implemented, and every other one of transformers says why not."""
+
+import argparse
+import json
+
+import pytest
+from test_build import QWEN2
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from odc_mpi.cli.options import attention
+from odc_mpi.errors import UserError
+from odc_mpi.models import build as models
+from odc_mpi.models.attention import IMPLEMENTATIONS
+from odc_mpi.models.attention_names import SERVED, why_refused
+
+
+def test_what_is_served_is_implemented():
+    assert set(SERVED) == IMPLEMENTATIONS.keys()
+
+
+def test_every_other_attention_of_transformers_says_why_it_is_refused():
+    theirs = {*AttentionInterface(), "kernels-community/flash-attn2"} - {*SERVED, *IMPLEMENTATIONS.values()}
+    assert {"flash_attention_2", "flash_attention_3", "flex_attention", "paged|eager"} <= theirs
+    assert [name for name in theirs if not why_refused(name)] == []
+    assert why_refused("fast") == why_refused(None) == why_refused(3) == ""
+
+
+def test_the_option_says_why():
+    assert attention("eager") == "eager"
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^expected sdpa or eager, got 'flash_attention_3' \(a lib"):
+        attention("flash_attention_3")
+
+
+def test_what_a_model_s_own_configuration_names_does_not_count(tmp_path):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN2)).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    for name in ("attn_implementation", "_attn_implementation"):
+        (tmp_path / "config.json").write_text(json.dumps(content | {name: "flash_attention_2"}))
+        assert models.from_directory(tmp_path).module.config._attn_implementation == IMPLEMENTATIONS["sdpa"]
+        with pytest.raises(UserError, match=f"unknown setting model.config.{name}"):
+            models.from_config(QWEN2 | {name: "flash_attention_2"}, seed=0)
