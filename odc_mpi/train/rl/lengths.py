@@ -40,11 +40,11 @@ class ExpectedLengths:
         return (y / n + slope * (prompt_length - x / n)) / 100
 
     def state(self) -> dict[str, float]:
-        """Return what was learnt, as JSON takes it. Local."""
+        """Return the lengths that are known, as JSON takes them. Local."""
         return {str(index): length / 100 for index, length in self._known.items()}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Know what was learnt when `state` was taken, and nothing else. Local."""
+        """Know the lengths of a `state`, and no others. Local."""
         self._known: dict[int, int] = {}
         #: Of prompts that are known: how many, lengths x of prompts and y of completions, and products.
         self._sums = [0, 0, 0, 0, 0]
