@@ -10,7 +10,6 @@ to each other goes through windows:
     A to B      owners of counters and of the board set them to zero
 """
 
-import os
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from odc_mpi.bench.measure import around
-from odc_mpi.bench.schedule import CollectiveRunner, Runner, Sample, Sleeper, WindowRunner, require_one_node
-from odc_mpi.bench.together import header
+from odc_mpi.bench.runners import CollectiveRunner, Runner, Sample, Sleeper, WindowRunner
+from odc_mpi.bench.schedule import compared, in_turns
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.data.plan.balance import Plan
@@ -59,44 +57,33 @@ def measure(
     Raises:
         AgreedError: There are several nodes; on every rank.
     """
-    require_one_node(world)
-    before = os.getloadavg()[0]
-    outcome = _run_schedules(world, rollouts, step_s, report)
-    return {
-        **header(world, "schedule", before, slept_step_s=step_s),
-        **outcome.as_json(),
-        "simulated": simulate_rollouts(rollouts).speedup if world.rank == 0 else None,
-    }
+    return compared(
+        world,
+        step_s,
+        lambda: _run_schedules(world, rollouts, step_s, report),
+        lambda: simulate_rollouts(rollouts).speedup,
+    )
 
 
 def _run_schedules(world: World, rollouts: Rollouts, step_s: float, report: Callable[[str], None]) -> RolloutOutcome:
     trials = list(rollouts.trials())
     scale = step_s / float(np.mean([shared for _, shared in (trial.bounds_s() for trial in trials)]))
     num_units = rollouts.scenario.num_units
-    runners: dict[str, Runner] = {
+    runners: dict[str, Generates] = {
         BASELINE: CollectiveBarrier(world, num_units),
         "window/barrier": WindowBarrier(world, num_units),
         "window/on_demand_own": WindowOwn(world, num_units),
         "window/on_demand": WindowOnDemand(world, num_units, rollouts.num_groups),
     }
-    samples: dict[str, list[Sample]] = {name: [] for name in SCHEDULES}
-    for turn, rollout_trial in enumerate(trials):
-        report(f"minibatch {turn + 1} of {len(trials)}")
-        for name in around(SCHEDULES, turn):
-            runner = runners[name]
-            assert isinstance(runner, Generates)
-            runner.rollout_trial = rollout_trial
-            samples[name].append(runner.run(rollout_trial.trial, rollout_trial.plan(name), scale))
+
+    def run(name: str, rollout_trial: RolloutTrial) -> Sample:
+        runners[name].rollout_trial = rollout_trial
+        return runners[name].run(rollout_trial.trial, rollout_trial.plan(name), scale)
+
+    ends, busy, timeline = in_turns(world, SCHEDULES, trials, run, scale, report)
     for runner in runners.values():
         runner.close()
-    everyone = world.gather_objects(samples)
-    turns = range(len(trials))
-    return RolloutOutcome.of(
-        rollouts,
-        {name: [max(own[name][turn].end_s for own in everyone) / scale for turn in turns] for name in SCHEDULES},
-        {name: sum(s.busy_s for own in everyone for s in own[name]) / scale for name in SCHEDULES},
-        {name: [own[name][0].slept for own in everyone] for name in SCHEDULES},
-    )
+    return RolloutOutcome.of(rollouts, ends, {name: float(own.sum()) for name, own in busy.items()}, timeline)
 
 
 class Generates(Runner):

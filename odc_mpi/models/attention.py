@@ -8,7 +8,7 @@ window `_window_as_mask` makes a mask of a single number, the window.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,6 +22,11 @@ from transformers.masking_utils import AttentionMaskInterface
 IMPLEMENTATIONS = {"sdpa": "odc_packed", "eager": "odc_packed_eager"}
 #: Kinds of layers whose state does not run across sequences, so that packing is safe with this attention.
 PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+#: The most tokens of several sequences that one call attends within. With more, a call costs less than its work, and
+#: the scores of eager attention would take memory.
+_MAX_TOKENS = 4096
 
 
 class UnpackableError(ValueError):
@@ -110,11 +115,32 @@ def packed_attention(
         return piece.attend(query, key, value, scaling, _number_of(module)).transpose(1, 2).contiguous(), None
     lengths = [stop - start for start, stop in itertools.pairwise(cu_seq_lens_q.tolist())]
     attend = partial(_eager, softcap) if eager else _causal
-    parts = [
-        attend(q, k, v, dropout, scaling, sliding_window)
-        for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    ]
+    q, k, v = (x.split(lengths, 2) for x in (query, key, value))
+    parts = list(q)
+    for same in _of_one_length(lengths):
+        rows = [_rows([x[i] for i in same]) for x in (q, k, v)]
+        found = attend(rows[0], rows[1], rows[2], dropout, scaling, sliding_window)
+        for i, part in zip(same, found.split(1), strict=True):
+            parts[i] = part
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+
+
+def _rows(sequences: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(sequences) if len(sequences) > 1 else sequences[0]
+
+
+def _of_one_length(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield positions of sequences of the same length, to attend in one call: a call costs more than a short sequence.
+
+    Many short sequences in a microbatch are the rule where completions are trained.
+    """
+    alike: dict[int, list[int]] = {}
+    for i, length in enumerate(lengths):
+        alike.setdefault(length, []).append(i)
+    for length, positions in alike.items():
+        most = max(1, _MAX_TOKENS // length)
+        for begin in range(0, len(positions), most):
+            yield positions[begin : begin + most]
 
 
 def _refuse(kind: type[ValueError], served: str, refused: Mapping[str, bool]) -> None:

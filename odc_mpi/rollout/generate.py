@@ -5,17 +5,16 @@ prompt has the same completion on any rank, whatever else the rank generates: sa
 prompt's number, and each prompt is decoded by itself.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import transformers
 
 from odc_mpi.errors import UserError
-from odc_mpi.models.attention import IMPLEMENTATIONS
+from odc_mpi.rollout.decoding import decoding
 
 
 @dataclass(frozen=True)
@@ -100,22 +99,18 @@ def generate(
         UserError: The prompt is empty, longer than the model's positions, or has tokens that the model does not know.
     """
     room = room_for(module, prompt)
-    device = module.device
-    tokens = torch.tensor([list(prompt.tokens)], device=device)
-    config = transformers.GenerationConfig(
-        max_new_tokens=min(sampling.max_new_tokens, room),
-        do_sample=sampling.temperature > 0,
-        temperature=sampling.temperature or None,
-        top_p=sampling.top_p if sampling.temperature else None,
-        top_k=0 if sampling.temperature else None,
-        eos_token_id=list(prompt.stop) or None,
-        pad_token_id=next(iter(prompt.stop), 0),
-        use_cache=True,
-    )
-    with decoding(module), _seeded(device, sampling.seed, prompt.number):
-        found = cast(Any, module).generate(
-            tokens, attention_mask=torch.ones_like(tokens), generation_config=config, streamer=streamer
-        )
+    tokens = torch.tensor([list(prompt.tokens)])
+    settings = {
+        "max_new_tokens": min(sampling.max_new_tokens, room),
+        "do_sample": sampling.temperature > 0,
+        "temperature": sampling.temperature or None,
+        "top_p": sampling.top_p if sampling.temperature else None,
+        "top_k": 0 if sampling.temperature else None,
+        "eos_token_id": list(prompt.stop) or None,
+        "pad_token_id": next(iter(prompt.stop), 0),
+    }
+    with decoding(module, seed_of(sampling.seed, prompt.number)) as decode:
+        found = decode(tokens, torch.ones_like(tokens), settings, streamer=streamer)
     new: list[int] = found[0, len(prompt.tokens) :].tolist()
     return Completion(prompt.number, new, "stop" if new[-1] in prompt.stop else "length")
 
@@ -141,41 +136,6 @@ def room_for(module: transformers.PreTrainedModel, prompt: Prompt) -> int:
             f"{len(prompt.tokens)}: shorten it"
         )
     return 1 << 30 if positions is None else positions - len(prompt.tokens)
-
-
-@contextmanager
-def decoding(module: transformers.PreTrainedModel) -> Iterator[None]:
-    """Make a model that may be in training ready to decode, with a cache of keys and values; undo it at the end. Local.
-
-    The attention over packed sequences, which knows no cache, gives way to transformers' own.
-    """
-    training = [submodule for submodule in module.modules() if submodule.training]
-    configs: list[Any] = list({id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values())
-    before = [(config, config._attn_implementation, getattr(config, "use_cache", None)) for config in configs]
-    default = module.generation_config
-    try:
-        module.eval()
-        eager = module.config._attn_implementation in ("eager", IMPLEMENTATIONS["eager"]) or not module._supports_sdpa
-        module.set_attn_implementation("eager" if eager else "sdpa")
-        # Whatever a model's own file proposes: `Sampling` says it all.
-        module.generation_config = transformers.GenerationConfig()
-        for config in configs:
-            config.use_cache = True
-        yield
-    finally:
-        module.generation_config = default
-        for config, attention, use_cache in before:
-            config._attn_implementation = attention
-            config.use_cache = use_cache
-        for submodule in training:
-            submodule.training = True
-
-
-@contextmanager
-def _seeded(device: torch.device, seed: int, number: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed_of(seed, number))
-        yield
 
 
 def seed_of(seed: int, number: int) -> int:

@@ -23,6 +23,7 @@ from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.examples import Example, Pair
 from odc_mpi.errors import UserError
 from odc_mpi.files import replacing
+from odc_mpi.rollout.decoding import on_this_rank
 from odc_mpi.rollout.generate import Completion, Generate, Sampling, generate, room_for
 from odc_mpi.rollout.prompts import Request, read, tokenized, told
 from odc_mpi.rollout.source import Source, open_source
@@ -87,9 +88,11 @@ def generate_all(job: Job, world: World, engine: Generate = generate) -> list[Co
     # One voice: where several ranks generate, texts appear whole, in their order, at the end.
     at_once = shown is not None and (world.size == 1 or len(requests) == 1)
     own = []
-    for index in tickets.draw(len(requests)):
-        streamer = shown.begin(requests[index], len(requests)) if shown and at_once else None
-        own.append(engine(model.module, requests[index].prompt, job.sampling, streamer))
+    with on_this_rank(model), model.doing("generating") as note:
+        for index in tickets.draw(len(requests)):
+            note(f"generating from prompt {index + 1:,} of {len(requests):,}")
+            streamer = shown.begin(requests[index], len(requests)) if shown and at_once else None
+            own.append(engine(model.module, requests[index].prompt, job.sampling, streamer))
     completions = sorted(one for of_rank in world.gather_objects(own) for one in of_rank)
     if job.out is not None:
         out = job.out

@@ -6,11 +6,14 @@ what else is decoded beside it. The logits do, by rounding: so the same completi
 
 Each token is drawn by one uniform number from the distribution that the policy has at this temperature, and its
 log-probability under that distribution is kept. Logits are not: memory does not grow with their number times length.
+
+A prompt goes through the model once, for all of its completions. When half of the completions have ended, the others go
+on without them: `generate` is called again, with the keys and values of those that are left.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +21,12 @@ import torch
 import transformers
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from odc_mpi.rollout.generate import decoding
+from odc_mpi.rollout.decoding import decoding
 
 #: Elements of which a distribution is summed up at once, in float64.
 _MAX_ELEMENTS = 1 << 24
+#: With fewer rows than this a decode step takes about as long as with half of them.
+_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -114,29 +119,54 @@ def sample(
         deliver: Gets the completions of each prompt.
         progress: Called with the number of each token of all completions before it is drawn, from 1.
     """
-    rows = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
+    tokens, mask = _padded(prompts)
+    drawing = _Drawing(prompts, sampling, deliver, progress)
+    cache = transformers.DynamicCache(config=module.config.get_text_config(decoder=True))
+    with decoding(module) as decode:
+        if tokens.shape[1] > 1:
+            # Once for all completions of a prompt: all of it but the last token, with which `generate` begins.
+            begun = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+            decode(tokens[:, :-1], mask[:, :-1], begun, past_key_values=cache)
+            cache.batch_repeat_interleave(sampling.num_generations)
+        tokens, mask = (each.repeat_interleave(sampling.num_generations, 0) for each in (tokens, mask))
+        while len(drawing.rows):
+            num_left = sampling.max_completion_length - drawing.num_drawn
+            found = decode(
+                tokens,
+                mask,
+                {"max_new_tokens": num_left, "do_sample": False, "pad_token_id": 0},
+                past_key_values=cache,
+                logits_processor=LogitsProcessorList([drawing]),
+                stopping_criteria=StoppingCriteriaList([_Stop(drawing)]),
+            )
+            left = drawing.leave_done_out()
+            cache.batch_select_indices(left.to(module.device))
+            added = found.shape[1] - tokens.shape[1]
+            tokens = found.cpu()[left]
+            mask = torch.nn.functional.pad(mask[left], (0, added), value=1)
+
+
+def _padded(prompts: Sequence[PromptTokens]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens of prompts and where they are, int64 [prompts, longest], with the padding on the left."""
     longest = max(len(prompt.tokens) for prompt in prompts)
-    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
     mask = torch.zeros_like(tokens)
-    for row, prompt in enumerate(rows):
+    for row, prompt in enumerate(prompts):
         tokens[row, longest - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
         mask[row, longest - len(prompt.tokens) :] = 1
-    drawing = _Drawing(prompts, sampling, deliver, progress)
-    config = transformers.GenerationConfig(
-        max_new_tokens=sampling.max_completion_length, do_sample=False, pad_token_id=0, use_cache=True
-    )
-    with torch.random.fork_rng(devices=[module.device] if module.device.type == "cuda" else []), decoding(module):
-        cast(Any, module).generate(
-            tokens.to(module.device),
-            attention_mask=mask.to(module.device),
-            generation_config=config,
-            logits_processor=LogitsProcessorList([drawing]),
-            stopping_criteria=StoppingCriteriaList([_Stop(drawing)]),
-        )
+    return tokens, mask
 
 
 class _Drawing(LogitsProcessor):
-    """Draws each row's next token, which it leaves as the only one that is possible."""
+    """Draws each row's next token, which it leaves as the only one that is possible.
+
+    A row is a completion; those of a prompt are one after the other.
+
+    Attributes:
+        rows: That are decoded now, int64 on the host.
+        done: Of each of them, whether it has ended.
+        num_drawn: Tokens of the rows that are not done.
+    """
 
     def __init__(
         self,
@@ -146,54 +176,65 @@ class _Drawing(LogitsProcessor):
         progress: Callable[[int], None],
     ) -> None:
         self._sampling, self._deliver, self._progress = sampling, deliver, progress
-        self._stop = [prompt.stop for prompt in prompts for _ in range(sampling.num_generations)]
-        self._tokens: list[list[int]] = [[] for _ in self._stop]
-        self._logps: list[list[float]] = [[] for _ in self._stop]
-        self._entropy = [0.0 for _ in self._stop]
-        self._stopped = [False for _ in self._stop]
+        count, length = len(prompts) * sampling.num_generations, sampling.max_completion_length
+        self.rows = torch.arange(count)
+        self.done = torch.zeros(count, dtype=torch.bool)
+        self.num_drawn = 0
+        most = max(len(prompt.stop) for prompt in prompts)
+        stop = torch.tensor([[*prompt.stop, *[-1] * (most - len(prompt.stop))] for prompt in prompts])
+        self._stop = stop.to(torch.int64).repeat_interleave(sampling.num_generations, 0)
+        self._tokens = torch.zeros(count, length, dtype=torch.int64)
+        self._logps = torch.zeros(count, length)
+        self._entropy = torch.zeros(count, dtype=torch.float64)
+        self._lengths = torch.zeros(count, dtype=torch.int64)
+        self._stopped = torch.zeros(count, dtype=torch.bool)
         self._missing = [sampling.num_generations for _ in prompts]
-        self.done = torch.zeros(len(self._stop), dtype=torch.bool)
         self._uniforms = np.empty((0, 0))
         if sampling.temperature:
             self._uniforms = np.stack(
                 [
-                    np.random.default_rng((sampling.seed, sampling.step, prompt.number, completion)).random(
-                        sampling.max_completion_length
-                    )
+                    np.random.default_rng((sampling.seed, sampling.step, prompt.number, completion)).random(length)
                     for prompt in prompts
                     for completion in range(sampling.num_generations)
                 ]
             )
-        self._step = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores of which the drawn token's alone is finite. Local."""
         if not self.done.all():
-            self._progress(self._step + 1)
+            self._progress(self.num_drawn + 1)
             drawn = self._draw(scores)
             scores.fill_(-torch.inf).scatter_(1, drawn.to(scores.device)[:, None], 0.0)
-            self._step += 1
         return scores
+
+    def may_end(self) -> bool:
+        """Tell whether enough rows are done to go on without them. Local."""
+        left = len(self.done) - int(self.done.sum())
+        return 2 * left <= len(self.done) and (not left or len(self.done) >= _LEAST_ROWS)
+
+    def leave_done_out(self) -> torch.Tensor:
+        """Take rows that are done away; return the places of the others among those that were decoded. Local."""
+        left = torch.nonzero(~self.done)[:, 0]
+        self.rows, self.done = self.rows[left], self.done[left]
+        return left
 
     def _draw(self, scores: torch.Tensor) -> torch.Tensor:
         """Draw for all rows that are not done; others get token 0, which nobody looks at."""
-        drawn = torch.zeros(len(self._stop), dtype=torch.int64)
-        rows = torch.nonzero(~self.done)[:, 0]
-        ended: list[int] = []
-        for part in rows.split(max(1, _MAX_ELEMENTS // scores.shape[1])):
-            tokens, logps, entropies = self._draw_rows(scores[part.to(scores.device)], part)
-            drawn[part] = tokens
-            for row, token, logp, entropy in zip(
-                part.tolist(), tokens.tolist(), logps.tolist(), entropies.tolist(), strict=True
-            ):
-                self._tokens[row].append(token)
-                self._logps[row].append(logp)
-                self._entropy[row] += entropy
-                self._stopped[row] = token in self._stop[row]
-                if self._stopped[row] or self._step + 1 == self._sampling.max_completion_length:
-                    ended.append(row)
-        self.done[ended] = True
-        for row in ended:
+        drawn = torch.zeros(len(self.rows), dtype=torch.int64)
+        for places in torch.nonzero(~self.done)[:, 0].split(max(1, _MAX_ELEMENTS // scores.shape[1])):
+            rows = self.rows[places]
+            own = scores if len(places) == len(scores) else scores[places.to(scores.device)]
+            drawn[places], self._logps[rows, self.num_drawn], entropies = self._draw_rows(own, rows)
+            self._entropy[rows] += entropies.double()
+        rows = self.rows[~self.done]
+        tokens = drawn[~self.done]
+        self._tokens[rows, self.num_drawn] = tokens
+        self.num_drawn += 1
+        self._lengths[rows] = self.num_drawn
+        self._stopped[rows] = (tokens[:, None] == self._stop[rows]).any(1)
+        before, is_last = self.done, self.num_drawn == self._sampling.max_completion_length
+        self.done = self._stopped[self.rows] | is_last
+        for row in self.rows[self.done & ~before].tolist():
             self._end(row)
         return drawn
 
@@ -203,7 +244,7 @@ class _Drawing(LogitsProcessor):
         probabilities = logps.exp()
         entropies = -(probabilities * logps.clamp(min=torch.finfo(logps.dtype).min)).sum(-1)
         if self._sampling.temperature:
-            uniforms = torch.from_numpy(self._uniforms[rows.numpy(), self._step]).to(scores.device)
+            uniforms = torch.from_numpy(self._uniforms[rows.numpy(), self.num_drawn]).to(scores.device)
             tokens = _inverse(_kept(probabilities, self._sampling), uniforms)
         else:
             tokens = logps.argmax(-1)
@@ -216,20 +257,23 @@ class _Drawing(LogitsProcessor):
         self._missing[group] -= 1
         if not self._missing[group]:
             own = slice(group * count, (group + 1) * count)
-            logps = [np.array(values, dtype=np.float32) for values in self._logps[own]]
-            found = Completions(self._tokens[own], logps, self._stopped[own], sum(self._entropy[own]))
-            self._deliver(group, found)
+            lengths = self._lengths[own].tolist()
+            tokens = [each[:length].tolist() for each, length in zip(self._tokens[own], lengths, strict=True)]
+            logps = [each[:length].numpy().copy() for each, length in zip(self._logps[own], lengths, strict=True)]
+            stopped: list[bool] = self._stopped[own].tolist()
+            self._deliver(group, Completions(tokens, logps, stopped, sum(self._entropy[own].tolist())))
 
 
 class _Stop(StoppingCriteria):
-    """Ends generation when all rows are done."""
+    """Ends `generate` when all rows are done, or enough of them to go on without these."""
 
     def __init__(self, drawing: _Drawing) -> None:
         self._drawing = drawing
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return of each row whether it is done. Local."""
-        return self._drawing.done.to(input_ids.device)
+        done = self._drawing.done
+        return (torch.ones_like(done) if self._drawing.may_end() else done).to(input_ids.device)
 
 
 def _kept(probabilities: torch.Tensor, sampling: GroupSampling) -> torch.Tensor:
@@ -248,6 +292,8 @@ def _inverse(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tenso
     """Return the token of each row at which the sum of probabilities passes a uniform number's share."""
     sums = probabilities.cumsum(-1)
     tokens = torch.searchsorted(sums, (uniforms * sums[:, -1])[:, None], right=True)[:, 0]
-    # Rounding at the upper end: the last token that has any probability.
-    last = probabilities.shape[1] - 1 - probabilities.flip(-1).gt(0).to(torch.int8).argmax(-1)
-    return torch.minimum(tokens, last)
+    if (tokens == probabilities.shape[1]).any():
+        # Rounding at the upper end: the last token that has any probability.
+        last = probabilities.shape[1] - 1 - probabilities.flip(-1).gt(0).to(torch.int8).argmax(-1)
+        tokens = torch.minimum(tokens, last)
+    return tokens

@@ -70,9 +70,13 @@ class UnitCalls:
     Args:
         ready: Fetches units.
         push: Pushes gradients.
+
+    Attributes:
+        suspended: Whether forwards are no calls of units, as modules hold plain parameters: see `shard.plain`.
     """
 
     def __init__(self, ready: ReadyUnits, push: Push) -> None:
+        self.suspended = False
         self._ready = ready
         self._push = push
         self._anchor = torch.zeros(0, requires_grad=True)

@@ -10,7 +10,7 @@ Nothing else here communicates, but for `ShardedModel()`, which is collective, a
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from odc_mpi.shard.minibatch import TRAFFIC, Minibatch
 from odc_mpi.shard.modules import place_on_demand, replicate, whole_state, wrap_forward
 from odc_mpi.shard.optim import StepGuard, clip_coefficient, require_elementwise
 from odc_mpi.shard.partition import UnitChoice, check_shardable, make_units, partition
+from odc_mpi.shard.plain import plain_parameters
 from odc_mpi.shard.residency import Budgets, Needs
 from odc_mpi.shard.slices import ModuleWeights, OwnSlices, Weights
 from odc_mpi.shard.units.ready import ReadyUnits
@@ -96,7 +97,8 @@ class ShardedModel:
         self._elements = elements_of(transport.gradients.dtype, self.layouts)
         self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic, self._elements)
         self._resources.callback(self._pusher.close)
-        calls, saved = UnitCalls(self._ready, self._pusher.push), SavedTensors(self._ready)
+        self._calls = calls = UnitCalls(self._ready, self._pusher.push)
+        saved = SavedTensors(self._ready)
         self._slices.load(weights or ModuleWeights(parts, transport.group))
         replicate(module, transport)
         self._placeholders = place_on_demand(places, self.units, transport, calls)
@@ -231,12 +233,16 @@ class ShardedModel:
         return Needs.of(self.units, self._transport)
 
     @contextmanager
-    def resident(self) -> Iterator[None]:
+    def resident(self, *, gradients: bool = True) -> Iterator[None]:
         """Have the whole model on this rank in the enclosed code, which then fetches nothing. One-sided.
 
         For forwards in a row, such as those of generation. What was fetched stays beyond the enclosed code, as all that
         the budget holds does, until the next minibatch ends or parameters change. Where fetches move no bytes, nothing
-        is done.
+        is fetched.
+
+        Args:
+            gradients: Whether a backward may follow. Without one modules have plain parameters meanwhile, and a forward
+                costs what it costs an unsharded module; a minibatch must not end in the enclosed code.
 
         Raises:
             UserError: `comm.parameter_cache_bytes` does not hold all units but the root, or fetches are collective.
@@ -244,7 +250,9 @@ class ShardedModel:
         if self._transport.parameters.copies:
             self.cache_needs.require_whole_model(self.cache_bytes, one_sided=self._transport.one_sided)
             self._ready.require_all(self.units)
-        yield
+        plain = nullcontext() if gradients else plain_parameters(self._places, self.units, self._ready, self._calls)
+        with plain:
+            yield
 
     def doing(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         """Tell other ranks what the enclosed forwards are for, in place of the units in use. Local.

@@ -206,6 +206,8 @@ def wrap_forward(module: nn.Module, unit: Unit, calls: UnitCalls, saved: SavedTe
 
     @functools.wraps(forward)
     def outermost(*args: Any, **kwargs: Any) -> Any:
+        if calls.suspended:
+            return forward(*args, **kwargs)
         with saved.active():
             return inner(*args, **kwargs)
 

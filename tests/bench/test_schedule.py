@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from local_transport import LocalGroup, LocalTransport
 
-from odc_mpi.bench.schedule import Runner, measure
+from odc_mpi.bench.runners import Runner
+from odc_mpi.bench.schedule import measure
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AgreedError
 from odc_mpi.simulate.scenario import Scenario, Trial

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from odc_mpi.models import attention
 from odc_mpi.models.attention import UnpackableError, _window_as_mask, packed_attention
 
 HEADS, GROUPS, SIZE = 4, 2, 8
@@ -43,6 +44,26 @@ def test_values_and_gradients(boundaries, window, eager):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize(
+    ("most", "calls"), [(4096, [(1, 1), (2, 3), (3, 2)]), (5, [(1, 1), (1, 2), (1, 3), (1, 3), (2, 2)])]
+)
+def test_sequences_of_one_length_are_one_call(monkeypatch, most, calls):
+    monkeypatch.setattr(attention, "_MAX_TOKENS", most)
+    seen = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def counting(q, *args, **kwargs):
+        seen.append((q.shape[0], q.shape[2]))
+        return attend(q, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
+    boundaries = [0, 3, 5, 6, 8, 11, 13]
+    inputs, bounds = draw(13), torch.tensor(boundaries, dtype=torch.int32)
+    actual, _ = packed_attention(None, *inputs, None, cu_seq_lens_q=bounds)
+    assert sorted(seen) == sorted(calls)
+    torch.testing.assert_close(actual, written_out(*inputs, boundaries))
+
+
 def test_a_model_that_loses_the_bounds_is_refused():
     with pytest.raises(UnpackableError, match="no boundaries"):
         packed_attention(None, *draw(6), None)
@@ -54,7 +75,7 @@ def test_the_cost_grows_with_the_squares_of_the_sequences(monkeypatch):
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def counting(q, k, v, *args, **kwargs):
-        computed.append(q.shape[2] * k.shape[2])
+        computed.append(q.shape[0] * q.shape[2] * k.shape[2])
         return attend(q, k, v, *args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from odc_mpi.bench.piece_flags import PieceFlags
-from odc_mpi.bench.schedule import PieceWaits
+from odc_mpi.bench.runners import PieceWaits
 from odc_mpi.data.plan.pieces import Split
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]

@@ -45,6 +45,29 @@ def test_a_completion_is_the_same_in_any_batch_and_its_logps_are_those_of_traini
         torch.testing.assert_close(found, batch.logps, rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}])
+def test_a_prompt_is_computed_once_and_completions_that_ended_are_left_out(monkeypatch, changes):
+    model = packed_model(**changes)
+    sampling = GroupSampling(num_generations=8, max_completion_length=20, seed=1)
+    shapes = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
+    found = completed(model, PROMPTS, sampling)
+    assert shapes[0] == (3, 10) and {tokens for _, tokens in shapes[1:]} == {1}
+    rows = [rows for rows, _ in shapes[1:]]
+    assert len(rows) == 20 and rows == sorted(rows, reverse=True)
+    lengths = [len(tokens) for made in found.values() for tokens in made.tokens]
+    for drawn, decoded in enumerate(rows):
+        left = sum(length > drawn for length in lengths)
+        assert left <= decoded and (decoded < 2 * left or decoded < 16), "more than half of them have ended"
+    monkeypatch.setattr("odc_mpi.rollout.sample._LEAST_ROWS", 1000)
+    together = completed(model, PROMPTS, sampling)
+    for number, made in found.items():
+        assert together[number].tokens == made.tokens and together[number].stopped == made.stopped
+        for one, other in zip(together[number].logps, made.logps, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=5e-6)
+        assert together[number].entropy == pytest.approx(made.entropy)
+
+
 def test_steps_and_seeds_draw_others():
     model = packed_model()
     usual = completed(model, PROMPTS[:1])[4].tokens

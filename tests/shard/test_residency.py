@@ -384,6 +384,39 @@ def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetc
     assert train.model.peak_parameter_bytes <= shards + wanted + in_use
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_forwards_without_gradients_see_plain_parameters(copies: bool) -> None:
+    module = Stack(3).double()
+
+    def work(transport: RecordingTransport) -> None:
+        transport.parameters.copies = copies
+        train = Train(transport, PLENTY, module)
+        model = train.model
+        for _ in range(2):
+            train.step(1)
+            with torch.no_grad():
+                wanted = model(INPUT)
+            on_demand = {name: layer._parameters for name, layer in model.module.named_modules()}
+            with model.resident(gradients=False), torch.no_grad():
+                found = model(INPUT)
+                for layer in model.module.modules():
+                    assert type(layer._parameters) is dict
+                    assert all(p.isfinite().all() and not p.requires_grad for p in layer.parameters())
+                transport.log.clear()
+                with model.resident(gradients=False):
+                    model(INPUT)
+                assert type(model.module.get_submodule("")._parameters) is dict, "the inner block has ended"
+                assert transport.log == []
+            assert torch.equal(found, wanted)
+            assert all(layer._parameters is on_demand[name] for name, layer in model.module.named_modules())
+        with pytest.raises(RuntimeError, match="leave it first"), model.resident(gradients=False):
+            model.cache_bytes = PLENTY
+        with pytest.raises(RuntimeError, match="was changed in place"), model.resident(gradients=False):
+            next(layer for layer in model.module.modules() if layer._parameters).weight.zero_()
+
+    run_ranks(1, work)
+
+
 @pytest.mark.parametrize("changes", [{"copies": False}, {"one_sided": False}], ids=["in_place", "collective"])
 @on_ranks(1)
 def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport, changes: dict[str, bool]) -> None:

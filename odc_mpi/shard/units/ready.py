@@ -6,7 +6,8 @@ microbatch.
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -62,6 +63,7 @@ class ReadyUnits:
         self.generation = 0
         self.readable = True
         self.stay = transport.parameters.stays
+        self._is_lent = False
 
     def require(self, unit: Unit) -> None:
         """Make a unit ready, and start to fetch those that come next. One-sided."""
@@ -103,8 +105,23 @@ class ReadyUnits:
             return None
         return self._by_pointer.get(tensor.untyped_storage().data_ptr())
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Refuse in the enclosed code to release all units: somebody else uses their tensors. Local."""
+        self._is_lent = True
+        try:
+            yield
+        finally:
+            self._is_lent = False
+
     def release_all(self) -> None:
-        """Release every unit, and wait for those on their way. One-sided."""
+        """Release every unit, and wait for those on their way. One-sided.
+
+        Raises:
+            RuntimeError: They are lent.
+        """
+        if self._is_lent:
+            raise RuntimeError("parameters were to be released inside resident(gradients=False): leave it first")
         for unit in list(self._held):
             self._release(unit)
         self._latest = None

@@ -10,6 +10,7 @@ from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.observe.metrics import Column, Entry
 from odc_mpi.observe.participant import Participant, Step
 from odc_mpi.rollout.builtin_rewards import exact_match
+from odc_mpi.rollout.decoding import on_this_rank
 from odc_mpi.rollout.rewards import Reward, score
 from odc_mpi.rollout.sample import Completions, GroupSampling, Sample, sample
 from odc_mpi.runtime.world import World
@@ -63,14 +64,15 @@ class RewardEvaluation(Participant):
         """Return mean reward, exact match and mean length, the same on every rank. Collective at the end."""
         sampling = GroupSampling(1, self._rl.max_completion_length, temperature=0.0)
         found: list[tuple[int, float, float, int]] = []
-        for ticket in self._tickets.draw(len(self._decoded)):
-            indices = self._decoded[ticket]
-            prompts = [self._text.tokens(index, self._prompts[index]) for index in indices]
+        with self._model.doing("evaluating"), on_this_rank(self._model):
+            for ticket in self._tickets.draw(len(self._decoded)):
+                indices = self._decoded[ticket]
+                prompts = [self._text.tokens(index, self._prompts[index]) for index in indices]
 
-            def deliver(i: int, made: Completions, indices: list[int] = indices) -> None:
-                found.append(self._figures_of(indices[i], made))
+                def deliver(i: int, made: Completions, indices: list[int] = indices) -> None:
+                    found.append(self._figures_of(indices[i], made))
 
-            self._engine(self._model.module, prompts, sampling, deliver, lambda token: None)
+                self._engine(self._model.module, prompts, sampling, deliver, lambda token: None)
         # In the order of prompts, so that sums are the same whoever generated what.
         everyone = sorted(one for own in self._world.gather_objects(found) for one in own)
         self._tickets.reset()  # all have drawn; nobody draws again before the next B

@@ -11,7 +11,6 @@ A                the numbers of all groups meet
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,12 +21,14 @@ from odc_mpi.data.loader import Batch, Minibatch
 from odc_mpi.data.prompts.file import PromptRow, Prompts
 from odc_mpi.observe.metrics import Column, Entry
 from odc_mpi.observe.participant import Step
+from odc_mpi.rollout.decoding import on_this_rank
 from odc_mpi.rollout.groups import RolloutGroup, batches
 from odc_mpi.rollout.rewards import Reward, Scored, score
 from odc_mpi.rollout.sample import Completions, GroupSampling, Sample, sample
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
 from odc_mpi.train.loop import Source
+from odc_mpi.train.rl.lengths import ExpectedLengths
 from odc_mpi.train.rl.prompts import PromptLoader, PromptText
 from odc_mpi.train.rl.tally import Tally
 from odc_mpi.train.settings import Config
@@ -88,8 +89,7 @@ class RolloutSource(Source):
         self._exchange = Exchange(world, num_groups, config.rl.store_bytes)
         self._tally = Tally([reward.name for reward in rewards], num_groups)
         self.names = self._tally.names
-        #: What completions of a prompt came to in tokens when it was last generated from.
-        self._lengths: dict[int, float] = {}
+        self._lengths = ExpectedLengths(prompts.lengths)
         self._step: Step | None = None
         self._note: Callable[[str], None] = world.note
         self.shown: list[dict[str, Any]] = []
@@ -124,7 +124,7 @@ class RolloutSource(Source):
         """Report on all groups, remember how long they were, and make ready for the next minibatch. Local."""
         step.metrics |= self._tally.report(told)
         for position, index in enumerate(step.minibatch.indices.tolist()):
-            self._lengths[index] = self._tally.length(told, position)
+            self._lengths.learn(index, self._tally.length(told, position))
         self._tickets.reset()
         self._exchange.reset()
 
@@ -134,13 +134,12 @@ class RolloutSource(Source):
 
     def state(self) -> dict[str, Any]:
         """Return where the next minibatch begins, and how long completions were. Local."""
-        lengths = {str(index): round(length, 2) for index, length in self._lengths.items()}
-        return {"loader": self._loader.state_dict(), "completion_lengths": lengths}
+        return {"loader": self._loader.state_dict(), "completion_lengths": self._lengths.state()}
 
     def load_state(self, about: Mapping[str, Any]) -> None:
         """Go on at a minibatch. Local."""
         self._loader.load_state_dict(about["loader"])
-        self._lengths = {int(index): length for index, length in about.get("completion_lengths", {}).items()}
+        self._lengths.load_state(about.get("completion_lengths", {}))
 
     def close(self) -> None:
         """Close the prompts. Local."""
@@ -149,11 +148,8 @@ class RolloutSource(Source):
     def _decode_batches(self, minibatch: Minibatch) -> list[list[int]]:
         """Return positions of prompts that are decoded together, those expected to be longest first."""
         count = len(minibatch.indices)
-        indices = minibatch.indices.tolist()
-        usual = float(np.mean(list(self._lengths.values()))) if self._lengths else 0.0
-        # To two digits behind the point, as checkpoints have them.
-        expected = [round(self._lengths.get(index, usual), 2) for index in indices]
-        order = sorted(range(count), key=lambda i: (-expected[i], -int(self._prompts.lengths[indices[i]]), i))
+        expected = [self._lengths.of(index) for index in minibatch.indices.tolist()]
+        order = sorted(range(count), key=lambda i: (-expected[i], i))
         together = max(
             1, min(self._rl.max_concurrent_sequences // self._rl.num_generations, -(-count // self._world.size))
         )
@@ -177,7 +173,7 @@ class RolloutSource(Source):
                 kept.append(group)
 
         prompts = [self._text.tokens(index, row) for index, row in zip(indices, rows, strict=True)]
-        with self._model.doing("generating") as self._note, self._resident():
+        with self._model.doing("generating") as self._note, on_this_rank(self._model):
             self._engine(self._model.module, prompts, self._sampling(self._step.number), deliver, self._tell_token)
         self._tally.generate_s += time.perf_counter() - began
         return kept
@@ -190,12 +186,6 @@ class RolloutSource(Source):
 
     def _tell_token(self, token: int) -> None:
         self._note(f"generating, token {token:,} of {self._rl.max_completion_length:,}")
-
-    def _resident(self) -> Any:
-        """Keep the model on this rank while it generates, if the budget allows it."""
-        model = self._model
-        fits = model.cache_needs.all.parameters <= model.cache_bytes.parameters
-        return model.resident() if fits else nullcontext()
 
     def _finish(self, position: int, index: int, row: PromptRow, found: Completions) -> RolloutGroup | None:
         """Score a group; return it, or None if it is settled, as there is nothing to learn from it."""

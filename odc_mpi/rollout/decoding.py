@@ -1,0 +1,76 @@
+"""What `generate` and `sample` have in common: a model that may be in training decodes, and is afterwards as it was."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+import transformers
+
+from odc_mpi.models.attention import IMPLEMENTATIONS
+from odc_mpi.shard.model import ShardedModel
+
+#: `generate` of transformers: takes tokens and a mask of them, int64 [rows, tokens], settings of a `GenerationConfig`,
+#: and further arguments; returns the tokens with those that were added.
+Decode = Callable[..., torch.Tensor]
+
+
+@contextmanager
+def decoding(module: transformers.PreTrainedModel, seed: int | None = None) -> Iterator[Decode]:
+    """Make a model ready to decode, with a cache of keys and values, and undo that at the end. Local.
+
+    The attention over packed sequences, which knows no cache, gives way to transformers' own. Modes and settings of the
+    module and torch's random state are afterwards what they were before.
+
+    Args:
+        module: A causal language model of transformers; of a sharded model its `module`.
+        seed: Of torch's random numbers in the enclosed code; None: they go on.
+
+    Yields:
+        What decodes; one-sided if the module is that of a sharded model.
+    """
+
+    def decode(tokens: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any], **arguments: Any) -> torch.Tensor:
+        found: torch.Tensor = cast(Any, module).generate(
+            tokens.to(module.device),
+            attention_mask=mask.to(module.device),
+            generation_config=transformers.GenerationConfig(use_cache=True, **settings),
+            **arguments,
+        )
+        return found
+
+    devices = [module.device] if module.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), _with_cache(module):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield decode
+
+
+@contextmanager
+def _with_cache(module: transformers.PreTrainedModel) -> Iterator[None]:
+    training = [submodule for submodule in module.modules() if submodule.training]
+    configs: list[Any] = list({id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values())
+    before = [(config, config._attn_implementation, getattr(config, "use_cache", None)) for config in configs]
+    default = module.generation_config
+    try:
+        module.eval()
+        eager = module.config._attn_implementation in ("eager", IMPLEMENTATIONS["eager"]) or not module._supports_sdpa
+        module.set_attn_implementation("eager" if eager else "sdpa")
+        # Whatever a model's own file proposes: `Sampling` says it all.
+        module.generation_config = transformers.GenerationConfig()
+        for config in configs:
+            config.use_cache = True
+        yield
+    finally:
+        module.generation_config = default
+        for config, attention, use_cache in before:
+            config._attn_implementation = attention
+            config.use_cache = use_cache
+        for submodule in training:
+            submodule.training = True
+
+
+def on_this_rank(model: ShardedModel) -> AbstractContextManager[None]:
+    """Have the whole model on this rank while it decodes, if its budget holds it. One-sided."""
+    fits = model.cache_needs.all.parameters <= model.cache_bytes.parameters
+    return model.resident(gradients=False) if fits else nullcontext()
