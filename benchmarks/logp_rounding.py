@@ -4,8 +4,8 @@
 
 Draws completions with `odc_mpi.rollout.sample`. Then computes the log-probabilities of their tokens as sampling does
 (a token after the other, a cache, padding on the left), as training does (all sequences in one row, packed), and both
-with parts in float64. Prints a table: differences between two ways, the most and the mean over all tokens, and the most
-of the log-probability where that is beyond 1. Local.
+with parts in float64, but for norms, which transformers rounds to float32. Prints a table of differences between two
+ways: the most and the mean over all tokens, and the most of the log-probability where that is beyond 1. Local.
 """
 
 import argparse

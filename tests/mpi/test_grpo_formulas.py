@@ -1,4 +1,4 @@
-"""Loss and gradient of given rollouts against formulas in plain torch, in float64."""
+"""Loss and gradient of given rollouts against formulas in plain torch, in float64 but for transformers' norms."""
 
 from itertools import chain
 
