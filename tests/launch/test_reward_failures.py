@@ -11,11 +11,27 @@ from transformers import PreTrainedTokenizerFast
 from odc_mpi.data.prepare import Options
 from odc_mpi.data.prompts.prepare import prepare_prompts
 
-#: Rewards that fail on rank 1 alone, in its first group.
+#: Rewards that fail on rank 1 alone, in its first group; if a file says so, generation there does not go on.
 REWARDS = """
 import ctypes, os, time
+from pathlib import Path
+
+import transformers
 
 RANK = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
+
+
+def stall(processors, *given, call=transformers.LogitsProcessorList.__call__):
+    scores = call(processors, *given)
+    calls.append(None)
+    if len(calls) == 4:
+        time.sleep(60)
+    return scores
+
+
+calls = []
+if RANK and Path("stall").exists():
+    transformers.LogitsProcessorList.__call__ = stall
 
 
 def raises(completions, **columns):
@@ -28,6 +44,10 @@ def hangs(completions, **columns):
     while RANK:
         time.sleep(0.1)
     return [1.0] * len(completions)
+
+
+def too_few(completions, **columns):
+    return [1.0] * (len(completions) - RANK)
 
 
 def hangs_in_c(completions, **columns):
@@ -74,15 +94,41 @@ def test_a_reward_that_raises_is_named(launch):
     assert re.search(r"rank 1: reward function rewards\.py:raises, prompt \d, rank 1: it raised KeyError", ended.err)
 
 
+@pytest.mark.slow
+def test_a_reward_that_returns_too_few_is_named(launch):
+    ended = launch("too_few")
+    assert ended.code == 2 and "Traceback" not in ended.err
+    words = r"rewards\.py:too_few, prompt \d, rank 1: expected 4 rewards, one for each completion, got 3"
+    assert re.search(words, ended.err), ended.err
+
+
 def test_a_reward_that_hangs_is_named(launch):
     ended = launch("hangs", **{"rl.reward_timeout_s": 0.5})
     assert ended.code == 2
     assert re.search(r"rewards\.py:hangs, prompt \d, rank 1: expected an answer within rl\.reward_timeout_s", ended.err)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_says_who_has_groups_in_work(launch):
     """Where Python's own time limit does not reach."""
     ended = launch("hangs_in_c", **{"comm.timeout_s": 3, "rl.reward_timeout_s": 600})
     assert ended.code != 0
     waits = r"rank 0 on \S+ waited more than 3 s while waiting for \d+ prompt groups in work: "
     assert re.search(waits + r".*rank 1 on \S+.*was last seen .*computing rewards of prompt \d", ended.err), ended.err
+
+
+WAITS = [
+    ("generating", "waiting for \\d+ prompt groups in work", {}),
+    ("evaluating", "gathering from all ranks", {"data.eval_path": "prompts.h5", "run.eval_on_start": "true"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("doing", "waiting", "settings"), [WAITS[0], pytest.param(*WAITS[1], marks=pytest.mark.slow)], ids=["train", "eval"]
+)
+def test_a_rank_that_waits_says_which_token_others_generate(launch, tmp_path, doing, waiting, settings):
+    (tmp_path / "stall").touch()
+    ended = launch("too_few", **{"comm.timeout_s": 3} | settings)
+    assert ended.code != 0
+    waits = rf"rank 0 on \S+ waited more than 3 s while {waiting}: .*rank 1 on \S+.*"
+    assert re.search(waits + rf"was last seen .*{doing}, token \d of 6", ended.err), ended.err

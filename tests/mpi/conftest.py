@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from grpo_job import write_files
 from mpi4py import MPI
 
 from odc_mpi.data.dataset import DatasetWriter
@@ -78,3 +79,13 @@ def allocate(world):
     for transport in made:
         transport.close()
         transport.close()
+
+
+@pytest.fixture(scope="session")
+def grpo_dir(world, shared_dir):
+    """Prompts of numbers, and rewards."""
+    path = shared_dir / "grpo"
+    if world.rank == 0:
+        write_files(path)
+    world.gather_objects(None)
+    return path

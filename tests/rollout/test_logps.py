@@ -1,11 +1,14 @@
 """Log-probabilities in chunks of the head are those of all logits at once, and so are their gradients."""
 
+import numpy as np
 import pytest
 import torch
-from test_generate import packed_model
+from test_generate import packed_model, plain_model
 
 from odc_mpi.rollout import logps
+from odc_mpi.rollout.groups import RolloutGroup, batches
 from odc_mpi.rollout.logps import TokenLogps, token_logps
+from odc_mpi.rollout.sample import GroupSampling, PromptTokens, sample
 
 
 def naive(hidden, weight, bias, targets, temperature):
@@ -47,3 +50,30 @@ def test_a_model_gives_them_with_its_head_and_without():
     model.config.logit_scale = 1.0  # as of models that scale logits behind the head
     torch.testing.assert_close(token_logps(model, inputs, places, targets, 0.5), wanted, rtol=1e-5, atol=1e-6)
     assert "forward" not in model.lm_head.__dict__
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize("sharpness", [1.0, 4.0])
+def test_those_of_training_are_those_of_sampling_and_of_the_formula(temperature, sharpness):
+    """To 1e-6, of the log-probability where that is beyond 1: float32 holds seven digits of it."""
+    model, exact = packed_model().eval(), plain_model().double()
+    for each in (model, exact):
+        for parameter in each.parameters():
+            parameter.data *= sharpness if parameter.ndim > 1 else 1.0
+    tokens, made = [[5, 7, 9], list(range(1, 12)), [60]], {}
+    asked = [PromptTokens(i, own, frozenset({3})) for i, own in enumerate(tokens)]
+    sample(model, asked, GroupSampling(8, 20, temperature, seed=1), made.__setitem__)
+    ones, none = np.ones(8), np.zeros(8, dtype=np.bool_)
+    groups = [RolloutGroup(i, i, own, made[i].tokens, made[i].logps, ones, none) for i, own in enumerate(tokens)]
+    (batch,) = batches(groups, 10_000, with_all=True)
+    found = token_logps(model, batch.inputs, batch.places, batch.targets, temperature).detach()
+    wanted = []
+    for group in groups:
+        for own in group.completions:
+            ids = torch.tensor([[*group.prompt, *own]])
+            logits = exact(input_ids=ids, use_cache=False).logits[0, len(group.prompt) - 1 : -1].double() / temperature
+            wanted.append(torch.log_softmax(logits, -1).gather(1, torch.tensor(own)[:, None])[:, 0].detach())
+    bound = 1e-6 * torch.cat(wanted).abs().clamp(min=1.0)
+    assert ((found - batch.logps).abs() <= bound).all()
+    assert ((found - torch.cat(wanted)).abs() <= bound).all()
+    assert ((batch.logps - torch.cat(wanted)).abs() <= bound).all()

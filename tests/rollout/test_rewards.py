@@ -1,6 +1,8 @@
 """Rewards are TRL's: what functions get and may return, what becomes of it, and one line for whatever goes wrong."""
 
+import contextlib
 import math
+import sys
 import time
 
 import numpy as np
@@ -83,6 +85,22 @@ def hangs(completions):
         time.sleep(0.01)
 
 
+def tries_again(completions):
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(9)
+
+
+def catches_all(completions):
+    with contextlib.suppress(BaseException):
+        time.sleep(9)
+    return [1.0] * 4
+
+
+def leaves(completions):
+    sys.exit("no model")
+
+
 def too_few(completions):
     return [1.0]
 
@@ -95,14 +113,27 @@ def no_list(completions):
     return 3
 
 
+def one_tensor(completions):
+    return torch.tensor(1.0)
+
+
+def by_completion(completions):
+    return dict.fromkeys(completions, 1.0)
+
+
 @pytest.mark.parametrize(
     ("function", "words", "num_failed"),
     [
         (fails, "it raised KeyError: 'answer'", 4),
         (hangs, "expected an answer within rl.reward_timeout_s, 0.2 s", 4),
+        (tries_again, "expected an answer within rl.reward_timeout_s, 0.2 s", 4),
+        (catches_all, "expected an answer within rl.reward_timeout_s, 0.2 s", 4),
+        (leaves, "it raised SystemExit: no model", 4),
         (too_few, "expected 4 rewards, one for each completion, got 1", 4),
         (not_a_number, "got nan for completion 1", 2),
         (no_list, "expected a list of 4 numbers, got int", 4),
+        (one_tensor, "expected a list of 4 numbers, got Tensor", 4),
+        (by_completion, "expected a list of 4 numbers, got dict", 4),
     ],
 )
 def test_a_function_that_fails_is_named_or_left_out(function, words, num_failed, capfd):
@@ -131,6 +162,16 @@ def test_advantages_are_those_of_the_formula(scaled):
         torch.testing.assert_close(torch.from_numpy(found), group_formula(total, scaled), rtol=1e-12, atol=1e-12)
     for equal in ([0.1] * 7, [math.nan, 3.0], [math.nan] * 3):
         assert not Scored(np.array([equal]), np.array([1.0]), 0).advantages(scaled=scaled).any()
+
+
+def test_arrays_and_tensors_are_lists_of_rewards():
+    wanted = [0.0, 1.0, 2.0, 3.0]
+    for function in (
+        lambda completions: np.arange(4),
+        lambda completions: torch.arange(4),
+        lambda completions: range(4),
+    ):
+        assert scored(function).total.tolist() == wanted
 
 
 def test_none_leaves_out_a_function_for_a_completion():

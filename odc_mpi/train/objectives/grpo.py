@@ -109,7 +109,7 @@ def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
 def divergence(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return the estimate k3 of the KL divergence at each token (http://joschu.net/blog/kl-approx.html). Local."""
     difference = reference - logps
-    return torch.exp(difference) - difference - 1.0
+    return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise where policies are alike
 
 
 def divisor(loss_type: str, *, num_tokens: float, num_completions: float, max_completion_length: int) -> float:

@@ -1,6 +1,7 @@
 """Rewards of held-out prompts, beside the training: greedy completions, by tickets, between two steps."""
 
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -59,12 +60,13 @@ class RewardEvaluation(Participant):
         order = sorted(range(count), key=lambda i: (-int(prompts.lengths[i]), i))
         self._decoded = [order[begin : begin + together] for begin in range(0, count, together)]
         self._at_start: dict[str, Any] = {}
+        self._note: Callable[[str], None] = world.note
 
     def evaluate(self) -> dict[str, Any]:
         """Return mean reward, exact match and mean length, the same on every rank. Collective at the end."""
         sampling = GroupSampling(1, self._rl.max_completion_length, temperature=0.0)
         found: list[tuple[int, float, float, int]] = []
-        with self._model.doing("evaluating"), on_this_rank(self._model):
+        with self._model.doing("evaluating") as self._note, on_this_rank(self._model):
             for ticket in self._tickets.draw(len(self._decoded)):
                 indices = self._decoded[ticket]
                 prompts = [self._text.tokens(index, self._prompts[index]) for index in indices]
@@ -72,7 +74,7 @@ class RewardEvaluation(Participant):
                 def deliver(i: int, made: Completions, indices: list[int] = indices) -> None:
                     found.append(self._figures_of(indices[i], made))
 
-                self._engine(self._model.module, prompts, sampling, deliver, lambda token: None)
+                self._engine(self._model.module, prompts, sampling, deliver, self._tell_token)
         # In the order of prompts, so that sums are the same whoever generated what.
         everyone = sorted(one for own in self._world.gather_objects(found) for one in own)
         self._tickets.reset()  # all have drawn; nobody draws again before the next B
@@ -102,11 +104,14 @@ class RewardEvaluation(Participant):
         """Close the prompts. Local."""
         self._prompts.close()
 
+    def _tell_token(self, token: int) -> None:
+        self._note(f"evaluating, token {token:,} of {self._rl.max_completion_length:,}")
+
     def _figures_of(self, index: int, made: Completions) -> tuple[int, float, float, int]:
         """Return the number of a prompt, reward, exact match (NaN without an answer) and length of its completion."""
         row = self._prompts[index]
         arguments = self._text.arguments(row, made.tokens)
-        self._world.note(f"computing rewards of prompt {index}")
+        self._note(f"computing rewards of prompt {index}")
         scored = score(
             self._rewards,
             arguments,

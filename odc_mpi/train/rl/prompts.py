@@ -105,10 +105,10 @@ class PromptText:
         return text
 
     def arguments(self, row: PromptRow, completions: list[list[int]]) -> dict[str, list[Any]]:
-        """Return the arguments of reward functions for a prompt and its completions. Local."""
+        """Return the arguments of reward functions for a prompt and its completions, copies of the tokens. Local."""
         texts: list[Any] = [self.text(tokens) for tokens in completions]
         if row.is_chat:
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         given = {"prompts": row.prompt, **row.columns}
         own = {name: [value] * len(completions) for name, value in given.items()}
-        return own | {"completions": texts, "completion_ids": completions}
+        return own | {"completions": texts, "completion_ids": [list(tokens) for tokens in completions]}

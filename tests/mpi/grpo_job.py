@@ -1,0 +1,63 @@
+"""Prompts, rewards and settings of small trainings from rewards."""
+
+import json
+
+import numpy as np
+from test_parity import configure
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from odc_mpi.data.prepare import Options
+from odc_mpi.data.prompts.prepare import prepare_prompts
+
+STEPS = 4
+NUM_PROMPTS = 14
+NUM_GENERATIONS = 4
+MAX_LENGTH = 10
+END = 60
+REWARDS = """
+def ends_early(completion_ids, **kwargs):
+    return [-float(len(tokens)) / 4 for tokens in completion_ids]
+
+
+def even(completion_ids, wanted, **kwargs):
+    scores = [float(sum(token % 2 == want for token in tokens)) for tokens, want in zip(completion_ids, wanted)]
+    return [None if tokens[0] % 7 == 0 else score for tokens, score in zip(completion_ids, scores)]
+
+
+def equal(completions, **kwargs):
+    return [1.0] * len(completions)
+"""
+
+
+def write_files(path):
+    """Write prompts of numbers, and rewards, into a new directory."""
+    path.mkdir()
+    inner = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=str(END)).save_pretrained(path / "words")
+    draws = np.random.default_rng(3)
+    lines = [
+        {"prompt": " ".join(map(str, draws.integers(1, 60, size=draws.integers(1, 9)))), "wanted": i % 2, "answer": "1"}
+        for i in range(NUM_PROMPTS)
+    ]
+    (path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    prepare_prompts([str(path / "prompts.jsonl")], path / "prompts.h5", Options(tokenizer=path / "words"))
+    (path / "rewards.py").write_text(REWARDS)
+
+
+def settings_of(path, **changes):
+    """Return the settings of a run in which changes are made, `rl__beta` for `rl.beta`."""
+    usual = {
+        "run.objective": "grpo",
+        "rl.reward_funcs": f"['{path}/rewards.py:ends_early', '{path}/rewards.py:even']",
+        "rl.reward_weights": "[0.5, 1.0]",
+        "rl.num_generations": NUM_GENERATIONS,
+        "rl.max_completion_length": MAX_LENGTH,
+        "rl.max_concurrent_sequences": 2 * NUM_GENERATIONS,
+        "data.minibatch_sequences": 6 * NUM_GENERATIONS,
+        "data.max_tokens_per_microbatch": 60,
+        "optim.lr_scheduler_type": "constant",
+        "run.steps": STEPS,
+    }
+    return configure(path / "prompts.h5", **(usual | {key.replace("__", "."): value for key, value in changes.items()}))

@@ -1,0 +1,199 @@
+"""Loss and gradient of given rollouts against formulas in plain torch, in float64 but for transformers' norms."""
+
+from itertools import chain
+
+import numpy as np
+import peft
+import plain
+import pytest
+import torch
+from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, settings_of
+
+from odc_mpi.data.prompts.file import Prompts
+from odc_mpi.models import build as built_models
+from odc_mpi.rollout.sample import Completions
+from odc_mpi.train.inputs import open_inputs
+from odc_mpi.train.rl.source import RolloutSource
+from odc_mpi.train.run import build_trainer, decide
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
+
+TEMPERATURE = 0.8
+#: What the first step changes sets policy and reference apart in the second.
+STEPS = 2
+PROMPTS_PER_STEP = 5
+SETTINGS = {
+    "rl__temperature": TEMPERATURE,
+    "data__minibatch_sequences": PROMPTS_PER_STEP * NUM_GENERATIONS,
+    "run__steps": STEPS,
+    "optim__optimizer": "sgd",
+    "optim__learning_rate": 0.3,
+    "optim__warmup_steps": 0,
+    "optim__weight_decay": 0.0,
+    "optim__max_grad_norm": 1e9,
+}
+
+
+def given_completions(index):
+    """Tokens of the completions of a prompt, and whether each has come to its end."""
+    draws = np.random.default_rng((11, index))
+    lengths = draws.integers(1, MAX_LENGTH + 1, size=NUM_GENERATIONS)
+    tokens = [draws.integers(0, END, size=length).tolist() for length in lengths]
+    stopped = [length < MAX_LENGTH or bool(draws.integers(2)) for length in lengths]
+    return [[*own[:-1], END] if ended else own for own, ended in zip(tokens, stopped, strict=True)], stopped
+
+
+def give(module, prompts, sampling, deliver, progress):
+    """Deliver given completions in place of generated ones."""
+    for i, prompt in enumerate(prompts):
+        tokens, stopped = given_completions(prompt.number)
+        deliver(i, Completions(tokens, [np.zeros(len(own), np.float32) for own in tokens], stopped, 0.0))
+
+
+def train(world, config):
+    """Train; return of each step metrics, whole gradients and the parameters before it."""
+    trainer = build_trainer(config, world, open_inputs(config, world.rank, world.size), decide(config, world))
+    next(each for each in trainer.participants if isinstance(each, RolloutSource))._engine = give
+    model, divide, own, steps = trainer.model, trainer.model.divide_gradients_, [], []
+
+    def divide_and_keep(divisor):
+        divide(divisor)
+        own.append({name: p.grad.double().clone() for name, p in model.named_shard_parameters() if p.grad is not None})
+
+    model.divide_gradients_ = divide_and_keep
+    with trainer:
+        for _ in range(STEPS):
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            metrics = trainer.step()
+            of_ranks = world.gather_objects({name: value.numpy() for name, value in own.pop().items()})
+            gradient = {name: np.concatenate([each[name] for each in of_ranks]) for name in of_ranks[0]}
+            steps.append((metrics, gradient, before))
+    model.close()
+    return steps
+
+
+def rewards_of(index, wanted, only_even):
+    """What grpo_job.REWARDS says of the given completions, None where nothing applies."""
+    found = []
+    for tokens in given_completions(index)[0]:
+        even = None if tokens[0] % 7 == 0 else float(sum(token % 2 == wanted for token in tokens))
+        found.append(even if only_even else -0.5 * len(tokens) / 4 + (even or 0.0))
+    return found
+
+
+def advantages_of(rewards, scale):
+    there = torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float64)
+    if len(there) < 2 or (there == there[0]).all():
+        return [0.0] * len(rewards)
+    divisor = there.std() + 1e-4 if scale == "group" else 1.0
+    return [0.0 if reward is None else float((reward - there.mean()) / divisor) for reward in rewards]
+
+
+def logps_of(model, prompt, completion):
+    ids = torch.tensor([[*prompt, *completion]])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double() / TEMPERATURE
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def terms_of(policy, reference, rl, row, index, only_even):
+    """The losses of the tokens of each completion, and the estimates of the KL divergence."""
+    tokens, stopped = given_completions(index)
+    advantages = advantages_of(rewards_of(index, row.columns["wanted"], only_even), rl.scale_rewards)
+    for completion, ended, advantage in zip(tokens, stopped, advantages, strict=True):
+        if rl.mask_truncated_completions and not ended:
+            continue
+        own = logps_of(policy, row.tokens, completion)
+        losses, kl = -torch.exp(own - own.detach()) * advantage, torch.zeros(1)
+        if rl.beta:
+            with torch.no_grad():
+                theirs = logps_of(reference, row.tokens, completion)
+            kl = torch.exp(theirs - own) - (theirs - own) - 1
+            losses = losses + rl.beta * kl
+        yield losses, kl
+
+
+def formula(policy, reference, rl, prompts, indices, only_even):
+    """Loss, size of what it is the sum of, mean of the KL divergence, and gradients by name."""
+    terms = list(chain.from_iterable(terms_of(policy, reference, rl, prompts[i], i, only_even) for i in indices))
+    num_tokens, num_completions = sum(len(losses) for losses, _ in terms), len(indices) * NUM_GENERATIONS
+    if rl.loss_type == "grpo":
+        parts = [losses / len(losses) / num_completions for losses, _ in terms]
+    else:
+        parts = [
+            losses / (num_tokens if rl.loss_type == "dapo" else num_completions * MAX_LENGTH) for losses, _ in terms
+        ]
+    loss = torch.cat(parts).sum()
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    gradients = dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+    size, kl = torch.cat(parts).detach().abs().sum(), torch.cat([kl.detach() for _, kl in terms]).mean()
+    return loss.item(), size.item(), kl.item(), gradients
+
+
+def plain_model(config, state=None):
+    """A plain model in float64, with adapters if the run has them, of the parameters `state`."""
+    model = plain.model(built_models.from_config(config.model.config, config.run.seed), config.model.config)
+    if state is not None and config.lora.r is not None:
+        lora = config.lora
+        settings = peft.LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules)
+        peft.inject_adapter_in_model(settings, model)
+    if state is not None:
+        model.load_state_dict(state)
+    return model.double()
+
+
+CASES = [
+    # loss_type, scale_rewards, mask_truncated_completions, beta, adapters, only the reward that may be None
+    ("dapo", "group", False, 0.0, False, False),
+    ("dapo", "none", True, 0.1, False, True),
+    ("dapo", "group", False, 0.3, True, False),
+    ("grpo", "group", True, 0.0, False, True),
+    ("grpo", "none", False, 0.1, False, False),
+    ("grpo", "group", True, 0.1, True, True),
+    ("dr_grpo", "none", False, 0.0, False, False),
+    ("dr_grpo", "group", True, 0.1, False, False),
+]
+
+
+@pytest.mark.parametrize(("loss_type", "scale", "masked", "beta", "adapters", "only_even"), CASES)
+def test_losses_and_gradients_are_those_of_the_formulas(
+    world, grpo_dir, loss_type, scale, masked, beta, adapters, only_even
+):
+    changes = SETTINGS | {
+        "rl__loss_type": loss_type,
+        "rl__scale_rewards": scale,
+        "rl__mask_truncated_completions": str(masked).lower(),
+        "rl__beta": beta,
+    }
+    if adapters:
+        changes |= {"lora__r": 4, "lora__alpha": 16, "optim__learning_rate": 3.0}
+    if only_even:
+        changes |= {"rl__reward_funcs": f"['{grpo_dir}/rewards.py:even']", "rl__reward_weights": "[1.0]"}
+    config = settings_of(grpo_dir, **changes)
+    steps = train(world, config)
+    if world.rank == 0:
+        with Prompts(grpo_dir / "prompts.h5") as prompts:
+            order = np.random.default_rng([config.run.seed, 0]).permutation(len(prompts)).tolist()
+            reference = plain_model(config)
+            for number, (metrics, gradient, before) in enumerate(steps):
+                indices = order[number * PROMPTS_PER_STEP : (number + 1) * PROMPTS_PER_STEP]
+                policy = plain_model(config, before)
+                wanted = formula(policy, reference, config.rl, prompts, indices, only_even)
+                check(metrics, gradient, wanted, config.rl.beta and number)
+    world.gather_objects(None)
+
+
+def check(metrics, gradient, wanted, is_apart):
+    """Compare a step with the formulas: to 1e-6 of the gradient's norm, and of the sum of all sizes of the loss."""
+    loss, size, kl, gradients = wanted
+    assert abs(metrics["loss"] - loss) <= 1e-6 * size
+    norm = float(torch.cat([value.flatten() for value in gradients.values()]).norm())
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-6)
+    assert norm > 1e-3
+    apart = [
+        np.linalg.norm(gradient.get(name, np.zeros(value.numel())) - value.flatten().numpy())
+        for name, value in gradients.items()
+    ]
+    assert np.linalg.norm(apart) <= 1e-6 * norm
+    if "kl" in metrics:
+        assert metrics["kl"] == pytest.approx(kl, rel=1e-5, abs=1e-6)
+        assert not is_apart or kl > 1e-5

@@ -1,0 +1,22 @@
+"""A short form of tests/soak/rollouts.py: every completion is trained once, through many short steps."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "soak"))
+import rollouts
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
+
+STEPS = 300
+
+
+@pytest.mark.parametrize("store_bytes", rollouts.STORES)
+def test_every_completion_is_trained_once_as_it_was_generated(world, grpo_dir, store_bytes):
+    found = rollouts.soak(world, grpo_dir, STEPS, world.size, store_bytes)
+    assert all(each.num_checked > STEPS for each in found)
+    kept, others = (sum(getattr(each, name) for each in found) for name in ("num_kept", "num_from_others"))
+    assert (others > 0) == (store_bytes > 0)
+    assert (kept > 0) == (store_bytes < 1 << 20)

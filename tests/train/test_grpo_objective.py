@@ -1,0 +1,27 @@
+"""The parts of GRPO's loss, by their formulas."""
+
+import pytest
+import torch
+
+from odc_mpi.train.objectives.grpo import divergence, divisor, policy_loss
+
+
+def test_the_policy_loss_is_minus_the_advantage_and_so_is_its_gradient():
+    logps, advantages = torch.tensor([-3.0, -0.1, -20.0], requires_grad=True), torch.tensor([1.5, -0.5, 0.0])
+    found = policy_loss(logps, advantages)
+    found.sum().backward()
+    assert found.tolist() == logps.grad.tolist() == [-1.5, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-4, -1e-3, 0.3, -2.0, 5.0])
+def test_the_divergence_is_the_formula_also_where_policies_are_alike(apart):
+    reference = torch.tensor([-2.5])
+    logps = reference - apart
+    difference = (reference - logps).double()
+    assert divergence(logps, reference).item() == pytest.approx((difference.exp() - difference - 1).item(), rel=1e-3)
+
+
+def test_divisors():
+    given = {"num_tokens": 30.0, "num_completions": 4.0, "max_completion_length": 10}
+    assert [divisor(name, **given) for name in ("dapo", "grpo", "dr_grpo")] == [30.0, 4.0, 40.0]
+    assert divisor("dapo", num_tokens=0.0, num_completions=4.0, max_completion_length=10) == 1.0
