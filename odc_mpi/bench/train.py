@@ -25,7 +25,7 @@ from odc_mpi.data.prepare import Options, prepare
 from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.spread import Spread
-from odc_mpi.train.exact import settled
+from odc_mpi.train.exact.conditions import settled
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.loop import Trainer
 from odc_mpi.train.run import build_trainer, decide

@@ -35,6 +35,7 @@ class Minibatch:
         self.sums = np.empty(0)
         self.pushed: list[bool] = []
         self._reports = np.empty((0, 0))
+        self._columns: dict[str, int] = {}
 
     def report(self, sums: np.ndarray, pushed: Sequence[bool]) -> np.ndarray:
         """Return the numbers that this rank tells at A, float64. Local.
@@ -52,6 +53,7 @@ class Minibatch:
     def receive(self, reports: np.ndarray) -> None:
         """Take what all ranks told, a row from each. Local."""
         count = len(self.sums)
+        self._columns = {name: column for column, name in enumerate(self.values)}
         sums, self._reports, words = np.split(reports, [count, count + len(self.values)], axis=1)
         self.sums = sums.sum(axis=0)
         merged = np.bitwise_or.reduce(words.astype(np.uint32), axis=0)
@@ -59,7 +61,7 @@ class Minibatch:
 
     def per_rank(self, name: str) -> np.ndarray:
         """Return every rank's number of this name, `[size]` float64. Local, after the minibatch."""
-        return self._reports[:, list(self.values).index(name)]
+        return self._reports[:, self._columns[name]]
 
     def total(self, name: str) -> float:
         """Return the sum over all ranks, the same to the last bit on each. Local, after the minibatch."""

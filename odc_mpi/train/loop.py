@@ -48,7 +48,7 @@ class Objective(Participant, ABC):
 
     Attributes:
         divisor: Of the summed gradients of all microbatches. An objective that knows it only when all ranks have told
-            their part sets it in `hear`; the owners divide before the norm.
+            their part sets it in `hear`; the owners divide before the norm. Before the first step: the largest.
     """
 
     divisor: float = 1.0

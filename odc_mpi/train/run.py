@@ -31,7 +31,9 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.stack.decision import Decision
 from odc_mpi.train.context import Pieces, open_windows
 from odc_mpi.train.evaluation import Evaluation
-from odc_mpi.train.exact import Exponents, deterministic, reduce_dtype, settled
+from odc_mpi.train.exact.arithmetic import checked_arithmetic
+from odc_mpi.train.exact.conditions import deterministic, reduce_dtype, settled
+from odc_mpi.train.exact.exponents import Exponents
 from odc_mpi.train.facts import drawn_per_step, facts_of, opening_lines
 from odc_mpi.train.inputs import Data, Inputs, first_cost, open_inputs, remove_staged
 from odc_mpi.train.loop import Objective, Source, Trainer
@@ -86,6 +88,9 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
     digest = inputs.dataset.digest()
     adapters = describe_adapters(config, world, inputs.model, origin.about if origin else None)
     decision = decide(config, world)
+    exact: dict[str, Any] = {}
+    if config.run.exact:
+        exact["arithmetic"] = checked_arithmetic(config.run.device, world, origin)
     trainer = build_trainer(config, world, inputs, decision, origin)
     opening = opening_lines(config, world, inputs, trainer.model, decision, origin)
     trainer.participants += _evaluation(config, world, inputs, trainer.model)
@@ -96,7 +101,7 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
     owner = world.agree(lambda: open_run(run_dir, config, origin) if world.rank == 0 else None)
     log = Log(run_dir, config.run.steps, opening, trainer.participants, speaks=world.rank == 0)
     with trainer, owner or nullcontext(), log:
-        about = about_run(config, trainer.model.module, digest, origin.path if origin else None, adapters)
+        about = exact | about_run(config, trainer.model.module, digest, origin.path if origin else None, adapters)
         saving = _saving(config, world, trainer, about, stop, owner, origin)
         limit = SkipLimit(config.run.max_skipped_steps, origin.about if origin else None)
         trace, tracking = _trace(config, world, trainer.model), _tracking(config, world, steps_per_epoch)
@@ -105,7 +110,7 @@ def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
         trainer.participants += [trace, log, tracking, limit, stop, saving]
         _run_steps(trainer, config.run.steps, stop, saving)
         # Saving comes first here: whatever becomes of the rest, the last checkpoint is not to be lost.
-        facts = facts_of(config, world, decision, trainer.model)
+        facts = exact | facts_of(config, world, decision, trainer.model)
         if config.run.exact:
             facts["parameters_digest"] = saving.parameters_digest()
         summary = log.summarize(facts | trainer.finish())
@@ -174,7 +179,7 @@ def build_trainer(
         source, objective, more = learn_from_rewards(config, world, model, inputs, decision)
         participants += more
     if model.fixed_point is not None:
-        participants.append(Exponents(model.fixed_point))
+        participants.append(Exponents(model.fixed_point, objective.divisor))
     update = Update(model, optimizer, config)
     done = origin.step if origin else 0
     trainer = Trainer(model, source, objective, update, participants, clock, done)

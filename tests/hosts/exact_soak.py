@@ -1,11 +1,14 @@
 """An exact run in all the ways that it can be run: on any number of ranks, slowed, on two hosts, killed and resumed.
 
     python tests/hosts/exact_soak.py --steps 50
+    python tests/hosts/exact_soak.py --steps 50 --only '4_*' killed     # some of the ways: names are printed
 
 All must end with the digest of the run on one rank, and a run that adds gradients up in fp32 must not.
 """
 
 import argparse
+import fnmatch
+import itertools
 import json
 import os
 import random
@@ -14,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import two_hosts  # also makes the modules of tests/launch importable
 from crash_soak import _config, _last_step, _ranks_of
@@ -22,104 +26,172 @@ from mpi_launch import finish, launch, start
 TIMEOUT_S = 600
 SLOWED = [__file__, "--slowed"]
 PLAIN = ["-m", "odc_mpi"]
-SETTINGS = (
-    "--run.exact",
-    "true",
-    "--run.checkpoint_every",
-    5,
-    "--optim.adam_epsilon",
-    1e-8,
-    "--optim.weight_decay",
-    0.1,
-)
+SETTINGS = {"run.exact": "true", "run.checkpoint_every": 5, "optim.adam_epsilon": 1e-8, "optim.weight_decay": 0.1}
+#: Begins the names of the ways that learn from rewards.
+REWARDED = "rl_"
+REWARD = """
+def rising(completion_ids, start, **kwargs):
+    rows = [[first, *tokens] for first, tokens in zip(start, completion_ids)]
+    return [sum((b > a) / 10 + (b == a + 1) for a, b in zip(row, row[1:])) for row in rows]
+"""
+
+
+class Way(NamedTuple):
+    """How a run is started."""
+
+    name: str
+    ranks: int | str  # of each of two hosts, if it is a text
+    program: list[str]
+    settings: dict[str, object]
+
+    def run(self, arguments):
+        begin = two_hosts.launch if isinstance(self.ranks, str) else launch
+        return begin(self.ranks, *arguments, timeout_s=TIMEOUT_S)
 
 
 def train_slowed(arguments):
-    """The program of a rank: a training in which each microbatch may take longer."""
+    """The program of a rank: a training in which each microbatch, and each generation, may take longer."""
     from odc_mpi.cli.main import main as odc_mpi
+    from odc_mpi.train.objectives.grpo import Grpo
     from odc_mpi.train.objectives.sft import SupervisedFineTuning
+    from odc_mpi.train.rl.source import RolloutSource
 
-    after_microbatch = SupervisedFineTuning.after_microbatch
+    def slow(of, name):
+        method = getattr(of, name)
 
-    def late(self, ran):
-        time.sleep(random.choice([0, 0, 0.002, 0.02]))
-        after_microbatch(self, ran)
+        def late(*arguments):
+            time.sleep(random.choice([0, 0, 0.002, 0.02]))
+            return method(*arguments)
 
-    SupervisedFineTuning.after_microbatch = late
+        setattr(of, name, late)
+
+    slow(SupervisedFineTuning, "after_microbatch")
+    slow(Grpo, "after_microbatch")
+    slow(RolloutSource, "_generate")
     return odc_mpi(arguments)
 
 
 def ways():
-    """Yield a name, how ranks are started, the program, and more settings."""
-    number = 0
-    for ranks in (2, 3, 4, 8):
-        for reduction in ("accumulate", "mailbox"):
-            for prefetch in (0, 2):
-                number += 1
-                balance = ("lb_mini", "dynamic")[number % 2]
-                cache = ("auto", 0)[number // 2 % 2]
-                program = (SLOWED, PLAIN)[ranks == 8 or number % 3 == 0]
-                settings = {"comm.reduction": reduction, "comm.prefetch": prefetch, "data.balance": balance}
-                settings |= {"comm.gradient_cache_bytes": cache, "comm.zero_copy": ("auto", "off")[number % 2]}
-                yield (
-                    f"{ranks}_{reduction}_{prefetch}",
-                    lambda *a, n=ranks: launch(n, *a, timeout_s=TIMEOUT_S),
-                    (
-                        program,
-                        settings,
-                    ),
-                )
+    """Return the ways of training on examples, and of learning from rewards."""
+    found = []
+    for ranks, reduction, prefetch in itertools.product((2, 3, 4, 8), ("accumulate", "mailbox"), (0, 2)):
+        number = len(found) + 1
+        program = (SLOWED, PLAIN)[ranks == 8 or number % 3 == 0]
+        settings = {
+            "comm.reduction": reduction,
+            "comm.prefetch": prefetch,
+            "data.balance": ("lb_mini", "dynamic")[number % 2],
+        }
+        settings |= {"comm.gradient_cache_bytes": ("auto", 0)[number // 2 % 2]}
+        settings |= {"comm.zero_copy": ("auto", "off")[number % 2]}
+        found.append(Way(f"{ranks}_{reduction}_{prefetch}", ranks, program, settings))
+    for ranks, reduction in itertools.product((2, 3, 4), ("accumulate", "mailbox")):
+        settings = {"comm.reduction": reduction, "comm.prefetch": (0, 2)[ranks % 2]}
+        settings |= {"rl.store_bytes": (0, 700, 1 << 20)[len(found) % 3], "comm.zero_copy": ("auto", "off")[ranks % 2]}
+        found.append(Way(f"{REWARDED}{ranks}_{reduction}", ranks, SLOWED, settings))
     if reason := two_hosts.missing():
         print(f"left out: two hosts ({reason})")
-        return
-    for ranks in ("1", "2", "2,1"):
-        for reduction in ("accumulate", "mailbox"):
-            yield (
-                f"hosts_{ranks}_{reduction}",
-                lambda *a, n=ranks: two_hosts.launch(n, *a, timeout_s=TIMEOUT_S),
-                (
-                    SLOWED,
-                    {"comm.reduction": reduction, "data.balance": "dynamic"},
-                ),
-            )
+        return found
+    for ranks, reduction in itertools.product(("1", "2", "2,1"), ("accumulate", "mailbox")):
+        settings = {"comm.reduction": reduction}
+        found.append(Way(f"hosts_{ranks}_{reduction}", ranks, SLOWED, settings | {"data.balance": "dynamic"}))
+        found.append(Way(f"{REWARDED}hosts_{ranks}_{reduction}", ranks, SLOWED, settings))
+    return found
 
 
-def soak(directory, steps):
-    """Run all ways; return how many there were."""
-    config = _config(directory)
+def soak(directory, steps, only):
+    """Run all ways whose names match one of the patterns `only`; return how many there were."""
+    number, all_ways = 0, ways()
+    for kind, write in (("", _config), (REWARDED, rewarded_config)):
+        chosen = [way for way in all_ways if way.name.startswith(REWARDED) == bool(kind) and matches(way.name, only)]
+        killed = f"{kind}killed"
+        if chosen or matches(killed, only):
+            (directory / f"{kind}runs").mkdir()
+            soaking = Soaking(directory / f"{kind}runs", write, steps)
+            wanted = soaking.digest(Way(f"{kind}alone", 1, PLAIN, {}))
+            for way in chosen:
+                assert soaking.digest(way) == wanted, f"{way.name} has other bits"
+            if matches(killed, only):
+                assert soaking.killed(killed) == wanted, f"{killed} has other bits"
+            number += len(chosen) + matches(killed, only)
+    return number
 
-    def command(name, program, settings, *more):
-        given = [text for key, value in settings.items() for text in (f"--{key}", value)]
-        where = ("--config", config, "--run.steps", steps, "--run.dir", directory / name)
-        return (*program, "train", *where, *SETTINGS, *given, *more)
 
-    def digest(name, done):
-        assert done.code == 0, (name, done.out, done.err)
-        found = json.loads((directory / name / "summary.json").read_text())["parameters_digest"]
-        print(f"{found[:16]}  {done.seconds:5.1f} s  {name}", flush=True)
+class Soaking:
+    """Runs of one configuration, each in a directory of its own."""
+
+    def __init__(self, directory, write, steps):
+        self._directory, self._config, self._steps = directory, write(directory), steps
+
+    def command(self, way):
+        where = {"run.steps": self._steps, "run.dir": self._directory / way.name}
+        given = [text for key, value in (where | SETTINGS | way.settings).items() for text in (f"--{key}", value)]
+        return (*way.program, "train", "--config", self._config, *given)
+
+    def digest(self, way):
+        """Train; return the digest of the parameters."""
+        done = way.run(self.command(way))
+        assert done.code == 0, (way.name, done.out, done.err)
+        found = json.loads((self._directory / way.name / "summary.json").read_text())["parameters_digest"]
+        print(f"{found[:16]}  {done.seconds:5.1f} s  {way.name}", flush=True)
         return found
 
-    wanted, number = digest("alone", launch(1, *command("alone", PLAIN, {}), timeout_s=TIMEOUT_S)), 0
-    for name, begin, (program, settings) in ways():
-        number += 1
-        assert digest(name, begin(*command(name, program, settings))) == wanted, f"{name} has other bits"
-    for ranks, until in ((3, steps // 5), (2, 3 * steps // 5)):
-        process = start(ranks, *command("killed", PLAIN, {}))
-        pids = _ranks_of(process.pid, ranks)
-        while _last_step(directory / "killed") < until:
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.02)
-        os.kill(random.choice(pids), signal.SIGKILL)
-        assert finish(process).code != 0, "the run ended before it was killed"
-    assert digest("killed", launch(4, *command("killed", PLAIN, {}), timeout_s=TIMEOUT_S)) == wanted
-    return number + 1
+    def killed(self, name):
+        """Train on 3 ranks until one is killed, on 2 until one is killed, on 4 to the end; return the digest."""
+        way = Way(name, 4, PLAIN, {})
+        for ranks, until in ((3, self._steps // 5), (2, 3 * self._steps // 5)):
+            process = start(ranks, *self.command(way))
+            pids = _ranks_of(process.pid, ranks)
+            while _last_step(self._directory / name) < until:
+                assert process.poll() is None, process.stderr.read()
+                time.sleep(0.02)
+            os.kill(random.choice(pids), signal.SIGKILL)
+            assert finish(process).code != 0, "the run ended before it was killed"
+        return self.digest(way)
+
+
+def rewarded_config(directory):
+    """Write prompts, a reward and a configuration that learns from both; return the path of the configuration."""
+    import yaml
+    from small_run import MODEL
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from odc_mpi.data.prepare import Options
+    from odc_mpi.data.prompts.prepare import prepare_prompts
+
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(60)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="59").save_pretrained(directory / "words")
+    draws = random.Random(3)
+    rows = [[draws.randrange(1, 59) for _ in range(draws.randrange(1, 9))] for _ in range(20)]
+    lines = [json.dumps({"prompt": " ".join(map(str, row)), "start": row[-1]}) for row in rows]
+    (directory / "prompts.jsonl").write_text("\n".join(lines))
+    prepare_prompts(
+        [str(directory / "prompts.jsonl")], directory / "prompts.h5", Options(tokenizer=directory / "words")
+    )
+    (directory / "reward.py").write_text(REWARD)
+    settings = {
+        "model": {"config": MODEL},
+        "data": {"path": str(directory / "prompts.h5"), "minibatch_sequences": 24, "max_tokens_per_microbatch": 64},
+        "rl": {"reward_funcs": [f"{directory}/reward.py:rising"], "num_generations": 4, "max_completion_length": 8},
+        "optim": {"learning_rate": 0.003},
+        "run": {"objective": "grpo", "threads": 1},
+    }
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def matches(name, only):
+    return any(fnmatch.fnmatch(name, pattern) for pattern in only)
 
 
 def floats_differ(directory, steps):
     """Check that runs whose gradients are added up in fp32 differ, with all else as in the soak."""
-    found = set()
+    found, config = set(), _config(directory)
     for ranks in (1, 3):
-        name, config = f"floats_{ranks}", directory / "config.yaml"
+        name = f"floats_{ranks}"
         where = ("--config", config, "--run.steps", steps, "--run.dir", directory / name, "--run.checkpoint_every", 5)
         assert launch(ranks, *PLAIN, "train", *where, timeout_s=TIMEOUT_S).code == 0
         done = launch(0, *PLAIN, "checkpoint", "digest", directory / name)
@@ -132,11 +204,16 @@ def main():
         return train_slowed(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument(
+        "--only", nargs="+", default=["*"], metavar="PATTERN", help="names of ways: 4_*, killed, floats"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        number = soak(Path(directory), arguments.steps)
-        floats_differ(Path(directory), arguments.steps)
-    print(f"{number} runs of {arguments.steps} steps on 1 to 8 ranks, one digest; with fp32 sums another")
+        number = soak(Path(directory), arguments.steps, arguments.only)
+        print(f"{number} runs of {arguments.steps} steps, one digest, that of one rank")
+        if matches("floats", arguments.only):
+            floats_differ(Path(directory), arguments.steps)
+            print("with fp32 sums another")
     return 0
 
 

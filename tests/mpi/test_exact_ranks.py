@@ -5,12 +5,13 @@ import json
 import time
 
 import pytest
+import torch
 from test_parity import assert_like_plain, configure
 
 from odc_mpi.checkpoint.commands import digest_line
 from odc_mpi.errors import AgreedError
-from odc_mpi.train import exact
 from odc_mpi.train import run as runs
+from odc_mpi.train.exact import conditions
 from odc_mpi.train.objectives.sft import SupervisedFineTuning
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(3)]
@@ -144,12 +145,12 @@ def test_floating_point_sums_are_found_out(world, train, monkeypatch):
 
     def without(config):
         return dataclasses.replace(
-            exact.settled(config), model=dataclasses.replace(config.model, reduce_dtype="float32")
+            conditions.settled(config), model=dataclasses.replace(config.model, reduce_dtype="float32")
         )
 
     monkeypatch.setattr(runs, "settled", without)
     digest, lines, _ = train("all", world)
-    alone, alone_lines, _ = train("alone", world.alone())
+    alone, alone_lines, _ = train("floats", world.alone())
     assert digest != alone != wanted
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in alone_lines], rel=1e-4)
 
@@ -174,3 +175,26 @@ def test_what_breaks_it_is_refused(world, train, setting, value):
     name = setting.replace("__", ".")
     with pytest.raises(AgreedError, match=rf"^{name}: expected .* with run.exact, got {value}: "):
         train("refused", world, **{setting: value})
+
+
+@pytest.mark.sizes(2)
+def test_what_has_changed_since_a_checkpoint_is_told_or_refused(world, train, monkeypatch, capsys):
+    settings = {"run__checkpoint_every": 5, "optim__lr_scheduler_type": "constant"}
+    _, _, summary = train("run", world, **settings)
+    assert summary["arithmetic"]["run.threads"] == "1"
+    monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", f"rank {world.rank}")
+    with pytest.raises(AgreedError, match=r"^NPY_DISABLE_CPU_FEATURES: expected the same on every rank with run.exact"):
+        train("run", world, **settings, run__steps=6)
+    monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "some")
+    capsys.readouterr()
+    _, lines, _ = train("run", world, **settings, run__steps=6)
+    assert lines[-1]["step"] == 6
+    told = "WARNING: run.exact: NPY_DISABLE_CPU_FEATURES not set -> some since the checkpoint"
+    assert (told in capsys.readouterr().err) == (world.rank == 0)
+    try:
+        with pytest.raises(
+            AgreedError, match=r"^run.threads: expected 1 with run.exact, as in the checkpoint .* got 2"
+        ):
+            train("run", world, **settings, run__steps=7, run__threads=2)
+    finally:
+        torch.set_num_threads(1)

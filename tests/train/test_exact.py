@@ -1,11 +1,13 @@
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from odc_mpi.errors import UserError
-from odc_mpi.shard.elements.fixed_point import FixedPoint
-from odc_mpi.train.exact import Exponents, deterministic, settled
+from odc_mpi.shard.elements.fixed_point import FIRST_EXPONENT, FixedPoint
+from odc_mpi.train.exact.conditions import deterministic, settled
+from odc_mpi.train.exact.exponents import Exponents
 from odc_mpi.train.settings import load
 
 MODEL = ["--model.config.model_type=qwen2", "--data.path=unused"]
@@ -24,11 +26,30 @@ def test_without_it_nothing_is_set() -> None:
     assert settled(config) is config
 
 
-def test_learning_from_rewards_is_refused() -> None:
-    config = load(None, [*MODEL, "--run.exact=true"])
-    rewarded = replace(config, run=replace(config.run, objective="grpo"))
-    with pytest.raises(UserError, match=r"^run.objective: expected sft with run.exact, got grpo: finished completions"):
-        settled(rewarded)
+GRPO = ["--run.objective=grpo", "--rl.reward_funcs=exact_match", "--run.exact=true"]
+
+
+def test_it_goes_with_rewards() -> None:
+    config = settled(load(None, [*MODEL, *GRPO]))
+    assert (config.model.reduce_dtype, config.optim.fused, config.run.threads) == ("fixed64", "on", 1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("rl.skip_failed_rewards", "true", "expected false with run.exact, got true: which completions"),
+        ("run.device", "cuda", "expected cpu with run.exact, got cuda: tokens are drawn by"),
+    ],
+)
+def test_what_breaks_it_with_rewards_is_refused(setting: str, value: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(setting)}: {re.escape(words)}"):
+        settled(load(None, [*MODEL, *GRPO, f"--{setting}={value}"]))
+
+
+def test_a_run_begins_with_room_for_what_is_divided_later() -> None:
+    elements = FixedPoint({0: 10, 3: 20})
+    Exponents(elements, 1000.0)
+    assert elements.exponents == {0: FIRST_EXPONENT - 10, 3: FIRST_EXPONENT - 10}
 
 
 def test_torch_is_as_it_was_afterwards() -> None:

@@ -42,7 +42,6 @@ def test_a_run_without_rewards_has_the_section_too(tmp_path):
         ({"lora__r": 4, "lora__dropout": 0.1}, "lora.dropout: expected 0"),
         ({"comm__transport": "collective"}, "comm.transport: run.objective grpo expects window"),
         ({"data__balance": "dynamic"}, "data.balance deals out"),
-        ({"run__exact": "true"}, "not to the last bit"),
         ({"run__num_train_epochs": 2}, "give run.steps"),
     ],
 )

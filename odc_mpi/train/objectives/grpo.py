@@ -23,6 +23,7 @@ from odc_mpi.rollout.groups import RolloutBatch
 from odc_mpi.rollout.logps import token_logps
 from odc_mpi.shard import model as sharded
 from odc_mpi.train.loop import Objective
+from odc_mpi.train.rl.group_sums import GroupSums
 from odc_mpi.train.rl.settings import RlConfig
 
 #: Log-probabilities of a microbatch's tokens under the reference policy, float32 [K].
@@ -34,22 +35,27 @@ class Grpo(Objective):
 
     Args:
         rl: The section of the settings.
+        num_groups: The most prompt groups of a minibatch.
         reference: Needed with beta.
     """
 
-    names = ("grpo_loss", "grpo_kl", "trained_tokens", "logp_difference", "logp_difference_max")
     columns: ClassVar = (Column("loss", 8, lambda line: f"{line['loss']:.4f}"),)
     summary: ClassVar = {"loss_first": Entry("loss", "first"), "loss_last": Entry("loss", "last")}
 
-    def __init__(self, rl: RlConfig, reference: Reference | None = None) -> None:
+    def __init__(self, rl: RlConfig, num_groups: int, reference: Reference | None = None) -> None:
         self._rl, self._reference = rl, reference
-        self._loss = self._kl = self._difference = self._largest_difference = 0.0
-        self._num_tokens = 0
+        self._sums = GroupSums(("grpo_loss", "grpo_kl", "logp_difference"), num_groups)
+        self.names = ("trained_tokens", "logp_difference_max", *self._sums.names)
+        self._positions: dict[int, int] = {}
+        self._largest_difference, self._num_tokens = 0.0, 0
+        most = num_groups * rl.num_generations
+        self.divisor = self._divisor(num_tokens=most * rl.max_completion_length, num_completions=most)
 
     def begin(self, step: Step) -> None:
         """Start at zero. Local."""
-        self._loss = self._kl = self._difference = self._largest_difference = 0.0
-        self._num_tokens = 0
+        self._sums.begin()
+        self._positions = {index: position for position, index in enumerate(step.minibatch.indices.tolist())}
+        self._largest_difference, self._num_tokens = 0.0, 0
 
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, batch: Batch) -> torch.Tensor:
         """Return a microbatch's part of the loss, not yet divided. One-sided."""
@@ -62,7 +68,7 @@ class Grpo(Objective):
         per_token = policy_loss(logps, batch.advantages.to(device, torch.float32)[sequence])
         if self._reference is not None:
             kl = divergence(logps, self._reference(batch))
-            self._kl += float(kl.detach().sum())
+            self._add("grpo_kl", batch, float(kl.detach().sum()))
             per_token = per_token + self._rl.beta * kl
         if self._rl.loss_type == "grpo":
             per_token = per_token / torch.bincount(sequence).to(torch.float32)[sequence]
@@ -70,34 +76,42 @@ class Grpo(Objective):
 
     def after_microbatch(self, ran: Ran) -> None:
         """Add its loss. Local."""
-        self._loss += ran.loss
+        if ran.batch:
+            self._add("grpo_loss", ran.batch, ran.loss)
 
     def tell(self) -> tuple[float, ...]:
         """Return this rank's sums. Local."""
-        return self._loss, self._kl, float(self._num_tokens), self._difference, self._largest_difference
+        return float(self._num_tokens), self._largest_difference, *self._sums.tell()
 
     def hear(self, step: Step, told: sharded.Minibatch) -> None:
         """Learn the divisor, and report. Local."""
-        self.divisor = divisor(
-            self._rl.loss_type,
-            num_tokens=told.total("learnt_tokens"),
-            num_completions=told.total("completions"),
-            max_completion_length=self._rl.max_completion_length,
-        )
+        self.divisor = self._divisor(num_tokens=told.total("learnt_tokens"), num_completions=told.total("completions"))
         tokens = max(1.0, told.total("trained_tokens"))
         step.metrics |= {
-            "loss": told.total("grpo_loss") / self.divisor,
-            "sampling/sampling_logp_difference/mean": told.total("logp_difference") / tokens,
+            "loss": self._sums.total(told, "grpo_loss") / self.divisor,
+            "sampling/sampling_logp_difference/mean": self._sums.total(told, "logp_difference") / tokens,
             "sampling/sampling_logp_difference/max": float(told.per_rank("logp_difference_max").max()),
         }
         if self._reference is not None:
-            step.metrics["kl"] = told.total("grpo_kl") / tokens
+            step.metrics["kl"] = self._sums.total(told, "grpo_kl") / tokens
+
+    def _divisor(self, *, num_tokens: float, num_completions: float) -> float:
+        return divisor(
+            self._rl.loss_type,
+            num_tokens=num_tokens,
+            num_completions=num_completions,
+            max_completion_length=self._rl.max_completion_length,
+        )
+
+    def _add(self, name: str, batch: Batch, value: float) -> None:
+        """Add a number of a microbatch to the part of its first prompt, of a whole group in an exact run."""
+        self._sums.add(name, self._positions[int(batch.indices[0])], value)
 
     def _compare(self, logps: torch.Tensor, batch: RolloutBatch) -> None:
         """Compare log-probabilities with those of sampling, which are the same policy's."""
         differences = (logps.cpu() - batch.logps).abs()
         self._num_tokens += len(differences)
-        self._difference += float(differences.sum())
+        self._add("logp_difference", batch, float(differences.sum()))
         self._largest_difference = max(self._largest_difference, float(differences.max()))
 
 

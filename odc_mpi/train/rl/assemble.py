@@ -54,7 +54,7 @@ def learn_from_rewards(
         more.append(RewardEvaluation(config, world, model, inputs.evaluation, rewards))
     if rl.log_completions:
         more.append(ShownCompletions(world, source, Path(config.run.dir), rl.log_completions))
-    return source, Grpo(rl, reference), more
+    return source, Grpo(rl, config.data.minibatch_sequences // rl.num_generations, reference), more
 
 
 def _reference(config: Config, world: World, model: ShardedModel, decision: Decision) -> ReferencePolicy:

@@ -19,6 +19,9 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.train.rl.prompts import PromptText
 from odc_mpi.train.settings import Config
 
+#: In an exact run prompts are decoded together as if there were so many ranks.
+_EXACT_SHARES = 16
+
 
 class RewardEvaluation(Participant):
     """Evaluates every `run.eval_every` steps and after the last one. Making one is collective.
@@ -56,7 +59,8 @@ class RewardEvaluation(Participant):
         self._prompts, self._rewards, self._engine = prompts, rewards, engine
         self._text, self._tickets = PromptText(prompts), Tickets(world)
         count = min(config.data.eval_sequences or len(prompts), len(prompts))
-        together = max(1, min(config.rl.max_concurrent_sequences, -(-count // world.size)))
+        shares = _EXACT_SHARES if config.run.exact else world.size
+        together = max(1, min(config.rl.max_concurrent_sequences, -(-count // shares)))
         order = sorted(range(count), key=lambda i: (-int(prompts.lengths[i]), i))
         self._decoded = [order[begin : begin + together] for begin in range(0, count, together)]
         self._at_start: dict[str, Any] = {}

@@ -71,7 +71,6 @@ def check_rl(values: Mapping[str, Any], source: str) -> None:
         )
     _check_on_policy(values, source)
     _check_sizes(values, source)
-    _check_exactness(values, source)
 
 
 def _check_on_policy(values: Mapping[str, Any], source: str) -> None:
@@ -91,16 +90,6 @@ def _check_on_policy(values: Mapping[str, Any], source: str) -> None:
             f"{source}: comm.transport: run.objective grpo expects window, got {values['comm.transport']}: ranks "
             "generate and train different numbers of tokens"
         )
-
-
-def _check_exactness(values: Mapping[str, Any], source: str) -> None:
-    """Refuse what is exact for examples alone."""
-    for key, given in (("run.exact", True), ("model.reduce_dtype", "fixed64")):
-        if values.get(key) == given:
-            raise UserError(
-                f"{source}: {key}: run.objective grpo is the same on any number of ranks to rounding, not to the last "
-                "bit: leave it out"
-            )
 
 
 def _check_sizes(values: Mapping[str, Any], source: str) -> None:

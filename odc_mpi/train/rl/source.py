@@ -7,6 +7,9 @@ generate         each group, when its last completion has ended, gets its reward
 no prompts left  claim the largest finished group of any rank and train it                  one-sided
 nothing to do    sleep, until a group is finished or all are
 A                the numbers of all groups meet
+
+In an exact run (`train.exact`) each group is decoded and trained by itself: what is in a batch with a completion, which
+depends on ranks and their speeds, would change the last bits of its logits and gradients.
 """
 
 import time
@@ -81,6 +84,7 @@ class RolloutSource(Source):
         engine: Sample = sample,
     ) -> None:
         self._rl, self._seed, self._world, self._model = config.rl, config.run.seed, world, model
+        self._exact = config.run.exact
         self._max_tokens = config.data.max_tokens_per_microbatch
         self._prompts, self._loader, self._rewards, self._engine = prompts, loader, rewards, engine
         self._text = PromptText(prompts)
@@ -153,6 +157,8 @@ class RolloutSource(Source):
         together = max(
             1, min(self._rl.max_concurrent_sequences // self._rl.num_generations, -(-count // self._world.size))
         )
+        if self._exact:
+            together = 1
         return [order[begin : begin + together] for begin in range(0, count, together)]
 
     def _generate(self, minibatch: Minibatch, positions: list[int]) -> list[RolloutGroup]:
@@ -227,11 +233,12 @@ class RolloutSource(Source):
 
     def _batches(self, groups: list[RolloutGroup]) -> Iterator[Batch]:
         self._tally.num_trained += len(groups)
-        yield from batches(groups, self._max_tokens, with_all=self._rl.beta > 0)
+        for packed in [[group] for group in groups] if self._exact else [groups]:
+            yield from batches(packed, self._max_tokens, with_all=self._rl.beta > 0)
 
     def _claim(self, count: int, look: Look) -> list[RolloutGroup]:
         """Claim as many groups as fill a microbatch, and leave the other ranks theirs."""
-        most = max(1, len(look.offered) // self._world.size)
+        most = 1 if self._exact else max(1, len(look.offered) // self._world.size)
         groups: list[RolloutGroup] = []
         num_tokens = 0
         for _, owner, content in self._exchange.claim(count):

@@ -9,10 +9,12 @@ import numpy.typing as npt
 from odc_mpi.rollout.rewards import Scored
 from odc_mpi.rollout.sample import Completions
 from odc_mpi.shard import model as sharded
+from odc_mpi.train.rl.group_sums import GroupSums
 
-_SUMS = (
-    *("completions", "completion_tokens", "learnt_tokens", "prompt_tokens", "cut", "entropy"),
-    *("scored", "reward", "squared_reward", "groups", "equal_groups", "failed_rewards"),
+#: Whole numbers, whose sums are exact.
+_COUNTS = (
+    *("completions", "completion_tokens", "learnt_tokens", "prompt_tokens", "cut"),
+    *("scored", "groups", "equal_groups", "failed_rewards"),
 )
 _OWN = ("generate_s", "rollout_wait_s", "groups_generated", "groups_trained", "groups_from_others", "groups_kept")
 
@@ -35,14 +37,17 @@ class Tally:
 
     def __init__(self, rewards: Sequence[str], num_groups: int) -> None:
         self._rewards = rewards
-        each = [f"{what}_{i}" for i in range(len(rewards)) for what in ("function_sum", "function_count")]
-        self._lengths = [f"length_{i}" for i in range(num_groups)]
-        self.names = (*_SUMS, *_OWN, "shortest", "longest", *each, *self._lengths)
+        functions = range(len(rewards))
+        sums = ("length", "entropy", "reward", "squared_reward", *(f"function_{i}_sum" for i in functions))
+        self._sums = GroupSums(sums, num_groups)
+        self._counts = (*_COUNTS, *_OWN, "shortest", "longest", *(f"function_{i}_count" for i in functions))
+        self.names = (*self._counts, *self._sums.names)
         self.begin()
 
     def begin(self) -> None:
         """Start at zero. Local."""
-        self._values = dict.fromkeys(self.names, 0.0) | {"shortest": np.inf}
+        self._values = dict.fromkeys(self._counts, 0.0) | {"shortest": np.inf}
+        self._sums.begin()
         self.generate_s = self.wait_s = 0.0
         self.num_trained = self.num_from_others = self.num_kept = 0
 
@@ -62,21 +67,26 @@ class Tally:
             "completion_tokens": lengths.sum(),
             "learnt_tokens": lengths[~masked].sum(),
             "cut": len(lengths) - sum(found.stopped),
-            "entropy": found.entropy,
             "scored": len(rewards),
-            "reward": rewards.sum(),
-            "squared_reward": (rewards**2).sum(),
             "groups": 1,
             "equal_groups": bool(np.isclose(scored.std, 0.0)),
             "failed_rewards": scored.num_failed,
             "groups_generated": 1,
-            f"length_{position}": lengths.mean(),
+        }
+        summed = {
+            "length": lengths.mean(),
+            "entropy": found.entropy,
+            "reward": rewards.sum(),
+            "squared_reward": (rewards**2).sum(),
         }
         for i, values in enumerate(scored.each):
             there = values[~np.isnan(values)]
-            added |= {f"function_sum_{i}": there.sum(), f"function_count_{i}": len(there)}
+            added[f"function_{i}_count"] = len(there)
+            summed[f"function_{i}_sum"] = there.sum()
         for name, value in added.items():
             self._values[name] += float(value)
+        for name, value in summed.items():
+            self._sums.add(name, position, float(value))
         self._values["shortest"] = min(self._values["shortest"], float(lengths.min()))
         self._values["longest"] = max(self._values["longest"], float(lengths.max()))
 
@@ -89,15 +99,16 @@ class Tally:
             "groups_from_others": self.num_from_others,
             "groups_kept": self.num_kept,
         }
-        return list((self._values | own).values())
+        return [*(self._values | own).values(), *self._sums.tell()]
 
     def length(self, told: sharded.Minibatch, position: int) -> float:
         """Return the mean length in tokens of the completions of a prompt. Local."""
-        return told.total(f"length_{position}")
+        return self._sums.part(told, "length", position)
 
     def report(self, told: sharded.Minibatch) -> dict[str, Any]:
         """Return the metrics of all groups, under TRL's names where it has them. Local."""
-        sums = {name: told.total(name) for name in (*_SUMS, *_OWN)}
+        sums = {name: told.total(name) for name in (*_COUNTS, *_OWN)}
+        sums |= {name: self._sums.total(told, name) for name in ("entropy", "reward", "squared_reward")}
         tokens, completions = max(1.0, sums["completion_tokens"]), max(1.0, sums["completions"])
         generated, trained = told.per_rank("groups_generated"), told.per_rank("groups_trained")
         metrics = {
@@ -123,8 +134,8 @@ class Tally:
             "rollout_wait_s": float(told.per_rank("rollout_wait_s").mean()),
         }
         for i, name in enumerate(self._rewards):
-            count = told.total(f"function_count_{i}")
-            metrics[f"rewards/{name}/mean"] = told.total(f"function_sum_{i}") / count if count else None
+            count = told.total(f"function_{i}_count")
+            metrics[f"rewards/{name}/mean"] = self._sums.total(told, f"function_{i}_sum") / count if count else None
         return metrics
 
 

@@ -30,7 +30,7 @@ from odc_mpi.observe.participant import Participant, Step
 from odc_mpi.runtime.allocation import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
-from odc_mpi.train.exact import parameters_digest
+from odc_mpi.train.exact.digest import parameters_digest
 from odc_mpi.train.rundir.owner import Owner
 from odc_mpi.train.settings import Config
 from odc_mpi.train.stop import StopWish

@@ -1,0 +1,183 @@
+"""An exact run that learns from rewards has the bits of one rank, whoever generates and trains which prompt group."""
+
+import dataclasses
+import json
+import random
+import time
+
+import pytest
+from test_grpo_ranks import grpo_dir, settings_of  # noqa: F401 - a fixture
+
+from odc_mpi.checkpoint.commands import digest_line
+from odc_mpi.errors import AgreedError
+from odc_mpi.train import run as runs
+from odc_mpi.train.exact import conditions
+from odc_mpi.train.objectives.grpo import Grpo
+from odc_mpi.train.rl.source import RolloutSource
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
+
+STEPS = 3
+#: Metrics that depend on time, or on who did what.
+OF_RANKS = (
+    "groups_generated",
+    "groups_trained",
+    "groups_from",
+    "groups_kept",
+    "microbatches",
+    "slowest",
+    "idle",
+    "bytes",
+)
+#: Runs on one rank, by what they depend on.
+_references = {}
+
+
+@pytest.fixture
+def train(world, grpo_dir, request):  # noqa: F811
+    """`train(name, world, **settings)` runs exactly; returns the digest and what a run tells of its steps.
+
+    With a world of one rank, rank 0 runs and the others wait.
+    """
+    base = grpo_dir / "".join(c if c.isalnum() else "_" for c in request.node.name)
+
+    def start(name, among, **changes):
+        folder = base / name
+        usual = {
+            "run__steps": STEPS,
+            "run__dir": folder,
+            "run__exact": "true",
+            "run__trace_steps": 0,
+            "optim__optimizer": "adamw",
+            "optim__adam_epsilon": 1e-8,
+            "optim__learning_rate": 3e-3,
+        }
+        found = None
+        if among is world or world.rank == 0:
+            summary = runs.train(settings_of(grpo_dir, **(usual | changes)), among)
+            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            found = summary["parameters_digest"], [told(line) for line in lines]
+        return world.gather_objects(found)[0]
+
+    start.base = base
+    return start
+
+
+def told(line):
+    """The metrics of a step that have nothing to do with time or ranks."""
+    return {
+        name: value
+        for name, value in line.items()
+        if not name.startswith(OF_RANKS) and not name.endswith("_s") and name != "time"
+    }
+
+
+def reference(train, world, **changes):
+    """The run on a rank by itself."""
+    key = repr(sorted(changes.items()))
+    if key not in _references:
+        _references[key] = train("alone", world.alone(), **changes)
+    return _references[key]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rl__loss_type": "dapo"},
+        {"rl__loss_type": "grpo", "rl__beta": 0.1, "rl__scale_rewards": "none"},
+        {"rl__loss_type": "dr_grpo", "rl__mask_truncated_completions": "true", "model__param_dtype": "bfloat16"},
+        {"rl__loss_type": "dapo", "lora__r": 4, "rl__beta": 0.1},
+    ],
+    ids=["dapo", "grpo", "dr_grpo", "lora"],
+)
+def test_the_bits_are_those_of_one_rank(world, train, grpo_dir, settings):  # noqa: F811
+    settings = settings | {"data__eval_path": grpo_dir / "prompts.h5", "run__eval_every": 2}
+    digest, lines = train("all", world, **settings)
+    wanted, wanted_lines = reference(train, world, **settings)
+    assert lines == wanted_lines
+    assert digest == wanted
+    assert {"loss", "reward", "entropy", "eval_reward", "grad_norm", "num_tokens"} <= lines[1].keys()
+    assert len({line["loss"] for line in lines}) == STEPS  # and not all 0
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"rl__store_bytes": 0, "comm__reduction": "mailbox", "comm__prefetch": 0},
+        {"rl__store_bytes": 700, "comm__zero_copy": "off", "comm__prefetch": 2, "comm__gradient_cache_bytes": 0},
+    ],
+    ids=["store_of_0", "store_of_700"],
+)
+def test_slow_ranks_change_no_bit(world, train, monkeypatch, way):
+    wanted, wanted_lines = reference(train, world, rl__loss_type="dapo")
+    after_microbatch, generate, draws = Grpo.after_microbatch, RolloutSource._generate, random.Random(world.rank)
+
+    def late(self, ran):
+        time.sleep(draws.choice([0, 0.002, 0.02]))
+        after_microbatch(self, ran)
+
+    def late_to_generate(self, *arguments):
+        time.sleep(draws.choice([0, 0.01, 0.05]))
+        return generate(self, *arguments)
+
+    monkeypatch.setattr(Grpo, "after_microbatch", late)
+    monkeypatch.setattr(RolloutSource, "_generate", late_to_generate)
+    digest, lines = train("all", world, **way)
+    assert lines == wanted_lines
+    assert digest == wanted
+
+
+def test_a_run_that_goes_on_twice_on_other_numbers_of_ranks(world, train):
+    settings = {"rl__loss_type": "dapo", "run__checkpoint_every": 1}
+    wanted, wanted_lines = reference(train, world, **settings)
+    base = train.base
+    _, first = train("first", world, **settings, run__steps=1)
+    _, second = train(
+        "second", world.alone(), **settings, run__steps=2, run__resume=base / "first/checkpoints/step_00000001"
+    )
+    newest = base / "second/checkpoints/step_00000002"
+    digest, third = train("third", world, **settings, run__resume=newest)
+    assert [line["step"] for line in (*first, *second, *third)] == [1, 2, 3]
+    assert [*first, *second, *third] == wanted_lines
+    assert digest == wanted == digest_line(base / "third").split()[0]
+
+
+def test_what_would_break_it_is_found_out(world, train, monkeypatch):
+    """The comparisons above can fail: with sums in fp32, with groups decoded together, or trained together."""
+    wanted, wanted_lines = reference(train, world, rl__loss_type="dapo")
+
+    def in_fp32(config):
+        return dataclasses.replace(
+            conditions.settled(config), model=dataclasses.replace(config.model, reduce_dtype="float32")
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "settled", in_fp32)
+        digest, _ = train("fp32", world)
+        alone, _ = train("fp32_alone", world.alone())
+    assert wanted != digest != alone
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutSource, "_decode_batches", lambda self, minibatch: [list(range(len(minibatch.indices)))])
+        _, lines = train("decoded", world)
+    assert [line["entropy"] for line in lines] != [line["entropy"] for line in wanted_lines]
+    # Without room in a store a rank trains the groups that it has decoded together, in microbatches that hold both.
+    packed = {"rl__store_bytes": 0, "data__max_tokens_per_microbatch": 200}
+    apart, _ = train("apart", world, **packed)
+    begin = RolloutSource.begin
+
+    def together(self, step):
+        self._exact = False
+        begin(self, step)
+
+    monkeypatch.setattr(RolloutSource, "begin", together)
+    digest, _ = train("together", world, **packed)
+    assert digest != apart
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("rl__skip_failed_rewards", "true"), ("model__reduce_dtype", "float64")]
+)
+def test_what_breaks_it_is_refused(world, train, setting, value):
+    name = setting.replace("__", ".")
+    with pytest.raises(AgreedError, match=rf"^{name}: expected .* with run.exact, got {value}: "):
+        train("refused", world, **{setting: value})
