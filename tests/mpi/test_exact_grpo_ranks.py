@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from test_grpo_ranks import grpo_dir, settings_of  # noqa: F401 - a fixture
+from grpo_job import settings_of
 
 from odc_mpi.checkpoint.commands import digest_line
 from odc_mpi.errors import AgreedError
@@ -34,7 +34,7 @@ _references = {}
 
 
 @pytest.fixture
-def train(world, grpo_dir, request):  # noqa: F811
+def train(world, grpo_dir, request):
     """`train(name, world, **settings)` runs exactly; returns the digest and what a run tells of its steps.
 
     With a world of one rank, rank 0 runs and the others wait.
@@ -90,7 +90,7 @@ def reference(train, world, **changes):
     ],
     ids=["dapo", "grpo", "dr_grpo", "lora"],
 )
-def test_the_bits_are_those_of_one_rank(world, train, grpo_dir, settings):  # noqa: F811
+def test_the_bits_are_those_of_one_rank(world, train, grpo_dir, settings):
     settings = settings | {"data__eval_path": grpo_dir / "prompts.h5", "run__eval_every": 2}
     digest, lines = train("all", world, **settings)
     wanted, wanted_lines = reference(train, world, **settings)
