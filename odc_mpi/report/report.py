@@ -27,7 +27,7 @@ def write(source: Path, out: Path | None = None, picture: str | None = None) -> 
             format; it cannot be written.
     """
     ending = ".html" if picture is None else f".{picture}.svg"
-    form = Path(ending).suffix
+    form = ending[ending.rindex(".") :]
     if out and out.suffix.lower() in _FORMATS - {form}:
         raise UserError(f"--out: expected a name that ends in {form}, as {form[1:].upper()} is written, got {out}")
     try:

@@ -29,17 +29,18 @@ def test_seconds_add_up_whether_spans_are_kept_or_not():
     assert [span.kind for span in spans.take()] == ["B"], "still kept"
 
 
-def test_a_span_costs_less_than_a_microsecond():
+def test_a_span_costs_no_more_than_some_looks_at_the_clock():
     spans, rounds = Spans(), 20_000
 
-    def seconds():
+    def seconds(call, *arguments):
         spans.keep()
         began = time.perf_counter()
         for _ in range(rounds):
-            spans.add("fetch", began)
-        return (time.perf_counter() - began) / rounds
+            call(*arguments)
+        return time.perf_counter() - began
 
-    assert min(seconds() for _ in range(5)) < 1e-6
+    pairs = [(seconds(spans.add, "fetch", 0.0), seconds(time.perf_counter)) for _ in range(5)]
+    assert min(span / look for span, look in pairs) < 40, "2 to 10 were seen"
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
