@@ -108,7 +108,7 @@ def _trainer(world: World, path: Path, sequences: int, name: str, recorder: _Rec
     config = Config(
         model=replace(config.model, config=model),
         data=replace(data, cost="fitted", context_parallel="auto" if name == "split" else "off"),
-        comm=replace(config.comm, progress="off"),
+        comm=config.comm,
         optim=config.optim,
     )
     inputs = world.agree(lambda: open_inputs(config, world.rank, world.size))
