@@ -2,7 +2,7 @@
 
     mpiexec -n 2 python benchmarks/split_speed.py [--length 4096 | --length 0] [--sequences 1] [--steps 3] [--rounds 5]
 
-`--length 0` takes functions of Python's standard library as they are, of 18 to some 4,000 tokens; another length random
+`--length 0` takes functions of Python's standard library as they are, of 18 tokens and more; another length random
 tokens. Prints tokens per second of both, in rounds one after the other, the median and quartiles of their ratio, and
 what the simulator says of the same minibatches, with the cost that the runs have learned. Collective.
 """

@@ -8,7 +8,7 @@ window `_window_as_mask` makes a mask of a single number, the window.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -115,14 +115,19 @@ def packed_attention(
         return piece.attend(query, key, value, scaling, _number_of(module)).transpose(1, 2).contiguous(), None
     lengths = [stop - start for start, stop in itertools.pairwise(cu_seq_lens_q.tolist())]
     attend = partial(_eager, softcap) if eager else _causal
-    q, k, v = (x.split(lengths, 2) for x in (query, key, value))
-    parts = list(q)
+    one = partial(attend, dropout=dropout, scaling=scaling, window=sliding_window)
+    return _apart(one, lengths, query, key, value).transpose(1, 2).contiguous(), None
+
+
+def _apart(attend: Callable[..., torch.Tensor], lengths: list[int], *states: torch.Tensor) -> torch.Tensor:
+    """Attend within each sequence, those of one length in one call; states are `[1, heads, tokens, head_dim]`."""
+    split = [state.split(lengths, 2) for state in states]
+    parts = list(split[0])
     for same in _of_one_length(lengths):
-        rows = [_rows([x[i] for i in same]) for x in (q, k, v)]
-        found = attend(rows[0], rows[1], rows[2], dropout, scaling, sliding_window)
+        found = attend(*(_rows([own[i] for i in same]) for own in split))
         for i, part in zip(same, found.split(1), strict=True):
             parts[i] = part
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+    return torch.cat(parts, 2)
 
 
 def _rows(sequences: list[torch.Tensor]) -> torch.Tensor:
