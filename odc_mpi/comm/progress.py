@@ -5,7 +5,7 @@ for them to be done. A thread does, by asking on a communicator of its own for a
 what drives MPI's progress engine. It also does the owner's part of a reduction that leaves it one.
 
 It sleeps between looks, because a thread that spins, or blocks in a receive, takes half of a core from the rank that
-computes (docs/windows.md has the figures).
+computes (docs/windows.md has the figures). Over TCP the kernel wakes it when something comes (`comm.arrivals`).
 """
 
 import sys
@@ -14,16 +14,18 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
+from odc_mpi.comm.arrivals import Arrivals
 from odc_mpi.runtime.world import World
 
-#: Sleep between two looks when there was nothing to do. What a small operation from another host waits at most, and
-#: what it costs: 1 ms took 3 to 6 % of two busy ranks on two cores, 0.2 ms took 13 %.
+#: Sleep between two looks when there was nothing to do. What a small operation waits at most if no socket tells of it,
+#: and what it costs: 1 ms took 3 to 6 % of two busy ranks on two cores, 0.2 ms took 13 %.
 SLEEP_S = 1e-3
-#: ... and when there was nothing for long, which takes half of that.
-IDLE_SLEEP_S = 2e-3
-IDLE_AFTER_S = 0.1
+#: ... and when there was nothing for longer, so much of that time, but no more than so many seconds.
+IDLE_SHARE = 0.02
+IDLE_SLEEP_S = 10e-3
 #: A look that took this much of the processor found work, so more may be there: look again at once. An idle look takes
-#: 2 to 5 µs, beside a rank that computes up to 40. Not the clock on the wall: a look may wait long for Python's lock.
+#: 2 to 5 µs, beside a rank that computes up to 40, rarely more: where sockets tell what comes, one such look proves
+#: nothing. Not the clock on the wall: a look may wait long for Python's lock.
 BUSY_LOOK_S = 40e-6
 #: But so many times in a row at most: where a look itself is slow, every one would pass for work.
 MAX_LOOKS_IN_A_ROW = 100
@@ -75,22 +77,25 @@ class ProgressThread:
 
     def _run(self) -> None:
         self._begin()
-        worked, looks = -IDLE_AFTER_S, 0
+        arrivals = Arrivals()
+        worked, looks = time.perf_counter() - IDLE_SLEEP_S / IDLE_SHARE, 0
         while not self._closed.is_set():
             began = time.thread_time()
             self._comm.Iprobe()
             took_s = time.thread_time() - began
             looks += 1
-            if self._serve() or took_s > BUSY_LOOK_S:
-                worked = time.perf_counter()
+            served = self._serve()
+            if served or took_s > BUSY_LOOK_S:
+                if served or looks > 1 or not arrivals.are_told:
+                    worked = time.perf_counter()
                 if looks < MAX_LOOKS_IN_A_ROW:
                     continue
             looks = 0
-            time.sleep(_sleep_s(time.perf_counter() - worked))
+            arrivals.wait(_sleep_s(time.perf_counter() - worked))
 
 
 def _sleep_s(since_work_s: float) -> float:
     """Choose how long to sleep, by how long ago there was something to do."""
     if since_work_s < EAGER_S:
         return EAGER_SLEEP_S
-    return SLEEP_S if since_work_s < IDLE_AFTER_S else IDLE_SLEEP_S
+    return min(max(SLEEP_S, IDLE_SHARE * since_work_s), IDLE_SLEEP_S)

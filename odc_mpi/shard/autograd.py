@@ -9,7 +9,8 @@ Note: saved parameters
     backward has passed, the very memory that sharding is to save. `SavedTensors` saves instead where a tensor looked,
     and looks again, fetching the unit if need be, when the backward asks. A tensor that other hooks saved (activation
     checkpointing, offloading) keeps its memory, so it stays right; it only costs more. Where a fetch is a view of
-    memory that stays, a graph keeps it as any other: to look at every saved tensor takes Python's time.
+    memory that stays, or all units are ready and none will make room, a graph keeps parameters as any other tensors: to
+    look at every saved tensor takes Python's time, 2 % of the step of a model of 8 million parameters.
 
 Note: recomputation
     Activation checkpointing runs a unit's forward again inside the backward, under hooks of its own that must see every

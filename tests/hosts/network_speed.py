@@ -5,11 +5,15 @@
     python tests/hosts/network_speed.py --larger                       # a Llama of 9 million parameters
     python tests/hosts/network_speed.py --cache-bytes 2M               # also with so much for each of the two caches
 
-One rank on each of two hosts beside two ranks on one host, one training run after the other, in rounds. Two hosts with
-the caches of `comm.parameter_cache_bytes` and `comm.gradient_cache_bytes` as they are by default, and without. Each
-library has its own environment: run it with the python of each. `--link` is what `tc qdisc add dev eth0 root` takes,
-and holds for either end of the link, so that a round trip takes twice its delay. A kernel without netem limits the rate
-alone: "tbf rate 1gbit burst 128kb latency 100ms".
+One rank on each of two hosts, then two ranks on one host, in turn. In each such job, in rounds: training by plain torch
+that exchanges nothing (`apart`), and ours with the caches of `comm.parameter_cache_bytes` and
+`comm.gradient_cache_bytes` as they are by default, by `lb_mini` and by `dynamic`, and without caches, on the same
+minibatches. Each is made anew, so that no thread of one takes time from another. Speeds are multiples of `apart` in the
+same round: what the machine does from one minute to the next is in both.
+
+Each library has its own environment: run it with the python of each. `--link` is what `tc qdisc add dev eth0 root`
+takes, and holds for either end of the link, so that a round trip takes twice its delay. A kernel without netem limits
+the rate alone: "tbf rate 1gbit burst 128kb latency 100ms".
 """
 
 import argparse
@@ -17,7 +21,8 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -27,15 +32,7 @@ from machine import LINK  # noqa: E402
 from two_hosts import launch, missing  # noqa: E402
 
 DATA = mpi_launch.ROOT / "runs/data/stdlib.h5"
-
-
-def both(size):
-    """Settings that give each of the two caches so much."""
-    return (f"--comm.parameter_cache_bytes={size}", f"--comm.gradient_cache_bytes={size}")
-
-
-#: By name: on how many hosts, and settings.
-CONTENDERS = {"one host": (1, ()), "two hosts, no caches": (2, both(0)), "two hosts": (2, ())}
+APART, CACHES, NO_CACHES, DYNAMIC = "apart", "caches", "no caches", "caches, dynamic"
 LARGER = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -44,70 +41,128 @@ LARGER = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-#: Steps that do not count, of each run.
-WARM_UP = 4
+#: Steps of each training that do not count.
+WARM_UP = 2
 
 
-def train(hosts, settings, arguments):
-    """Train once; return tokens per second, and per minibatch and rank bytes over the network, and microbatches."""
-    with tempfile.TemporaryDirectory(prefix="odc_mpi-network-") as folder:
-        command = [
-            "-m",
-            "odc_mpi",
-            "train",
-            "--config",
-            mpi_launch.ROOT / "jobs/quickstart.yaml",
-            f"--run.dir={folder}/run",
-        ]
-        command += [f"--data.path={DATA}", "--run.checkpoint_every=0", f"--run.steps={WARM_UP + arguments.steps}"]
-        command += [f"--data.minibatch_sequences={arguments.sequences}", "--run.trace_steps=0", *settings]
-        command += [f"--model.config.{key}={value}" for key, value in (LARGER if arguments.larger else {}).items()]
-        if hosts == 1:
-            done = mpi_launch.finish(mpi_launch.start(2, *command), arguments.timeout_s)
-        else:
-            done = launch(1, *command, timeout_s=arguments.timeout_s, **{LINK: arguments.link})
-        if done.code:
-            raise SystemExit(f"a run on {hosts} hosts ended with {done.code}:\n{done.out}\n{done.err}")
-        lines = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()][WARM_UP:]
-    speed = sum(line["num_input_tokens"] for line in lines) / sum(line["step_s"] for line in lines)
-    over = statistics.mean(line["bytes_fetched_other_nodes"] + line["bytes_pushed_other_nodes"] for line in lines)
-    microbatches = statistics.mean((line["microbatches_min"] + line["microbatches_max"]) / 2 for line in lines)
-    return speed, over, microbatches
+def configuration(arguments):
+    """Return what is trained: settings of the quick start, for as long as it is asked for."""
+    from odc_mpi.train.settings import load
+
+    config = load(mpi_launch.ROOT / "jobs/quickstart.yaml")
+    model = config.model.config | (LARGER if arguments.larger else {})
+    data = replace(config.data, path=str(DATA), minibatch_sequences=arguments.sequences, balance="lb_mini")
+    return replace(
+        config,
+        model=replace(config.model, config=model),
+        data=data,
+        optim=replace(config.optim, lr_scheduler_type="constant", warmup_steps=0),
+    )
+
+
+def caches(config, size):
+    """Return the configuration with so many bytes for each of the two caches."""
+    from odc_mpi.train.checks import Size
+
+    each = Size(size)
+    return replace(config, comm=replace(config.comm, parameter_cache_bytes=each, gradient_cache_bytes=each))
+
+
+def train(world, name, config, steps):
+    """Train anew for some steps; return tokens per second, and per minibatch and rank bytes and microbatches."""
+    from odc_mpi.bench.baselines.plain import Whole
+    from odc_mpi.bench.together import slowest_s
+    from odc_mpi.train.inputs import open_inputs
+    from odc_mpi.train.run import build_trainer, decide
+
+    inputs = open_inputs(config, world.rank, world.size)
+    told = []
+    if name == APART:
+        whole = Whole(config, inputs.sequence_loader)
+        step, close = (lambda: {"num_input_tokens": whole.step()[1]}), (lambda: None)
+    else:
+        trainer = build_trainer(config, world, inputs, decide(config, world))
+        step, close = trainer.step, trainer.model.close
+    for _ in range(WARM_UP):
+        step()
+    seconds = slowest_s(world, name, lambda: told.extend(step() for _ in range(steps)))
+    close()
+    over = [line.get("bytes_fetched_other_nodes", 0) + line.get("bytes_pushed_other_nodes", 0) for line in told]
+    microbatches = [(line.get("microbatches_min", 0) + line.get("microbatches_max", 0)) / 2 for line in told]
+    speed = sum(line["num_input_tokens"] for line in told) / seconds
+    return speed, statistics.mean(over), statistics.mean(microbatches)
+
+
+def job(arguments):
+    """Be a rank: train in every way, in rounds; rank 0 prints the figures of each as JSON."""
+    import torch
+
+    from odc_mpi.bench.measure import interleaved
+    from odc_mpi.runtime.world import World
+    from odc_mpi.wording import parse_size
+
+    with World(timeout_s=arguments.timeout_s) as world:
+        config = configuration(arguments)
+        torch.set_num_threads(1)
+        dynamic = replace(config, data=replace(config.data, balance="dynamic"))
+        ways = {APART: config, NO_CACHES: caches(config, 0), CACHES: config, DYNAMIC: dynamic}
+        if arguments.cache_bytes:
+            ways[f"{arguments.cache_bytes} each"] = caches(config, parse_size(arguments.cache_bytes))
+        runs = {name: partial(train, world, name, own, arguments.steps) for name, own in ways.items()}
+        results = interleaved(runs, arguments.rounds)
+        if world.rank == 0:
+            print(json.dumps(results), flush=True)
+
+
+def run(hosts, arguments):
+    """Launch a job; return the figures of each way in each of its rounds."""
+    command = [__file__, "--job", "--steps", arguments.steps, "--sequences", arguments.sequences]
+    command += ["--rounds", arguments.rounds, "--timeout-s", arguments.timeout_s]
+    command += ["--larger"] if arguments.larger else []
+    command += ["--cache-bytes", arguments.cache_bytes] if arguments.cache_bytes else []
+    if hosts == 1:
+        done = mpi_launch.finish(mpi_launch.start(2, *command), arguments.timeout_s)
+    else:
+        done = launch(1, *command, timeout_s=arguments.timeout_s, **{LINK: arguments.link})
+    if done.code:
+        raise SystemExit(f"a job on {hosts} hosts ended with {done.code}:\n{done.out}\n{done.err}")
+    return json.loads(done.out.splitlines()[-1])
 
 
 def main():
     parser = argparse.ArgumentParser(description="Train on one host and on two, and compare.")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=16, help="that count, of each run")
+    parser.add_argument("--jobs", type=int, default=2, help="on one host, and as many on two")
+    parser.add_argument("--rounds", type=int, default=5, help="of each job")
+    parser.add_argument("--steps", type=int, default=6, help="that count, of each training")
     parser.add_argument("--sequences", type=int, default=64, help="of a minibatch")
     parser.add_argument("--link", default="", metavar="QDISC", help='such as "netem rate 1gbit delay 500us"')
     parser.add_argument("--larger", action="store_true", help="a Llama of 9 million parameters")
     parser.add_argument("--cache-bytes", default="", metavar="SIZE", help="also so much for each of the caches")
-    parser.add_argument("--timeout-s", type=float, default=300)
+    parser.add_argument("--timeout-s", type=float, default=900, help="of a job")
+    parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    contenders = CONTENDERS | (
-        {f"two hosts, {arguments.cache_bytes} each": (2, both(arguments.cache_bytes))} if arguments.cache_bytes else {}
-    )
+    if arguments.job:
+        job(arguments)
+        return
     reason = missing()
     if reason is not None:
         parser.error(reason)
     if not DATA.exists():
         subprocess.run([sys.executable, "-m", "odc_mpi", "prepare", "stdlib", DATA, "--max-length", "1024"], check=True)
-    results = {name: [] for name in contenders}
-    names = list(contenders)
-    for turn in range(arguments.rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            results[name].append(train(*contenders[name], arguments))
-            speed, over, _ = results[name][-1]
-            print(f"round {turn + 1}: {name}: {speed:,.0f} tokens/s, {over / 1e6:.2f} MB", file=sys.stderr, flush=True)
-    print(f"{'':22}{'tokens/s':>10}  {'of one host':>12}  {'quartiles':>12}  {'MB over the network':>20}  microbatches")
-    for name, done in results.items():
-        ratios = [speed / one for (speed, *_), (one, *_) in zip(done, results["one host"], strict=True)]
+    results = {}
+    for _ in range(arguments.jobs):
+        for hosts in (2, 1):
+            for name, done in run(hosts, arguments).items():
+                results.setdefault((hosts, name), []).extend(done)
+    head = f"{'hosts':5} {'':16}{'tokens/s':>10}  {'of apart':>8}  {'quartiles':>14}"
+    print(f"{head}  {'MB over the network':>20}  microbatches")
+    for (hosts, name), done in results.items():
+        ratios = [speed / alone for (speed, *_), (alone, *_) in zip(done, results[hosts, APART], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         speed, over, microbatches = (statistics.median(values) for values in zip(*done, strict=True))
-        quartiles = f"{low:.2f} to {high:.2f}"
-        figures = f"{speed:10,.0f}  {middle:12.3f}  {quartiles:>12}  {over / 1e6:20.2f}  {microbatches:12.1f}"
-        print(f"{name:22}{figures}")
+        figures = f"{speed:10,.0f}  {middle:8.3f}  {f'{low:.3f} to {high:.3f}':>14}"
+        figures += f"  {over / 1e6:20.2f}  {microbatches:12.1f}"
+        print(f"{hosts:5} {name:16}{figures}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from zoo import WIDTH, Layer, Stack
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.traffic import Bytes
 from odc_mpi.errors import UserError
+from odc_mpi.shard.autograd import SavedTensors
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.residency import Budgets, Residency, auto_budgets, fetches
 
@@ -251,6 +252,33 @@ def test_memory_is_never_above_what_is_granted(budgets: Budgets, prefetch: int) 
             assert model.peak_gradient_bytes <= shards + 2 * ITEM_BYTES * numels[-1] + granted
 
     run_ranks(2, work, transport=LateTransport if prefetch else RecordingTransport)
+
+
+@pytest.mark.parametrize("staying", [NUM_LAYERS - 3, NUM_LAYERS + 1])
+def test_a_graph_keeps_parameters_once_all_units_are_ready(staying: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look at what a forward saves, tensor by tensor, takes Python's time."""
+    looks, pack = [], SavedTensors._pack
+
+    def counted(saved: SavedTensors, tensor: torch.Tensor) -> Any:
+        looks.append(1)
+        return pack(saved, tensor)
+
+    monkeypatch.setattr(SavedTensors, "_pack", counted)
+
+    def work(transport: RecordingTransport) -> None:
+        model = ShardedModel(Stack(NUM_LAYERS).double(), transport, units=(Layer,))
+        model.cache_bytes = Budgets(staying * LAYER_BYTES)
+        for _ in range(2):
+            seen = []
+            with model.minibatch():
+                for _ in range(3):
+                    looks.clear()
+                    squares(model, (INPUT,)).backward()
+                    seen.append(len(looks))
+            model.publish()
+            assert seen[0] and seen[1:] == ([0, 0] if staying > NUM_LAYERS else seen[:1] * 2)
+
+    run_ranks(1, work)
 
 
 def test_half_of_the_model_halves_the_excess() -> None:

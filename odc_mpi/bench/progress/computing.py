@@ -18,13 +18,13 @@ from time import perf_counter, sleep
 import numpy as np
 import torch
 
-from odc_mpi.comm.progress import IDLE_AFTER_S
+from odc_mpi.comm.progress import IDLE_SHARE, IDLE_SLEEP_S
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.runtime.world import World
 
 #: Rank 0 waits for so long: until the target computes, and its progress thread looks as rarely as one that had nothing
 #: to serve for long.
-SETTLE_S = 1.5 * IDLE_AFTER_S
+SETTLE_S = IDLE_SLEEP_S / IDLE_SHARE
 #: A row of small operations takes about a millisecond, a large product some tens.
 _PRODUCT_WIDTH, _SMALL_NUMEL, _NUM_SMALL, _NUM_LOOPS = 1024, 64, 500, 20_000
 

@@ -15,7 +15,7 @@ import torch
 from odc_mpi.comm.host import Footprint, Host, Layout
 from odc_mpi.comm.pending import Done, Fetch, Pending
 from odc_mpi.comm.transport import ParameterStore
-from odc_mpi.comm.windows.rma import Flush, ReadableWindow, WindowKind
+from odc_mpi.comm.windows.rma import COPIES_WHAT_IS_SEEN, Flush, ReadableWindow, WindowKind
 from odc_mpi.runtime.world import World
 
 
@@ -98,6 +98,11 @@ class WindowParameters(ParameterStore):
     def copies(self) -> bool:  # type: ignore[override]
         """Whether any array is not seen in one piece. Local."""
         return not self._windows.are_whole
+
+    @property
+    def stays(self) -> bool:  # type: ignore[override]
+        """Whether all arrays are seen in one piece, and who still looks at a freed one gets a copy. Local."""
+        return self._windows.are_whole and COPIES_WHAT_IS_SEEN
 
     @property
     def layouts(self) -> Sequence[Layout]:  # noqa: D102

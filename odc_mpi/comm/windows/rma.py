@@ -31,6 +31,9 @@ Memory: TypeAlias = np.ndarray | memoryview
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
 #: One message carries at most this many elements: counts are C ints in many MPI libraries.
 MAX_MESSAGE_NUMEL = 1 << 27
+#: Whether tensors that look at a window's memory can be given memory of their own when it is freed: not by older
+#: versions of torch.
+COPIES_WHAT_IS_SEEN = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 class ReadableWindow(Protocol):
@@ -279,7 +282,7 @@ def free_window(win: MPI.Win, seen: Iterable[StorageWeakRef] = ()) -> None:
     """
     for reference in seen:
         held = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-        if held is not None and hasattr(held, "_swap_data_ptr_"):  # older versions of torch have no such function
+        if held is not None and hasattr(held, "_swap_data_ptr_"):
             held._swap_data_ptr_(held.clone())
     win.Unlock_all()
     win.Free()

@@ -40,7 +40,6 @@ class ReadyUnits:
         activity: Tells the other ranks which unit is in use.
         generation: Counts publications: what was fetched before the last one is stale.
         readable: Whether parameters may be fetched: not between A and B, when their owners write them.
-        stay: Whether what units show may be kept, released or not.
     """
 
     def __init__(
@@ -62,8 +61,16 @@ class ReadyUnits:
         self._by_pointer: dict[int, tuple[Unit, int]] = {}
         self.generation = 0
         self.readable = True
-        self.stay = transport.parameters.stays
         self._is_lent = False
+
+    @property
+    def stay(self) -> bool:
+        """Whether what units show now may be kept until the end of the minibatch. Local.
+
+        Where all units are ready, nothing is fetched any more, and nothing makes room.
+        """
+        parameters = self._transport.parameters
+        return parameters.stays or (not self._strict and len(self._by_pointer) == len(parameters.layouts))
 
     def require(self, unit: Unit) -> None:
         """Make a unit ready, and start to fetch those that come next. One-sided."""

@@ -1,0 +1,95 @@
+"""Sleeping until something comes over the network, where the network is one of TCP connections.
+
+MPI libraries tell nobody when a message has come: one has to look. The kernel does, for a connection that somebody else
+reads: of all TCP sockets of this process it is asked which have something to read. Nothing is read here.
+"""
+
+import os
+import select
+import socket
+import stat
+import time
+from pathlib import Path
+
+#: Where the system lists the files that this process has open.
+OPEN_FILES = Path("/proc/self/fd")
+#: How often to look for connections that were made meanwhile.
+RESCAN_S = 1.0
+#: The least time between two answers. The kernel's own unit of a wait is 1 ms; what is shorter is slept.
+SHORTEST_S = 50e-6
+POLL_S = 1e-3
+#: A socket that has something to read so many times in a row is read by nobody, or slowly: it is left out for a while.
+MAX_IN_A_ROW = 200
+
+
+class Arrivals:
+    """Waits for what comes over this process's TCP connections. For one thread."""
+
+    def __init__(self) -> None:
+        self._scanned = float("-inf")
+        self._poll = select.poll()
+        self._in_a_row: dict[int, int] = {}
+        self._left_out: set[int] = set()
+
+    @property
+    def are_told(self) -> bool:
+        """Whether there are connections at all. Local."""
+        return bool(self._in_a_row)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep for so long at most, less if something comes. Local."""
+        if time.perf_counter() > self._scanned + RESCAN_S:
+            self._scan()
+        if seconds < POLL_S or not self._in_a_row:
+            time.sleep(seconds)
+            return
+        if any(self._in_a_row.values()):
+            time.sleep(SHORTEST_S)
+        ready = {fd for fd, event in self._poll.poll(1e3 * seconds) if not self._is_gone(fd, event)}
+        for fd in list(self._in_a_row):
+            self._in_a_row[fd] = self._in_a_row[fd] + 1 if fd in ready else 0
+            if self._in_a_row[fd] > MAX_IN_A_ROW:
+                self._left_out.add(fd)
+                self._forget(fd)
+
+    def _scan(self) -> None:
+        self._scanned = time.perf_counter()
+        connections = _connections()
+        # Those that were left out may come back when all is read.
+        self._left_out = {fd for fd in self._left_out & connections if select.select([fd], [], [], 0)[0]}
+        for fd in set(self._in_a_row) - connections:
+            self._forget(fd)
+        for fd in connections - set(self._in_a_row) - self._left_out:
+            self._in_a_row[fd] = 0
+            self._poll.register(fd, select.POLLIN)
+
+    def _is_gone(self, fd: int, event: int) -> bool:
+        if event & select.POLLNVAL:
+            self._forget(fd)
+        return bool(event & select.POLLNVAL)
+
+    def _forget(self, fd: int) -> None:
+        del self._in_a_row[fd]
+        self._poll.unregister(fd)
+
+
+def _connections() -> set[int]:
+    """Return the TCP sockets of this process; none where the system does not list them."""
+    try:
+        listed = [int(path.name) for path in OPEN_FILES.iterdir()]
+    except OSError:
+        return set()
+    return {fd for fd in listed if _is_tcp(fd)}
+
+
+def _is_tcp(fd: int) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return False
+        found = socket.socket(fileno=fd)
+    except OSError:  # closed meanwhile
+        return False
+    try:
+        return found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+    finally:
+        found.detach()  # somebody else's
