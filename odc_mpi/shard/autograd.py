@@ -112,6 +112,15 @@ class UnitCalls:
             calls[mode] = self._tensors(unit, tuple(unit.slots))
         return calls[mode][name]
 
+    def tell_backward_of(self, unit: Unit, output: Any) -> None:
+        """Have the other ranks told when the backward comes to a call of a unit, by what the call returned. Local.
+
+        Where graphs keep parameters, the backward asks for none, and would be heard of at its end only.
+        """
+        first = output[0] if isinstance(output, tuple) and output else output
+        if self._ready.stay and isinstance(first, torch.Tensor) and first.grad_fn is not None and not in_backward():
+            first.register_hook(lambda _: self._ready.activity.tell("backward of", unit.name))
+
     def _tensors(self, unit: Unit, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         self._ready.require(unit)
         tensors = WholeParameters.apply(self._anchor, unit, names, partial(self._push_of, self._ready.generation))

@@ -193,7 +193,9 @@ def wrap_forward(module: nn.Module, unit: Unit, calls: UnitCalls, saved: SavedTe
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with calls.call(unit):
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+        calls.tell_backward_of(unit, output)
+        return output
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
