@@ -56,7 +56,7 @@ class Arrivals:
         self._scanned = time.perf_counter()
         connections = _connections()
         # Those that were left out may come back when all is read.
-        self._left_out = {fd for fd in self._left_out & connections if select.select([fd], [], [], 0)[0]}
+        self._left_out = {fd for fd in self._left_out & connections if _has_something(fd)}
         for fd in set(self._in_a_row) - connections:
             self._forget(fd)
         for fd in connections - set(self._in_a_row) - self._left_out:
@@ -74,12 +74,20 @@ class Arrivals:
 
 
 def _connections() -> set[int]:
-    """Return the TCP sockets of this process; none where the system does not list them."""
+    """Return the TCP sockets of this process; none where they cannot be told without a change to them."""
+    if socket.getdefaulttimeout() is not None:
+        return set()  # Python would make every socket that it looks at a non-blocking one
     try:
         listed = [int(path.name) for path in OPEN_FILES.iterdir()]
     except OSError:
         return set()
     return {fd for fd in listed if _is_tcp(fd)}
+
+
+def _has_something(fd: int) -> bool:
+    poll = select.poll()  # takes any number of a file, and closed ones, which `select` does not
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _is_tcp(fd: int) -> bool:

@@ -1,5 +1,6 @@
 """A thread sleeps until something comes over a TCP connection, or its time is over."""
 
+import os
 import socket
 import threading
 import time
@@ -95,6 +96,17 @@ def test_other_sockets_do_not_count():
         far.sendall(b"x")
         arrivals = Arrivals()
         assert waited(arrivals, 0.05) >= 0.045
+
+
+def test_connections_are_left_as_they_are(ends):
+    near, _far, _ = ends
+    socket.setdefaulttimeout(5.0)
+    try:
+        arrivals = Arrivals()
+        assert waited(arrivals, 0.05) >= 0.045
+    finally:
+        socket.setdefaulttimeout(None)
+    assert os.get_blocking(near.fileno()) and not arrivals.are_told
 
 
 def test_without_a_list_of_files_it_sleeps(ends, tmp_path, monkeypatch):

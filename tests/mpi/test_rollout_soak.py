@@ -18,8 +18,8 @@ def test_every_completion_is_trained_once_as_it_was_generated(world, grpo_dir, s
     found = rollouts.soak(world, grpo_dir, STEPS, world.size, store_bytes)
     assert all(each.num_checked > STEPS for each in found)
     kept, others = (sum(getattr(each, name) for each in found) for name in ("num_kept", "num_from_others"))
-    # Whether a store of one or two groups is ever full, or ever read by others, is a matter of who is fast.
+    # Whether a store with room for one or two groups is ever full is a matter of who is fast.
     if store_bytes == 0:
         assert kept > 0 and others == 0
     elif store_bytes == max(rollouts.STORES):
-        assert kept == 0
+        assert kept == 0 and others > 0

@@ -282,7 +282,7 @@ def free_window(win: MPI.Win, seen: Iterable[StorageWeakRef] = ()) -> None:
     """
     for reference in seen:
         held = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-        if held is not None and hasattr(held, "_swap_data_ptr_"):
-            held._swap_data_ptr_(held.clone())
+        if held is not None and COPIES_WHAT_IS_SEEN:
+            held._swap_data_ptr_(held.clone())  # type: ignore[attr-defined]
     win.Unlock_all()
     win.Free()
