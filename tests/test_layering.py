@@ -26,7 +26,7 @@ MAY_SEE = {
     "observe": {"runtime", "data", "shard"},
     "train": {
         *("api", "checkpoint", "data", "models", "observe", "rollout", "shard", "runtime"),
-        *("comm.exchange", "comm.piece_windows", "comm.pieces", "comm.tickets", "stack.decision"),
+        *("comm.exchange", "comm.context.piece_windows", "comm.context.pieces", "comm.tickets", "stack.decision"),
     },
     "rollout": {"api", "comm.tickets", "comm.exchange", "runtime", "shard", "data", "models", "checkpoint"},
     "slurm": set(),
@@ -46,7 +46,7 @@ MAY_SEE = {
 #: These know nothing of the project but `ROOT`, not even their own room.
 ALONE = {
     *("shard.layout", "data.plan.cost", "data.plan.partition", "data.stdlib", "runtime.deadline", "runtime.lateness"),
-    *("comm.buffers", "stack.report", "runtime.pmi", "stack.gpu", "cli.mpiexec"),
+    *("comm.buffers", "stack.report", "runtime.start.pmi", "stack.gpu", "cli.mpiexec"),
     *("simulate.events", "simulate.spread"),
 }
 #: These see of their own room only this: no MPI.
@@ -71,7 +71,7 @@ KEPT_IN = {
     **{name: {"observe.trackers"} for name in ("tensorboard", "mlflow", "wandb", "trackio")},
 }
 #: Files of a folder, besides `__init__`: more are cut into folders.
-MOST_FILES = 14
+MOST_FILES = 13
 
 
 def name_of(path):

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         UserError: The configuration is wrong, or there is no sbatch.
     """
     # Not before here: other commands need neither.
-    from odc_mpi.runtime.pmi import srun_mpi
+    from odc_mpi.runtime.start.pmi import srun_mpi
     from odc_mpi.train import settings as configuration
 
     if not arguments.config.exists():

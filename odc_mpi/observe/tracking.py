@@ -80,9 +80,9 @@ class Tracking(Participant):
     def _points(self, metrics: Mapping[str, Any], time_s: float) -> Iterator[Point]:
         metrics = dict(metrics)
         step = int(metrics.pop("step"))
-        at_start = metrics.pop("eval_loss_start", None)
-        if at_start is not None:
-            yield Point(step - 1, time_s, {"eval/loss": at_start})
+        at_start = {name.removesuffix("_start"): metrics.pop(name) for name in list(metrics) if name.endswith("_start")}
+        if at_start:
+            yield Point(step - 1, time_s, tagged(at_start))
         yield Point(step, time_s, tagged({"epoch": step / self._steps_per_epoch, **metrics}))
 
 

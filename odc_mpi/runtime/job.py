@@ -21,7 +21,7 @@ from odc_mpi.runtime.deadline import Watchdog
 from odc_mpi.runtime.lateness import Status, Wait, compare, say_late, say_status, stranded
 from odc_mpi.runtime.library import any_thread_may_call, library_name, thread_level
 from odc_mpi.runtime.memory import startup_memory, unlink
-from odc_mpi.runtime.pmi import check_launcher
+from odc_mpi.runtime.start.pmi import check_launcher
 from odc_mpi.runtime.status import StatusWindow
 
 #: Seconds between the two readings of the other ranks, more than twice the longest pause of a watchdog. A rank without

@@ -1,7 +1,7 @@
 """The MPI library: its name, the memory model of its windows, and which threads may call it.
 
 mpi4py asks for MPI_THREAD_MULTIPLE when it starts MPI, unless a program has set `mpi4py.rc.thread_level`, and so does
-`runtime.pmi`. The library may grant less:
+`runtime.start.pmi`. The library may grant less:
 
     MPI_THREAD_MULTIPLE     all threads, at the same time: threads of ours fetch, push, serve and read the status
     MPI_THREAD_SERIALIZED   all threads, one at a time: no thread of ours calls MPI. The thread does in which torch runs

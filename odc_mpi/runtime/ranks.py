@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from odc_mpi.errors import AgreedError, StoppedError, TrainingError, UserError, in_one_line
-from odc_mpi.runtime.limits import start_limit
+from odc_mpi.runtime.start.limits import start_limit
 
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
@@ -40,7 +40,7 @@ def no_collections() -> Iterator[None]:
 @contextmanager
 def start_of_mpi() -> Iterator[None]:
     """Enclose the imports that start MPI: within a time limit, and with a clear error without a library. Local."""
-    from odc_mpi.runtime.pmi import check_before_start
+    from odc_mpi.runtime.start.pmi import check_before_start
 
     with start_limit():
         try:

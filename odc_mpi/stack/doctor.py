@@ -17,8 +17,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from odc_mpi.runtime.launch import Ending, FailureKind, launched_rank, take_part
-from odc_mpi.runtime.pmi import hint
+from odc_mpi.runtime.start.launch import Ending, FailureKind, launched_rank, take_part
+from odc_mpi.runtime.start.pmi import hint
 from odc_mpi.stack import cache
 from odc_mpi.stack.decision import Decision, decide
 from odc_mpi.stack.gpu import has_gpu

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from odc_mpi.comm.piece_windows import PieceWindows, Sizes
-from odc_mpi.comm.pieces import PieceExchange
+from odc_mpi.comm.context.piece_windows import PieceWindows, Sizes
+from odc_mpi.comm.context.pieces import PieceExchange
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.loader import Batch, Minibatch, read_piece
 from odc_mpi.errors import UserError
@@ -43,7 +43,7 @@ class Cutting:
 
     @property
     def sizes(self) -> Sizes:
-        """What `comm.piece_windows` allocates; only if sequences are cut. Local."""
+        """What `comm.context.piece_windows` allocates; only if sequences are cut. Local."""
         assert self.shape is not None
         return Sizes(self.shape.num_layers, self.token_bytes, self.max_piece_tokens, self.max_sequence_tokens - 1)
 

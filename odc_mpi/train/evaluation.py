@@ -1,4 +1,4 @@
-"""The loss over held-out sequences, beside the training.
+"""Evaluation beside the training: when it is due, and the loss over held-out sequences.
 
 An evaluation comes between two steps, when parameters are published: forwards alone, without a graph. Over windows a
 rank fetches what it needs when it needs it and draws one microbatch after the other, so nobody waits for another but at
@@ -10,8 +10,9 @@ of sequences: with sequences of different lengths that is another number.)
 
 import math
 import time
-from collections.abc import Iterator
-from typing import ClassVar
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -26,14 +27,45 @@ from odc_mpi.observe.metrics import Column, Entry
 from odc_mpi.observe.participant import Participant, Step, summable
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.train.settings import Config
+from odc_mpi.train.settings import Config, RunConfig
 
 #: Losses are added up exactly as long as the mean is below 2**8 times this.
 MOST_LOSS = 256.0
 
 
-class Evaluation(Participant):
-    """Evaluates every `run.eval_every` steps and after the last one. Making one is collective.
+class HeldOut(Participant):
+    """Evaluates before the first step if asked to, every `run.eval_every` steps, and after the last one.
+
+    Args:
+        run: When to.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        self._run = run
+        self._at_start: dict[str, Any] = {}
+
+    @abstractmethod
+    def evaluate(self) -> Mapping[str, Any]:
+        """Return the figures, the same on every rank. Collective at the end."""
+
+    def start(self, done: int) -> None:
+        """Evaluate before the first step of a run, if that is asked for. Collective."""
+        if self._run.eval_on_start and not done:
+            self._at_start = {f"{name}_start": value for name, value in self.evaluate().items()}
+
+    def after_step(self, step: Step) -> None:
+        """Evaluate, if that is due. Collective."""
+        step.metrics |= self._at_start
+        self._at_start = {}
+        every, number = self._run.eval_every, step.number
+        if number == self._run.steps or (every and number % every == 0):
+            began = time.perf_counter()
+            step.metrics |= self.evaluate()
+            step.metrics["eval_s"] = time.perf_counter() - began
+
+
+class Evaluation(HeldOut):
+    """The loss over held-out sequences. Making one is collective.
 
     Args:
         config: Of the run.
@@ -53,7 +85,8 @@ class Evaluation(Participant):
     }
 
     def __init__(self, config: Config, world: World, model: ShardedModel, dataset: Dataset, cost: Cost) -> None:
-        self._run, self._world, self._model = config.run, world, model
+        super().__init__(config.run)
+        self._world, self._model = world, model
         # With collectives all ranks run as many microbatches.
         one_sided = config.comm.transport == "window"
         balance = BALANCES["dynamic" if one_sided else "lb_micro"]
@@ -63,10 +96,9 @@ class Evaluation(Participant):
         plan = balance(dataset.lengths[first], world.size, config.data.max_tokens_per_microbatch, cost)
         self._all = Minibatch.of(dataset, first, plan, world.rank, data_epoch=0, position=0)
         self._tickets = Tickets(world) if one_sided else None
-        self._at_start: dict[str, float] = {}
 
-    def evaluate(self) -> float:
-        """Return the mean loss of a trained token, the same on every rank. Collective at the end, else one-sided."""
+    def evaluate(self) -> dict[str, float]:
+        """Return the mean loss of a trained token, and its perplexity. Collective at the end, else one-sided."""
         own, training = 0.0, self._model.module.training
         self._model.eval()
         try:
@@ -80,33 +112,15 @@ class Evaluation(Participant):
         total = sum(self._world.gather_objects(own))
         if self._tickets:
             self._tickets.reset()  # all have drawn; nobody draws again before the next B
-        return total / self._all.num_tokens
-
-    def start(self, done: int) -> None:
-        """Evaluate before the first step of a run, if that is asked for. Collective."""
-        if self._run.eval_on_start and not done:
-            self._at_start = {"eval_loss_start": self.evaluate()}
-
-    def after_step(self, step: Step) -> None:
-        """Evaluate, if that is due. Collective."""
-        step.metrics |= self._at_start
-        self._at_start = {}
-        every, number = self._run.eval_every, step.number
-        if number == self._run.steps or (every and number % every == 0):
-            step.metrics |= self._figures()
+        loss = total / self._all.num_tokens
+        try:
+            return {"eval_loss": loss, "eval_perplexity": math.exp(loss)}
+        except OverflowError:
+            return {"eval_loss": loss, "eval_perplexity": math.inf}
 
     def close(self) -> None:
         """Close the data set. Local."""
         self._all.dataset.close()
-
-    def _figures(self) -> dict[str, float]:
-        began = time.perf_counter()
-        loss = self.evaluate()
-        try:
-            perplexity = math.exp(loss)
-        except OverflowError:
-            perplexity = math.inf
-        return {"eval_loss": loss, "eval_perplexity": perplexity, "eval_s": time.perf_counter() - began}
 
     def _batches(self) -> Iterator[Batch]:
         return self._all.batches(self._tickets.draw) if self._tickets else iter(self._all)

@@ -13,7 +13,7 @@ from odc_mpi.bench.gpu import run as gpu_command
 from odc_mpi.bench.gpu import step as gpu_step
 from odc_mpi.bench.measure import entries, times_in
 from odc_mpi.cli.main import parser
-from odc_mpi.runtime.launch import Ending, Failure, FailureKind
+from odc_mpi.runtime.start.launch import Ending, Failure, FailureKind
 from odc_mpi.stack.device_decision import RUN_DOCTOR
 from odc_mpi.stack.report import Cause, DeviceWindows, Operation, Peer, Peers, Problem, Report
 

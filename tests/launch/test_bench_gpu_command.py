@@ -23,7 +23,7 @@ import os, signal
 from late_device import LateDevice
 from odc_mpi import api
 from odc_mpi.bench.gpu import child as gpu_child, kernels as gpu_kernels, windows as gpu_windows
-from odc_mpi.runtime.launch import run_child
+from odc_mpi.runtime.start.launch import run_child
 device = LateDevice(copy_s=0.0)
 api.find_device = lambda *_: device
 gpu_child.find = lambda _: device

@@ -23,7 +23,7 @@ sys.exit(doctor("--json" in sys.argv, probe=probe, deadline_s=deadline_s, operat
 BAD = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from odc_mpi.runtime import launch
+from odc_mpi.runtime.start import launch
 from odc_mpi.stack import probe, trial
 run, tried = trial.Trials.run, []
 def failing(self, name, kind):
@@ -204,7 +204,7 @@ DEVICE = """
 import os, signal, sys, time
 sys.path.insert(0, {stand_in!r})
 from late_device import LateDevice
-from odc_mpi.runtime.launch import run_child
+from odc_mpi.runtime.start.launch import run_child
 from odc_mpi.stack import probe, trial
 probe.own_device = lambda world: LateDevice()
 probe.FULL = probe.QUICK

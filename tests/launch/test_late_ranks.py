@@ -103,8 +103,8 @@ train(odc_mpi.shard_model(module, world, units=[Block]), blocks)
 
 #: Rank 1 has the first of two pieces, rank 0 the second.
 SLEEPS_IN_A_PIECE = """
-from odc_mpi.comm.piece_windows import PieceWindows, Sizes
-from odc_mpi.comm.pieces import PieceExchange
+from odc_mpi.comm.context.piece_windows import PieceWindows, Sizes
+from odc_mpi.comm.context.pieces import PieceExchange
 from odc_mpi.models.piece_attention import attend
 
 windows = PieceWindows(world, Sizes(3, 64, 4, 4), in_place=True)

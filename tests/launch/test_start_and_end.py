@@ -121,7 +121,7 @@ def test_a_process_alone_leaves_no_name_behind(end):
 @pytest.mark.quick
 @pytest.mark.parametrize("words", ["0", "-1", "soon"])
 def test_a_limit_that_is_none_is_the_usual_one(words, monkeypatch):
-    from odc_mpi.runtime import limits
+    from odc_mpi.runtime.start import limits
 
     monkeypatch.setenv("ODC_MPI_START_TIMEOUT_S", words)
     before = signal.getsignal(signal.SIGALRM)

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from odc_mpi.comm import piece_windows
-from odc_mpi.comm.piece_windows import PieceWindows, Sizes
-from odc_mpi.comm.pieces import PieceExchange
+from odc_mpi.comm.context import piece_windows
+from odc_mpi.comm.context.piece_windows import PieceWindows, Sizes
+from odc_mpi.comm.context.pieces import PieceExchange
 from odc_mpi.models.piece_attention import attend
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]

@@ -31,7 +31,7 @@ def train(run_dir, name, done, steps, scale):
         tracked.start(done)
         for number in range(done + 1, steps + 1):
             metrics = {"step": number, "loss": scale * number, "grad_norm": None, "step_s": 0.5, "skipped": False}
-            metrics |= {"eval_loss_start": 9.0} if number == 1 else {}
+            metrics |= {"eval_loss_start": 9.0, "eval_reward_start": 0.25} if number == 1 else {}
             metrics |= {"eval_loss": scale + number, "eval_s": float("nan")} if number % 2 == 0 else {}
             writer.write(metrics)
             tracked.after_step(Step(number, SimpleNamespace(), metrics))
@@ -122,8 +122,9 @@ def test_a_run_that_repeats_steps_has_each_once(tmp_path, monkeypatch, name):
     losses = [(1, 1.0), (2, 2.0), (3, 3.0), *((step, 10.0 * step) for step in range(4, 9))]
     assert found["train/loss"] == losses
     assert found["eval/loss"] == [(0, 9.0), (2, 3.0), (4, 14.0), (6, 16.0), (8, 18.0)]
+    assert found["eval/reward"] == [(0, 0.25)]
     assert found["train/epoch"] == [(step, step / 2) for step in range(1, 9)]
-    assert found.keys() == {"train/loss", "eval/loss", "train/epoch", "train/step_s", "train/skipped"}
+    assert found.keys() == {"train/loss", "eval/loss", "eval/reward", "train/epoch", "train/step_s", "train/skipped"}
 
 
 def test_tags_are_those_of_transformers():

@@ -1,6 +1,6 @@
 import pytest
 
-from odc_mpi.runtime import launch as launcher
+from odc_mpi.runtime.start import launch as launcher
 
 
 @pytest.mark.parametrize(

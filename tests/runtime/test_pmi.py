@@ -4,7 +4,7 @@ import mpi4py
 import pytest
 
 from odc_mpi.errors import UserError
-from odc_mpi.runtime import pmi
+from odc_mpi.runtime.start import pmi
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The ranks of `odc-mpi bench gpu`: children (`runtime.launch`) that measure, and tell what they find.
+"""The ranks of `odc-mpi bench gpu`: children (`runtime.start.launch`) that measure, and tell what they find.
 
 Before each part and at the end rank 0 tells `result` so far, `doing`, `may_end`: whether what it does next may end the
 process, and `error`: the one line for a person who asked for what cannot be.
@@ -13,7 +13,7 @@ import torch
 from odc_mpi.bench.gpu.benchmark import Options, measure
 from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.errors import AgreedError, UserError
-from odc_mpi.runtime.launch import News, run_child
+from odc_mpi.runtime.start.launch import News, run_child
 from odc_mpi.runtime.world import World
 
 

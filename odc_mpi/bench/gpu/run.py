@@ -12,7 +12,7 @@ from typing import Any
 
 from odc_mpi.bench.measure import parse_sizes, show, speaker
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.launch import Ending, launched_rank, take_part
+from odc_mpi.runtime.start.launch import Ending, launched_rank, take_part
 from odc_mpi.stack.gpu import has_gpu
 
 #: What can be measured alone.

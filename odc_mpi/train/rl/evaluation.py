@@ -1,6 +1,5 @@
 """Rewards of held-out prompts, beside the training: greedy completions, by tickets, between two steps."""
 
-import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -9,13 +8,13 @@ import numpy as np
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.observe.metrics import Column, Entry
-from odc_mpi.observe.participant import Participant, Step
 from odc_mpi.rollout.builtin_rewards import exact_match
 from odc_mpi.rollout.decoding import on_this_rank
 from odc_mpi.rollout.rewards import Reward, score
 from odc_mpi.rollout.sample import Completions, GroupSampling, Sample, sample
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.train.evaluation import HeldOut
 from odc_mpi.train.rl.prompts import PromptText
 from odc_mpi.train.settings import Config
 
@@ -23,8 +22,8 @@ from odc_mpi.train.settings import Config
 _EXACT_SHARES = 16
 
 
-class RewardEvaluation(Participant):
-    """Evaluates every `run.eval_every` steps and after the last one. Making one is collective.
+class RewardEvaluation(HeldOut):
+    """The rewards of held-out prompts. Making one is collective.
 
     Args:
         config: Of the run.
@@ -55,7 +54,8 @@ class RewardEvaluation(Participant):
         rewards: list[Reward],
         engine: Sample = sample,
     ) -> None:
-        self._run, self._rl, self._world, self._model = config.run, config.rl, world, model
+        super().__init__(config.run)
+        self._rl, self._world, self._model = config.rl, world, model
         self._prompts, self._rewards, self._engine = prompts, rewards, engine
         self._text, self._tickets = PromptText(prompts), Tickets(world)
         count = min(config.data.eval_sequences or len(prompts), len(prompts))
@@ -63,7 +63,6 @@ class RewardEvaluation(Participant):
         together = max(1, min(config.rl.max_concurrent_sequences, -(-count // shares)))
         order = sorted(range(count), key=lambda i: (-int(prompts.lengths[i]), i))
         self._decoded = [order[begin : begin + together] for begin in range(0, count, together)]
-        self._at_start: dict[str, Any] = {}
         self._note: Callable[[str], None] = world.note
 
     def evaluate(self) -> dict[str, Any]:
@@ -88,21 +87,6 @@ class RewardEvaluation(Participant):
             "eval_exact_match": _mean(matches),
             "eval_mean_length": _mean(lengths),
         }
-
-    def start(self, done: int) -> None:
-        """Evaluate before the first step of a run, if that is asked for. Collective."""
-        if self._run.eval_on_start and not done:
-            self._at_start = {f"{name}_start": value for name, value in self.evaluate().items()}
-
-    def after_step(self, step: Step) -> None:
-        """Evaluate, if that is due. Collective."""
-        step.metrics |= self._at_start
-        self._at_start = {}
-        every, number = self._run.eval_every, step.number
-        if number == self._run.steps or (every and number % every == 0):
-            began = time.perf_counter()
-            step.metrics |= self.evaluate()
-            step.metrics["eval_s"] = time.perf_counter() - began
 
     def close(self) -> None:
         """Close the prompts. Local."""

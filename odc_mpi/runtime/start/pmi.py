@@ -5,7 +5,7 @@ mpiexec, srun --mpi=pmix). A library with the wrong protocol, or none, takes its
 process is rank 0 of 1, and all write over each other. MPICH under PMIx ends its processes and does not say what to do;
 so the launcher is checked before MPI starts.
 
-`PmiRelay` stands between a launcher and a process that takes another's place in the job (`runtime.launch`).
+`PmiRelay` stands between a launcher and a process that takes another's place in the job (`runtime.start.launch`).
 """
 
 import os

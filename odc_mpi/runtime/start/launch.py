@@ -30,7 +30,7 @@ from enum import Enum
 from typing import Any
 
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.pmi import PmiRelay
+from odc_mpi.runtime.start.pmi import PmiRelay
 
 #: Variables by which launchers tell a process its rank: PMI (MPICH, Slurm), PMIx (Open MPI).
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")

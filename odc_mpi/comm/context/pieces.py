@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from odc_mpi.comm.piece_windows import GIVEN, MOST_LAYERS, READ, SHOWN, TAKEN, Pair, PieceWindows
+from odc_mpi.comm.context.piece_windows import GIVEN, MOST_LAYERS, READ, SHOWN, TAKEN, Pair, PieceWindows
 
 
 class PieceExchange(AbstractContextManager["PieceExchange"]):
