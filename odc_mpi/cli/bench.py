@@ -15,8 +15,8 @@ from odc_mpi.cli import mpiexec
 from odc_mpi.cli.options import positive, step_seconds
 from odc_mpi.cli.scenario import add_scenario, fill_in, of_workloads, rollouts_of, scenario_of
 from odc_mpi.errors import AgreedError, UserError
-from odc_mpi.runtime.start.launch import is_launched
 from odc_mpi.runtime.ranks import no_collections, on_ranks, say, start_of_mpi
+from odc_mpi.runtime.start.launch import is_launched
 from odc_mpi.simulate.options import RANKS
 from odc_mpi.stack.decision import WindowDevice
 

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from odc_mpi.cli.options import BASE_HELP, attention, positive
-from odc_mpi.runtime.start.launch import launched_rank
 from odc_mpi.runtime.ranks import no_collections, on_ranks, start_of_mpi
+from odc_mpi.runtime.start.launch import launched_rank
 
 HELP = "what a model makes of prompts; under mpiexec on all its ranks"
 

@@ -16,9 +16,9 @@ from typing import NoReturn
 from odc_mpi import __version__
 from odc_mpi.cli import bench, checkpoint, doctor, generate, job, prepare, report, simulate, train
 from odc_mpi.errors import UserError, unusable
+from odc_mpi.runtime.ranks import say
 from odc_mpi.runtime.start.launch import is_launched, launched_rank
 from odc_mpi.runtime.start.limits import end_by_interrupt
-from odc_mpi.runtime.ranks import say
 
 #: In the order of the help. Each has `HELP`, `add_arguments` and `run`, and imports what takes time when it runs.
 COMMANDS = {

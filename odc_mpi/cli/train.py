@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.start.launch import launched_rank
 from odc_mpi.runtime.ranks import no_collections, on_ranks, start_of_mpi
+from odc_mpi.runtime.start.launch import launched_rank
 
 if TYPE_CHECKING:
     from odc_mpi.observe.rank_log import RankLog

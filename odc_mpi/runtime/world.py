@@ -19,8 +19,8 @@ from odc_mpi.runtime.deadline import complete
 from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import Wait
 from odc_mpi.runtime.library import library_name
-from odc_mpi.runtime.start.limits import end_within
 from odc_mpi.runtime.memory import check_room, forget_names, forget_own_names
+from odc_mpi.runtime.start.limits import end_within
 from odc_mpi.runtime.topology import Topology
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 Communication: the ranks gather their hosts; the ranks of each node try shared memory; then one pair for each kind of
 peer tries the operations in turn (trial.py). All ranks have the same report at every moment.
 
-As a program this is one rank of the probe, a child of `odc-mpi doctor` (`runtime.start.launch`). Rank 0 tells the report
-so far before each operation and at the end.
+As a program this is one rank of the probe, a child of `odc-mpi doctor` (`runtime.start.launch`). Rank 0 tells the
+report so far before each operation and at the end.
 """
 
 import shutil
@@ -19,8 +19,8 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.start.launch import News, run_child
 from odc_mpi.runtime.library import thread_level
+from odc_mpi.runtime.start.launch import News, run_child
 from odc_mpi.runtime.world import World
 from odc_mpi.stack import cache
 from odc_mpi.stack.gpu import has_gpu

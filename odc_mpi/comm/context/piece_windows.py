@@ -1,4 +1,4 @@
-"""Memory of the pieces of sequences on a rank, with flags: what `comm.context.pieces` exchanges keys and values through."""
+"""Memory of the pieces of sequences on a rank, with flags: what `comm.context.pieces` exchanges through."""
 
 import time
 from collections.abc import Callable, Sequence
