@@ -151,7 +151,7 @@ def _run_transport(arguments: argparse.Namespace) -> int:
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help=f"to start; default: {RANKS.default}, or mpiexec's")
-    add_scenario(parser, SCHEDULE_DEFAULTS)
+    add_scenario(parser, {name: of_workloads(*of_either) for name, of_either in SCHEDULE_DEFAULTS.items()})
     meaning = f"seconds an even share of a minibatch is scaled to; default: {of_workloads(*STEP_S)}"
     parser.add_argument("--step-s", type=step_seconds, metavar="X", help=meaning)
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from odc_mpi.simulate.scenario import Scenario
 
 
-def add_scenario(parser: argparse.ArgumentParser, defaults: Mapping[str, tuple[int, int]]) -> None:
+def add_scenario(parser: argparse.ArgumentParser, defaults: Mapping[str, str]) -> None:
     """Add the options. Local.
 
     Args:
         parser: Of a command.
-        defaults: Where they are other than those of `SCENARIO`: of either workload, for `fill_in`.
+        defaults: Where the command sets them to others than those of `SCENARIO`, if they are not given: in words.
     """
     parser.add_argument(
         "--lengths",
@@ -37,8 +37,7 @@ def add_scenario(parser: argparse.ArgumentParser, defaults: Mapping[str, tuple[i
         add_option(parser, field, option, default=None, help=meaning)
     for field, option in SCENARIO.items():
         if option.name in defaults:
-            told = of_workloads(*defaults[option.name])
-            add_option(parser, field, option, default=None, help=f"{option.meaning}; default: {told}")
+            add_option(parser, field, option, default=None, help=f"{option.meaning}; default: {defaults[option.name]}")
         else:
             add_option(parser, field, option)
     for field, option in CACHES.items():

@@ -4,7 +4,7 @@ import argparse
 
 from odc_mpi.cli.options import positive, step_seconds
 from odc_mpi.cli.scenario import add_option, add_scenario, rollouts_of, scenario_of
-from odc_mpi.simulate.options import RANKS, TICKET_S
+from odc_mpi.simulate.options import GENERATION, RANKS, SCENARIO, TICKET_S, usual_minibatches
 
 HELP = "what schedules would achieve"
 
@@ -13,7 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options. Local."""
     parser.description = "Reckon speed-ups of windows over collectives, by how sequences are dealt out. Needs no MPI."
     add_option(parser, "ranks", RANKS)
-    add_scenario(parser, {})
+    usual = SCENARIO["num_minibatches"].default
+    add_scenario(parser, {"--minibatches": f"{usual}, fewer where they have thousands of sequences"})
     add_option(parser, "ticket_s", TICKET_S)
     # Whoever has the options of a measurement has them for the reckoning beside it, too.
     parser.add_argument("--step-s", type=step_seconds, metavar="X", help="of bench schedule; nothing here")
@@ -30,6 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     from odc_mpi.simulate.advice import advice
     from odc_mpi.simulate.simulate import simulate
 
+    if arguments.num_minibatches is None:
+        completions = arguments.completions or GENERATION["completions"].default
+        each = arguments.per_rank * (completions if arguments.workload == "grpo" else 1)
+        arguments.num_minibatches = usual_minibatches(arguments.ranks, each)
     if arguments.workload == "grpo":
         from odc_mpi.simulate.rollouts import simulate_rollouts
 

@@ -8,8 +8,8 @@ from odc_mpi.simulate.simulate import simulate
 
 #: Sequences per rank that the advice compares.
 PER_RANK = (1, 2, 4, 8, 16)
-#: The advice draws at most so many sequences for each: a few seconds for all.
-ADVICE_SEQUENCES = 20_000
+#: The advice draws at most so many sequences for each, or one minibatch: a few seconds for all.
+ADVICE_SEQUENCES = 8_192
 #: What the advice is about.
 ADVISED = "window/dynamic"
 

@@ -12,7 +12,7 @@ plan for collectives. Local, all of it; no MPI.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.balance import BALANCES, Balance, Plan
+from odc_mpi.data.plan.balance import BALANCES, Plan
 from odc_mpi.data.plan.context import split_longest
 from odc_mpi.simulate.events import Intervals, Timing, apart, drawn, layered, lockstep, merged
 from odc_mpi.simulate.paper import nearest
@@ -39,7 +39,7 @@ SCHEDULES = (
     "window/split",
 )
 #: Plans by the name of their balance in `SCHEDULES`.
-PLANS: dict[str, Balance] = {**BALANCES, "split": split_longest}
+PLANS: dict[str, Callable[..., Plan]] = {**BALANCES, "split": split_longest}
 FLOOR, EVEN_SHARE = "floor", "even_share"
 #: What bounds schedules, by the same keys as theirs.
 BOUNDS = (FLOOR, EVEN_SHARE)
@@ -130,7 +130,8 @@ def simulate(scenario: Scenario) -> Outcome:
     busy = {name: np.zeros(scenario.ranks) for name in SCHEDULES}
     timeline: dict[str, list[Intervals]] = {}
     for trial in scenario.trials():
-        plans = {name: plan(scenario, trial, name) for name in PLANS}
+        plans = {name: plan(scenario, trial, name) for name in BALANCES}
+        plans["split"] = plan(scenario, trial, "split", plans["dynamic"])
         for name in SCHEDULES:
             transport, balance = name.split("/")
             found = timing(trial, plans[balance], transport, scenario.ticket_s, scenario.num_units)
@@ -146,9 +147,9 @@ def _speedups(baseline_s: Sequence[float], own_s: Sequence[float]) -> Spread:
     return Spread.of([baseline / own for baseline, own in zip(baseline_s, own_s, strict=True)])
 
 
-def plan(scenario: Scenario, trial: Trial, balance: str) -> Plan:
-    """Plan a minibatch as the ranks would, from its lengths alone. Local."""
-    return PLANS[balance](trial.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
+def plan(scenario: Scenario, trial: Trial, balance: str, *known: Plan) -> Plan:
+    """Plan a minibatch as the ranks would, from its lengths alone; for `split`, `dynamic`'s plan may be known. Local."""
+    return PLANS[balance](trial.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, *known)
 
 
 def timing(trial: Trial, plan: Plan, transport: str, ticket_s: float = 0.0, num_units: int = 1) -> Timing:

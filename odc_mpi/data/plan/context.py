@@ -47,7 +47,7 @@ FINALISTS = 3
 WORTH = 0.98
 
 
-def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
+def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: Cost, whole: Plan | None = None) -> Plan:
     """Cut the sequences that are too long for an even share, and leave all others to be drawn.
 
     Local. A `balance.Balance`, like those listed in `balance.BALANCES`.
@@ -58,6 +58,7 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> P
         size: Number of ranks.
         max_tokens: The most tokens in a microbatch, and in a piece.
         cost: Cost to balance; `Cost.piece` says what a piece costs.
+        whole: The plan of `balance.dynamic`, if it is known.
 
     Returns:
         `splits` and `pool`; a sequence is in exactly one of them. The plan of `balance.dynamic` if cutting gains
@@ -71,11 +72,13 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> P
     best: Plan | None = None
     earliest = math.inf
     if not len(lengths) or int(lengths.max()) <= max_tokens:
-        best = dynamic(lengths, size, max_tokens, cost)
+        best = whole or dynamic(lengths, size, max_tokens, cost)
         earliest = WORTH * planner.end_of(best)
     if best and (size == 1 or earliest <= planner.even_end()):
         return best
-    for counts in planner.promising():
+    for estimate, counts in planner.promising():
+        if estimate >= earliest:  # and planning takes long
+            break
         plan = planner.plan(counts)
         end = planner.end_of(plan)
         if end < earliest:
@@ -115,11 +118,11 @@ class _Planner:
         fewest = -(-int(self._lengths.sum()) // self._max_tokens)
         return len(SPREADS) * (math.fsum(self._costs.tolist()) + fewest * self._cost.constant) / self._size
 
-    def promising(self) -> list[Counts]:
-        """Return the numbers of pieces with which the minibatch seems to end earliest, the best first."""
+    def promising(self) -> list[tuple[float, Counts]]:
+        """Return the numbers of pieces with which the minibatch seems to end earliest, and when, the best first."""
         tried = list({counts.tobytes(): counts for counts in self._candidates()}.values())
-        rising = by_falling(-np.array([self._estimate(counts) for counts in tried]))
-        return [tried[i] for i in rising[:FINALISTS]]
+        ends = [self._estimate(counts) for counts in tried]
+        return [(ends[i], tried[i]) for i in by_falling(-np.array(ends))[:FINALISTS]]
 
     def plan(self, counts: Counts) -> Plan:
         """Cut sequences into so many pieces, give these to ranks, and leave the rest to be drawn."""
