@@ -148,7 +148,7 @@ def _speedups(baseline_s: Sequence[float], own_s: Sequence[float]) -> Spread:
 
 
 def plan(scenario: Scenario, trial: Trial, balance: str, *known: Plan) -> Plan:
-    """Plan a minibatch as ranks would, from its lengths alone; for `split` the plan of `dynamic` may be known. Local."""
+    """Plan a minibatch by its lengths alone, as ranks would; the plan of `dynamic`, if known, is for `split`. Local."""
     return PLANS[balance](trial.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, *known)
 
 
