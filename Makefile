@@ -63,8 +63,8 @@ FAULTS       ?= 100
 EXACT_STEPS  ?= 50
 SOAK_LIMIT_S ?= 1800
 
-.PHONY: run run-rl environment test test-rest test-all test-jobs test-serial test-launch test-mpi test-hosts test-slurm \
-    test-gpu wheels soak lint clean
+.PHONY: run run-rl environment test test-rest test-all test-jobs test-serial test-launch test-commands test-ends \
+    test-mpi test-hosts test-slurm test-gpu wheels soak lint clean
 
 # The model as it is drawn, which a learning rate of 0 leaves, shows what training makes of it.
 SHOW := $(BIN)/odc-mpi generate --prompts jobs/quickstart.prompts.jsonl --max-new-tokens 48 --temperature 0.6 --top-p 0.9
@@ -111,14 +111,25 @@ test-all: $(READY)
 # Of all tests those in which MPI runs: for a second library, with which the others would pass or fail alike.
 test-jobs: $(READY)
 	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/cli/test_main.py
-	$(MAKE) test-launch test-mpi test-hosts test-slurm
+	$(MAKE) test-ends test-mpi test-hosts test-slurm
 
 test-serial: $(READY)
 	timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts --ignore tests/slurm --ignore tests/mpi \
 	    --ignore tests/launch --numprocesses $(JOBS) --dist worksteal $(CHOSEN)
 
-test-launch: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch $(CHOSEN) $(LAUNCH)
+# Launches that are about deadlines and ends, or look at what is left in /dev/shm, have the cores to themselves.
+ENDS := $(addsuffix .py,$(addprefix tests/launch/test_, bench_schedule doctor failures late_collectives late_ranks \
+    mailbox_failures reward_failures start_and_end))
+
+test-launch: test-commands test-ends
+
+# Launches of commands, some at a time: half of their time a core is idle.
+test-commands: $(READY)
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch $(addprefix --ignore=,$(ENDS)) \
+	    --numprocesses $(JOBS) --dist worksteal $(CHOSEN)
+
+test-ends: $(READY)
+	timeout $(LIMIT_S) $(BIN)/python -m pytest $(ENDS) $(CHOSEN) $(LAUNCH)
 
 # Two hosts of network namespaces: needs root and iproute2, skips elsewhere unless ODC_MPI_REQUIRE_HOSTS=1.
 test-hosts: $(READY)
