@@ -123,7 +123,7 @@ ENDS := $(addsuffix .py,$(addprefix tests/launch/test_, bench_schedule doctor fa
 
 test-launch: test-commands test-ends
 
-# Launches of commands, some at a time: half of their time a core is idle.
+# Launches of commands, some at a time: one alone leaves a core idle now and then.
 test-commands: $(READY)
 	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch $(addprefix --ignore=,$(ENDS)) \
 	    --numprocesses $(JOBS) --dist worksteal $(CHOSEN)

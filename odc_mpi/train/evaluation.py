@@ -10,7 +10,7 @@ of sequences: with sequences of different lengths that is another number.)
 
 import math
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ from odc_mpi.train.settings import Config, RunConfig
 MOST_LOSS = 256.0
 
 
-class HeldOut(Participant):
+class HeldOut(Participant, ABC):
     """Evaluates before the first step if asked to, every `run.eval_every` steps, and after the last one.
 
     Args:
