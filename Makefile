@@ -117,19 +117,15 @@ test-serial: $(READY)
 	timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts --ignore tests/slurm --ignore tests/mpi \
 	    --ignore tests/launch --numprocesses $(JOBS) --dist worksteal $(CHOSEN)
 
-# Launches that are about deadlines and ends, or look at what is left in /dev/shm, have the cores to themselves.
-ENDS := $(addsuffix .py,$(addprefix tests/launch/test_, bench_schedule doctor failures late_collectives late_ranks \
-    mailbox_failures reward_failures start_and_end))
-
 test-launch: test-commands test-ends
 
 # Launches of commands, some at a time: one alone leaves a core idle now and then.
 test-commands: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch $(addprefix --ignore=,$(ENDS)) \
-	    --numprocesses $(JOBS) --dist worksteal $(CHOSEN)
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch/commands --numprocesses $(JOBS) --dist worksteal $(CHOSEN)
 
+# Those about deadlines and ends, or that look at what is left in /dev/shm, have the cores to themselves.
 test-ends: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest $(ENDS) $(CHOSEN) $(LAUNCH)
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch/ends $(CHOSEN) $(LAUNCH)
 
 # Two hosts of network namespaces: needs root and iproute2, skips elsewhere unless ODC_MPI_REQUIRE_HOSTS=1.
 test-hosts: $(READY)

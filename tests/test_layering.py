@@ -142,9 +142,18 @@ def test_the_rules_see_a_breach(tmp_path):
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=lambda path: path.name)
-def test_a_folder_is_no_heap(folder):
-    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= MOST_FILES
+def test_a_room_is_no_heap(folder):
+    assert num_files(folder) <= MOST_FILES
     assert (folder / "__init__.py").is_file()
+
+
+def test_no_folder_of_tests_is_a_heap():
+    sizes = {folder: num_files(folder) for folder in {path.parent for path in TESTS.rglob("*.py")}}
+    assert {folder: num for folder, num in sizes.items() if num > MOST_FILES + 1} == {}
+
+
+def num_files(folder):
+    return len([path for path in folder.glob("*.py") if path.name not in ("__init__.py", "conftest.py")])
 
 
 def test_names_of_tests_tell_them_apart():

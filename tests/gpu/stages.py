@@ -111,7 +111,7 @@ def sanitizer(job: Job, tool: str) -> int | Skipped:
 
 def training(job: Job, ranks: int, chosen: str) -> int | Skipped:
     """Run tests of training, each of them whatever came of those before it."""
-    arguments = ("tests/mpi/test_gpu.py", "-k", chosen)
+    arguments = ("tests/mpi/device/test_gpu.py", "-k", chosen)
     code, output = job.call(*PYTEST, "--collect-only", "-q", *arguments)
     due = re.findall(r"^(\S+::\S.*)$", output, re.MULTILINE)
     if code or not due:

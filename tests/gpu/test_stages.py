@@ -7,7 +7,11 @@ import time
 import pytest
 import stages
 
-TESTS = ["tests/mpi/test_gpu.py::test_a[1-x]", "tests/mpi/test_gpu.py::test_b", "tests/mpi/test_gpu.py::test_c"]
+TESTS = [
+    "tests/mpi/device/test_gpu.py::test_a[1-x]",
+    "tests/mpi/device/test_gpu.py::test_b",
+    "tests/mpi/device/test_gpu.py::test_c",
+]
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import json
 
 import numpy as np
-from test_parity import configure
+from small_training import configure
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -1,11 +1,6 @@
 """A short form of `make soak`."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "soak"))
 from soak import MINIBATCHES_PER_LIFE, soak
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]

@@ -6,7 +6,7 @@ import numpy as np
 import plain
 import pytest
 import torch
-from test_parity import QWEN2, configure
+from small_training import QWEN2, configure
 
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.data.dataset import Dataset, DatasetWriter

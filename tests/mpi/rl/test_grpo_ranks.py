@@ -9,7 +9,7 @@ import plain
 import pytest
 import torch
 from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, STEPS, settings_of
-from test_parity import configure
+from small_training import configure
 
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.data.prompts.file import Prompts

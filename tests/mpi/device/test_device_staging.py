@@ -3,7 +3,7 @@
 import pytest
 import torch
 from late_device import LateDevice
-from test_parity import assert_like_plain, configure
+from small_training import assert_like_plain, configure
 
 from odc_mpi import api
 from odc_mpi.comm.compose import staged, window_transport

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from late_device import LateDevice
+from small_training import configure
 from test_device_training import keep_verdict, pose_as_device
-from test_parity import configure
 
 from odc_mpi.bench import contenders
 from odc_mpi.bench.gpu import benchmark as gpu

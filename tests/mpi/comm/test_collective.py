@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_parity import FROZEN, FROZEN_IDS, assert_bf16_follows, assert_like_plain, configure
+from small_training import FROZEN, FROZEN_IDS, assert_bf16_follows, assert_like_plain, configure
 from torch import nn
 from units import Block, assert_nan_is_known_to_all, assert_pushed, assert_reports_and_sums, stretches
 

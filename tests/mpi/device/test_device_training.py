@@ -3,8 +3,8 @@
 import pytest
 import torch
 from late_device import LateDevice
+from small_training import assert_like_plain, configure, expected, run
 from test_device_transport import LateDeviceWindow
-from test_parity import assert_like_plain, configure, expected, run
 
 from odc_mpi import api
 from odc_mpi.comm.device.alone import OwnParameters

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from test_parity import configure
+from small_training import configure
 
 from odc_mpi.errors import TrainingError
 from odc_mpi.train import run

@@ -1,7 +1,7 @@
 """A run with a tracker: one series of all its starts, written by one rank."""
 
 import pytest
-from test_parity import configure
+from small_training import configure
 
 from odc_mpi.errors import AgreedError
 from odc_mpi.observe import trackers

@@ -6,7 +6,7 @@ import shutil
 import plain
 import pytest
 import torch
-from test_parity import configure, expected
+from small_training import configure, expected
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 

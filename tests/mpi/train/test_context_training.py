@@ -4,7 +4,7 @@ import functools
 import time
 
 import pytest
-from test_parity import assert_close, configure, expected, training
+from small_training import assert_close, configure, expected, training
 
 from odc_mpi.data import loader
 from odc_mpi.data.plan.balance import Plan, dynamic

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from test_parity import assert_close, configure, expected, run
+from small_training import assert_close, configure, expected, run
 
 from odc_mpi import api
 from odc_mpi.bench.gpu import benchmark

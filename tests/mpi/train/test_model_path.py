@@ -6,7 +6,7 @@ import plain
 import pytest
 import torch
 import transformers
-from test_parity import QWEN2, STEPS, assert_close, configure, run
+from small_training import QWEN2, STEPS, assert_close, configure, run
 
 from odc_mpi.data.loader import Loader
 from odc_mpi.models.weights import StoredWeights

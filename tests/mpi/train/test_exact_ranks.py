@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from test_parity import assert_like_plain, configure
+from small_training import assert_like_plain, configure
 
 from odc_mpi.checkpoint.commands import digest_line
 from odc_mpi.errors import AgreedError

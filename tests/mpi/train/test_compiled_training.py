@@ -3,7 +3,7 @@
 import pytest
 import test_adapter_training as adapters
 import torch
-from test_parity import assert_close, configure, expected, run
+from small_training import assert_close, configure, expected, run
 
 from odc_mpi.models import compiled
 

@@ -8,7 +8,7 @@ import time
 import h5py
 import numpy as np
 import pytest
-from test_parity import configure
+from small_training import configure
 
 from odc_mpi.checkpoint import saver
 from odc_mpi.checkpoint.commands import verify

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_parity import assert_close, configure, expected, training
+from small_training import assert_close, configure, expected, training
 
 from odc_mpi.data.loader import read_batch
 from odc_mpi.observe.participant import Participant

@@ -1,11 +1,6 @@
 """A short form of tests/soak/rollouts.py: every completion is trained once, through many short steps."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "soak"))
 import rollouts
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]

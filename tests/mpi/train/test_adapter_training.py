@@ -8,10 +8,10 @@ import json
 import peft
 import plain
 import pytest
-import test_parity
+import small_training
 import torch
 import transformers
-from test_parity import QWEN2
+from small_training import QWEN2
 
 from odc_mpi.api import shard_model
 from odc_mpi.checkpoint.commands import newest
@@ -36,7 +36,7 @@ PREFIX = "base_model.model."
 
 def configure(dataset_path, **changes):
     adapters = {"lora.r": 4, "lora.alpha": 16, "optim.warmup_steps": None, "run.steps": STEPS, "run.resume": "never"}
-    return test_parity.configure(dataset_path, **(adapters | changes))
+    return small_training.configure(dataset_path, **(adapters | changes))
 
 
 def run(config, world):
@@ -45,7 +45,7 @@ def run(config, world):
         name: inputs.model.weights.read(name, 0, parameter.numel()).view(parameter.shape).clone()
         for name, parameter in inputs.model.module.named_parameters()
     }
-    with test_parity.training(config, world, inputs) as (trainer, steps):
+    with small_training.training(config, world, inputs) as (trainer, steps):
         return inputs, [line["loss"] for line in steps()], first, trainer.model.state_dict()
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from test_parity import QWEN2, configure
+from small_training import QWEN2, configure
 
 from odc_mpi.bench import contenders, train
 from odc_mpi.bench.baselines.plain import whole_model

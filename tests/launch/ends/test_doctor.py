@@ -227,7 +227,7 @@ def device_doctor(tmp_path):
     (tmp_path / "doctor.py").write_text(ANY_SPEED + DOCTOR)
 
     def run(fault, *options, operation_s=30):
-        stand_in = str(Path(__file__).parents[1] / "shard")
+        stand_in = str(Path(__file__).parents[2] / "stand_ins")
         (tmp_path / "device.py").write_text(DEVICE.format(fault=fault, stand_in=stand_in))
         home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "80"}
         child = (tmp_path / "doctor.py", tmp_path / "device.py", 60, operation_s)
