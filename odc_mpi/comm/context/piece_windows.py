@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from odc_mpi.comm.windows.rma import Window
+from odc_mpi.comm.windows.rma import Window, aligned
 from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.runtime.deadline import complete
 from odc_mpi.runtime.world import World
@@ -18,8 +18,6 @@ SHOWN, GIVEN, TAKEN, READ = range(4)
 _NAMES = ("keys and values", "gradients of keys and values", "room for gradients", "end")
 #: A flag's number is that of the sequence times this, plus the layers that are done.
 MOST_LAYERS = 1 << 20
-#: Slots begin at multiples of so many bytes.
-_ALIGNMENT = 64
 #: Slots of gradients: a rank fills one while the other is read.
 _GRADIENT_SLOTS = 2
 
@@ -46,12 +44,12 @@ class Sizes:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the keys and values of a layer."""
-        return _aligned(self.max_piece_tokens * self.token_bytes)
+        return aligned(self.max_piece_tokens * self.token_bytes)
 
     @property
     def gradient_slot_bytes(self) -> int:
         """Bytes of the gradients of a layer, for all earlier pieces."""
-        return _aligned(self.max_earlier_tokens * self.token_bytes)
+        return aligned(self.max_earlier_tokens * self.token_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -224,7 +222,3 @@ class _Flag:
     def Test(self) -> bool:  # noqa: N802 - MPI's own name
         """Return whether the flag is raised. Local."""
         return self._windows.arrived(self._place) >= self._number
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -36,8 +36,8 @@ import torch
 from odc_mpi.comm.host import Footprint, Layout
 from odc_mpi.comm.pending import Pending
 from odc_mpi.comm.reduce.accumulate import Reduction
-from odc_mpi.comm.reduce.slots import ALIGNMENT, Header, HostSlots, align
-from odc_mpi.comm.windows.rma import Memory, Window
+from odc_mpi.comm.reduce.slots import Header, HostSlots
+from odc_mpi.comm.windows.rma import Memory, Window, aligned
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.deadline import SLEEP_S, SPIN_S
 from odc_mpi.runtime.world import World
@@ -71,7 +71,7 @@ class MailboxReduction(Reduction):
         self._mailbox_bytes = mailbox_bytes
         self._slots = slots(world, dtype)
         # The counters of all pushers come first in an inbox.
-        self._counters_bytes = align(world.size * COUNTER_BYTES, ALIGNMENT)
+        self._counters_bytes = aligned(world.size * COUNTER_BYTES)
         self._rings = {owner: _Ring(owner) for owner in self.peers if owner != world.rank}
         # What the last Put of a counter carried: untouched until that is flushed.
         self._sent = np.zeros(world.size, dtype=np.int64)
@@ -258,7 +258,7 @@ class MailboxReduction(Reduction):
         return headers, taken
 
     def _slot_bytes(self, numel: int) -> int:
-        return align(self._slots.values_offset + numel * self.dtype.itemsize, self._slots.alignment)
+        return aligned(self._slots.values_offset + numel * self.dtype.itemsize, self._slots.alignment)
 
 
 @dataclass

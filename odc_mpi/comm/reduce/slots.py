@@ -11,11 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from odc_mpi.comm.windows.rma import Memory, Window
+from odc_mpi.comm.windows.rma import ALIGNMENT, Memory, Window
 from odc_mpi.runtime.world import World
 
-#: Counters and slots begin at multiples of a cache line; half of one is the header: array, start, numel, position.
-ALIGNMENT = 64
+#: Of a header, half of a cache line: array, start, numel, position.
 HEADER_BYTES = 32
 
 
@@ -133,8 +132,3 @@ class HostSlots:
 def ring_number(pusher: int, owner: int) -> int:
     """Return the number of a pusher's ring at an owner, which has none for itself. Local."""
     return pusher - (pusher > owner)
-
-
-def align(num_bytes: int, alignment: int) -> int:
-    """Return the next multiple of the alignment. Local."""
-    return -(-num_bytes // alignment) * alignment

@@ -15,7 +15,8 @@ import torch
 from odc_mpi.comm.host import Footprint, Host, Layout
 from odc_mpi.comm.pending import Done, Fetch, Pending
 from odc_mpi.comm.transport import ParameterStore
-from odc_mpi.comm.windows.rma import COPIES_WHAT_IS_SEEN, Flush, ReadableWindow, WindowKind
+from odc_mpi.comm.windows.rma import COPIES_WHAT_IS_SEEN, Flush, Window, WindowKind
+from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.runtime.world import World
 
 
@@ -35,12 +36,12 @@ class ParameterWindows(Host):
         self.dtype = dtype
         self._world = world
         self._kind = kind
-        self._windows: list[ReadableWindow] = []
+        self._windows: list[Window | SharedWindow] = []
         self.are_whole = False
         # Each rank begins with the next one, so that not all of them ask rank 0 first.
         self._peers = [(world.rank + 1 + i) % world.size for i in range(world.size)]
 
-    def __getitem__(self, index: int) -> ReadableWindow:
+    def __getitem__(self, index: int) -> Window | SharedWindow:
         return self._windows[index]
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102

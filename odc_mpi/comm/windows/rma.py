@@ -13,7 +13,7 @@ uses it: for the way from other nodes into a `SharedWindow`.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -31,40 +31,11 @@ Memory: TypeAlias = np.ndarray | memoryview
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
 #: One message carries at most this many elements: counts are C ints in many MPI libraries.
 MAX_MESSAGE_NUMEL = 1 << 27
+#: What begins in a window begins at a multiple of so many bytes, a cache line.
+ALIGNMENT = 64
 #: Whether tensors that look at a window's memory can be given memory of their own when it is freed: not by older
 #: versions of torch.
 COPIES_WHAT_IS_SEEN = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-class ReadableWindow(Protocol):
-    """A window from which parameters are fetched.
-
-    Attributes:
-        tensor: This rank's shard, over the window's memory.
-        whole: The shards of all ranks in rank order, `[size * numel]`, if this rank sees them in place one after the
-            other; else None.
-    """
-
-    tensor: torch.Tensor
-    whole: torch.Tensor | None
-
-    def near(self, target: int) -> torch.Tensor | None:
-        """Return a rank's shard if this rank sees it in place, else None. Local."""
-
-    def in_place(self) -> list[torch.Tensor]:
-        """Return the memory that this rank sees in place, each piece once. Local."""
-
-    def get(self, target: int, buffer: Memory) -> None:
-        """Start to read the first elements of a rank's shard into bytes. One-sided; `flush` completes it."""
-
-    def flush(self) -> None:
-        """Complete everything that this rank started. One-sided."""
-
-    def sync(self) -> None:
-        """Make loads and stores and one-sided accesses see each other. Local."""
-
-    def free(self) -> None:
-        """Free the memory; who still looks at it sees a copy. Collective."""
 
 
 class Window:
@@ -78,6 +49,7 @@ class Window:
 
     Attributes:
         tensor: This rank's shard, over the window's memory, zero at first.
+        whole: None: no rank sees the shards of others in place, as those of a `SharedWindow`.
     """
 
     whole: torch.Tensor | None = None
@@ -220,6 +192,11 @@ class WindowKind:
 
 
 HOST_WINDOWS = WindowKind(Window)
+
+
+def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    """Return the next multiple of the alignment. Local."""
+    return -(-num_bytes // alignment) * alignment
 
 
 class Flush:
