@@ -273,7 +273,7 @@ class ShardedModel:
         Returns:
             The norm over all parameters of all ranks before scaling. Gradients that are not finite stay as they are.
         """
-        self._boundary.advance(Phase.COMPLETE, Phase.COMPLETE, "clip_grad_norm_()")
+        self._boundary.require(Phase.COMPLETE, "clip_grad_norm_()")
         gradients = self._slices.gradients()
         own = self._elements.squares(gradients)
         norm = self._elements.norm(self._boundary.meet("N", lambda: self._transport.group.norm(own)))

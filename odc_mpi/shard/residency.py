@@ -148,26 +148,3 @@ def auto_budgets(
     first = min(needs.parameters, max(0, share - settled)) if isinstance(parameters, str) else parameters
     second = min(needs.gradients, max(0, share - first)) if isinstance(gradients, str) else gradients
     return Budgets(first, second)
-
-
-def fetches(uses: Iterable[Hashable], num_staying: int, num_in_use: int = 2) -> int:
-    """Return how many fetches a series of uses of equal units takes. Local.
-
-    Args:
-        uses: The unit of each use.
-        num_staying: How many units the budget holds.
-        num_in_use: How many are held besides, the longest unused of them going first.
-    """
-    residency, in_use, count = Residency(num_staying), dict[Hashable, None](), 0
-    for unit in uses:
-        if unit in residency:
-            continue
-        if unit not in in_use:
-            count += 1
-            if residency.admit(unit, 1):
-                continue
-            if len(in_use) == num_in_use:
-                del in_use[next(iter(in_use))]
-        in_use.pop(unit, None)
-        in_use[unit] = None
-    return count
