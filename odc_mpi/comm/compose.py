@@ -89,7 +89,7 @@ def device_transport(
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
     *,
-    reduction: str = "accumulate",
+    reduction: str,
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
     progress: bool = False,
 ) -> Transport:
@@ -123,9 +123,7 @@ def device_transport(
     )
 
 
-def alone_transport(
-    world: World, device: Device, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
-) -> Transport:
+def alone_transport(world: World, device: Device, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> Transport:
     """Put together the shards of a single rank in a device's memory, where nothing travels. Local.
 
     Args:

@@ -108,7 +108,7 @@ class Trials:
         most_bytes: int,
         allocate: Allocate = allocate,
         fill: Fill = fill,
-        origins: Mapping[str, Callable[[np.ndarray], operations.Buffer]] = {HOST: operations.HostBuffer},
+        origins: Mapping[str, Callable[[np.ndarray], operations.Buffer]] = {HOST: operations.Buffer},
     ) -> None:
         self._world, self._pairs, self._budget, self._most_bytes = world, pairs, budget, most_bytes
         num_bytes = most_bytes + operations.COUNTER_BYTES
