@@ -70,7 +70,7 @@ class Collectives:
             whole: `[size * n]` of the same; overwritten.
         """
         with self._world.deadline("gathering an array from all ranks"):
-            self._comm.Allgather(shard.view(torch.uint8).numpy(), whole.view(torch.uint8).numpy())
+            self._comm.Allgather(_raw(shard), _raw(whole))
 
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
         """Sum over all ranks, and keep this rank's shard. Collective.

@@ -24,12 +24,10 @@ class UnitParameters:
 
     Attributes:
         name: Dotted name of the unit's module, "" for the root.
-        module: The module.
         parameters: By dotted name, in the module's order; a tied parameter under its first name only.
     """
 
     name: str
-    module: nn.Module
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def specs(self, dtypes: Mapping[str, torch.dtype]) -> list[list[ParameterSpec]]:
@@ -82,7 +80,7 @@ def partition(module: nn.Module, units: Iterable[UnitChoice] | None) -> tuple[li
             places.append(Place(submodule, key, name, full_name))
             # Met in a second unit: it goes to the root.
             holders[parameter] = owner if holders.get(parameter, owner) == owner else ""
-    result = {"": UnitParameters("", module)} | {name: UnitParameters(name, unit) for name, unit in chosen.items()}
+    result = {name: UnitParameters(name) for name in ("", *chosen)}
     for parameter, name in first_names.items():
         result[holders[parameter]].parameters[name] = parameter
     return [unit for unit in result.values() if unit.parameters], places

@@ -93,9 +93,8 @@ class PieceWindows:
         # What the last Put of each flag carried: untouched until that is flushed.
         self._sent = np.zeros(len(_NAMES) * world.size, dtype=np.int64)
         self._unflushed: set[int] = set()
-        # Flags of other ranks, by kind and number, that come before a slot is free.
-        self._readers: list[tuple[int, int]] = []
-        self._takers: list[list[tuple[int, int]]] = [[] for _ in range(_GRADIENT_SLOTS)]
+        # Flags of other ranks that come before a slot is free, by where the slot begins: kind, rank, number.
+        self._lent: dict[int, list[tuple[int, int, int]]] = {}
         self.waited_s = 0.0
         self._open = True
         world.on_close(self.close)
@@ -120,26 +119,21 @@ class PieceWindows:
         turn = layer % _GRADIENT_SLOTS
         return self.slot(self.sizes.num_layers) + turn * self.sizes.gradient_slot_bytes
 
-    def await_readers(self, what: str) -> None:
-        """Wait until nobody reads the keys and values of this rank's last piece. One-sided."""
-        readers, self._readers = self._readers, []
-        for rank, number in readers:
-            self.wait(READ, rank, number, what)
+    def lend(self, slot: int, kind: int, ranks: Sequence[int], number: int) -> None:
+        """Note that a slot is free when these ranks have raised a flag. Local.
 
-    def await_takers(self, layer: int, what: str) -> None:
-        """Wait until nobody reads the gradients in the slot of a layer. One-sided."""
-        turn = layer % _GRADIENT_SLOTS
-        takers, self._takers[turn] = self._takers[turn], []
-        for rank, number in takers:
-            self.wait(TAKEN, rank, number, what)
+        Args:
+            slot: Where the slot begins. Slot 0 stands for the keys and values of all layers.
+            kind: Of the flag.
+            ranks: That read the slot.
+            number: Of the flag.
+        """
+        self._lent[slot] = [(kind, rank, number) for rank in ranks]
 
-    def expect_readers(self, readers: Sequence[tuple[int, int]]) -> None:
-        """Tell by which flags READ the keys and values will be free. Local."""
-        self._readers = list(readers)
-
-    def expect_takers(self, layer: int, takers: Sequence[tuple[int, int]]) -> None:
-        """Tell by which flags TAKEN the slot of a layer will be free. Local."""
-        self._takers[layer % _GRADIENT_SLOTS] = list(takers)
+    def await_free(self, slot: int, what: str) -> None:
+        """Wait until nobody reads a slot that was lent. One-sided."""
+        for kind, rank, number in self._lent.pop(slot, ()):
+            self.wait(kind, rank, number, what)
 
     def write(self, start: int, tensor: torch.Tensor) -> int:
         """Copy a tensor into this rank's memory, `start` in bytes; return where it ends. Local."""

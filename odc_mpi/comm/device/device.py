@@ -224,6 +224,11 @@ def find_device(kind: str, host_rank: int) -> Device | None:
     return Device(index)
 
 
+def zeros(device: Device, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of a device, `[numel]` of zeros. Local."""
+    return device.memory(numel * dtype.itemsize).view(dtype).zero_()
+
+
 def _cupy() -> Any:
     try:
         import cupy

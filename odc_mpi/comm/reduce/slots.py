@@ -85,7 +85,7 @@ class HostSlots:
             values: Of `dtype`, a part of what `values` returned; untouched until the flush.
         """
         assert isinstance(values, np.ndarray)
-        at = self._ring_start(self.world.rank, owner) + place
+        at = self._header_start(self.world.rank, owner, place)
         self._inbox.put(owner, at, header)
         self._inbox.put(owner, at + HEADER_BYTES, values.view(np.uint8))
 
@@ -95,14 +95,13 @@ class HostSlots:
 
     def header(self, pusher: int, place: int) -> list[int]:
         """Return the numbers in the header of a slot that has arrived. Local."""
-        at = self._ring_start(pusher, self.world.rank) + place
+        at = self._header_start(pusher, self.world.rank, place)
         return self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
 
     def add(self, pusher: int, headers: Sequence[Header]) -> None:
         """Add slots that have arrived, one after the other; return when their room is free. Local."""
-        ring_start = self._ring_start(pusher, self.world.rank)
         for index, start, numel, place in headers:
-            at = ring_start + place + HEADER_BYTES
+            at = self._header_start(pusher, self.world.rank, place) + HEADER_BYTES
             values = self._memory[at : at + numel * self.dtype.itemsize]
             self._add(index, start, values.view(self._sums[index].dtype))
 
@@ -125,8 +124,8 @@ class HostSlots:
         with self._adding, np.errstate(all="ignore"):
             np.add(own, values, out=own)
 
-    def _ring_start(self, pusher: int, owner: int) -> int:
-        return self._rings_start + ring_number(pusher, owner) * self._ring_bytes
+    def _header_start(self, pusher: int, owner: int, place: int) -> int:
+        return self._rings_start + ring_number(pusher, owner) * self._ring_bytes + place
 
 
 def ring_number(pusher: int, owner: int) -> int:
