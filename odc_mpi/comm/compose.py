@@ -23,6 +23,7 @@ from odc_mpi.comm.group import WorldGroup
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction, Reduction
 from odc_mpi.comm.reduce.device_slots import DeviceSlots
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
+from odc_mpi.comm.reduce.slots import HostSlots
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import device_windows
 from odc_mpi.comm.windows.parameters import ParameterWindows, WindowParameters
@@ -42,14 +43,10 @@ def reductions(mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None
         mailbox_bytes: Memory of a mailbox, as `MailboxReduction` has it.
         device: Of this rank, for windows on devices; None for windows on hosts.
     """
-    if device is None:
-        return {
-            "accumulate": AccumulateReduction,
-            "mailbox": partial(MailboxReduction, mailbox_bytes=mailbox_bytes),
-        }
-    slots = partial(DeviceSlots, device=device)
+    kind = HOST_WINDOWS if device is None else device_windows(device)
+    slots = HostSlots if device is None else partial(DeviceSlots, device=device)
     return {
-        "accumulate": partial(AccumulateReduction, kind=device_windows(device)),
+        "accumulate": partial(AccumulateReduction, kind=kind),
         "mailbox": partial(MailboxReduction, mailbox_bytes=mailbox_bytes, slots=slots),
     }
 

@@ -7,6 +7,7 @@ does what is seen in place. What a library adds to a message is not counted.
 import functools
 from dataclasses import dataclass
 
+from odc_mpi.comm.host import owned_parts
 from odc_mpi.comm.transport import Transport
 
 
@@ -62,9 +63,8 @@ class Traffic:
 
     def _shared_out(self, index: int, start: int, stop: int, itemsize: int) -> Bytes:
         layout, group, shared = self._transport.parameters.layouts[index], self._transport.group, Bytes()
-        for owner in layout.owners(start, stop):
+        for owner, begin, end in owned_parts(layout, group.rank, start, stop):
             if owner != group.rank:
-                first, last = layout.owned(owner)
-                num_bytes = (min(stop, last) - max(start, first)) * itemsize
+                num_bytes = (end - begin) * itemsize
                 shared += Bytes(num_bytes, 0) if group.on_this_node(owner) else Bytes(0, num_bytes)
         return shared

@@ -19,15 +19,13 @@ Note: auto
     gradients, up to those that are trained.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
-
-if TYPE_CHECKING:
-    from odc_mpi.comm.transport import Transport
-    from odc_mpi.shard.units.unit import Unit
+from odc_mpi.shard.units.unit import Unit
 
 #: Of what is free for a rank, what the caches leave to activations.
 ACTIVATION_SHARE = 0.5
@@ -90,10 +88,9 @@ class Needs:
     least: Budgets
 
     @classmethod
-    def of(cls, units: "Iterable[Unit]", transport: "Transport") -> "Needs":
+    def of(cls, units: Sequence[Unit], transport: Transport) -> "Needs":
         """Return the needs of a model with these units. Local."""
         parameters, gradients = transport.parameters, transport.gradients
-        units = list(units)
         kept = [
             sum(
                 layout.numel * parameters.dtype_of(i).itemsize

@@ -72,7 +72,9 @@ class MailboxReduction(Reduction):
         self._slots = slots(world, dtype)
         # The counters of all pushers come first in an inbox.
         self._counters_bytes = aligned(world.size * COUNTER_BYTES)
-        self._rings = {owner: _Ring(owner) for owner in self.peers if owner != world.rank}
+        # In the order of `owned_parts`.
+        others = (*range(world.rank + 1, world.size), *range(world.rank))
+        self._rings = {owner: _Ring(owner) for owner in others}
         # What the last Put of a counter carried: untouched until that is flushed.
         self._sent = np.zeros(world.size, dtype=np.int64)
         # What was read back of it.
