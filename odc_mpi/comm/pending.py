@@ -27,6 +27,11 @@ class Later:
     def __init__(self, operation: Callable[[], None]) -> None:
         self._operation: Callable[[], None] | None = operation
 
+    @property
+    def done(self) -> bool:
+        """Whether the operation was waited for. Local."""
+        return self._operation is None
+
     def wait(self) -> None:
         """Carry it out; a second call does nothing. One-sided."""
         operation, self._operation = self._operation, None

@@ -308,7 +308,7 @@ class ShardedModel:
         One-sided: any rank may call it alone, but not between points A and B; collective where the transport's fetches
         are. The caller needs room for all of it.
         """
-        with self._placeholders.guard.lifted():
+        with self._placeholders.saved():
             state = dict(self.module.state_dict())
         return state | whole_state(state, self._places, self.units, self._ready)
 

@@ -17,7 +17,7 @@ import torch
 from odc_mpi.comm.host import Footprint, Host, Layout, owned_parts
 from odc_mpi.comm.pending import Pending
 from odc_mpi.comm.transport import GradientStore
-from odc_mpi.comm.windows.rma import HOST_WINDOWS, Flush, Window, WindowKind
+from odc_mpi.comm.windows.rma import HOST_WINDOWS, Window, WindowKind, flush_later
 from odc_mpi.runtime.world import World
 
 #: So many ranks of a node can add at once to an array; more were not measured.
@@ -101,7 +101,7 @@ class AccumulateReduction(Reduction):
             for owner, begin, part in self.pieces(index, start, stop):
                 self._window(index, owner).accumulate(owner, begin, values[part])
         # At this end only: the buffer may be reused. `flush` completes it at the targets.
-        return Flush(self.world, lambda: self._flush_local(index), what, owners, gradient)
+        return flush_later(self.world, lambda: self._flush_local(index), what, owners, gradient)
 
     def flush(self) -> None:  # noqa: D102
         with self.world.deadline("flushing gradients"):

@@ -29,12 +29,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
 from odc_mpi.comm.host import Footprint, Layout
-from odc_mpi.comm.pending import Pending
+from odc_mpi.comm.pending import Later, Pending
 from odc_mpi.comm.reduce.accumulate import Reduction
 from odc_mpi.comm.reduce.slots import Header, HostSlots
 from odc_mpi.comm.windows.rma import Memory, Window, aligned
@@ -120,7 +121,7 @@ class MailboxReduction(Reduction):
 
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
         assert gradient.dtype == self.dtype
-        push = _Push(self, self.layouts[index].name, gradient)
+        push = _Push(self.layouts[index].name, gradient)
         whole, own = self._slots.values(gradient), []
         for owner, begin, part in self.pieces(index, start, start + gradient.numel()):
             if owner == self.world.rank:
@@ -135,12 +136,12 @@ class MailboxReduction(Reduction):
             for begin, part in own:
                 self._slots.add_own(index, begin, gradient[part])
         self.serve()
-        return push
+        return Later(partial(self._wait, push))
 
     def flush(self) -> None:  # noqa: D102
         for ring in self._rings.values():
             while ring.pieces:
-                ring.pieces[-1].push.wait()
+                self._wait(ring.pieces[-1].push)
         with self.world.deadline("flushing gradients"):
             self._slots.flush()
             self._confirm()
@@ -172,7 +173,7 @@ class MailboxReduction(Reduction):
         self._inbox.free()
 
     def _wait(self, push: "_Push") -> None:
-        """Wait until a push is in its owners' rings."""
+        """Wait until a push is in its owners' rings, serving meanwhile. One-sided; full rings wait for their owners."""
         while push.numel:
             owner = next(ring.owner for ring in self._rings.values() if any(p.push is push for p in ring.pieces))
             with self.world.deadline(f"waiting for room to push the gradient of unit {push.name}", [owner]):
@@ -267,14 +268,9 @@ class MailboxReduction(Reduction):
 class _Push:
     """A gradient of which `numel` elements are not in their owners' rings yet; it is kept until then."""
 
-    reduction: MailboxReduction
     name: str
     gradient: torch.Tensor
     numel: int = 0
-
-    def wait(self) -> None:
-        """Wait until all elements are in rings, serving meanwhile. One-sided; full rings wait for their owners."""
-        self.reduction._wait(self)
 
 
 @dataclass

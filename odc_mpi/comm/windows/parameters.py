@@ -15,7 +15,7 @@ import torch
 from odc_mpi.comm.host import Footprint, Host, Layout, owned_parts
 from odc_mpi.comm.pending import Done, Fetch, Pending
 from odc_mpi.comm.transport import ParameterStore
-from odc_mpi.comm.windows.rma import COPIES_WHAT_IS_SEEN, Flush, Window, WindowKind
+from odc_mpi.comm.windows.rma import COPIES_WHAT_IS_SEEN, Window, WindowKind, flush_later
 from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.runtime.world import World
 
@@ -66,7 +66,7 @@ class ParameterWindows(Host):
             for owner in owners:
                 start, stop = layout.owned(owner)
                 window.get(owner, memory[start * buffer.itemsize : stop * buffer.itemsize])
-        return Flush(self._world, window.flush, what, owners, buffer)
+        return flush_later(self._world, window.flush, what, owners, buffer)
 
     def sync(self) -> None:  # noqa: D102
         for window in self._windows:

@@ -13,6 +13,7 @@ uses it: for the way from other nodes into a `SharedWindow`.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from mpi4py import MPI
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from odc_mpi.comm.pending import Later
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.library import memory_model
 from odc_mpi.runtime.world import World
@@ -199,29 +201,25 @@ def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-class Flush:
-    """Completes operations that were started on a window.
+def flush_later(
+    world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
+) -> Later:
+    """Return operations that were started on a window, to be completed where they are waited for. Local.
 
     Args:
         world: Gives the wait its deadline.
         flush: The window's method that completes them.
         what: What is waited for, to follow "while".
-        owners: The ranks at whose memory the operations are; by default any.
+        owners: The ranks at whose memory the operations are.
         memory: What the operations read or fill. MPI holds no reference: without one here, memory that the caller lets
             go of between start and wait would be somebody else's by the time it travels.
     """
 
-    def __init__(
-        self, world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
-    ) -> None:
-        self._world, self._flush, self._what, self._owners = world, flush, what, owners
-        self._memory: torch.Tensor | None = memory
+    def complete(_memory: torch.Tensor) -> None:
+        with world.deadline(what, owners):
+            flush()
 
-    def wait(self) -> None:
-        """Return once they are complete. One-sided."""
-        with self._world.deadline(self._what, self._owners):
-            self._flush()
-        self._memory = None
+    return Later(partial(complete, memory))
 
 
 def read_shard(win: MPI.Win, target: int, buffer: Memory, itemsize: int, start: int) -> None:
