@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
-from odc_mpi.shard.partition import Place, whole_on_every_rank
+from odc_mpi.shard.partition import Place, names_by_module, whole_on_every_rank
 from odc_mpi.shard.units.ready import ReadyUnits
 from odc_mpi.shard.units.unit import Unit
 
@@ -136,9 +136,7 @@ def place_on_demand(
     def find(name: str) -> torch.Tensor:
         return calls.parameter(unit_of[name], name)
 
-    names: dict[nn.Module, dict[str, str]] = {}
-    for place in places:
-        names.setdefault(place.module, {})[place.key] = place.name
+    names = names_by_module(places)
     # One for all places of a tied parameter, as it was one parameter.
     shown: dict[str, nn.Parameter] = {}
     originals: dict[str, nn.Parameter] = {}

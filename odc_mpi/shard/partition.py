@@ -53,6 +53,14 @@ class Place:
     full_name: str
 
 
+def names_by_module(places: Iterable[Place]) -> dict[nn.Module, dict[str, str]]:
+    """Return the names of the parameters that hang in each module, by their keys there. Local."""
+    names: dict[nn.Module, dict[str, str]] = {}
+    for place in places:
+        names.setdefault(place.module, {})[place.key] = place.name
+    return names
+
+
 def partition(module: nn.Module, units: Iterable[UnitChoice] | None) -> tuple[list[UnitParameters], list[Place]]:
     """Divide a module's floating-point parameters into units. Local.
 
@@ -103,8 +111,7 @@ def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_w
     for name, submodule in module.named_modules():
         if getattr(submodule, "max_norm", None) is not None and isinstance(submodule, nn.Embedding | nn.EmbeddingBag):
             raise ValueError(f"{name} has max_norm, which changes weights in the forward: that of a copy would be lost")
-    parameters = {name: p for part in parts for name, p in part.parameters.items()}
-    missing = next((name for name, p in parameters.items() if p.is_meta), None)
+    missing = next((name for part in parts for name, p in part.parameters.items() if p.is_meta), None)
     if missing and not has_weights:
         raise ValueError(f"{missing} is on the meta device: expected `weights` to read initial values from, got None")
 
@@ -148,8 +155,7 @@ def _chosen(module: nn.Module, units: Iterable[UnitChoice] | None) -> dict[str, 
             raise ValueError(
                 f"units: {name} is a {type(unit).__name__}, which is never called itself; name the modules inside it"
             )
-    order = [name for name, _ in module.named_modules() if name in chosen]
-    return {name: chosen[name] for name in order}
+    return {name: chosen[name] for name, _ in module.named_modules() if name in chosen}
 
 
 def _matches(module: nn.Module, choice: UnitChoice) -> bool:
