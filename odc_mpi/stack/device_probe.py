@@ -10,7 +10,7 @@ An operation that a library does not support may end the process or never return
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +138,8 @@ class DeviceBuffer(Buffer):
         self._device = device
         self.tensor = device.window_memory(values.size)
         self.memory = by_address(self.tensor)
-        self.write(values)
-
-    def write(self, values: np.ndarray) -> None:
-        """Overwrite the memory. Local; complete when the call returns."""
         self.tensor.copy_(torch.from_numpy(values))
-        self._device.mark().synchronize()
+        device.mark().synchronize()
 
     def fill(self, value: int, num_bytes: int) -> None:  # noqa: D102
         self.tensor[:num_bytes].fill_(value)
@@ -153,22 +149,6 @@ class DeviceBuffer(Buffer):
         return self.tensor[:num_bytes].cpu().numpy().copy()
 
 
-class _DeviceGround:
-    """The window of a trial, on devices."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._buffer: DeviceBuffer | None = None
-
-    def allocate(self, world: World, num_bytes: int) -> list[MPI.Win]:
-        self._buffer = DeviceBuffer(self._device, np.zeros(num_bytes, dtype=np.uint8))
-        return [MPI.Win.Create(self._buffer.memory, 1, MPI.INFO_NULL, world.comm)]
-
-    def fill(self, win: MPI.Win, values: np.ndarray) -> None:
-        assert self._buffer is not None
-        self._buffer.write(values)
-
-
 def _try_pairs(
     world: World,
     report: Report,
@@ -176,10 +156,15 @@ def _try_pairs(
     device: Device,
     listen: Callable[[Report, str | None], None],
 ) -> Report:
-    ground = _DeviceGround(device)
+    under_windows: list[DeviceBuffer] = []  # MPI holds no reference to their memory
+
+    def allocate(world: World, values: np.ndarray) -> Sequence[MPI.Win]:
+        under_windows.append(DeviceBuffer(device, values))
+        return [MPI.Win.Create(under_windows[-1].memory, 1, MPI.INFO_NULL, world.comm)]
+
     origins: dict[str, Callable[[np.ndarray], Buffer]]
     origins = {"from_device": lambda values: DeviceBuffer(device, values), "from_host": Buffer}
-    trials = Trials(world, pairs, BUDGET, LARGE_BYTES[-1], ground.allocate, ground.fill, origins)
+    trials = Trials(world, pairs, BUDGET, LARGE_BYTES[-1], allocate, origins)
     for name, origin in DEVICE_OPERATIONS:
         for kind in pairs:
             listen(report, f"{origin}.{kind}.{name}")
