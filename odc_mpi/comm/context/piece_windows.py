@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from odc_mpi.comm.pending import Condition
 from odc_mpi.comm.windows.rma import Window, aligned
 from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.runtime.deadline import complete
@@ -190,29 +191,17 @@ class PieceWindows:
 
     def wait(self, kind: int, rank: int, number: int, what: str) -> None:
         """Wait for a flag of another rank, serving others meanwhile. One-sided."""
-        flag = _Flag(self, kind * self.world.size + rank, number)
-        if not flag.Test():
+
+        def is_raised() -> bool:
+            self._flags.sync()
+            return bool(self._arrived[kind * self.world.size + rank] >= number)
+
+        if not is_raised():
             began = time.perf_counter()
             with self.world.deadline(f"waiting for the {_NAMES[kind]} of {what}", [rank]):
-                complete(flag, self._meanwhile)
+                complete(Condition(is_raised), self._meanwhile)
             self.waited_s += time.perf_counter() - began
-
-    def arrived(self, place: int) -> int:
-        """Return a flag in this rank's memory. Local."""
-        self._flags.sync()
-        return int(self._arrived[place])
 
     def _meanwhile(self) -> None:
         self.world.comm.Iprobe()  # over a network nothing arrives unless somebody calls MPI
         self._serve()
-
-
-class _Flag:
-    """A flag that is waited for, as `runtime.deadline.complete` takes it."""
-
-    def __init__(self, windows: PieceWindows, place: int, number: int) -> None:
-        self._windows, self._place, self._number = windows, place, number
-
-    def Test(self) -> bool:  # noqa: N802 - MPI's own name
-        """Return whether the flag is raised. Local."""
-        return self._windows.arrived(self._place) >= self._number

@@ -25,7 +25,6 @@ target, is slow, or gives no answer, so it has to do without (docs/windows.md ha
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,12 +34,12 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.host import Footprint, Layout
-from odc_mpi.comm.pending import Later, Pending
+from odc_mpi.comm.pending import Condition, Later, Pending
 from odc_mpi.comm.reduce.accumulate import Reduction
 from odc_mpi.comm.reduce.slots import Header, HostSlots
 from odc_mpi.comm.windows.rma import Memory, Window, aligned
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.deadline import SLEEP_S, SPIN_S
+from odc_mpi.runtime.deadline import complete
 from odc_mpi.runtime.world import World
 
 DEFAULT_MAILBOX_BYTES = 64 << 20
@@ -177,15 +176,14 @@ class MailboxReduction(Reduction):
         while push.numel:
             owner = next(ring.owner for ring in self._rings.values() if any(p.push is push for p in ring.pieces))
             with self.world.deadline(f"waiting for room to push the gradient of unit {push.name}", [owner]):
-                began = time.perf_counter()
-                while not self._put_what_fits():
-                    # The owner must hear of what is there before it can make room.
-                    self._slots.flush()
-                    # Over a network nothing arrives unless somebody calls MPI.
-                    self.world.comm.Iprobe()
-                    self.serve()
-                    if time.perf_counter() - began > SPIN_S:
-                        time.sleep(SLEEP_S)
+                complete(Condition(self._put_what_fits), self._help_owners)
+
+    def _help_owners(self) -> None:
+        # The owner must hear of what is there before it can make room.
+        self._slots.flush()
+        # Over a network nothing arrives unless somebody calls MPI.
+        self.world.comm.Iprobe()
+        self.serve()
 
     def _put_what_fits(self) -> bool:
         """Put pieces into their owners' rings as far as there is room; return whether any was."""
