@@ -22,7 +22,7 @@ from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedPara
 from odc_mpi.comm.group import WorldGroup
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction, Reduction
 from odc_mpi.comm.reduce.device_slots import DeviceSlots
-from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
+from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction, MakeSlots
 from odc_mpi.comm.reduce.slots import HostSlots
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import device_windows
@@ -44,7 +44,7 @@ def reductions(mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None
         device: Of this rank, for windows on devices; None for windows on hosts.
     """
     kind = HOST_WINDOWS if device is None else device_windows(device)
-    slots = HostSlots if device is None else partial(DeviceSlots, device=device)
+    slots: MakeSlots = HostSlots if device is None else partial(DeviceSlots, device=device)
     return {
         "accumulate": partial(AccumulateReduction, kind=kind),
         "mailbox": partial(MailboxReduction, mailbox_bytes=mailbox_bytes, slots=slots),

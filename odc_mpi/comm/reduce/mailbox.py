@@ -42,6 +42,9 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.deadline import complete
 from odc_mpi.runtime.world import World
 
+#: Makes what knows where the shards and the slots of a mailbox are, for elements of a type.
+MakeSlots = Callable[[World, torch.dtype], HostSlots]
+
 DEFAULT_MAILBOX_BYTES = 64 << 20
 #: A slot is at most a ring divided by this: so its owner adds one while its pusher fills the next.
 SLOTS_PER_RING = 4
@@ -65,7 +68,7 @@ class MailboxReduction(Reduction):
         world: World,
         dtype: torch.dtype,
         mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
-        slots: Callable[[World, torch.dtype], HostSlots] = HostSlots,
+        slots: MakeSlots = HostSlots,
     ) -> None:
         super().__init__(world, dtype)
         self._mailbox_bytes = mailbox_bytes
