@@ -227,12 +227,9 @@ def _transport(
     decision: Decision,
     mailbox_bytes: int,
 ) -> Transport:
-    if decision.transport == "collective":
-        host = collective_transport(world, param_dtype, reduce_dtype)
-        return host if device is None else staged(host, device)
     reduction, progress = decision.reduction.choice, decision.progress.choice == "thread"
     zero_copy = decision.zero_copy.choice == "on"
-    if device is not None and decision.window_device is not None and decision.window_device.choice == "cuda":
+    if device is not None and decision.windows_on_device:
         if zero_copy:
             return alone_transport(world, device, param_dtype, reduce_dtype)
         return device_transport(
@@ -244,14 +241,17 @@ def _transport(
             mailbox_bytes=mailbox_bytes,
             progress=progress,
         )
-    host = window_transport(
-        world,
-        param_dtype,
-        reduce_dtype,
-        zero_copy=zero_copy,
-        reduction=reductions(mailbox_bytes)[reduction],
-        progress=progress,
-    )
+    if decision.transport == "collective":
+        host = collective_transport(world, param_dtype, reduce_dtype)
+    else:
+        host = window_transport(
+            world,
+            param_dtype,
+            reduce_dtype,
+            zero_copy=zero_copy,
+            reduction=reductions(mailbox_bytes)[reduction],
+            progress=progress,
+        )
     return host if device is None else staged(host, device)
 
 

@@ -45,7 +45,12 @@ class Arrivals:
             return
         if any(self._in_a_row.values()):
             time.sleep(SHORTEST_S)
-        ready = {fd for fd, event in self._poll.poll(1e3 * seconds) if not self._is_gone(fd, event)}
+        ready = set()
+        for fd, event in self._poll.poll(1e3 * seconds):
+            if event & select.POLLNVAL:
+                self._forget(fd)
+            else:
+                ready.add(fd)
         for fd in list(self._in_a_row):
             self._in_a_row[fd] = self._in_a_row[fd] + 1 if fd in ready else 0
             if self._in_a_row[fd] > MAX_IN_A_ROW:
@@ -62,11 +67,6 @@ class Arrivals:
         for fd in connections - set(self._in_a_row) - self._left_out:
             self._in_a_row[fd] = 0
             self._poll.register(fd, select.POLLIN)
-
-    def _is_gone(self, fd: int, event: int) -> bool:
-        if event & select.POLLNVAL:
-            self._forget(fd)
-        return bool(event & select.POLLNVAL)
 
     def _forget(self, fd: int) -> None:
         del self._in_a_row[fd]

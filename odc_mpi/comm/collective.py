@@ -21,7 +21,6 @@ Note: the same order on all ranks
 
 import functools
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from mpi4py import MPI
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.host import Host
-from odc_mpi.comm.pending import Fetch, Pending
+from odc_mpi.comm.pending import Fetch, Later, Pending
 from odc_mpi.comm.transport import GradientStore, Group, ParameterStore
 from odc_mpi.comm.windows.rma import MPI_DTYPES
 from odc_mpi.runtime.world import World
@@ -70,7 +69,7 @@ class Collectives:
             whole: `[size * n]` of the same; overwritten.
         """
         with self._world.deadline("gathering an array from all ranks"):
-            self._comm.Allgather(shard.view(torch.uint8).numpy(), whole.view(torch.uint8).numpy())
+            self._comm.Allgather(_raw(shard), _raw(whole))
 
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
         """Sum over all ranks, and keep this rank's shard. Collective.
@@ -125,11 +124,15 @@ class CollectiveParameters(Host, ParameterStore):
         shard, element = self._shards[index], _MOVED[self.dtype_of(index).itemsize]
         assert buffer.numel() == self._group.size * shard.numel()
         request = self._comms.of_next(index).Iallgather([_raw(shard), element], [_raw(buffer), element])
-        return _OnItsWay(self._world, request, f"gathering unit {self.layouts[index].name}", buffer)
+        return Later(functools.partial(self._complete, index, request, buffer))
 
     def free(self) -> None:  # noqa: D102
         self._comms.free()
         self._shards = []
+
+    def _complete(self, index: int, request: MPI.Request, _buffer: torch.Tensor) -> None:
+        """Wait for a gather, whose buffer is kept until then: MPI holds no reference to what it fills."""
+        self._world.meet(request, f"gathering unit {self.layouts[index].name}")
 
 
 class CollectiveGradients(Host, GradientStore):
@@ -145,7 +148,7 @@ class CollectiveGradients(Host, GradientStore):
         super().__init__(dtype)
         self._world, self._group, self._comms = world, group, _Communicators(world, group)
         self._shards: dict[int, torch.Tensor] = {}
-        self._reduces: deque[_OnItsWay] = deque()
+        self._reduces: deque[Later] = deque()
         self._results = BufferPool()
 
     def allocate(self) -> None:  # noqa: D102
@@ -171,8 +174,7 @@ class CollectiveGradients(Host, GradientStore):
         own = self._results.take(counts[self._group.rank], self.dtype)
         given, result = [gradient.numpy(), element], [own.numpy(), element]
         request = self._comms.of_next(index).Ireduce_scatter(given, result, counts, MPI.SUM)
-        what = f"reducing the gradient of unit {layout.name}"
-        reduce = _OnItsWay(self._world, request, what, gradient, functools.partial(self._add, index, own))
+        reduce = Later(functools.partial(self._complete, index, request, own, gradient))
         while self._reduces and self._reduces[0].done:
             self._reduces.popleft()
         self._reduces.append(reduce)
@@ -187,33 +189,11 @@ class CollectiveGradients(Host, GradientStore):
         self._shards = {}
         self._results.clear()
 
-    def _add(self, index: int, own: torch.Tensor) -> None:
+    def _complete(self, index: int, request: MPI.Request, own: torch.Tensor, _gradient: torch.Tensor) -> None:
+        """Add a sum, once it is there, to this rank's shard. The gradient is kept until then, as a gather's buffer."""
+        self._world.meet(request, f"reducing the gradient of unit {self.layouts[index].name}")
         self._shards[index][: own.numel()] += own
         self._results.give_back(own)
-
-
-class _OnItsWay:
-    """A collective operation on its way, and what is done with its result."""
-
-    def __init__(
-        self,
-        world: World,
-        request: MPI.Request,
-        what: str,
-        memory: torch.Tensor,
-        use: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._world, self._request, self._what, self._use = world, request, what, use
-        # MPI holds no reference to what it reads or fills.
-        self._memory: torch.Tensor | None = memory
-        self.done = False
-
-    def wait(self) -> None:
-        """Use the result, once it is there. Collective; a second call does nothing."""
-        if not self.done:
-            self._world.meet(self._request, self._what)
-            self._use()
-            self._memory, self.done = None, True
 
 
 class _Communicators:

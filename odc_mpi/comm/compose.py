@@ -22,7 +22,8 @@ from odc_mpi.comm.device.staged import PinnedMemory, StagedGradients, StagedPara
 from odc_mpi.comm.group import WorldGroup
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction, Reduction
 from odc_mpi.comm.reduce.device_slots import DeviceSlots
-from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
+from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction, MakeSlots
+from odc_mpi.comm.reduce.slots import HostSlots
 from odc_mpi.comm.transport import Transport
 from odc_mpi.comm.windows.device_window import device_windows
 from odc_mpi.comm.windows.parameters import ParameterWindows, WindowParameters
@@ -42,14 +43,10 @@ def reductions(mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None
         mailbox_bytes: Memory of a mailbox, as `MailboxReduction` has it.
         device: Of this rank, for windows on devices; None for windows on hosts.
     """
-    if device is None:
-        return {
-            "accumulate": AccumulateReduction,
-            "mailbox": partial(MailboxReduction, mailbox_bytes=mailbox_bytes),
-        }
-    slots = partial(DeviceSlots, device=device)
+    kind = HOST_WINDOWS if device is None else device_windows(device)
+    slots: MakeSlots = HostSlots if device is None else partial(DeviceSlots, device=device)
     return {
-        "accumulate": partial(AccumulateReduction, kind=device_windows(device)),
+        "accumulate": partial(AccumulateReduction, kind=kind),
         "mailbox": partial(MailboxReduction, mailbox_bytes=mailbox_bytes, slots=slots),
     }
 
@@ -89,7 +86,7 @@ def device_transport(
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
     *,
-    reduction: str = "accumulate",
+    reduction: str,
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
     progress: bool = False,
 ) -> Transport:
@@ -123,9 +120,7 @@ def device_transport(
     )
 
 
-def alone_transport(
-    world: World, device: Device, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
-) -> Transport:
+def alone_transport(world: World, device: Device, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> Transport:
     """Put together the shards of a single rank in a device's memory, where nothing travels. Local.
 
     Args:

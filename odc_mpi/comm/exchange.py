@@ -23,15 +23,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from odc_mpi.comm.windows.rma import Window
+from odc_mpi.comm.windows.rma import Window, aligned
 from odc_mpi.runtime.world import World
 
 #: States of a piece, the lowest bits of its word.
 _UNSEEN, _BEGUN, _OFFERED, _TAKEN, _SETTLED, _FETCHED = range(6)
 #: A word: 3 bits of state, 16 of the owner's rank, 44 of the size in bytes.
 _RANK_SHIFT, _SIZE_SHIFT, _RANK_MASK = 3, 19, 0xFFFF
-#: Pieces begin at multiples of so many bytes.
-_ALIGN = 64
 
 
 class Look(NamedTuple):
@@ -61,7 +59,7 @@ class Exchange:
 
     def __init__(self, world: World, max_count: int, store_bytes: int) -> None:
         self._world = world
-        own = -(-store_bytes // _ALIGN) * _ALIGN
+        own = aligned(store_bytes)
         world.require_shared_memory(own + 16 * max_count, "finished work that waits for a free rank")
         # The second half of the board: where in its owner's store a piece begins.
         self._max_count = max_count
@@ -168,7 +166,7 @@ class Exchange:
         for place, held in sorted(self._held.values()):
             if place - begin >= size:
                 return begin
-            begin = -(-(place + held) // _ALIGN) * _ALIGN
+            begin = aligned(place + held)
         return begin if len(self._store.tensor) - begin >= size else None
 
     def _words(self, count: int) -> np.ndarray:

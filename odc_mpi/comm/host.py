@@ -1,6 +1,6 @@
 """The memory that shards lie in, from its allocation past the ordering points to its end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,19 @@ class Layout(Protocol):
     def dtype(self) -> torch.dtype | None: ...  # noqa: D102
     def owned(self, rank: int) -> tuple[int, int]: ...  # noqa: D102
     def owners(self, start: int, stop: int) -> range: ...  # noqa: D102
+
+
+def owned_parts(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Cut elements `start` to `stop` of an array among their owners. Local.
+
+    Owners behind `rank` come first: each rank begins with the next one, so that not all of them turn to rank 0 first.
+
+    Yields:
+        An owner, its first element, and the end of its elements.
+    """
+    for owner in sorted(layout.owners(start, stop), key=lambda owner: (owner <= rank, owner)):
+        first, end = layout.owned(owner)
+        yield owner, max(start, first), min(stop, end)
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,27 @@ class Later:
     def __init__(self, operation: Callable[[], None]) -> None:
         self._operation: Callable[[], None] | None = operation
 
+    @property
+    def done(self) -> bool:
+        """Whether the operation was waited for. Local."""
+        return self._operation is None
+
     def wait(self) -> None:
         """Carry it out; a second call does nothing. One-sided."""
         operation, self._operation = self._operation, None
         if operation is not None:
             operation()
+
+
+@dataclass
+class Condition:
+    """A condition to wait for with `runtime.deadline.complete`, as for a request of MPI.
+
+    Attributes:
+        Test: Tells whether the condition holds; has the name of the method of a request.
+    """
+
+    Test: Callable[[], bool]
 
 
 @dataclass

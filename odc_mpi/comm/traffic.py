@@ -4,8 +4,10 @@ Counted are parameters and gradients that travel, by who owns them; what a rank 
 does what is seen in place. What a library adds to a message is not counted.
 """
 
+import functools
 from dataclasses import dataclass
 
+from odc_mpi.comm.host import owned_parts
 from odc_mpi.comm.transport import Transport
 
 
@@ -39,18 +41,19 @@ class Traffic:
         self.fetched = Bytes()
         self.pushed = Bytes()
         self._taken = Bytes(), Bytes()
-        self._shares: dict[tuple[int, int, int, int], Bytes] = {}
+        # There are few stretches, and perhaps a thousand owners of each: no step looks at these anew.
+        self._by_owner = functools.cache(self._shared_out)
 
     def add_fetch(self, index: int) -> None:
         """Count a fetch of an array. Local."""
         parameters = self._transport.parameters
         if parameters.copies:
             numel, itemsize = parameters.layouts[index].numel, parameters.dtype_of(index).itemsize
-            self.fetched += self._share_out(index, 0, numel, itemsize)
+            self.fetched += self._by_owner(index, 0, numel, itemsize)
 
     def add_push(self, index: int, start: int, stop: int) -> None:
         """Count a push of elements `start` to `stop` of an array. Local."""
-        self.pushed += self._share_out(index, start, stop, self._transport.gradients.dtype.itemsize)
+        self.pushed += self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
     def take(self) -> tuple[int, int, int, int]:
         """Return bytes since the last call: fetched from this node and from others, pushed alike. Local."""
@@ -58,19 +61,10 @@ class Traffic:
         fetched, pushed = self.fetched - fetched, self.pushed - pushed
         return fetched.same_node, fetched.other_nodes, pushed.same_node, pushed.other_nodes
 
-    def _share_out(self, index: int, start: int, stop: int, itemsize: int) -> Bytes:
-        # There are few stretches, and perhaps a thousand owners of each: no step looks at these anew.
-        key = index, start, stop, itemsize
-        if key not in self._shares:
-            self._shares[key] = self._by_owner(*key)
-        return self._shares[key]
-
-    def _by_owner(self, index: int, start: int, stop: int, itemsize: int) -> Bytes:
+    def _shared_out(self, index: int, start: int, stop: int, itemsize: int) -> Bytes:
         layout, group, shared = self._transport.parameters.layouts[index], self._transport.group, Bytes()
-        for owner in layout.owners(start, stop):
-            first, last = layout.owned(owner)
-            num_bytes = (min(stop, last) - max(start, first)) * itemsize
-            if owner != group.rank and num_bytes > 0:
-                near = group.on_this_node(owner)
-                shared += Bytes(num_bytes, 0) if near else Bytes(0, num_bytes)
+        for owner, begin, end in owned_parts(layout, group.rank, start, stop):
+            if owner != group.rank:
+                num_bytes = (end - begin) * itemsize
+                shared += Bytes(num_bytes, 0) if group.on_this_node(owner) else Bytes(0, num_bytes)
         return shared

@@ -14,26 +14,24 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
 from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.kernels.native import Piece
 from odc_mpi.comm.pending import Pending
 from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.boundary import Spans
 from odc_mpi.shard.elements.fixed_point import FixedPoint
 from odc_mpi.shard.elements.floating_point import FloatingPoint
-from odc_mpi.shard.layout import Slot
 from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.residency import Residency
 from odc_mpi.shard.units.unit import Unit
 
 #: Buffers for gradients: pushes on their way, and the one that is being filled.
 MAX_BUFFERS = 2
-
-#: Gradients of an array, each with its place in it, in order.
-Pieces = Sequence[tuple[Slot, torch.Tensor]]
 
 
 @dataclass
@@ -43,10 +41,6 @@ class Sum:
     flat: torch.Tensor
     start: int
     stop: int
-
-    def extend(self, pieces: Pieces) -> None:
-        """Take note of where gradients were added. Local."""
-        self.start, self.stop = min(self.start, pieces[0][0].start), max(self.stop, pieces[-1][0].stop)
 
 
 class GradientPusher:
@@ -111,21 +105,23 @@ class GradientPusher:
         """
         if not self._open:
             raise RuntimeError("backward outside of `with model.minibatch():`, where owners do not expect gradients")
-        if not self.padding:
-            self.names.update(name for name, gradient in zip(names, gradients, strict=True) if gradient is not None)
-        arrays: dict[int, list[tuple[Slot, torch.Tensor]]] = {}
+        arrays: dict[int, list[Piece]] = {}
         for name, gradient in zip(names, gradients, strict=True):
-            if gradient is not None and gradient.numel():
-                array, slot = unit.slots[name]
-                arrays.setdefault(array, []).append((slot, gradient))
-        for array, pieces in arrays.items():
-            pieces.sort(key=lambda piece: piece[0].start)
-            index = unit.indices[array]
-            if (kept := self._kept_sum(index, unit.layouts[array].numel)) is None:
-                self._send(index, self._lay_out(index, pieces), pieces[0][0].start)
+            if gradient is None:
                 continue
-            self.elements.add(index, [(slot.start, gradient) for slot, gradient in pieces], kept.flat)
-            kept.extend(pieces)
+            if not self.padding:
+                self.names.add(name)
+            if gradient.numel():
+                array, slot = unit.slots[name]
+                arrays.setdefault(array, []).append((slot.start, gradient))
+        for array, pieces in arrays.items():
+            pieces.sort(key=itemgetter(0))
+            index, start, stop = unit.indices[array], pieces[0][0], pieces[-1][0] + pieces[-1][1].numel()
+            if (kept := self._kept_sum(index, unit.layouts[array].numel)) is None:
+                self._send(index, self._lay_out(index, pieces, start, stop), start)
+                continue
+            self.elements.add(index, pieces, kept.flat)
+            kept.start, kept.stop = min(kept.start, start), max(kept.stop, stop)
             if self.is_last_backward:
                 self._send_sum(index)
 
@@ -156,8 +152,10 @@ class GradientPusher:
 
     def _kept_sum(self, index: int, numel: int) -> Sum | None:
         """Return the sum that a gradient of an array is to be added to; None if it is to be pushed by itself."""
-        if self.padding or index in self._sums:
-            return None if self.padding else self._sums[index]
+        if self.padding:
+            return None
+        if index in self._sums:
+            return self._sums[index]
         if self.is_last_backward or not self.residency.fits(numel * self._store.dtype.itemsize):
             return None
         flat = self._buffers.take(numel, self._store.dtype)
@@ -176,12 +174,11 @@ class GradientPusher:
         self.elements.send(index, flat)
         self._send(index, flat, done.start)
 
-    def _lay_out(self, index: int, pieces: Pieces) -> torch.Tensor:
+    def _lay_out(self, index: int, pieces: Sequence[Piece], first: int, stop: int) -> torch.Tensor:
         """Lay gradients into a buffer, and note how large they are, without asking: a device tells when it is done."""
-        first, stop = pieces[0][0].start, pieces[-1][0].stop
         self._wait(MAX_BUFFERS - 1)
         flat = self._buffers.take(stop - first, self._store.dtype)
-        counting = () if self.padding else [(slot.start - first, gradient) for slot, gradient in pieces]
+        counting = () if self.padding else [(start - first, gradient) for start, gradient in pieces]
         self.elements.lay_out(index, counting, flat)
         return flat
 

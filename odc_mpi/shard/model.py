@@ -273,7 +273,7 @@ class ShardedModel:
         Returns:
             The norm over all parameters of all ranks before scaling. Gradients that are not finite stay as they are.
         """
-        self._boundary.advance(Phase.COMPLETE, Phase.COMPLETE, "clip_grad_norm_()")
+        self._boundary.require(Phase.COMPLETE, "clip_grad_norm_()")
         gradients = self._slices.gradients()
         own = self._elements.squares(gradients)
         norm = self._elements.norm(self._boundary.meet("N", lambda: self._transport.group.norm(own)))
@@ -308,7 +308,7 @@ class ShardedModel:
         One-sided: any rank may call it alone, but not between points A and B; collective where the transport's fetches
         are. The caller needs room for all of it.
         """
-        with self._placeholders.guard.lifted():
+        with self._placeholders.saved():
             state = dict(self.module.state_dict())
         return state | whole_state(state, self._places, self.units, self._ready)
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
-from odc_mpi.shard.partition import Place, whole_on_every_rank
+from odc_mpi.shard.partition import Place, names_by_module, whole_on_every_rank
 from odc_mpi.shard.units.ready import ReadyUnits
 from odc_mpi.shard.units.unit import Unit
 
@@ -52,47 +52,21 @@ def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.devic
     return nn.Parameter(nan.expand(parameter.shape), requires_grad=parameter.requires_grad)
 
 
-class StateDictGuard:
-    """Refuses the `state_dict()` of modules, which would save placeholders; `ShardedModel.state_dict` lifts it.
-
-    Args:
-        modules: That have placeholders.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._lifted = False
-        for module in modules:
-            module.register_state_dict_pre_hook(self._refuse)
-
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Allow it in the enclosed code. Local."""
-        self._lifted = True
-        try:
-            yield
-        finally:
-            self._lifted = False
-
-    def _refuse(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not self._lifted:
-            raise RuntimeError(
-                "this module's parameters are sharded: expected state_dict() of the sharded model instead"
-            )
-
-
 class Placeholders:
     """What stands in the module for its parameters, and what must not be done with it.
 
     Args:
         shown: The placeholders by dotted name.
         originals: The parameters that they stand for; not kept alive.
-        guard: Of `state_dict()`.
+        modules: That have placeholders, which their `state_dict()` would save.
     """
 
     def __init__(
-        self, shown: Mapping[str, nn.Parameter], originals: Mapping[str, nn.Parameter], guard: StateDictGuard
+        self, shown: Mapping[str, nn.Parameter], originals: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]
     ) -> None:
-        self.guard = guard
+        self._can_be_saved = False
+        for module in modules:
+            module.register_state_dict_pre_hook(self._check_saved)
         self._shown = dict(shown)
         self._names = {id(parameter): name for name, parameter in shown.items()}
         self._originals = {id(parameter): (name, weakref.ref(parameter)) for name, parameter in originals.items()}
@@ -102,6 +76,15 @@ class Placeholders:
         """Return the placeholders, and the parameters that they stand for as far as there still are any. Local."""
         originals = [original() for _, original in self._originals.values()]
         return [*self._shown.values(), *(original for original in originals if original is not None)]
+
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        """Allow the `state_dict()` of the modules in the enclosed code. Local."""
+        self._can_be_saved = True
+        try:
+            yield
+        finally:
+            self._can_be_saved = False
 
     def check_trained(self, parameters: Iterable[torch.Tensor]) -> None:
         """Refuse that an optimizer has placeholders, or what they stand for: neither is trained. Local."""
@@ -125,6 +108,12 @@ class Placeholders:
                     f"{name} was {now} after shard_model, which changes nothing: set requires_grad before shard_model"
                 )
 
+    def _check_saved(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._can_be_saved:
+            raise RuntimeError(
+                "this module's parameters are sharded: expected state_dict() of the sharded model instead"
+            )
+
 
 def replicate(module: nn.Module, transport: Transport) -> None:
     """Give every rank rank 0's buffers and integer parameters, where it computes. Collective."""
@@ -140,16 +129,14 @@ def replicate(module: nn.Module, transport: Transport) -> None:
 
 def place_on_demand(
     places: Sequence[Place], units: Sequence[Unit], transport: Transport, calls: UnitCalls
-) -> "Placeholders":
+) -> Placeholders:
     """Replace parameters by such that are fetched when touched, to where the transport's fetches land. Local."""
     unit_of = {name: unit for unit in units for name in unit.slots}
 
     def find(name: str) -> torch.Tensor:
         return calls.parameter(unit_of[name], name)
 
-    names: dict[nn.Module, dict[str, str]] = {}
-    for place in places:
-        names.setdefault(place.module, {})[place.key] = place.name
+    names = names_by_module(places)
     # One for all places of a tied parameter, as it was one parameter.
     shown: dict[str, nn.Parameter] = {}
     originals: dict[str, nn.Parameter] = {}
@@ -164,7 +151,7 @@ def place_on_demand(
         submodule.__dict__["_parameters"] = OnDemandParameters(items, find, keys)
         if isinstance(submodule, nn.RNNBase):
             _refresh_flat_weights(submodule)
-    return Placeholders(shown, originals, StateDictGuard(names))
+    return Placeholders(shown, originals, names)
 
 
 def whole_state(

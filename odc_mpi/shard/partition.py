@@ -24,12 +24,10 @@ class UnitParameters:
 
     Attributes:
         name: Dotted name of the unit's module, "" for the root.
-        module: The module.
         parameters: By dotted name, in the module's order; a tied parameter under its first name only.
     """
 
     name: str
-    module: nn.Module
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def specs(self, dtypes: Mapping[str, torch.dtype]) -> list[list[ParameterSpec]]:
@@ -53,6 +51,14 @@ class Place:
     key: str
     name: str
     full_name: str
+
+
+def names_by_module(places: Iterable[Place]) -> dict[nn.Module, dict[str, str]]:
+    """Return the names of the parameters that hang in each module, by their keys there. Local."""
+    names: dict[nn.Module, dict[str, str]] = {}
+    for place in places:
+        names.setdefault(place.module, {})[place.key] = place.name
+    return names
 
 
 def partition(module: nn.Module, units: Iterable[UnitChoice] | None) -> tuple[list[UnitParameters], list[Place]]:
@@ -82,7 +88,7 @@ def partition(module: nn.Module, units: Iterable[UnitChoice] | None) -> tuple[li
             places.append(Place(submodule, key, name, full_name))
             # Met in a second unit: it goes to the root.
             holders[parameter] = owner if holders.get(parameter, owner) == owner else ""
-    result = {"": UnitParameters("", module)} | {name: UnitParameters(name, unit) for name, unit in chosen.items()}
+    result = {name: UnitParameters(name) for name in ("", *chosen)}
     for parameter, name in first_names.items():
         result[holders[parameter]].parameters[name] = parameter
     return [unit for unit in result.values() if unit.parameters], places
@@ -105,8 +111,7 @@ def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_w
     for name, submodule in module.named_modules():
         if getattr(submodule, "max_norm", None) is not None and isinstance(submodule, nn.Embedding | nn.EmbeddingBag):
             raise ValueError(f"{name} has max_norm, which changes weights in the forward: that of a copy would be lost")
-    parameters = {name: p for part in parts for name, p in part.parameters.items()}
-    missing = next((name for name, p in parameters.items() if p.is_meta), None)
+    missing = next((name for part in parts for name, p in part.parameters.items() if p.is_meta), None)
     if missing and not has_weights:
         raise ValueError(f"{missing} is on the meta device: expected `weights` to read initial values from, got None")
 
@@ -150,8 +155,7 @@ def _chosen(module: nn.Module, units: Iterable[UnitChoice] | None) -> dict[str, 
             raise ValueError(
                 f"units: {name} is a {type(unit).__name__}, which is never called itself; name the modules inside it"
             )
-    order = [name for name, _ in module.named_modules() if name in chosen]
-    return {name: chosen[name] for name in order}
+    return {name: chosen[name] for name, _ in module.named_modules() if name in chosen}
 
 
 def _matches(module: nn.Module, choice: UnitChoice) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from odc_mpi.shard.autograd import UnitCalls
-from odc_mpi.shard.partition import Place
+from odc_mpi.shard.partition import Place, names_by_module
 from odc_mpi.shard.units.ready import ReadyUnits
 from odc_mpi.shard.units.unit import Unit
 
@@ -41,11 +41,8 @@ def plain_parameters(
         for unit in units:
             ready.require(unit)
             whole |= {name: nn.Parameter(unit.parameter(name), requires_grad=False) for name in unit.slots}
-    names: dict[nn.Module, dict[str, str]] = {}
-    for place in places:
-        names.setdefault(place.module, {})[place.key] = place.name
     with ExitStack() as back, ready.lent():
-        for module, keys in names.items():
+        for module, keys in names_by_module(places).items():
             on_demand = module._parameters
             back.callback(module.__dict__.__setitem__, "_parameters", on_demand)
             plain = {key: whole[keys[key]] if key in keys else other for key, other in on_demand.items()}

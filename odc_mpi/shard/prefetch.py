@@ -10,12 +10,12 @@ for. A transport says whether it can be called like that (`threads`), and whethe
 """
 
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from odc_mpi.comm.pending import Pending
+from odc_mpi.comm.pending import Later, Pending
 
 K = TypeVar("K", bound=Hashable)
 
@@ -73,21 +73,11 @@ class CommunicationThread:
         Returns:
             To wait with; raises there what the operation raised.
         """
-        return _InThread(self._executor.submit(_complete, [operation, *arguments]))
+        return Later(self._executor.submit(_complete, [operation, *arguments]).result)
 
     def close(self) -> None:
         """Complete what was started and end the thread. Local; a second call does nothing."""
         self._executor.shutdown()
-
-
-class _InThread:
-    """An operation in a thread."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
 
 
 def _complete(call: list[Any]) -> None:

@@ -19,15 +19,13 @@ Note: auto
     gradients, up to those that are trained.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
-
-if TYPE_CHECKING:
-    from odc_mpi.comm.transport import Transport
-    from odc_mpi.shard.units.unit import Unit
+from odc_mpi.shard.units.unit import Unit
 
 #: Of what is free for a rank, what the caches leave to activations.
 ACTIVATION_SHARE = 0.5
@@ -90,10 +88,9 @@ class Needs:
     least: Budgets
 
     @classmethod
-    def of(cls, units: "Iterable[Unit]", transport: "Transport") -> "Needs":
+    def of(cls, units: Sequence[Unit], transport: Transport) -> "Needs":
         """Return the needs of a model with these units. Local."""
         parameters, gradients = transport.parameters, transport.gradients
-        units = list(units)
         kept = [
             sum(
                 layout.numel * parameters.dtype_of(i).itemsize
@@ -148,26 +145,3 @@ def auto_budgets(
     first = min(needs.parameters, max(0, share - settled)) if isinstance(parameters, str) else parameters
     second = min(needs.gradients, max(0, share - first)) if isinstance(gradients, str) else gradients
     return Budgets(first, second)
-
-
-def fetches(uses: Iterable[Hashable], num_staying: int, num_in_use: int = 2) -> int:
-    """Return how many fetches a series of uses of equal units takes. Local.
-
-    Args:
-        uses: The unit of each use.
-        num_staying: How many units the budget holds.
-        num_in_use: How many are held besides, the longest unused of them going first.
-    """
-    residency, in_use, count = Residency(num_staying), dict[Hashable, None](), 0
-    for unit in uses:
-        if unit in residency:
-            continue
-        if unit not in in_use:
-            count += 1
-            if residency.admit(unit, 1):
-                continue
-            if len(in_use) == num_in_use:
-                del in_use[next(iter(in_use))]
-        in_use.pop(unit, None)
-        in_use[unit] = None
-    return count

@@ -92,9 +92,8 @@ class OwnSlices:
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
         """Fill this rank's slices. Local, or what reading the weights is; `write` shows them to others."""
-        for i, layout in enumerate(self._layouts):
-            for piece in layout.slices(self._transport.group.rank):
-                _part(self._masters[i], piece).copy_(weights.read(piece.spec.name, piece.start, piece.stop))
+        for piece, own in self.everything():
+            own.copy_(weights.read(piece.spec.name, piece.start, piece.stop))
 
     def everything(self) -> list[tuple[Slice, torch.Tensor]]:
         """Return this rank's slices of all parameters, frozen ones too, as the optimizer sees them. Local."""

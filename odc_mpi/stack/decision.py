@@ -88,6 +88,11 @@ class Decision:
         """The value of `comm.transport`: window or collective. Local."""
         return "collective" if self.window.choice == "none" else "window"
 
+    @property
+    def windows_on_device(self) -> bool:
+        """Whether the windows are on devices. Local."""
+        return self.window_device is not None and self.window_device.choice == "cuda"
+
     def one_line(self) -> str:
         """Return all choices, for a log; with the reason where it is a warning, or says what to do. Local."""
         if self.transport == "collective":
@@ -129,7 +134,7 @@ def decide(report: Report, wishes: Wishes = Wishes(), *, on_device: bool = False
     peers = {kind: getattr(report.peers, kind) or Peer() for kind in report.kinds}
     reduction = _reduction(peers, wishes.reduction)
     progress = _progress(report, peers, wishes.progress, reduction.choice)
-    return Decision(_window(report, zero_copy), zero_copy, reduction, progress)
+    return Decision(_window(zero_copy), zero_copy, reduction, progress)
 
 
 def refuse_wrong_data(report: Report, decision: Decision, *, tickets: bool = False) -> None:
@@ -143,13 +148,12 @@ def refuse_wrong_data(report: Report, decision: Decision, *, tickets: bool = Fal
     Raises:
         UserError: An operation in use delivered wrong data.
     """
-    on_device = decision.window_device is not None and decision.window_device.choice == "cuda"
-    origin = ("from_device",) if on_device else ()
-    cure = "comm.window_device to cpu" if on_device else "comm.transport to collective"
+    origin = ("from_device",) if decision.windows_on_device else ()
+    cure = "comm.window_device to cpu" if decision.windows_on_device else "comm.transport to collective"
     for kind in report.kinds:
         for name in ("get", "put" if decision.reduction.choice == "mailbox" else "accumulate"):
             if report.is_wrong(*origin, kind, name):
-                where = f"{WHERE[kind]}, on devices," if on_device else WHERE[kind]
+                where = f"{WHERE[kind]}, on devices," if decision.windows_on_device else WHERE[kind]
                 raise UserError(
                     f"{NAMES[name]} with a peer {where} delivers wrong data under {report.library}: expected "
                     f"an MPI whose one-sided operations work (odc-mpi doctor), or set {cure}"
@@ -161,7 +165,7 @@ def refuse_wrong_data(report: Report, decision: Decision, *, tickets: bool = Fal
             )
 
 
-def decide_collective(wishes: Wishes = Wishes()) -> Decision:
+def decide_collective(wishes: Wishes) -> Decision:
     """Return the decision for `comm.transport: collective`: the baseline, without windows. Local.
 
     Args:
@@ -183,7 +187,7 @@ def decide_collective(wishes: Wishes = Wishes()) -> Decision:
     )
 
 
-def _window(report: Report, zero_copy: Choice) -> Choice:
+def _window(zero_copy: Choice) -> Choice:
     if zero_copy.choice == "on":
         return Choice("allocate_shared", "parameters in memory that a node's ranks share, gradients from Win.Allocate")
     return Choice("allocate", f"zero-copy is off: {zero_copy.reason}")

@@ -6,7 +6,7 @@ kind of peer in the job.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from odc_mpi.stack.report import NAMES, WHERE, DeviceWindows, Peer, Report
 
@@ -29,8 +29,8 @@ class Proof:
     """
 
     against: str | None
-    peers: Mapping[str, Peer] = field(default_factory=dict)
-    against_reductions: Mapping[str, str] = field(default_factory=dict)
+    peers: Mapping[str, Peer]
+    against_reductions: Mapping[str, str]
 
 
 def prove(report: Report) -> Proof:

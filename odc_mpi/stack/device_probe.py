@@ -10,7 +10,7 @@ An operation that a library does not support may end the process or never return
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from odc_mpi.comm.windows.device_window import DeviceWindow, by_address
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
 from odc_mpi.stack import cache, gpu
-from odc_mpi.stack.operations import Buffer, HostBuffer
+from odc_mpi.stack.operations import Buffer
 from odc_mpi.stack.report import DEVICE_OPERATIONS, Cause, Problem, Report
 from odc_mpi.stack.trial import LARGE_BYTES, Budget, Trials
 
@@ -62,7 +62,7 @@ def try_device(
     if troubles:
         return report.with_problem(Problem(("device", "memory"), Cause.OTHER, troubles[0]))
     listen(report, "device.window")
-    _try_window(world, device)
+    DeviceWindow(world, _OWN_NUMEL, torch.float32, device).free()
     report = report.with_device(window=True)
     if pairs:
         report = _try_pairs(world, report, pairs, device, listen)
@@ -126,7 +126,7 @@ def alloc_kinds() -> str | None:
     return kinds
 
 
-class DeviceBuffer:
+class DeviceBuffer(Buffer):
     """Memory of a device that operations of a trial read or fill.
 
     Args:
@@ -137,42 +137,16 @@ class DeviceBuffer:
     def __init__(self, device: Device, values: np.ndarray) -> None:
         self._device = device
         self.tensor = device.window_memory(values.size)
-        self.memory: np.ndarray | memoryview = by_address(self.tensor)
-        self.write(values)
-
-    def write(self, values: np.ndarray) -> None:
-        """Overwrite the memory. Local; complete when the call returns."""
+        self.memory = by_address(self.tensor)
         self.tensor.copy_(torch.from_numpy(values))
-        self._device.mark().synchronize()
+        device.mark().synchronize()
 
-    def fill(self, value: int, num_bytes: int) -> None:
-        """See `operations.Buffer`."""
+    def fill(self, value: int, num_bytes: int) -> None:  # noqa: D102
         self.tensor[:num_bytes].fill_(value)
         self._device.mark().synchronize()
 
-    def read(self, num_bytes: int) -> np.ndarray:
-        """See `operations.Buffer`."""
+    def read(self, num_bytes: int) -> np.ndarray:  # noqa: D102
         return self.tensor[:num_bytes].cpu().numpy().copy()
-
-
-class _DeviceGround:
-    """The window of a trial, on devices."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._buffer: DeviceBuffer | None = None
-
-    def allocate(self, world: World, num_bytes: int) -> list[MPI.Win]:
-        self._buffer = DeviceBuffer(self._device, np.zeros(num_bytes, dtype=np.uint8))
-        return [MPI.Win.Create(self._buffer.memory, 1, MPI.INFO_NULL, world.comm)]
-
-    def fill(self, win: MPI.Win, values: np.ndarray) -> None:
-        assert self._buffer is not None
-        self._buffer.write(values)
-
-
-def _try_window(world: World, device: Device) -> None:
-    DeviceWindow(world, _OWN_NUMEL, torch.float32, device).free()
 
 
 def _try_pairs(
@@ -182,10 +156,15 @@ def _try_pairs(
     device: Device,
     listen: Callable[[Report, str | None], None],
 ) -> Report:
-    ground = _DeviceGround(device)
+    under_windows: list[DeviceBuffer] = []  # MPI holds no reference to their memory
+
+    def allocate(world: World, values: np.ndarray) -> Sequence[MPI.Win]:
+        under_windows.append(DeviceBuffer(device, values))
+        return [MPI.Win.Create(under_windows[-1].memory, 1, MPI.INFO_NULL, world.comm)]
+
     origins: dict[str, Callable[[np.ndarray], Buffer]]
-    origins = {"from_device": lambda values: DeviceBuffer(device, values), "from_host": HostBuffer}
-    trials = Trials(world, pairs, BUDGET, LARGE_BYTES[-1], ground.allocate, ground.fill, origins)
+    origins = {"from_device": lambda values: DeviceBuffer(device, values), "from_host": Buffer}
+    trials = Trials(world, pairs, BUDGET, LARGE_BYTES[-1], allocate, origins)
     for name, origin in DEVICE_OPERATIONS:
         for kind in pairs:
             listen(report, f"{origin}.{kind}.{name}")

@@ -5,7 +5,7 @@ counter. An origin keeps a copy of the expected content of its target's window.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -20,27 +20,14 @@ def pattern(num_bytes: int) -> np.ndarray:
     return np.concatenate([numbers.view(np.uint8), np.zeros(COUNTER_BYTES, dtype=np.uint8)])
 
 
-class Buffer(Protocol):
-    """Memory that operations read or fill.
-
-    Attributes:
-        memory: Buffer for MPI; it can be sliced.
-    """
-
-    memory: np.ndarray | memoryview
-
-    def fill(self, value: int, num_bytes: int) -> None:
-        """Overwrite the first bytes, each with the same value. Local."""
-
-    def read(self, num_bytes: int) -> np.ndarray:
-        """Return the first bytes. Local."""
-
-
-class HostBuffer:
-    """Memory of the host.
+class Buffer:
+    """Memory that operations read or fill, of the host.
 
     Args:
         values: Initial content, `[n]` uint8.
+
+    Attributes:
+        memory: Buffer for MPI; it can be sliced.
     """
 
     def __init__(self, values: np.ndarray) -> None:
@@ -48,11 +35,11 @@ class HostBuffer:
         self.memory: np.ndarray | memoryview = values.copy()
 
     def fill(self, value: int, num_bytes: int) -> None:
-        """See `Buffer`."""
+        """Overwrite the first bytes, each with the same value. Local."""
         np.asarray(self.memory)[:num_bytes] = value
 
     def read(self, num_bytes: int) -> np.ndarray:
-        """See `Buffer`."""
+        """Return the first bytes. Local."""
         return np.asarray(self.memory)[:num_bytes]
 
 
@@ -65,6 +52,7 @@ class Peering:
         expected: Content of the target's window with the counter, `[n]` uint8; kept up to date. Peerings with the same
             target share the array.
         make: Makes the memory that operations read and fill.
+        turn: Number of places by which the numbers to send are turned.
     """
 
     def __init__(
@@ -72,8 +60,8 @@ class Peering:
         win: MPI.Win,
         target: int,
         expected: np.ndarray,
-        make: Callable[[np.ndarray], Buffer] = HostBuffer,
-        turn: int = 0,
+        make: Callable[[np.ndarray], Buffer],
+        turn: int,
     ) -> None:
         self.win, self.target, self.expected = win, target, expected
         first = pattern(expected.size)[: expected.size - COUNTER_BYTES]

@@ -26,8 +26,8 @@ from odc_mpi.stack import cache
 from odc_mpi.stack.gpu import has_gpu
 from odc_mpi.stack.operations import COUNTER_BYTES
 from odc_mpi.stack.repeat import timed
-from odc_mpi.stack.report import OPERATIONS, PEER_KINDS, Problem, Report, SharedMemory
-from odc_mpi.stack.trial import LARGE_BYTES, Allocate, Budget, Trials, allocate, allocate_shared
+from odc_mpi.stack.report import OPERATIONS, Problem, Report, SharedMemory
+from odc_mpi.stack.trial import LARGE_BYTES, Budget, Trials, allocate, allocate_shared
 
 if TYPE_CHECKING:
     from odc_mpi.comm.device.device import Device
@@ -45,9 +45,8 @@ Listener = Callable[[Report, str | None], None]
 
 def probe(
     world: World,
-    budget: Budget = FULL,
+    budget: Budget,
     *,
-    allocate: Allocate = allocate,
     listen: Listener = lambda report, doing: None,
     device: "Device | None" = None,
 ) -> Report:
@@ -56,7 +55,6 @@ def probe(
     Args:
         world: All of its ranks take part.
         budget: Time to spend.
-        allocate: Makes the window that is tried.
         listen: Called on every rank before each trial.
         device: The device of this rank, to try windows on, which may end the process. All ranks have one, or none has.
 
@@ -69,7 +67,7 @@ def probe(
     pairs = find_pairs(world.gather_objects(world.node))
     if pairs:
         with world.inattentive():
-            report = _try_pairs(world, report, pairs, budget, allocate, listen)
+            report = _try_pairs(world, report, pairs, budget, listen)
     if device is not None:
         # Not at the top: it brings torch, which takes a second, to where it is of use.
         from odc_mpi.stack.device_probe import try_device
@@ -122,7 +120,7 @@ def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
         nodes: The node of each rank.
 
     Returns:
-        Origin and target for each kind of peer in the job.
+        Origin and target for each kind of peer in the job, in the order of `PEER_KINDS`.
     """
     pairs = {}
     for origin, node in enumerate(nodes):
@@ -179,14 +177,8 @@ def _time_of_a_load(piece: np.ndarray) -> float:
 
 
 def _try_pairs(
-    world: World,
-    report: Report,
-    pairs: dict[str, tuple[int, int]],
-    budget: Budget,
-    allocate: Allocate,
-    listen: Listener,
+    world: World, report: Report, pairs: dict[str, tuple[int, int]], budget: Budget, listen: Listener
 ) -> Report:
-    kinds = [kind for kind in PEER_KINDS if kind in pairs]
     listen(report, "window")
     far = {kind: pair for kind, pair in pairs.items() if kind == "other_node"}
     most_bytes = _most_bytes(world, report, len(pairs) + len(far))
@@ -195,7 +187,7 @@ def _try_pairs(
     far_reads = Trials(world, far, budget, most_bytes, allocate_shared) if far else trials
     # An operation with all kinds of peers before the next one: should it not come back, most is known.
     for name in OPERATIONS:
-        for kind in kinds:
+        for kind in pairs:
             listen(report, f"{kind}.{name}")
             result = (far_reads if (kind, name) == ("other_node", "get") else trials).run(name, kind)
             report = report.with_operation(kind, name, result.operation)

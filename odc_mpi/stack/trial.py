@@ -64,27 +64,23 @@ class Result:
     problem: Cause | None
 
 
-#: Makes the window to probe, of so many bytes on this rank, in units of one byte; second in the list comes the window
-#: over whose memory it lies, if there is one. Collective.
-Allocate = Callable[[World, int], Sequence[MPI.Win]]
-#: Writes bytes into this rank's part of a window. Local.
-Fill = Callable[[MPI.Win, np.ndarray], None]
+#: Makes the window to probe, in units of one byte, with this content on this rank, `[n]` uint8; second in the list is
+#: the window over whose memory the first lies, if there is one. Collective.
+Allocate = Callable[[World, np.ndarray], Sequence[MPI.Win]]
 
 
-def allocate(world: World, num_bytes: int) -> Sequence[MPI.Win]:
+def allocate(world: World, values: np.ndarray) -> Sequence[MPI.Win]:
     """Make a window on host memory that ranks of a node do not share, as the transports do. Collective."""
-    return [MPI.Win.Allocate(num_bytes, 1, MPI.INFO_NULL, world.comm)]
-
-
-def allocate_shared(world: World, num_bytes: int) -> Sequence[MPI.Win]:
-    """Make a window over memory that the ranks of a node share, as used for parameters. Collective."""
-    shared = MPI.Win.Allocate_shared(num_bytes, 1, MPI.INFO_NULL, world.node_comm)
-    return [MPI.Win.Create(shared.tomemory(), 1, MPI.INFO_NULL, world.comm), shared]
-
-
-def fill(win: MPI.Win, values: np.ndarray) -> None:
-    """Write bytes into this rank's part of a window on host memory. Local."""
+    win = MPI.Win.Allocate(values.size, 1, MPI.INFO_NULL, world.comm)
     np.asarray(win.tomemory())[:] = values
+    return [win]
+
+
+def allocate_shared(world: World, values: np.ndarray) -> Sequence[MPI.Win]:
+    """Make a window over memory that the ranks of a node share, as used for parameters. Collective."""
+    shared = MPI.Win.Allocate_shared(values.size, 1, MPI.INFO_NULL, world.node_comm)
+    np.asarray(shared.tomemory())[:] = values
+    return [MPI.Win.Create(shared.tomemory(), 1, MPI.INFO_NULL, world.comm), shared]
 
 
 class Trials:
@@ -96,7 +92,6 @@ class Trials:
         budget: Time to spend.
         most_bytes: Bytes of the largest operation.
         allocate: Makes the window.
-        fill: Writes into the window.
         origins: Functions that make the memory of an origin, by the kind of memory.
     """
 
@@ -107,8 +102,7 @@ class Trials:
         budget: Budget,
         most_bytes: int,
         allocate: Allocate = allocate,
-        fill: Fill = fill,
-        origins: Mapping[str, Callable[[np.ndarray], operations.Buffer]] = {HOST: operations.HostBuffer},
+        origins: Mapping[str, Callable[[np.ndarray], operations.Buffer]] = {HOST: operations.Buffer},
     ) -> None:
         self._world, self._pairs, self._budget, self._most_bytes = world, pairs, budget, most_bytes
         num_bytes = most_bytes + operations.COUNTER_BYTES
@@ -116,11 +110,9 @@ class Trials:
         with world.meeting("allocating the window of a probe"):
             self._comm = world.comm.Dup()
             # Over all ranks, as in training: libraries choose their protocols by the group of a window.
-            self._windows = allocate(world, num_bytes if is_target else operations.COUNTER_BYTES)
+            self._windows = allocate(world, operations.pattern(num_bytes if is_target else operations.COUNTER_BYTES))
             self._win = self._windows[0]
             self._win.Lock_all(MPI.MODE_NOCHECK)
-            if is_target:
-                fill(self._win, operations.pattern(num_bytes))
             self._win.Sync()
         self._peerings: dict[tuple[str, str], operations.Peering] = {}
         for kind, (origin, target) in pairs.items():

@@ -19,7 +19,7 @@ from odc_mpi.comm.traffic import Bytes
 from odc_mpi.errors import UserError
 from odc_mpi.shard.autograd import SavedTensors
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.residency import Budgets, Residency, auto_budgets, fetches
+from odc_mpi.shard.residency import Budgets, Residency, auto_budgets
 
 NUM_LAYERS = 12
 ITEM_BYTES = 8
@@ -43,6 +43,23 @@ def belady(uses: Sequence[int], capacity: int) -> int:
             if len(held) == capacity:
                 held.remove(max(held, key=lambda x: next((j for j in range(i, len(uses)) if uses[j] == x), math.inf)))
             held.add(unit)
+    return count
+
+
+def fetches(uses: Iterable[int], num_staying: int, num_in_use: int = 2) -> int:
+    """Fetches of equal units if the first to come stay, and of the others the longest unused goes."""
+    residency, in_use, count = Residency(num_staying), dict[int, None](), 0
+    for unit in uses:
+        if unit in residency:
+            continue
+        if unit not in in_use:
+            count += 1
+            if residency.admit(unit, 1):
+                continue
+            if len(in_use) == num_in_use:
+                del in_use[next(iter(in_use))]
+        in_use.pop(unit, None)
+        in_use[unit] = None
     return count
 
 

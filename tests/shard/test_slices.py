@@ -179,7 +179,7 @@ def test_module_weights_are_rank_0_s(size: int) -> None:
         transport.allocate([])
         parameter = nn.Parameter(torch.full((3, 4), float(transport.group.rank)) + torch.arange(4.0))
         transposed = nn.Parameter(torch.full((2, 3), float(transport.group.rank)).t())
-        unit = UnitParameters("u", nn.Linear(1, 1), {"p": parameter, "t": transposed})
+        unit = UnitParameters("u", {"p": parameter, "t": transposed})
         weights = ModuleWeights([unit], transport.group)
         start, stop = 2 + transport.group.rank, 7 + transport.group.rank  # each rank its own part
         assert torch.equal(weights.read("p", start, stop), torch.arange(4.0).repeat(3)[start:stop])

@@ -8,7 +8,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from odc_mpi.comm.windows.rma import Window
+from odc_mpi.comm.pending import Condition
+from odc_mpi.comm.windows.rma import Window, aligned
 from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.runtime.deadline import complete
 from odc_mpi.runtime.world import World
@@ -18,8 +19,6 @@ SHOWN, GIVEN, TAKEN, READ = range(4)
 _NAMES = ("keys and values", "gradients of keys and values", "room for gradients", "end")
 #: A flag's number is that of the sequence times this, plus the layers that are done.
 MOST_LAYERS = 1 << 20
-#: Slots begin at multiples of so many bytes.
-_ALIGNMENT = 64
 #: Slots of gradients: a rank fills one while the other is read.
 _GRADIENT_SLOTS = 2
 
@@ -46,12 +45,12 @@ class Sizes:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the keys and values of a layer."""
-        return _aligned(self.max_piece_tokens * self.token_bytes)
+        return aligned(self.max_piece_tokens * self.token_bytes)
 
     @property
     def gradient_slot_bytes(self) -> int:
         """Bytes of the gradients of a layer, for all earlier pieces."""
-        return _aligned(self.max_earlier_tokens * self.token_bytes)
+        return aligned(self.max_earlier_tokens * self.token_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -95,9 +94,8 @@ class PieceWindows:
         # What the last Put of each flag carried: untouched until that is flushed.
         self._sent = np.zeros(len(_NAMES) * world.size, dtype=np.int64)
         self._unflushed: set[int] = set()
-        # Flags of other ranks, by kind and number, that come before a slot is free.
-        self._readers: list[tuple[int, int]] = []
-        self._takers: list[list[tuple[int, int]]] = [[] for _ in range(_GRADIENT_SLOTS)]
+        # Flags of other ranks that come before a slot is free, by where the slot begins: kind, rank, number.
+        self._lent: dict[int, list[tuple[int, int, int]]] = {}
         self.waited_s = 0.0
         self._open = True
         world.on_close(self.close)
@@ -122,26 +120,21 @@ class PieceWindows:
         turn = layer % _GRADIENT_SLOTS
         return self.slot(self.sizes.num_layers) + turn * self.sizes.gradient_slot_bytes
 
-    def await_readers(self, what: str) -> None:
-        """Wait until nobody reads the keys and values of this rank's last piece. One-sided."""
-        readers, self._readers = self._readers, []
-        for rank, number in readers:
-            self.wait(READ, rank, number, what)
+    def lend(self, slot: int, kind: int, ranks: Sequence[int], number: int) -> None:
+        """Note that a slot is free when these ranks have raised a flag. Local.
 
-    def await_takers(self, layer: int, what: str) -> None:
-        """Wait until nobody reads the gradients in the slot of a layer. One-sided."""
-        turn = layer % _GRADIENT_SLOTS
-        takers, self._takers[turn] = self._takers[turn], []
-        for rank, number in takers:
-            self.wait(TAKEN, rank, number, what)
+        Args:
+            slot: Where the slot begins. Slot 0 stands for the keys and values of all layers.
+            kind: Of the flag.
+            ranks: That read the slot.
+            number: Of the flag.
+        """
+        self._lent[slot] = [(kind, rank, number) for rank in ranks]
 
-    def expect_readers(self, readers: Sequence[tuple[int, int]]) -> None:
-        """Tell by which flags READ the keys and values will be free. Local."""
-        self._readers = list(readers)
-
-    def expect_takers(self, layer: int, takers: Sequence[tuple[int, int]]) -> None:
-        """Tell by which flags TAKEN the slot of a layer will be free. Local."""
-        self._takers[layer % _GRADIENT_SLOTS] = list(takers)
+    def await_free(self, slot: int, what: str) -> None:
+        """Wait until nobody reads a slot that was lent. One-sided."""
+        for kind, rank, number in self._lent.pop(slot, ()):
+            self.wait(kind, rank, number, what)
 
     def write(self, start: int, tensor: torch.Tensor) -> int:
         """Copy a tensor into this rank's memory, `start` in bytes; return where it ends. Local."""
@@ -198,33 +191,17 @@ class PieceWindows:
 
     def wait(self, kind: int, rank: int, number: int, what: str) -> None:
         """Wait for a flag of another rank, serving others meanwhile. One-sided."""
-        flag = _Flag(self, kind * self.world.size + rank, number)
-        if not flag.Test():
+
+        def is_raised() -> bool:
+            self._flags.sync()
+            return bool(self._arrived[kind * self.world.size + rank] >= number)
+
+        if not is_raised():
             began = time.perf_counter()
             with self.world.deadline(f"waiting for the {_NAMES[kind]} of {what}", [rank]):
-                complete(flag, self._meanwhile)
+                complete(Condition(is_raised), self._meanwhile)
             self.waited_s += time.perf_counter() - began
-
-    def arrived(self, place: int) -> int:
-        """Return a flag in this rank's memory. Local."""
-        self._flags.sync()
-        return int(self._arrived[place])
 
     def _meanwhile(self) -> None:
         self.world.comm.Iprobe()  # over a network nothing arrives unless somebody calls MPI
         self._serve()
-
-
-class _Flag:
-    """A flag that is waited for, as `runtime.deadline.complete` takes it."""
-
-    def __init__(self, windows: PieceWindows, place: int, number: int) -> None:
-        self._windows, self._place, self._number = windows, place, number
-
-    def Test(self) -> bool:  # noqa: N802 - MPI's own name
-        """Return whether the flag is raised. Local."""
-        return self._windows.arrived(self._place) >= self._number
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -74,7 +74,7 @@ class PieceExchange(AbstractContextManager["PieceExchange"]):
         key, value = own
         self._like.append((torch.empty_like(key[:, :, :1]), torch.empty_like(value[:, :, :1])))
         if layer == 0:
-            self._windows.await_readers("its last piece")
+            self._windows.await_free(self._windows.slot(0), "its last piece")
         if self._later:
             end = self._windows.write(self._windows.slot(layer), key)
             end = self._windows.write(end, value)
@@ -93,11 +93,12 @@ class PieceExchange(AbstractContextManager["PieceExchange"]):
         assert len(gradients) == self._own
         if not gradients:
             return
-        self._windows.await_takers(layer, f"a slot for {self._say(self._own, layer)}")
+        slot = self._windows.gradient_slot(layer)
+        self._windows.await_free(slot, f"a slot for {self._say(self._own, layer)}")
         for piece, (key, value) in enumerate(gradients):
             self._windows.write(self._windows.write(self._gradients(piece, layer), key), value)
         number = self._from_top(layer)
-        self._windows.expect_takers(layer, [(rank, self._base + number) for rank in self._earlier])
+        self._windows.lend(slot, TAKEN, self._earlier, self._base + number)
         self._tell(GIVEN, self._earlier, number, layer)
 
     def taken(self, layer: int, own: Pair) -> Pair:
@@ -117,7 +118,7 @@ class PieceExchange(AbstractContextManager["PieceExchange"]):
         """Tell earlier pieces that their keys and values are not read any more. One-sided."""
         self._tell(READ, self._earlier, 0, self._windows.sizes.num_layers - 1)
         if self._later:
-            self._windows.expect_readers([(rank, self._base) for rank in self._later])
+            self._windows.lend(self._windows.slot(0), READ, self._later, self._base)
         self._windows.flush(f"ending {self._say(self._own, 0)}")
 
     @property

@@ -7,7 +7,7 @@ A, B      nothing: the optimizer's work is behind the backward's, and before the
 
 import torch
 
-from odc_mpi.comm.device.device import Device
+from odc_mpi.comm.device.device import Device, zeros
 from odc_mpi.comm.host import Host
 from odc_mpi.comm.pending import Done, Fetch, Pending
 from odc_mpi.comm.transport import GradientStore, ParameterStore
@@ -76,8 +76,3 @@ class OwnGradients(Host, GradientStore):
 
     def free(self) -> None:  # noqa: D102
         self._sums.clear()
-
-
-def zeros(device: Device, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of a device, `[numel]` of zeros. Local."""
-    return device.memory(numel * dtype.itemsize).view(dtype).zero_()

@@ -7,7 +7,7 @@ one for each direction, each behind the mark it is given; nothing ever waits for
 Memory that MPI is given is allocated by itself, through CuPy, which torch then sees through DLPack. torch's own may
 come from a pool of which no other process can be shown a part (`expandable_segments`, `cudaMallocAsync`).
 
-Tests put a device of their own in the place of `CudaDevice`, with host memory for both sides and copies that come late.
+Tests put a device of their own in the place of `Device`, with host memory for both sides and copies that come late.
 """
 
 import mmap
@@ -29,86 +29,16 @@ class Mark(Protocol):
         """Wait until the device has done all of it. Local; leaves the core and the GIL to others."""
 
 
-class Device(Protocol):
-    """What staging, and windows on a device, need of it.
+class Device:
+    """A GPU.
+
+    Args:
+        index: Of those that this process sees.
 
     Attributes:
         torch_device: Torch's name of it.
         name: Its model, how many this process sees, what torch drives it with: by which it may behave otherwise.
         num_visible: How many this process sees.
-    """
-
-    torch_device: torch.device
-    name: str
-    num_visible: int
-
-    def use(self) -> None:
-        """Make it the one that this thread's calls are about, those of an MPI library too. Local; costs little."""
-
-    def free_bytes(self) -> int:
-        """Return how much of its memory nobody uses. Local."""
-
-    def memory(self, num_bytes: int) -> torch.Tensor:
-        """Return memory of the device, `[num_bytes]` uint8, its content undefined. Local."""
-
-    def window_memory(self, num_bytes: int) -> torch.Tensor:
-        """Return memory of the device that MPI may be given, `[num_bytes]` uint8, its content undefined. Local.
-
-        Slow, and may wait for all that the device was given: not for use within a step.
-
-        Raises:
-            UserError: What it takes is not installed, or there is too little memory.
-        """
-
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return host memory that the device can copy to and from by itself, `[num_bytes]` uint8. Local.
-
-        It goes back to the system when nobody looks at it any more.
-        """
-
-    def register(self, memory: torch.Tensor) -> bool:
-        """Let the device copy to and from host memory that exists by itself; return whether it can. Local.
-
-        Slow: the driver pins every page. Until `unregister`, which comes before the memory goes.
-        """
-
-    def unregister(self, memory: torch.Tensor) -> None:
-        """Undo `register`, which has returned True. Local."""
-
-    def mark(self) -> Mark:
-        """Return a mark behind what this thread has given the device to compute. Local."""
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, after: Mark) -> Mark:
-        """Start a copy beside the computation, between pinned and device memory or within the latter. Local.
-
-        Any thread may call it.
-
-        Args:
-            destination: Overwritten; nobody touches it until the copy is done.
-            source: Of the same shape and dtype; untouched until then.
-            after: The copy begins when all before this mark is done.
-
-        Returns:
-            A mark behind the copy.
-        """
-
-    def add(self, shard: torch.Tensor, slots: Sequence[Piece]) -> Mark:
-        """Start to add slots to a shard, in their order, beside the computation. Local; any thread may call it.
-
-        Args:
-            shard: `[n]` on the device. What was given before that touches it is done.
-            slots: On the device, of the shard's dtype; untouched until the mark. What fills them is done.
-
-        Returns:
-            A mark behind this addition and all that were started before.
-        """
-
-
-class CudaDevice:
-    """A GPU.
-
-    Args:
-        index: Of those that this process sees.
     """
 
     def __init__(self, index: int) -> None:
@@ -120,17 +50,17 @@ class CudaDevice:
         self._adding = torch.cuda.Stream(self.torch_device)
 
     def use(self) -> None:
-        """See `Device`."""
+        """Make it the one that this thread's calls are about, those of an MPI library too. Local; costs little."""
         torch.cuda.set_device(self.torch_device)
 
     def free_bytes(self) -> int:
-        """See `Device`. What torch's allocator keeps for what comes is free, too."""
+        """Return how much of its memory nobody uses, what torch's allocator keeps for what comes included. Local."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + kept
 
     def memory(self, num_bytes: int) -> torch.Tensor:
-        """See `Device`.
+        """Return memory of the device, `[num_bytes]` uint8, its content undefined. Local.
 
         torch's allocator takes memory to be used by the stream that computes alone. Ours is written by another, but
         never goes back before whoever waited for the copy has been given it.
@@ -138,7 +68,13 @@ class CudaDevice:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def window_memory(self, num_bytes: int) -> torch.Tensor:
-        """See `Device`."""
+        """Return memory of the device that MPI may be given, `[num_bytes]` uint8, its content undefined. Local.
+
+        Slow, and may wait for all that the device was given: not for use within a step.
+
+        Raises:
+            UserError: CuPy is not installed, or there is too little memory.
+        """
         cupy = _cupy()
         with cupy.cuda.Device(self.torch_device.index):
             try:
@@ -162,9 +98,13 @@ class CudaDevice:
             return cupy.cuda.Memory(num_bytes)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """See `Device`.
+        """Return host memory that the device can copy to and from by itself, `[num_bytes]` uint8. Local.
 
-        Not torch's, which rounds sizes up to powers of two and keeps what is let go of.
+        It goes back to the system when nobody looks at it any more. Not torch's pinned memory, which rounds sizes up to
+        powers of two and keeps what is let go of.
+
+        Raises:
+            UserError: The driver pins no more memory.
         """
         block = mmap.mmap(-1, max(1, num_bytes))
         memory = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
@@ -177,7 +117,10 @@ class CudaDevice:
         return memory
 
     def register(self, memory: torch.Tensor) -> bool:
-        """See `Device`."""
+        """Let the device copy to and from host memory that exists by itself; return whether it can. Local.
+
+        Slow: the driver pins every page. Until `unregister`, which comes before the memory goes.
+        """
         self.use()
         if memory.numel() == 0:
             return True
@@ -189,16 +132,27 @@ class CudaDevice:
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """See `Device`."""
+        """Undo `register`, which has returned True. Local."""
         if memory.numel():
             self._unregister(memory.data_ptr())
 
     def mark(self) -> Mark:
-        """See `Device`."""
+        """Return a mark behind what this thread has given the device to compute. Local."""
         return _record(torch.cuda.current_stream(self.torch_device))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, after: Mark) -> Mark:
-        """See `Device`."""
+        """Start a copy beside the computation, between pinned and device memory or within the latter. Local.
+
+        Any thread may call it.
+
+        Args:
+            destination: Overwritten; nobody touches it until the copy is done.
+            source: Of the same shape and dtype; untouched until then.
+            after: The copy begins when all before this mark is done.
+
+        Returns:
+            A mark behind the copy.
+        """
         assert isinstance(after, torch.cuda.Event)
         stream = self._inward if destination.is_cuda else self._outward
         with torch.cuda.stream(stream), torch.no_grad():
@@ -207,7 +161,15 @@ class CudaDevice:
         return _record(stream)
 
     def add(self, shard: torch.Tensor, slots: Sequence[Piece]) -> Mark:
-        """See `Device`."""
+        """Start to add slots to a shard, in their order, beside the computation. Local; any thread may call it.
+
+        Args:
+            shard: `[n]` on the device. What was given before that touches it is done.
+            slots: On the device, of the shard's dtype; untouched until the mark. What fills them is done.
+
+        Returns:
+            A mark behind this addition and all that were started before.
+        """
         with torch.cuda.stream(self._adding), torch.no_grad():
             add_slots(shard, slots)
         return _record(self._adding)
@@ -239,7 +201,7 @@ class Marks:
         return len(self._marks)
 
 
-def find_device(kind: str, host_rank: int) -> CudaDevice | None:
+def find_device(kind: str, host_rank: int) -> Device | None:
     """Return the device for a rank to compute on, None for the host. Local.
 
     GPUs are dealt out by the number on the host; where it has more ranks than GPUs, they share.
@@ -259,7 +221,12 @@ def find_device(kind: str, host_rank: int) -> CudaDevice | None:
     index = host_rank % torch.cuda.device_count()
     # What is made without naming a device, such as a user's own tensors, is made there too.
     torch.cuda.set_device(index)
-    return CudaDevice(index)
+    return Device(index)
+
+
+def zeros(device: Device, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of a device, `[numel]` of zeros. Local."""
+    return device.memory(numel * dtype.itemsize).view(dtype).zero_()
 
 
 def _cupy() -> Any:

@@ -14,10 +14,10 @@ from itertools import chain
 
 import torch
 
-from odc_mpi.comm.host import Footprint, Host, Layout
+from odc_mpi.comm.host import Footprint, Host, Layout, owned_parts
 from odc_mpi.comm.pending import Pending
 from odc_mpi.comm.transport import GradientStore
-from odc_mpi.comm.windows.rma import HOST_WINDOWS, Flush, Window, WindowKind
+from odc_mpi.comm.windows.rma import HOST_WINDOWS, Window, WindowKind, flush_later
 from odc_mpi.runtime.world import World
 
 #: So many ranks of a node can add at once to an array; more were not measured.
@@ -38,8 +38,6 @@ class Reduction(GradientStore, Host):
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self.world = world
-        # Each rank begins with the next one, so that not all of them turn to rank 0 first.
-        self.peers = [(world.rank + 1 + i) % world.size for i in range(world.size)]
 
     @abstractmethod
     def serve(self) -> bool:
@@ -60,12 +58,8 @@ class Reduction(GradientStore, Host):
             An owner, the first element in its shard, and which part of the gradient goes from there on.
         """
         layout = self.layouts[index]
-        owners = layout.owners(start, stop)
-        for owner in self.peers:
-            if owner in owners:
-                first, last = layout.owned(owner)
-                begin, end = max(start, first), min(stop, last)
-                yield owner, begin - first, slice(begin - start, end - start)
+        for owner, begin, end in owned_parts(layout, self.world.rank, start, stop):
+            yield owner, begin - layout.owned(owner)[0], slice(begin - start, end - start)
 
 
 class AccumulateReduction(Reduction):
@@ -107,7 +101,7 @@ class AccumulateReduction(Reduction):
             for owner, begin, part in self.pieces(index, start, stop):
                 self._window(index, owner).accumulate(owner, begin, values[part])
         # At this end only: the buffer may be reused. `flush` completes it at the targets.
-        return Flush(self.world, lambda: self._flush_local(index), what, owners, gradient)
+        return flush_later(self.world, lambda: self._flush_local(index), what, owners, gradient)
 
     def flush(self) -> None:  # noqa: D102
         with self.world.deadline("flushing gradients"):

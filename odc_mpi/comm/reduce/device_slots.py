@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from odc_mpi.comm.device.device import Device
+from odc_mpi.comm.device.device import Device, zeros
 from odc_mpi.comm.kernels.native import Piece
 from odc_mpi.comm.reduce.slots import HEADER_BYTES, Header, HostSlots, ring_number
 from odc_mpi.comm.windows.device_window import DeviceWindow, by_address
@@ -60,10 +60,6 @@ class DeviceSlots(HostSlots):
         self._elements.flush(owner)
         self._inbox.flush(owner)
 
-    def header(self, pusher: int, place: int) -> list[int]:  # noqa: D102
-        at = self._header_start(pusher, self.world.rank, place)
-        return self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
-
     def add(self, pusher: int, headers: Sequence[Header]) -> None:  # noqa: D102
         slots: dict[int, list[Piece]] = {}
         for index, start, numel, place in headers:
@@ -81,15 +77,14 @@ class DeviceSlots(HostSlots):
         self._elements.free()
 
     def _make_shards(self, numels: Mapping[int, int]) -> None:
-        memory = {index: self._device.memory(numel * self.dtype.itemsize) for index, numel in numels.items()}
-        self.shards = {index: shard.view(self.dtype).zero_() for index, shard in memory.items()}
+        self.shards = {index: zeros(self._device, numel, self.dtype) for index, numel in numels.items()}
 
     def _add_on_device(self, slots: Mapping[int, list[Piece]]) -> None:
         for mark in [self._device.add(self.shards[index], those) for index, those in slots.items()]:
             mark.synchronize()
 
     def _header_start(self, pusher: int, owner: int, place: int) -> int:
-        return self._ring_start(pusher, owner) + place // self.alignment * HEADER_BYTES
+        return super()._header_start(pusher, owner, place // self.alignment * HEADER_BYTES)
 
     def _elements_start(self, pusher: int, owner: int, place: int) -> int:
         return ring_number(pusher, owner) * self._device_ring_bytes + place

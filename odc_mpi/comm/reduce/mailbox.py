@@ -25,22 +25,25 @@ target, is slow, or gives no answer, so it has to do without (docs/windows.md ha
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
 from odc_mpi.comm.host import Footprint, Layout
-from odc_mpi.comm.pending import Pending
+from odc_mpi.comm.pending import Condition, Later, Pending
 from odc_mpi.comm.reduce.accumulate import Reduction
-from odc_mpi.comm.reduce.slots import ALIGNMENT, Header, HostSlots, align
-from odc_mpi.comm.windows.rma import Memory, Window
+from odc_mpi.comm.reduce.slots import Header, HostSlots
+from odc_mpi.comm.windows.rma import Memory, Window, aligned
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.deadline import SLEEP_S, SPIN_S
+from odc_mpi.runtime.deadline import complete
 from odc_mpi.runtime.world import World
+
+#: Makes what knows where the shards and the slots of a mailbox are, for elements of a type.
+MakeSlots = Callable[[World, torch.dtype], HostSlots]
 
 DEFAULT_MAILBOX_BYTES = 64 << 20
 #: A slot is at most a ring divided by this: so its owner adds one while its pusher fills the next.
@@ -65,14 +68,16 @@ class MailboxReduction(Reduction):
         world: World,
         dtype: torch.dtype,
         mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
-        slots: Callable[[World, torch.dtype], HostSlots] = HostSlots,
+        slots: MakeSlots = HostSlots,
     ) -> None:
         super().__init__(world, dtype)
         self._mailbox_bytes = mailbox_bytes
         self._slots = slots(world, dtype)
         # The counters of all pushers come first in an inbox.
-        self._counters_bytes = align(world.size * COUNTER_BYTES, ALIGNMENT)
-        self._rings = {owner: _Ring(owner) for owner in self.peers if owner != world.rank}
+        self._counters_bytes = aligned(world.size * COUNTER_BYTES)
+        # In the order of `owned_parts`.
+        others = (*range(world.rank + 1, world.size), *range(world.rank))
+        self._rings = {owner: _Ring(owner) for owner in others}
         # What the last Put of a counter carried: untouched until that is flushed.
         self._sent = np.zeros(world.size, dtype=np.int64)
         # What was read back of it.
@@ -118,7 +123,7 @@ class MailboxReduction(Reduction):
 
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
         assert gradient.dtype == self.dtype
-        push = _Push(self, self.layouts[index].name, gradient)
+        push = _Push(self.layouts[index].name, gradient)
         whole, own = self._slots.values(gradient), []
         for owner, begin, part in self.pieces(index, start, start + gradient.numel()):
             if owner == self.world.rank:
@@ -133,12 +138,12 @@ class MailboxReduction(Reduction):
             for begin, part in own:
                 self._slots.add_own(index, begin, gradient[part])
         self.serve()
-        return push
+        return Later(partial(self._wait, push))
 
     def flush(self) -> None:  # noqa: D102
         for ring in self._rings.values():
             while ring.pieces:
-                ring.pieces[-1].push.wait()
+                self._wait(ring.pieces[-1].push)
         with self.world.deadline("flushing gradients"):
             self._slots.flush()
             self._confirm()
@@ -170,19 +175,18 @@ class MailboxReduction(Reduction):
         self._inbox.free()
 
     def _wait(self, push: "_Push") -> None:
-        """Wait until a push is in its owners' rings."""
+        """Wait until a push is in its owners' rings, serving meanwhile. One-sided; full rings wait for their owners."""
         while push.numel:
             owner = next(ring.owner for ring in self._rings.values() if any(p.push is push for p in ring.pieces))
             with self.world.deadline(f"waiting for room to push the gradient of unit {push.name}", [owner]):
-                began = time.perf_counter()
-                while not self._put_what_fits():
-                    # The owner must hear of what is there before it can make room.
-                    self._slots.flush()
-                    # Over a network nothing arrives unless somebody calls MPI.
-                    self.world.comm.Iprobe()
-                    self.serve()
-                    if time.perf_counter() - began > SPIN_S:
-                        time.sleep(SLEEP_S)
+                complete(Condition(self._put_what_fits), self._help_owners)
+
+    def _help_owners(self) -> None:
+        # The owner must hear of what is there before it can make room.
+        self._slots.flush()
+        # Over a network nothing arrives unless somebody calls MPI.
+        self.world.comm.Iprobe()
+        self.serve()
 
     def _put_what_fits(self) -> bool:
         """Put pieces into their owners' rings as far as there is room; return whether any was."""
@@ -258,21 +262,16 @@ class MailboxReduction(Reduction):
         return headers, taken
 
     def _slot_bytes(self, numel: int) -> int:
-        return align(self._slots.values_offset + numel * self.dtype.itemsize, self._slots.alignment)
+        return aligned(self._slots.values_offset + numel * self.dtype.itemsize, self._slots.alignment)
 
 
 @dataclass
 class _Push:
     """A gradient of which `numel` elements are not in their owners' rings yet; it is kept until then."""
 
-    reduction: MailboxReduction
     name: str
     gradient: torch.Tensor
     numel: int = 0
-
-    def wait(self) -> None:
-        """Wait until all elements are in rings, serving meanwhile. One-sided; full rings wait for their owners."""
-        self.reduction._wait(self)
 
 
 @dataclass

@@ -11,11 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from odc_mpi.comm.windows.rma import Memory, Window
+from odc_mpi.comm.windows.rma import ALIGNMENT, Memory, Window
 from odc_mpi.runtime.world import World
 
-#: Counters and slots begin at multiples of a cache line; half of one is the header: array, start, numel, position.
-ALIGNMENT = 64
+#: Of a header, half of a cache line: array, start, numel, position.
 HEADER_BYTES = 32
 
 
@@ -86,7 +85,7 @@ class HostSlots:
             values: Of `dtype`, a part of what `values` returned; untouched until the flush.
         """
         assert isinstance(values, np.ndarray)
-        at = self._ring_start(self.world.rank, owner) + place
+        at = self._header_start(self.world.rank, owner, place)
         self._inbox.put(owner, at, header)
         self._inbox.put(owner, at + HEADER_BYTES, values.view(np.uint8))
 
@@ -96,14 +95,13 @@ class HostSlots:
 
     def header(self, pusher: int, place: int) -> list[int]:
         """Return the numbers in the header of a slot that has arrived. Local."""
-        at = self._ring_start(pusher, self.world.rank) + place
+        at = self._header_start(pusher, self.world.rank, place)
         return self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
 
     def add(self, pusher: int, headers: Sequence[Header]) -> None:
         """Add slots that have arrived, one after the other; return when their room is free. Local."""
-        ring_start = self._ring_start(pusher, self.world.rank)
         for index, start, numel, place in headers:
-            at = ring_start + place + HEADER_BYTES
+            at = self._header_start(pusher, self.world.rank, place) + HEADER_BYTES
             values = self._memory[at : at + numel * self.dtype.itemsize]
             self._add(index, start, values.view(self._sums[index].dtype))
 
@@ -126,15 +124,10 @@ class HostSlots:
         with self._adding, np.errstate(all="ignore"):
             np.add(own, values, out=own)
 
-    def _ring_start(self, pusher: int, owner: int) -> int:
-        return self._rings_start + ring_number(pusher, owner) * self._ring_bytes
+    def _header_start(self, pusher: int, owner: int, place: int) -> int:
+        return self._rings_start + ring_number(pusher, owner) * self._ring_bytes + place
 
 
 def ring_number(pusher: int, owner: int) -> int:
     """Return the number of a pusher's ring at an owner, which has none for itself. Local."""
     return pusher - (pusher > owner)
-
-
-def align(num_bytes: int, alignment: int) -> int:
-    """Return the next multiple of the alignment. Local."""
-    return -(-num_bytes // alignment) * alignment

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from odc_mpi.comm.host import Footprint, Host, Layout
+from odc_mpi.comm.host import Footprint, Host, Layout, owned_parts
 from odc_mpi.comm.pending import Done, Fetch, Pending
 from odc_mpi.comm.transport import ParameterStore
-from odc_mpi.comm.windows.rma import COPIES_WHAT_IS_SEEN, Flush, ReadableWindow, WindowKind
+from odc_mpi.comm.windows.rma import COPIES_WHAT_IS_SEEN, Window, WindowKind, flush_later
+from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.runtime.world import World
 
 
@@ -35,12 +36,10 @@ class ParameterWindows(Host):
         self.dtype = dtype
         self._world = world
         self._kind = kind
-        self._windows: list[ReadableWindow] = []
+        self._windows: list[Window | SharedWindow] = []
         self.are_whole = False
-        # Each rank begins with the next one, so that not all of them ask rank 0 first.
-        self._peers = [(world.rank + 1 + i) % world.size for i in range(world.size)]
 
-    def __getitem__(self, index: int) -> ReadableWindow:
+    def __getitem__(self, index: int) -> Window | SharedWindow:
         return self._windows[index]
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
@@ -56,8 +55,8 @@ class ParameterWindows(Host):
 
     def parts(self, index: int) -> dict[int, tuple[int, int]]:
         """Return the owners that have elements of an array, and the first and the end of each one's part. Local."""
-        parts = {owner: self.layouts[index].owned(owner) for owner in self._peers}
-        return {owner: part for owner, part in parts.items() if part[0] < part[1]}
+        layout = self.layouts[index]
+        return {owner: (start, stop) for owner, start, stop in owned_parts(layout, self._world.rank, 0, layout.numel)}
 
     def start_gets(self, index: int, owners: Sequence[int], buffer: torch.Tensor) -> Pending:
         """Start to read the parts of these owners into a buffer for the whole array. One-sided."""
@@ -67,7 +66,7 @@ class ParameterWindows(Host):
             for owner in owners:
                 start, stop = layout.owned(owner)
                 window.get(owner, memory[start * buffer.itemsize : stop * buffer.itemsize])
-        return Flush(self._world, window.flush, what, owners, buffer)
+        return flush_later(self._world, window.flush, what, owners, buffer)
 
     def sync(self) -> None:  # noqa: D102
         for window in self._windows:

@@ -13,13 +13,15 @@ uses it: for the way from other nodes into a `SharedWindow`.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from odc_mpi.comm.pending import Later
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.library import memory_model
 from odc_mpi.runtime.world import World
@@ -31,40 +33,11 @@ Memory: TypeAlias = np.ndarray | memoryview
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
 #: One message carries at most this many elements: counts are C ints in many MPI libraries.
 MAX_MESSAGE_NUMEL = 1 << 27
+#: What begins in a window begins at a multiple of so many bytes, a cache line.
+ALIGNMENT = 64
 #: Whether tensors that look at a window's memory can be given memory of their own when it is freed: not by older
 #: versions of torch.
 COPIES_WHAT_IS_SEEN = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-class ReadableWindow(Protocol):
-    """A window from which parameters are fetched.
-
-    Attributes:
-        tensor: This rank's shard, over the window's memory.
-        whole: The shards of all ranks in rank order, `[size * numel]`, if this rank sees them in place one after the
-            other; else None.
-    """
-
-    tensor: torch.Tensor
-    whole: torch.Tensor | None
-
-    def near(self, target: int) -> torch.Tensor | None:
-        """Return a rank's shard if this rank sees it in place, else None. Local."""
-
-    def in_place(self) -> list[torch.Tensor]:
-        """Return the memory that this rank sees in place, each piece once. Local."""
-
-    def get(self, target: int, buffer: Memory) -> None:
-        """Start to read the first elements of a rank's shard into bytes. One-sided; `flush` completes it."""
-
-    def flush(self) -> None:
-        """Complete everything that this rank started. One-sided."""
-
-    def sync(self) -> None:
-        """Make loads and stores and one-sided accesses see each other. Local."""
-
-    def free(self) -> None:
-        """Free the memory; who still looks at it sees a copy. Collective."""
 
 
 class Window:
@@ -78,6 +51,7 @@ class Window:
 
     Attributes:
         tensor: This rank's shard, over the window's memory, zero at first.
+        whole: None: no rank sees the shards of others in place, as those of a `SharedWindow`.
     """
 
     whole: torch.Tensor | None = None
@@ -222,29 +196,30 @@ class WindowKind:
 HOST_WINDOWS = WindowKind(Window)
 
 
-class Flush:
-    """Completes operations that were started on a window.
+def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    """Return the next multiple of the alignment. Local."""
+    return -(-num_bytes // alignment) * alignment
+
+
+def flush_later(
+    world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
+) -> Later:
+    """Return operations that were started on a window, to be completed where they are waited for. Local.
 
     Args:
         world: Gives the wait its deadline.
         flush: The window's method that completes them.
         what: What is waited for, to follow "while".
-        owners: The ranks at whose memory the operations are; by default any.
+        owners: The ranks at whose memory the operations are.
         memory: What the operations read or fill. MPI holds no reference: without one here, memory that the caller lets
             go of between start and wait would be somebody else's by the time it travels.
     """
 
-    def __init__(
-        self, world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
-    ) -> None:
-        self._world, self._flush, self._what, self._owners = world, flush, what, owners
-        self._memory: torch.Tensor | None = memory
+    def complete(_memory: torch.Tensor) -> None:
+        with world.deadline(what, owners):
+            flush()
 
-    def wait(self) -> None:
-        """Return once they are complete. One-sided."""
-        with self._world.deadline(self._what, self._owners):
-            self._flush()
-        self._memory = None
+    return Later(partial(complete, memory))
 
 
 def read_shard(win: MPI.Win, target: int, buffer: Memory, itemsize: int, start: int) -> None:

@@ -131,7 +131,8 @@ class Unit:
             start = int(array.storage_offset()) + slot.start
             # Of inference tensors nobody counts the changes.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-                whole = self.look(i, array.dtype, start, shape, _contiguous_stride(shape))
+                contiguous = torch.empty(shape, device="meta").stride()
+                whole = self.look(i, array.dtype, start, shape, contiguous)
             self._handed_out[name] = whole, whole._version
         return self._handed_out[name][0].detach()
 
@@ -143,11 +144,3 @@ class Unit:
                     f"{name} was changed in place, which trains nothing and may reach other ranks: expected changes "
                     "before shard_model, or of the slices in model.shard_parameters() before publish()"
                 )
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, strides = 1, []
-    for extent in reversed(shape):
-        strides.append(stride)
-        stride *= max(1, extent)
-    return tuple(reversed(strides))
