@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from odc_mpi.errors import UserError
+from odc_mpi.wording import shortened
 
 _ROLES = ("system", "user", "assistant", "tool")
 #: The roles of `conversations`, as ShareGPT and the sets that follow it name them.
@@ -312,7 +313,7 @@ def _names(record: Mapping[str, Any]) -> str:
 
 def _cut(text: str) -> str:
     """Cut what a file may hold to what a message may hold."""
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return shortened(text, 200)
 
 
 def _kind(value: Any) -> str:

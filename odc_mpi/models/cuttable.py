@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from odc_mpi.data.loader import bounds_of
 from odc_mpi.errors import in_one_line
 from odc_mpi.models.attention import UncuttableError
 
@@ -117,12 +118,10 @@ class _Loss:
 def _inputs() -> dict[str, Any]:
     """Return a piece of three tokens: the arguments of `data.loader.read_piece`."""
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
-    bounds = torch.tensor([0, 3], dtype=torch.int32)
     inputs = dict.fromkeys(("input_ids", "position_ids", "labels", "shift_labels"), tokens)
     # The mask of ones keeps transformers from looking for sequences in the positions, which have no values here.
     inputs["attention_mask"] = torch.ones_like(tokens)
-    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 3, "max_length_k": 3}
-    return inputs | lengths | {"num_items_in_batch": 3, "use_cache": False}
+    return {**inputs, **bounds_of([3]), "num_items_in_batch": 3}
 
 
 def _rope_types(content: Any) -> Iterator[str]:

@@ -6,7 +6,6 @@ Parameters stay on the meta device, and their values are read slice by slice, on
     model = shard_model(built.module, world, weights=built.weights)
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.models import build
 from odc_mpi.models.adapter_directory import from_adapter_directory, is_adapter_directory
 from odc_mpi.models.adapters import add_adapters
-from odc_mpi.models.configuration import first_difference
+from odc_mpi.models.configuration import configuration_of, first_difference
 from odc_mpi.models.weights import DigestedWeights, check_base, describe
 
 
@@ -129,8 +128,7 @@ def refuse_base(path: Path, base: Path | None) -> None:
 
 
 def _require_configuration(checkpoint: Checkpoint, built: build.BuiltModel, place: Path) -> None:
-    config = json.loads(built.module.config.to_json_string(use_diff=False))
-    if difference := first_difference(checkpoint.manifest.about, config):
+    if difference := first_difference(checkpoint.manifest.about, configuration_of(built.module)):
         key, theirs, ours = difference
         raise UserError(
             f"{checkpoint.directory} holds adapters over a base with {key} {theirs!r}, got {ours!r} in {place}: name "

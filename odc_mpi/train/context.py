@@ -18,8 +18,6 @@ from odc_mpi.models.attention import UncuttableError
 from odc_mpi.models.build import BuiltModel
 from odc_mpi.models.cuttable import AttentionShape, attention_shape
 from odc_mpi.models.piece_attention import Exchange, attend
-from odc_mpi.runtime.world import World
-from odc_mpi.shard.model import ShardedModel
 from odc_mpi.train.settings import Config
 
 
@@ -98,23 +96,6 @@ def check(config: Config) -> None:
                 f"data.context_parallel: auto goes with {setting} {wanted}, got {value}: set {setting} to {wanted}, or "
                 "data.context_parallel to off"
             )
-
-
-def open_windows(cutting: Cutting, world: World, model: ShardedModel, *, in_place: bool) -> PieceWindows | None:
-    """Allocate memory for keys and values of pieces, if sequences are cut. Collective.
-
-    Args:
-        cutting: As chosen.
-        world: The ranks.
-        model: Whose gradients this rank serves while it waits.
-        in_place: Whether ranks of a node read each other's memory in place.
-
-    Raises:
-        UserError: There is too little shared memory; raised on every rank.
-    """
-    if cutting.shape is None:
-        return None
-    return PieceWindows(world, cutting.sizes, in_place=in_place, serve=model.serve)
 
 
 class Pieces:
