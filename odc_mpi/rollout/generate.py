@@ -70,8 +70,6 @@ def generate(
 ) -> Completion:
     """Continue a prompt. Local; one-sided if the module is that of a sharded model.
 
-    The module's mode and settings and torch's random state are afterwards what they were before.
-
     Args:
         module: A causal language model of transformers; of a sharded model its `module`.
         prompt: To continue.

@@ -85,8 +85,6 @@ def sample(
 ) -> None:
     """Draw completions of prompts in one decode batch. Local; one-sided if the module is that of a sharded model.
 
-    The module's mode and settings and torch's random state are afterwards what they were before.
-
     Args:
         module: A causal language model of transformers; of a sharded model its `module`. It must have positions for
             the longest prompt and `max_completion_length` more.

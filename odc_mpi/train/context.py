@@ -99,11 +99,7 @@ def check(config: Config) -> None:
 
 
 class Pieces:
-    """This rank's pieces of the sequences of one minibatch after the other.
-
-    Args:
-        windows: Of this rank.
-    """
+    """This rank's pieces of the sequences of one minibatch after the other."""
 
     def __init__(self, windows: PieceWindows) -> None:
         self.windows = windows

@@ -32,11 +32,7 @@ from odc_mpi.train.settings import Config, RunConfig
 
 
 class HeldOut(Participant, ABC):
-    """Evaluates before the first step if asked to, every `run.eval_every` steps, and after the last one.
-
-    Args:
-        run: When to.
-    """
+    """Evaluates before the first step if asked to, every `run.eval_every` steps, and after the last one."""
 
     def __init__(self, run: RunConfig) -> None:
         self._run = run
@@ -66,9 +62,6 @@ class Evaluation(HeldOut):
     """The loss over held-out sequences. Making one is collective.
 
     Args:
-        config: Of the run.
-        world: The ranks.
-        model: In training.
         dataset: Held out; closed with the run.
         cost: Of a sequence.
     """

@@ -13,14 +13,7 @@ from odc_mpi.wording import shortened
 
 
 class ShownCompletions(Participant):
-    """Writes and shows completions every `every` steps.
-
-    Args:
-        world: The ranks.
-        source: Keeps them.
-        run_dir: Of the run.
-        every: Steps.
-    """
+    """Writes and shows every `every` steps the completions that the source has kept."""
 
     def __init__(self, world: World, source: RolloutSource, run_dir: Path, every: int) -> None:
         self._world, self._source, self._every = world, source, every

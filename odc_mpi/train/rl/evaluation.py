@@ -23,15 +23,7 @@ _EXACT_SHARES = 16
 
 
 class RewardEvaluation(HeldOut):
-    """The rewards of held-out prompts. Making one is collective.
-
-    Args:
-        config: Of the run.
-        world: The ranks.
-        model: In training.
-        prompts: Held out; closed with the run.
-        rewards: Of completions.
-    """
+    """The rewards of held-out prompts, which are closed with the run. Making one is collective."""
 
     columns: ClassVar = (
         Column("eval", 8, lambda line: f"{line['eval_reward']:.4f}" if line.get("eval_reward") is not None else ""),

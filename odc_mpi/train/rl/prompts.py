@@ -13,14 +13,7 @@ from odc_mpi.rollout.decoding import Prompt
 
 
 class PromptLoader(ShuffledEpochs):
-    """An endless, resumable sequence of minibatches of prompts.
-
-    Args:
-        prompts: The caller closes them.
-        num_prompts: In a minibatch, over all ranks.
-        seed: Of the shuffle.
-        rank: This rank.
-    """
+    """An endless, resumable sequence of minibatches of prompts."""
 
     def __init__(self, prompts: Prompts, num_prompts: int, seed: int, rank: int) -> None:
         super().__init__(prompts, num_prompts, seed)

@@ -18,7 +18,7 @@ from odc_mpi.train.settings import Config
 
 
 def reference_policy(config: Config, world: World, model: ShardedModel, decision: Decision) -> Reference:
-    """Make the function that returns log-probabilities of a microbatch under the reference. Collective; it is one-sided.
+    """Make the function of a microbatch that returns its log-probabilities, one-sided. Collective.
 
     Args:
         config: Of the run.

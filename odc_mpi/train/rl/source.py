@@ -44,12 +44,7 @@ class RolloutSource(Source):
     """Prompts, generated from and trained on within one minibatch. Making one is collective.
 
     Args:
-        config: Of the run.
-        world: The ranks.
-        model: Generates.
         prompts: Closed with the source.
-        loader: Of minibatches of prompts.
-        rewards: Of completions.
         engine: What generates.
 
     Attributes:
