@@ -47,7 +47,7 @@ def load_model(
     if is_adapter_directory(path):  # first, as transformers does where both are there
         return from_adapter_directory(path, attn_implementation or "sdpa", base)
     if build.is_model_directory(path):
-        refuse_base(path, base)
+        _refuse_base(path, base)
         return build.from_directory(path, attn_implementation or "sdpa")
     return load_checkpoint(newest(path), rank, size, attn_implementation, base)
 
@@ -68,7 +68,7 @@ def load_checkpoint(
         built = load_base(checkpoint, rank, size, attn_implementation, base)
         built = add_adapters(built, about["adapter"], about["config"]["run"]["seed"], dtype)
     else:
-        refuse_base(checkpoint.directory, base)
+        _refuse_base(checkpoint.directory, base)
         built = build.from_saved_config(about["transformers_config"], attn_implementation or _attention(checkpoint))
         for parameter in built.module.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -117,12 +117,7 @@ def load_base(
     return built
 
 
-def refuse_base(path: Path, base: Path | None) -> None:
-    """Refuse a base for what is no adapters. Local.
-
-    Raises:
-        UserError: One was given.
-    """
+def _refuse_base(path: Path, base: Path | None) -> None:
     if base is not None:
         raise UserError(f"--base goes with adapters, {path} holds a whole model: leave --base out")
 

@@ -82,7 +82,7 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
         rank=rank,
         size=size,
         cost=first_cost(config.data, built),
-        cuts=cutting.shape is not None,
+        cuts=cutting.sizes is not None,
         exact=config.run.exact,
     )
     return Inputs(dataset, built, loader, _open_evaluation(config, built), cutting)

@@ -163,7 +163,7 @@ def build_trainer(
     # With collectives ranks wait for the slowest in each fetch and push, and have to take part in all of them.
     one_sided = decision.transport == "window"
     windows: PieceWindows | None = None
-    if inputs.cutting.shape is not None:
+    if inputs.cutting.sizes is not None:
         in_place = decision.zero_copy.choice == "on"
         # The gradients that this rank owns are served while it waits for keys and values.
         windows = PieceWindows(world, inputs.cutting.sizes, in_place=in_place, serve=model.serve)

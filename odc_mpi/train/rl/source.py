@@ -170,13 +170,13 @@ class RolloutSource(Source):
             group = self._finish(positions[i], indices[i], rows[i], completions)
             if group is not None and not self._exchange.offer(group.position, group.to_bytes()):
                 self._exchange.settle(group.position)
-                self._tally.num_kept += 1
+                self._tally.add("groups_kept")
                 kept.append(group)
 
         prompts = [self._text.tokens(index, row) for index, row in zip(indices, rows, strict=True)]
         with self._model.doing("generating") as self._note, on_this_rank(self._model):
             self._engine(self._model.module, prompts, self._sampling(self._step.number), deliver, self._tell_token)
-        self._tally.generate_s += time.perf_counter() - began
+        self._tally.add("generate_s", time.perf_counter() - began)
         return kept
 
     def _sampling(self, step: int) -> GroupSampling:
@@ -227,7 +227,7 @@ class RolloutSource(Source):
             )
 
     def _batches(self, groups: list[RolloutGroup]) -> Iterator[Batch]:
-        self._tally.num_trained += len(groups)
+        self._tally.add("groups_trained", len(groups))
         for packed in [[group] for group in groups] if self._exact else [groups]:
             yield from batches(packed, self._max_tokens, with_all=self._rl.beta > 0)
 
@@ -238,7 +238,7 @@ class RolloutSource(Source):
         num_tokens = 0
         for _, owner, content in self._exchange.claim(count):
             groups.append(RolloutGroup.from_bytes(content))
-            self._tally.num_from_others += owner != self._world.rank
+            self._tally.add("groups_from_others", owner != self._world.rank)
             num_tokens += sum(len(groups[-1].prompt) + len(tokens) for tokens in groups[-1].completions)
             if len(groups) == most or num_tokens >= self._max_tokens:
                 break
@@ -253,7 +253,7 @@ class RolloutSource(Source):
             while self._exchange.look(count) == before:
                 time.sleep(sleep_s)
                 sleep_s = min(_MAX_SLEEP_S, 1.5 * sleep_s)
-        self._tally.wait_s += time.perf_counter() - began
+        self._tally.add("rollout_wait_s", time.perf_counter() - began)
 
 
 def _plain(value: float) -> float | None:
