@@ -32,13 +32,12 @@ class BadLines:
         skip: Whether to go on without them; otherwise the first one is an error.
 
     Attributes:
-        skip: As given.
         num_skipped: Lines left out so far.
         first: What is wrong with the first three of them.
     """
 
     def __init__(self, skip: bool = False) -> None:
-        self.skip = skip
+        self._skip = skip
         self.num_skipped = 0
         self.first: list[str] = []
 
@@ -48,7 +47,7 @@ class BadLines:
         Raises:
             UserError: Such lines are not to be skipped.
         """
-        if not self.skip:
+        if not self._skip:
             raise UserError(f"{error}; to leave such lines out: --bad-lines skip") from error
         self.num_skipped += 1
         if len(self.first) < _NUM_NAMED:
