@@ -167,9 +167,7 @@ class _Plan:
 def _plan(words: Sequence[str], out: Path, options: Options) -> _Plan:
     options.check()
     sources = find_sources(words)
-    outs = [out, eval_path_of(out)] if options.eval_fraction else [out]
-    for path in outs:
-        check_out(path, sources)
+    outs = outs_of(out, options, sources)
     place = find_tokenizer(options.tokenizer) if options.tokenizer else out
     files = tokenizer_files(place) if options.tokenizer else {}
     return _Plan(words, sources, options, outs, place, files, _request(sources, options, files))
@@ -188,18 +186,21 @@ def _request(sources: Sequence[Source], options: Options, files: Mapping[str, by
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
-def check_out(out: Path, sources: Sequence[Source]) -> None:
-    """Refuse a place where a data set cannot be, before anything is read. Local.
+def outs_of(out: Path, options: Options, sources: Sequence[Source]) -> list[Path]:
+    """Return the files to write, `out` and that of what is held out, before anything is read. Local.
 
     Raises:
-        UserError: It is a directory, or a source.
+        UserError: One of them is a directory, or a source.
     """
-    if out.is_dir():
-        raise UserError(f"expected a file to write as OUT, got the directory {str(out)!r}: change OUT")
-    if out.suffix == DIRECTORY_SUFFIX:
-        raise UserError(f"expected OUT without the suffix {DIRECTORY_SUFFIX}, got {str(out)!r}: change OUT")
-    if out.exists() and any(out.samefile(file) for source in sources for file in source.files):
-        raise UserError(f"expected OUT to be another file than SOURCE, got {str(out)!r} for both: change OUT")
+    outs = [out, eval_path_of(out)] if options.eval_fraction else [out]
+    for path in outs:
+        if path.is_dir():
+            raise UserError(f"expected a file to write as OUT, got the directory {str(path)!r}: change OUT")
+        if path.suffix == DIRECTORY_SUFFIX:
+            raise UserError(f"expected OUT without the suffix {DIRECTORY_SUFFIX}, got {str(path)!r}: change OUT")
+        if path.exists() and any(path.samefile(file) for source in sources for file in source.files):
+            raise UserError(f"expected OUT to be another file than SOURCE, got {str(path)!r} for both: change OUT")
+    return outs
 
 
 @contextmanager
