@@ -78,21 +78,22 @@ class _Survey:
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self._calls: list[tuple[int, int]] = []
+        self._layers: list[int] = []
+        self._sizes: list[int] = []
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
         """Note a call. Local."""
-        self._calls.append((layer, (key.numel() + value.numel()) // key.shape[2]))
+        self._layers.append(layer)
+        self._sizes.append((key.numel() + value.numel()) // key.shape[2])
         return torch.empty_like(query)
 
     def shape(self) -> AttentionShape:
         """Return the shape of the attention that was asked for. Local."""
-        layers, sizes = [layer for layer, _ in self._calls], [size for _, size in self._calls]
-        if not layers or layers != list(range(len(layers))):
-            raise UncuttableError(f"expected one attention in each layer, in order, got layers {layers}")
-        return AttentionShape(len(layers), max(sizes))
+        if not self._layers or self._layers != list(range(len(self._layers))):
+            raise UncuttableError(f"expected one attention in each layer, in order, got layers {self._layers}")
+        return AttentionShape(len(self._layers), max(self._sizes))
 
 
 class _Loss:
