@@ -1,6 +1,7 @@
 """Reading JSON lines in blocks, plain or compressed by gzip or Zstandard. What a line holds is in `examples`."""
 
 import codecs
+import gzip
 import io
 import sys
 import zlib
@@ -101,14 +102,18 @@ def _numbered(path: Path, advance: Callable[[int], None]) -> Iterator[tuple[int,
 def _decompressed(file: BinaryIO, path: Path) -> BinaryIO:
     """Return the stream of a file's text."""
     if path.suffix == ".gz":
-        try:
-            from isal.igzip import GzipFile  # reads the same bytes several times as fast
-        except ImportError:
-            from gzip import GzipFile
-        return cast(BinaryIO, GzipFile(fileobj=file, mode="rb"))
+        return cast(BinaryIO, _gzip_file()(fileobj=file, mode="rb"))
     if path.suffix == ".zst":
         return cast(BinaryIO, io.BufferedReader(_open_zstd(file, path), 1 << 20))
     return file
+
+
+def _gzip_file() -> Any:
+    try:
+        from isal.igzip import GzipFile  # reads the same bytes several times as fast
+    except ImportError:
+        return gzip.GzipFile
+    return GzipFile
 
 
 def _open_zstd(file: BinaryIO, path: Path) -> Any:

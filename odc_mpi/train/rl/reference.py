@@ -1,7 +1,7 @@
 """The policy at the start of a run, from which `rl.beta` keeps the trained one: without adapters, or a frozen copy."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ def reference_policy(config: Config, world: World, model: ShardedModel, decision
     policy = model if has_adapters else _frozen_copy(config, world, decision)
 
     def logps(batch: RolloutBatch) -> torch.Tensor:
-        with _without_adapters(policy.module) if has_adapters else nullcontext(), torch.no_grad():
+        off: AbstractContextManager[None] = _without_adapters(policy.module) if has_adapters else nullcontext()
+        with off, torch.no_grad():
             places, targets = batch.places.to(policy.device), batch.targets.to(policy.device)
             return token_logps(policy.module, batch.inputs, places, targets, config.rl.temperature)
 
