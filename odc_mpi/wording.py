@@ -1,4 +1,4 @@
-"""Sizes, durations and near misses of names in words, the same in tables, pictures and messages. Local, all of it."""
+"""Sizes, durations, long texts and near misses of names, the same in tables, pictures and messages. Local."""
 
 import difflib
 from collections.abc import Iterable
@@ -27,6 +27,11 @@ def format_seconds(value: float) -> str:
     unit, scale = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-4 else ("us", 1e6)
     scaled = value * scale
     return f"{scaled:.0f} {unit}" if scaled >= 10 else f"{scaled:.2g} {unit}"
+
+
+def shortened(text: str, most: int) -> str:
+    """Cut a text to so many characters, the last three of them dots. Local."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = " ({})") -> str:

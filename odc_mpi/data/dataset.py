@@ -174,9 +174,6 @@ class Dataset(AbstractContextManager["Dataset"]):
     def __init__(self, path: Path | str) -> None:
         """Open a file that `prepare` wrote, each rank for itself. Local.
 
-        Args:
-            path: The file.
-
         Raises:
             UserError: It is missing, not ours, written by a newer version, or damaged.
         """
@@ -260,11 +257,7 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
-    """Return the counts of `prepare`, if it wrote these data sets for this request. Local.
-
-    Args:
-        paths: The data sets.
-        request: Its digest.
+    """Return the counts of `prepare`, if it wrote these data sets for the request of this digest. Local.
 
     Returns:
         The counts by name; None if a data set is missing, unfinished, damaged or of another request.

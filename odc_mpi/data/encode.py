@@ -175,7 +175,6 @@ def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...] | N
         UserError: There is no template, or it rewrites earlier turns.
         BadLine: The template refuses the messages, or its text cannot be tokenised.
     """
-    _require_template(tokenizer, chat)
     special = _special(tokenizer) if special is None else special
     learnt = [i for i in range(len(chat.messages)) if chat.learns(i)]
     prompts = _render(tokenizer, chat, learnt, for_generation=True)
@@ -202,15 +201,7 @@ def render_prompt(tokenizer: Any, chat: Conversation, *, for_generation: bool = 
     Raises:
         UserError: There is no chat template, or it refuses the messages.
     """
-    _require_template(tokenizer, chat)
     return _render(tokenizer, chat, [len(chat.messages)], for_generation=for_generation)[0]
-
-
-def _require_template(tokenizer: Any, chat: Conversation) -> None:
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"{chat.where}: 'messages' need a chat template, and the tokenizer has none: change --tokenizer"
-        )
 
 
 def _render(tokenizer: Any, chat: Conversation, counts: Sequence[int], *, for_generation: bool) -> list[str]:
@@ -220,6 +211,10 @@ def _render(tokenizer: Any, chat: Conversation, counts: Sequence[int], *, for_ge
     """
     if not counts:
         return []
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{chat.where}: 'messages' need a chat template, and the tokenizer has none: change --tokenizer"
+        )
     try:
         if 0 in counts:
             raise ValueError("expected a message, got none")

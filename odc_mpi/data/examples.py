@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from odc_mpi.errors import UserError
+from odc_mpi.wording import shortened
 
 _ROLES = ("system", "user", "assistant", "tool")
 #: The roles of `conversations`, as ShareGPT and the sets that follow it name them.
@@ -31,13 +32,12 @@ class BadLines:
         skip: Whether to go on without them; otherwise the first one is an error.
 
     Attributes:
-        skip: As given.
         num_skipped: Lines left out so far.
         first: What is wrong with the first three of them.
     """
 
     def __init__(self, skip: bool = False) -> None:
-        self.skip = skip
+        self._skip = skip
         self.num_skipped = 0
         self.first: list[str] = []
 
@@ -47,7 +47,7 @@ class BadLines:
         Raises:
             UserError: Such lines are not to be skipped.
         """
-        if not self.skip:
+        if not self._skip:
             raise UserError(f"{error}; to leave such lines out: --bad-lines skip") from error
         self.num_skipped += 1
         if len(self.first) < _NUM_NAMED:
@@ -312,7 +312,7 @@ def _names(record: Mapping[str, Any]) -> str:
 
 def _cut(text: str) -> str:
     """Cut what a file may hold to what a message may hold."""
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return shortened(text, 200)
 
 
 def _kind(value: Any) -> str:

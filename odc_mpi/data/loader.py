@@ -17,6 +17,7 @@ from odc_mpi.data.plan.balance import BALANCES, Balance, Plan, check_fit
 from odc_mpi.data.plan.context import check_pieces_fit, split_longest
 from odc_mpi.data.plan.cost import Cost
 from odc_mpi.data.plan.same_cut import same_cut
+from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.errors import UserError
 from odc_mpi.wording import did_you_mean
 
@@ -160,7 +161,7 @@ def read_batch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Batch:
         "input_ids": torch.from_numpy(np.concatenate([tokens for tokens, _ in sequences]))[None],
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "labels": torch.from_numpy(flat_labels)[None],
-        **_bounds(lengths),
+        **bounds_of(lengths),
     }
     return Batch(inputs, int(np.count_nonzero(flat_labels != IGNORED_LABEL)), sum(lengths), indices)
 
@@ -190,24 +191,77 @@ def read_piece(dataset: Dataset, index: int, begin: int, end: int) -> Batch:
         "labels": torch.from_numpy(labels[begin:end])[None],
         "shift_labels": torch.from_numpy(shifted)[None],
         "num_items_in_batch": max(1, num_trained),
-        **_bounds([num_tokens]),
+        **bounds_of([num_tokens]),
     }
     return Batch(inputs, num_trained, num_tokens, np.array([index]), is_piece=True)
 
 
-def _bounds(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the bounds of the sequences in a row, as transformers' FlashAttentionKwargs have them."""
+def bounds_of(lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the bounds of the sequences in a row, as transformers' FlashAttentionKwargs have them. Local."""
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     longest = dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
     # With a cache, which is the default, transformers silently ignores the bounds of sequences.
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **longest, "use_cache": False}
 
 
-class Loader:
-    """An endless iterator over minibatches. Its state is the position of the next minibatch.
+class ShuffledEpochs:
+    """Which sequences or prompts each minibatch has, without end. Its state is the position of the next minibatch.
 
     Each data epoch shuffles the data set anew and goes through it once; its last minibatch may be smaller. The order
     depends on the seed and the data epoch only, so a run resumes on another number of ranks with the same minibatches.
+
+    Args:
+        dataset: The caller closes it.
+        num_drawn: Sequences or prompts in a minibatch, over all ranks.
+        seed: Of the shuffle.
+    """
+
+    def __init__(self, dataset: Dataset | Prompts, num_drawn: int, seed: int) -> None:
+        self._dataset: Any = dataset
+        self._num_drawn, self._seed = num_drawn, seed
+        self._move_to(0, 0)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position of the next minibatch. Local; the same on every rank.
+
+        Returns:
+            `data_epoch`, and `position`, the number of its sequences or prompts that were drawn already.
+        """
+        return {"data_epoch": self._data_epoch, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue at the position of a `state_dict`. Local.
+
+        Args:
+            state: A `state_dict` for the same data set and seed.
+
+        Raises:
+            UserError: The data set has no such position, so it is not the same.
+        """
+        data_epoch, position = state["data_epoch"], state["position"]
+        if data_epoch < 0 or not 0 <= position < len(self._dataset):
+            raise UserError(
+                f"expected a position from 0 to {len(self._dataset) - 1} in {str(self._dataset.path)!r}, got "
+                f"{position} of data epoch {data_epoch} from the checkpoint: set data.path to what it was trained on"
+            )
+        self._move_to(data_epoch, position)
+
+    def _draw(self) -> tuple[dict[str, int], npt.NDArray[np.int64]]:
+        """Move on; return the position before that, and the sequences or prompts of the minibatch there."""
+        place, indices = self.state_dict(), self._order[self._position : self._position + self._num_drawn]
+        if self._position + len(indices) < len(self._dataset):
+            self._position += len(indices)
+        else:
+            self._move_to(self._data_epoch + 1, 0)
+        return place, indices
+
+    def _move_to(self, data_epoch: int, position: int) -> None:
+        self._data_epoch, self._position = data_epoch, position
+        self._order = np.random.default_rng([self._seed, data_epoch]).permutation(len(self._dataset))
+
+
+class Loader(ShuffledEpochs):
+    """An endless iterator over minibatches, in the order of `ShuffledEpochs`.
 
     Attributes:
         cost: Cost of a sequence; may be set, to the same on every rank, for later minibatches.
@@ -259,56 +313,19 @@ class Loader:
             check_pieces_fit(dataset.lengths, size, max_tokens_per_microbatch)
         else:
             check_fit(dataset.lengths, max_tokens_per_microbatch)
-        self._dataset = dataset
-        self._minibatch_sequences = minibatch_sequences
+        super().__init__(dataset, minibatch_sequences, seed)
         self._max_tokens = max_tokens_per_microbatch
-        self._seed, self._rank, self._size = seed, rank, size
+        self._rank, self._size = rank, size
         self.cost = cost
-        self._move_to(0, 0)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the position of the next minibatch. Local; the same on every rank.
-
-        Returns:
-            `data_epoch`, and `position`, the number of its sequences that were drawn already.
-        """
-        return {"data_epoch": self._data_epoch, "position": self._position}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the position of a `state_dict`. Local.
-
-        Args:
-            state: A `state_dict` for the same data set and seed.
-
-        Raises:
-            UserError: The data set has no such position, so it is not the same.
-        """
-        data_epoch, position = state["data_epoch"], state["position"]
-        if data_epoch < 0 or not 0 <= position < len(self._dataset):
-            raise UserError(
-                f"expected a position from 0 to {len(self._dataset) - 1} in {str(self._dataset.path)!r}, got "
-                f"{position} of data epoch {data_epoch} from the checkpoint: set data.path to what it was trained on"
-            )
-        self._move_to(data_epoch, position)
-
-    def _move_to(self, data_epoch: int, position: int) -> None:
-        self._data_epoch, self._position = data_epoch, position
-        self._order = np.random.default_rng([self._seed, data_epoch]).permutation(len(self._dataset))
 
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> Minibatch:
         """Draw the next minibatch and plan it; nothing is read from the file yet."""
-        indices = self._order[self._position : self._position + self._minibatch_sequences]
+        place, indices = self._draw()
         plan = self._balance(self._dataset.lengths[indices], self._size, self._max_tokens, self.cost)
-        place = {"data_epoch": self._data_epoch, "position": self._position}
-        minibatch = Minibatch.of(self._dataset, indices, plan, self._rank, **place)
-        if self._position + len(indices) < len(self._dataset):
-            self._position += len(indices)
-        else:
-            self._move_to(self._data_epoch + 1, 0)
-        return minibatch
+        return Minibatch.of(self._dataset, indices, plan, self._rank, **place)
 
 
 def _find_balance(name: str) -> Balance:

@@ -5,15 +5,13 @@ left out, as a line of JSON leaves them out.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from odc_mpi.data.jsonl import Take
 from odc_mpi.errors import UserError, in_one_line
-
-if TYPE_CHECKING:
-    import pyarrow.parquet
 
 SUFFIX = ".parquet"
 _BATCH_ROWS = 256
@@ -69,18 +67,15 @@ def read_rows(path: Path, take: Take, advance: Callable[[int], None]) -> Iterato
     """
     pyarrow = _library(str(path))
     size, done = path.stat().st_size, 0
-    try:
-        with _open(path) as file:
-            total = max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
-                taken = [i for i in range(batch.num_rows) for _ in range(take())]
-                if taken:
-                    text = _without_times(pyarrow, batch.take(taken))
-                    yield Rows(str(path), [done + i + 1 for i in taken], _stream_of(pyarrow, text))
-                done += batch.num_rows
-                advance(size * batch.num_rows // total)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
+    with _opened(path) as file:
+        total = max(1, file.metadata.num_rows)
+        for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
+            taken = [i for i in range(batch.num_rows) for _ in range(take())]
+            if taken:
+                text = _without_times(pyarrow, batch.take(taken))
+                yield Rows(str(path), [done + i + 1 for i in taken], _stream_of(pyarrow, text))
+            done += batch.num_rows
+            advance(size * batch.num_rows // total)
 
 
 def count_rows(path: Path) -> int:
@@ -89,18 +84,19 @@ def count_rows(path: Path) -> int:
     Raises:
         UserError: The file cannot be read, or pyarrow is missing.
     """
+    with _opened(path) as file:
+        return int(file.metadata.num_rows)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file; an error of reading it in the enclosed code becomes one about the file."""
     pyarrow = _library(str(path))
     try:
-        with _open(path) as file:
-            return int(file.metadata.num_rows)
+        with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+            yield file
     except (pyarrow.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _open(path: Path) -> "pyarrow.parquet.ParquetFile":
-    import pyarrow.parquet
-
-    return pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        raise UserError(f"{path}: cannot be read ({in_one_line(error)}): is SOURCE complete?") from error
 
 
 def _without_times(pyarrow: Any, batch: Any) -> Any:
@@ -113,10 +109,6 @@ def _stream_of(pyarrow: Any, batch: Any) -> bytes:
     with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
         stream.write_batch(batch)
     return bytes(sink.getvalue())
-
-
-def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path}: cannot be read ({in_one_line(error)}): is SOURCE complete?")
 
 
 def _library(name: str) -> Any:

@@ -26,7 +26,7 @@ from odc_mpi.data.blocks import EncodedBlock, Limits, encode_block
 from odc_mpi.data.dataset import DatasetWriter, find_counts, vocabulary_digest
 from odc_mpi.data.examples import BadLine, BadLines, Fields, Pair, example_of
 from odc_mpi.data.prepared import PrepareReport, Tally
-from odc_mpi.data.sources import STRATEGIES, Block, Source, find_sources, mix
+from odc_mpi.data.sources import Block, Source, find_sources, mix
 from odc_mpi.data.tokenizer import (
     DIRECTORY_SUFFIX,
     MIN_VOCAB_SIZE,
@@ -39,10 +39,10 @@ from odc_mpi.data.tokenizer import (
 from odc_mpi.data.workers import Job, Workers
 from odc_mpi.errors import UserError
 from odc_mpi.files import replacing
+from odc_mpi.wording import shortened
 
 #: Of less text than this a single process has tokenised most before others have loaded their libraries.
 _WORTH_PROCESSES = 32 << 20
-_MOST_CHARS = 200  # of the sources' names
 _MOST_NAMES = 3
 
 
@@ -83,21 +83,12 @@ class Options:
         Raises:
             UserError: An option is out of range.
         """
-        for name, choices in (
-            ("overlong", ("truncate", "drop")),
-            ("bad_lines", ("error", "skip")),
-            ("stopping_strategy", STRATEGIES),
-        ):
-            if (value := getattr(self, name)) not in choices:
-                raise UserError(f"expected --{name.replace('_', '-')} {' or '.join(choices)}, got {value!r}")
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"expected --eval-fraction of 0 or more and below 1, got {self.eval_fraction:g}")
         if self.max_length is not None and self.max_length < 2:
             raise UserError(f"expected --max-length of at least 2, got {self.max_length}")
         if self.tokenizer is None and self.vocab_size < MIN_VOCAB_SIZE:
             raise UserError(f"expected --vocab-size of at least {MIN_VOCAB_SIZE}, got {self.vocab_size}")
-        if self.num_proc is not None and self.num_proc < 1:
-            raise UserError(f"expected --num-proc of at least 1, got {self.num_proc}")
 
 
 def prepare(
@@ -176,9 +167,7 @@ class _Plan:
 def _plan(words: Sequence[str], out: Path, options: Options) -> _Plan:
     options.check()
     sources = find_sources(words)
-    outs = [out, eval_path_of(out)] if options.eval_fraction else [out]
-    for path in outs:
-        check_out(path, sources)
+    outs = outs_of(out, options, sources)
     place = find_tokenizer(options.tokenizer) if options.tokenizer else out
     files = tokenizer_files(place) if options.tokenizer else {}
     return _Plan(words, sources, options, outs, place, files, _request(sources, options, files))
@@ -197,18 +186,21 @@ def _request(sources: Sequence[Source], options: Options, files: Mapping[str, by
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
-def check_out(out: Path, sources: Sequence[Source]) -> None:
-    """Refuse a place where a data set cannot be, before anything is read. Local.
+def outs_of(out: Path, options: Options, sources: Sequence[Source]) -> list[Path]:
+    """Return the files to write, `out` and that of what is held out, before anything is read. Local.
 
     Raises:
-        UserError: It is a directory, or a source.
+        UserError: One of them is a directory, or a source.
     """
-    if out.is_dir():
-        raise UserError(f"expected a file to write as OUT, got the directory {str(out)!r}: change OUT")
-    if out.suffix == DIRECTORY_SUFFIX:
-        raise UserError(f"expected OUT without the suffix {DIRECTORY_SUFFIX}, got {str(out)!r}: change OUT")
-    if out.exists() and any(out.samefile(file) for source in sources for file in source.files):
-        raise UserError(f"expected OUT to be another file than SOURCE, got {str(out)!r} for both: change OUT")
+    outs = [out, eval_path_of(out)] if options.eval_fraction else [out]
+    for path in outs:
+        if path.is_dir():
+            raise UserError(f"expected a file to write as OUT, got the directory {str(path)!r}: change OUT")
+        if path.suffix == DIRECTORY_SUFFIX:
+            raise UserError(f"expected OUT without the suffix {DIRECTORY_SUFFIX}, got {str(path)!r}: change OUT")
+        if path.exists() and any(path.samefile(file) for source in sources for file in source.files):
+            raise UserError(f"expected OUT to be another file than SOURCE, got {str(path)!r} for both: change OUT")
+    return outs
 
 
 @contextmanager
@@ -271,11 +263,11 @@ def _writer(plan: _Plan, path: Path, tokenizer: Any, files: Mapping[str, bytes])
         vocabulary=vocabulary_digest(tokenizer.get_vocab()),
         tokenizer=plan.place.resolve().name,
         tokenizer_files=files,
-        source=names if len(names) <= _MOST_CHARS else f"{names[: _MOST_CHARS - 3]}...",
+        source=shortened(names, 200),
     )
 
 
-def _check_counts(counts: Sequence[int], plan: _Plan, tally: "Tally") -> None:
+def _check_counts(counts: Sequence[int], plan: _Plan, tally: Tally) -> None:
     """Refuse a data set without a sequence."""
     if not sum(counts):
         names = ", ".join(map(repr, plan.words[:_MOST_NAMES]))

@@ -17,21 +17,6 @@ _MOST_SHARES = 50  # sources; of more the report does not tell each one's share
 
 
 @dataclass(frozen=True)
-class Share:
-    """What a data set has of one of several sources.
-
-    Attributes:
-        source: Its name.
-        num_sequences: Sequences, those held out among them.
-        num_trained_tokens: Tokens in them with loss.
-    """
-
-    source: str
-    num_sequences: int
-    num_trained_tokens: int
-
-
-@dataclass(frozen=True)
 class PrepareReport:
     """The counts of a prepared data set.
 
@@ -52,7 +37,7 @@ class PrepareReport:
         eval_path: The data set of what is held out; None if nothing is.
         num_eval_sequences: Sequences in that one.
         num_eval_trained_tokens: Tokens with loss in that one.
-        shares: What each source came to, where there are several; each as the fields of `Share`.
+        shares: Of several sources each one's name, its sequences, those held out among them, and its trained tokens.
         folders: What was found in each folder, a line for each.
         elapsed_s: Seconds of tokenising and writing; None if the data set was there already.
         num_proc: Processes that tokenised.
@@ -119,13 +104,12 @@ class PrepareReport:
         return f"tokenised in {elapsed_s:.1f} s by {processes}: {self.num_tokens / max(elapsed_s, 1e-3):,.0f} tokens/s"
 
     def _describe_shares(self) -> list[str]:
-        shares = [Share(*share) for share in self.shares]
-        sequences = sum(share.num_sequences for share in shares) or 1
-        tokens = sum(share.num_trained_tokens for share in shares) or 1
+        all_sequences = sum(num_sequences for _, num_sequences, _ in self.shares) or 1
+        all_tokens = sum(num_tokens for *_, num_tokens in self.shares) or 1
         return [
-            f"{share.source}: {share.num_sequences:,} sequences ({share.num_sequences / sequences:.1%}), "
-            f"{share.num_trained_tokens:,} trained tokens ({share.num_trained_tokens / tokens:.1%})"
-            for share in shares
+            f"{source}: {num_sequences:,} sequences ({num_sequences / all_sequences:.1%}), "
+            f"{num_tokens:,} trained tokens ({num_tokens / all_tokens:.1%})"
+            for source, num_sequences, num_tokens in self.shares
         ]
 
 

@@ -18,8 +18,6 @@ from odc_mpi.data.jsonl import Take
 from odc_mpi.errors import UserError
 
 STDLIB = "stdlib"
-#: Where a weighted mixture ends, by the names of datasets.interleave_datasets.
-STRATEGIES = ("first_exhausted", "all_exhausted")
 _BLOCK_SAMPLES = 256
 _MOST_NAMES = 6  # files of a folder that are named
 _MOST_PASSES = 1000  # over one source
@@ -237,9 +235,9 @@ def mix(sources: Sequence[Source], seed: int, strategy: str) -> Mixture:
     Args:
         sources: All with a weight, or none.
         seed: Draws which examples are taken.
-        strategy: "first_exhausted": as many as there are without taking an example twice; the source that has fewest
-            for its weight is taken whole. "all_exhausted": as many as it takes until each source is taken whole, the
-            others several times.
+        strategy: As datasets.interleave_datasets names it. "first_exhausted": as many as there are without taking an
+            example twice; the source that has fewest for its weight is taken whole. "all_exhausted": as many as it
+            takes until each source is taken whole, the others several times.
 
     Raises:
         UserError: A file cannot be read, a source has no example, or one would be taken too often.

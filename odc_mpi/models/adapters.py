@@ -73,12 +73,7 @@ def add_adapters(built: BuiltModel, settings: Mapping[str, Any], seed: int, dtyp
 class AdapterWeights:
     """First values of a model with adapters: a `shard.slices.Weights`. Local.
 
-    An adapter is seeded by its name, so that its values do not depend on the number of ranks.
-
-    Args:
-        base: Of the model without adapters.
-        module: The model with adapters.
-        seed: Of the adapters.
+    An adapter is seeded by the seed and its name, so that its values do not depend on the number of ranks.
     """
 
     def __init__(self, base: Weights, module: nn.Module, seed: int) -> None:

@@ -22,8 +22,6 @@ from transformers.masking_utils import AttentionMaskInterface
 IMPLEMENTATIONS = {"sdpa": "odc_packed", "eager": "odc_packed_eager"}
 #: Kinds of layers whose state does not run across sequences, so that packing is safe with this attention.
 PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-
-
 #: The most tokens of several sequences that one call attends within. With more, a call costs less than its work, and
 #: the scores of eager attention would take memory.
 _MAX_TOKENS = 4096
@@ -206,15 +204,10 @@ def register() -> None:
 
 
 def _window_as_mask(*args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Any:
-    """Return the window of a mask, `[]` int64 on the host, or None if it has none. Local.
+    """Return the window that transformers would draw into a mask, `[]` int64 on the host, or None if it has none.
 
-    Causality is in the function itself; a whole mask would cost the square of the pack.
-
-    Args:
-        *args: Ignored.
-        local_size: The window that transformers would draw into the mask.
-        use_vmap: Whether the model adds a rule of its own to the mask.
-        **kwargs: Ignored.
+    Causality is in the function itself; a whole mask would cost the square of the pack. With `use_vmap` the model adds
+    a rule of its own to the mask.
     """
     if use_vmap:
         raise UnpackableError("packed attention serves plain causal layers without padding, got a mask of its own")

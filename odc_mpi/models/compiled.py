@@ -35,9 +35,6 @@ def compile_layers(module: nn.Module) -> None:
     To be called before `shard_model`. Compiled is what comes without a cache of keys and values; the first forward and
     backward take a minute or more.
 
-    Args:
-        module: The model.
-
     Raises:
         UserError: The model has no such layers; there is no C++ compiler.
     """

@@ -1,5 +1,6 @@
-"""Whether two transformers configurations are of models that compute the same. No communication."""
+"""transformers configurations as JSON has them, and whether two are of models that compute the same. Local."""
 
+import json
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -10,6 +11,12 @@ _INCIDENTAL = {
     *("id2label", "label2id", "bos_token_id", "eos_token_id", "initializer_range"),
     *("output_attentions", "output_hidden_states", "return_dict"),
 }
+
+
+def configuration_of(module: Any) -> dict[str, Any]:
+    """Return the whole configuration of a transformers model, as JSON has it. Local."""
+    content: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
+    return content
 
 
 def first_difference(about: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

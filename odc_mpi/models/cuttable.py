@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from odc_mpi.data.loader import bounds_of
 from odc_mpi.errors import in_one_line
 from odc_mpi.models.attention import UncuttableError
 
@@ -77,21 +78,22 @@ class _Survey:
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self._calls: list[tuple[int, int]] = []
+        self._layers: list[int] = []
+        self._sizes: list[int] = []
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
         """Note a call. Local."""
-        self._calls.append((layer, (key.numel() + value.numel()) // key.shape[2]))
+        self._layers.append(layer)
+        self._sizes.append((key.numel() + value.numel()) // key.shape[2])
         return torch.empty_like(query)
 
     def shape(self) -> AttentionShape:
         """Return the shape of the attention that was asked for. Local."""
-        layers, sizes = [layer for layer, _ in self._calls], [size for _, size in self._calls]
-        if not layers or layers != list(range(len(layers))):
-            raise UncuttableError(f"expected one attention in each layer, in order, got layers {layers}")
-        return AttentionShape(len(layers), max(sizes))
+        if not self._layers or self._layers != list(range(len(self._layers))):
+            raise UncuttableError(f"expected one attention in each layer, in order, got layers {self._layers}")
+        return AttentionShape(len(self._layers), max(self._sizes))
 
 
 class _Loss:
@@ -117,12 +119,10 @@ class _Loss:
 def _inputs() -> dict[str, Any]:
     """Return a piece of three tokens: the arguments of `data.loader.read_piece`."""
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
-    bounds = torch.tensor([0, 3], dtype=torch.int32)
     inputs = dict.fromkeys(("input_ids", "position_ids", "labels", "shift_labels"), tokens)
     # The mask of ones keeps transformers from looking for sequences in the positions, which have no values here.
     inputs["attention_mask"] = torch.ones_like(tokens)
-    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 3, "max_length_k": 3}
-    return inputs | lengths | {"num_items_in_batch": 3, "use_cache": False}
+    return {**inputs, **bounds_of([3]), "num_items_in_batch": 3}
 
 
 def _rope_types(content: Any) -> Iterator[str]:

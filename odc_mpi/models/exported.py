@@ -39,10 +39,10 @@ class Adapters(Exported):
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
         """See `Exported`. All in one file, as peft reads no others."""
-        numels = {
-            shown: math.prod(self._checkpoint.record(f"{MODEL}/{name}").shape) for shown, name in self._names.items()
+        return {
+            shown: math.prod(self._checkpoint.record(f"{MODEL}/{name}").shape) * dtype.itemsize
+            for shown, name in self._names.items()
         }
-        return {shown: numel * dtype.itemsize for shown, numel in numels.items()}
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """See `Exported`."""

@@ -6,7 +6,6 @@ Parameters stay on the meta device, and their values are read slice by slice, on
     model = shard_model(built.module, world, weights=built.weights)
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.models import build
 from odc_mpi.models.adapter_directory import from_adapter_directory, is_adapter_directory
 from odc_mpi.models.adapters import add_adapters
-from odc_mpi.models.configuration import first_difference
+from odc_mpi.models.configuration import configuration_of, first_difference
 from odc_mpi.models.weights import DigestedWeights, check_base, describe
 
 
@@ -48,7 +47,7 @@ def load_model(
     if is_adapter_directory(path):  # first, as transformers does where both are there
         return from_adapter_directory(path, attn_implementation or "sdpa", base)
     if build.is_model_directory(path):
-        refuse_base(path, base)
+        _refuse_base(path, base)
         return build.from_directory(path, attn_implementation or "sdpa")
     return load_checkpoint(newest(path), rank, size, attn_implementation, base)
 
@@ -69,7 +68,7 @@ def load_checkpoint(
         built = load_base(checkpoint, rank, size, attn_implementation, base)
         built = add_adapters(built, about["adapter"], about["config"]["run"]["seed"], dtype)
     else:
-        refuse_base(checkpoint.directory, base)
+        _refuse_base(checkpoint.directory, base)
         built = build.from_saved_config(about["transformers_config"], attn_implementation or _attention(checkpoint))
         for parameter in built.module.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -118,19 +117,13 @@ def load_base(
     return built
 
 
-def refuse_base(path: Path, base: Path | None) -> None:
-    """Refuse a base for what is no adapters. Local.
-
-    Raises:
-        UserError: One was given.
-    """
+def _refuse_base(path: Path, base: Path | None) -> None:
     if base is not None:
         raise UserError(f"--base goes with adapters, {path} holds a whole model: leave --base out")
 
 
 def _require_configuration(checkpoint: Checkpoint, built: build.BuiltModel, place: Path) -> None:
-    config = json.loads(built.module.config.to_json_string(use_diff=False))
-    if difference := first_difference(checkpoint.manifest.about, config):
+    if difference := first_difference(checkpoint.manifest.about, configuration_of(built.module)):
         key, theirs, ours = difference
         raise UserError(
             f"{checkpoint.directory} holds adapters over a base with {key} {theirs!r}, got {ours!r} in {place}: name "

@@ -252,8 +252,7 @@ def check_base(weights: DigestedWeights, record: Mapping[str, Any], rank: int = 
         UserError: It is another base.
     """
     wanted: Mapping[str, str] = record["sha256"]
-    found = dict.fromkeys(weights.parts(), "")
-    differing = sorted(wanted.keys() ^ found.keys()) or [
+    differing = sorted(wanted.keys() ^ weights.parts()) or [
         part for part, digest in part_digests(weights, rank, size).items() if digest != wanted[part]
     ]
     if differing:

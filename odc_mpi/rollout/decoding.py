@@ -1,8 +1,8 @@
 """What `generate` and `sample` have in common: a model that may be in training decodes, and is afterwards as it was."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -13,6 +13,20 @@ from odc_mpi.shard.model import ShardedModel
 #: `generate` of transformers: takes tokens and a mask of them, int64 [rows, tokens], settings of a `GenerationConfig`,
 #: and further arguments; returns the tokens with those that were added.
 Decode = Callable[..., torch.Tensor]
+
+
+class Prompt(NamedTuple):
+    """What a completion continues.
+
+    Attributes:
+        number: Of the prompt, which seeds its sampling.
+        tokens: Not empty.
+        stop: Tokens that end a completion.
+    """
+
+    number: int
+    tokens: Sequence[int]
+    stop: Sequence[int]
 
 
 @contextmanager

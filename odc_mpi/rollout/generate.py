@@ -5,16 +5,16 @@ prompt has the same completion on any rank, whatever else the rank generates: sa
 prompt's number, and each prompt is decoded by itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers
 
 from odc_mpi.errors import UserError
-from odc_mpi.rollout.decoding import decoding
+from odc_mpi.rollout.decoding import Prompt, decoding
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,6 @@ class Sampling:
             raise UserError(f"seed: expected 0 or more, got {self.seed}")
 
 
-class Prompt(NamedTuple):
-    """What a completion continues.
-
-    Attributes:
-        number: Of the prompt, which seeds its sampling.
-        tokens: Not empty.
-        stop: Tokens that end the completion.
-    """
-
-    number: int
-    tokens: Sequence[int]
-    stop: Sequence[int]
-
-
 class Completion(NamedTuple):
     """What a model made of a prompt.
 
@@ -75,19 +61,14 @@ class Completion(NamedTuple):
     finish_reason: str
 
 
-class Generate(Protocol):
-    """What generates: `generate`, or an inference engine."""
-
-    def __call__(self, module: Any, prompt: Prompt, sampling: Sampling, streamer: Any = None) -> Completion:
-        """Return the completion of a prompt."""
+#: What generates: `generate`, or an inference engine; takes the arguments of `generate`.
+Generate = Callable[[Any, Prompt, Sampling, Any], Completion]
 
 
 def generate(
     module: transformers.PreTrainedModel, prompt: Prompt, sampling: Sampling, streamer: Any = None
 ) -> Completion:
     """Continue a prompt. Local; one-sided if the module is that of a sharded model.
-
-    The module's mode and settings and torch's random state are afterwards what they were before.
 
     Args:
         module: A causal language model of transformers; of a sharded model its `module`.

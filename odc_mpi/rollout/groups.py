@@ -1,5 +1,6 @@
 """Finished prompt groups: as bytes on their way to another rank, and as microbatches to train on. Local."""
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odc_mpi.data.loader import Batch
+from odc_mpi.data.loader import Batch, bounds_of
 
 
 class RolloutGroup(NamedTuple):
@@ -44,24 +45,18 @@ class RolloutGroup(NamedTuple):
     @staticmethod
     def from_bytes(content: bytes) -> "RolloutGroup":
         """Return the group of `to_bytes`. Local."""
-        reader = _Reader(content)
-        position, index, num_prompt, count = reader.take(np.int64, 4).tolist()
-        lengths = reader.take(np.int64, count).tolist()
-        prompt = reader.take(np.int32, num_prompt).tolist()
-        completions = [reader.take(np.int32, length).tolist() for length in lengths]
-        logps = [reader.take(np.float32, length) for length in lengths]
-        advantages, masked = reader.take(np.float64, count), reader.take(np.uint8, count).astype(np.bool_)
+        rest = io.BytesIO(content)
+
+        def take(dtype: type, count: int) -> npt.NDArray:
+            return np.frombuffer(rest.read(count * np.dtype(dtype).itemsize), dtype=dtype)
+
+        position, index, num_prompt, count = take(np.int64, 4).tolist()
+        lengths = take(np.int64, count).tolist()
+        prompt = take(np.int32, num_prompt).tolist()
+        completions = [take(np.int32, length).tolist() for length in lengths]
+        logps = [take(np.float32, length) for length in lengths]
+        advantages, masked = take(np.float64, count), take(np.uint8, count).astype(np.bool_)
         return RolloutGroup(position, index, prompt, completions, logps, advantages, masked)
-
-
-class _Reader:
-    def __init__(self, content: bytes) -> None:
-        self._content, self._place = content, 0
-
-    def take(self, dtype: type, count: int) -> npt.NDArray:
-        values: npt.NDArray = np.frombuffer(self._content, dtype=dtype, count=count, offset=self._place)
-        self._place += values.nbytes
-        return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +113,10 @@ def _batch(chosen: Sequence[tuple[RolloutGroup, int]]) -> RolloutBatch:
         sequence.append(np.full(len(group.completions[i]), number))
         lengths.append(len(own))
         begin += len(own)
-    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     inputs = {
         "input_ids": torch.tensor([tokens]),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-        "use_cache": False,
+        **bounds_of(lengths),
     }
     return RolloutBatch(
         inputs,

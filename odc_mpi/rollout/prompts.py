@@ -8,7 +8,8 @@ from odc_mpi.data.encode import encode_prompt, end_of_turn_token
 from odc_mpi.data.examples import Conversation, Example, Pair, prompt_of
 from odc_mpi.data.jsonl import read_lines
 from odc_mpi.errors import UserError
-from odc_mpi.rollout.generate import Completion, Prompt
+from odc_mpi.rollout.decoding import Prompt
+from odc_mpi.rollout.generate import Completion
 
 
 class Request(NamedTuple):

@@ -13,7 +13,7 @@ on without them: `generate` is called again, with the keys and values of those t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ import torch
 import transformers
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from odc_mpi.rollout.decoding import decoding
+from odc_mpi.rollout.decoding import Prompt, decoding
 
 #: Elements of which a distribution is summed up at once, in float64.
 _MAX_ELEMENTS = 1 << 24
@@ -52,20 +52,6 @@ class GroupSampling:
     step: int = 0
 
 
-class PromptTokens(NamedTuple):
-    """What completions continue.
-
-    Attributes:
-        number: Of the prompt, which seeds its sampling.
-        tokens: Not empty.
-        stop: Tokens that end a completion.
-    """
-
-    number: int
-    tokens: Sequence[int]
-    stop: frozenset[int]
-
-
 class Completions(NamedTuple):
     """The completions of a prompt.
 
@@ -86,30 +72,18 @@ class Completions(NamedTuple):
 Deliver = Callable[[int, Completions], None]
 
 
-class Sample(Protocol):
-    """What generates: `sample`, or an inference engine."""
-
-    def __call__(
-        self,
-        module: Any,
-        prompts: Sequence[PromptTokens],
-        sampling: GroupSampling,
-        deliver: Deliver,
-        progress: Callable[[int], None],
-    ) -> None:
-        """Draw completions of all prompts, and deliver those of each prompt when they are complete."""
+#: What generates: `sample`, or an inference engine; takes the arguments of `sample`.
+Sample = Callable[[Any, Sequence[Prompt], GroupSampling, Deliver, Callable[[int], None]], None]
 
 
 def sample(
     module: transformers.PreTrainedModel,
-    prompts: Sequence[PromptTokens],
+    prompts: Sequence[Prompt],
     sampling: GroupSampling,
     deliver: Deliver,
     progress: Callable[[int], None] = lambda token: None,
 ) -> None:
     """Draw completions of prompts in one decode batch. Local; one-sided if the module is that of a sharded model.
-
-    The module's mode and settings and torch's random state are afterwards what they were before.
 
     Args:
         module: A causal language model of transformers; of a sharded model its `module`. It must have positions for
@@ -146,7 +120,7 @@ def sample(
             mask = torch.nn.functional.pad(mask[left], (0, added), value=1)
 
 
-def _padded(prompts: Sequence[PromptTokens]) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens of prompts and where they are, int64 [prompts, longest], with the padding on the left."""
     longest = max(len(prompt.tokens) for prompt in prompts)
     tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
@@ -170,7 +144,7 @@ class _Drawing(LogitsProcessor):
 
     def __init__(
         self,
-        prompts: Sequence[PromptTokens],
+        prompts: Sequence[Prompt],
         sampling: GroupSampling,
         deliver: Deliver,
         progress: Callable[[int], None],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origin
 
 from odc_mpi.errors import UserError
-from odc_mpi.wording import parse_size
+from odc_mpi.wording import parse_size, shortened
 
 #: A number of bytes, also written as text such as 512M.
 Size = NewType("Size", int)
@@ -100,8 +100,7 @@ def describe(hint: Any) -> str:
 
 def show(value: Any) -> str:
     """Say a value in the words that follow "got". Local."""
-    text = json.dumps(value, ensure_ascii=False, skipkeys=True, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(json.dumps(value, ensure_ascii=False, skipkeys=True, default=str), 80)
 
 
 def check_evaluation(values: Mapping[str, Any], source: str) -> None:

@@ -16,10 +16,8 @@ from odc_mpi.data.loader import Batch, Minibatch, read_piece
 from odc_mpi.errors import UserError
 from odc_mpi.models.attention import UncuttableError
 from odc_mpi.models.build import BuiltModel
-from odc_mpi.models.cuttable import AttentionShape, attention_shape
+from odc_mpi.models.cuttable import attention_shape
 from odc_mpi.models.piece_attention import Exchange, attend
-from odc_mpi.runtime.world import World
-from odc_mpi.shard.model import ShardedModel
 from odc_mpi.train.settings import Config
 
 
@@ -28,28 +26,16 @@ class Cutting:
     """Whether and how sequences are cut.
 
     Attributes:
-        shape: Of the attention; None if nothing is cut.
+        sizes: Of the memory for pieces; None if nothing is cut.
         reason: Why nothing is cut, to be said once; None if nobody asked for it.
-        token_bytes: Of the keys and values of a token in one layer.
-        max_piece_tokens: The most tokens in a piece.
-        max_sequence_tokens: The most tokens in a sequence.
     """
 
-    shape: AttentionShape | None = None
+    sizes: Sizes | None = None
     reason: str | None = None
-    token_bytes: int = 0
-    max_piece_tokens: int = 0
-    max_sequence_tokens: int = 0
-
-    @property
-    def sizes(self) -> Sizes:
-        """What `comm.context.piece_windows` allocates; only if sequences are cut. Local."""
-        assert self.shape is not None
-        return Sizes(self.shape.num_layers, self.token_bytes, self.max_piece_tokens, self.max_sequence_tokens - 1)
 
     def told(self) -> dict[str, str]:
         """Return a line for the start of a run, if there is something to say. Local."""
-        if self.shape is None:
+        if self.sizes is None:
             return {"pieces": f"none: {self.reason}"} if self.reason else {}
         room = f"{self.sizes.num_bytes / 2**20:,.1f} MiB per rank for their keys and values"
         return {"pieces": f"of sequences too long for an even share; {room}"}
@@ -79,7 +65,8 @@ def choose(config: Config, built: BuiltModel, dataset: Dataset, size: int) -> Cu
     # With adapters a layer may compute in their type.
     narrow = config.model.param_dtype == "bfloat16" and config.lora.r is None
     token_bytes = shape.token_numel * (2 if narrow else 4)
-    return Cutting(shape, None, token_bytes, min(longest, config.data.max_tokens_per_microbatch), longest)
+    max_piece_tokens = min(longest, config.data.max_tokens_per_microbatch)
+    return Cutting(Sizes(shape.num_layers, token_bytes, max_piece_tokens, longest - 1))
 
 
 def check(config: Config) -> None:
@@ -100,29 +87,8 @@ def check(config: Config) -> None:
             )
 
 
-def open_windows(cutting: Cutting, world: World, model: ShardedModel, *, in_place: bool) -> PieceWindows | None:
-    """Allocate memory for keys and values of pieces, if sequences are cut. Collective.
-
-    Args:
-        cutting: As chosen.
-        world: The ranks.
-        model: Whose gradients this rank serves while it waits.
-        in_place: Whether ranks of a node read each other's memory in place.
-
-    Raises:
-        UserError: There is too little shared memory; raised on every rank.
-    """
-    if cutting.shape is None:
-        return None
-    return PieceWindows(world, cutting.sizes, in_place=in_place, serve=model.serve)
-
-
 class Pieces:
-    """This rank's pieces of the sequences of one minibatch after the other.
-
-    Args:
-        windows: Of this rank.
-    """
+    """This rank's pieces of the sequences of one minibatch after the other."""
 
     def __init__(self, windows: PieceWindows) -> None:
         self.windows = windows

@@ -11,7 +11,7 @@ of sequences: with sequences of different lengths that is another number.)
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,18 +27,12 @@ from odc_mpi.observe.metrics import Column, Entry
 from odc_mpi.observe.participant import Participant, Step, summable
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.train.objectives.sft import MOST_LOSS
 from odc_mpi.train.settings import Config, RunConfig
-
-#: Losses are added up exactly as long as the mean is below 2**8 times this.
-MOST_LOSS = 256.0
 
 
 class HeldOut(Participant, ABC):
-    """Evaluates before the first step if asked to, every `run.eval_every` steps, and after the last one.
-
-    Args:
-        run: When to.
-    """
+    """Evaluates before the first step if asked to, every `run.eval_every` steps, and after the last one."""
 
     def __init__(self, run: RunConfig) -> None:
         self._run = run
@@ -68,9 +62,6 @@ class Evaluation(HeldOut):
     """The loss over held-out sequences. Making one is collective.
 
     Args:
-        config: Of the run.
-        world: The ranks.
-        model: In training.
         dataset: Held out; closed with the run.
         cost: Of a sequence.
     """
@@ -103,7 +94,7 @@ class Evaluation(HeldOut):
         self._model.eval()
         try:
             with torch.no_grad():
-                for batch in self._batches():
+                for batch in self._all.batches(self._tickets.draw) if self._tickets else self._all:
                     own += self._loss(batch)
                 for batch in () if self._tickets else self._all.padding():
                     self._loss(batch)
@@ -121,9 +112,6 @@ class Evaluation(HeldOut):
     def close(self) -> None:
         """Close the data set. Local."""
         self._all.dataset.close()
-
-    def _batches(self) -> Iterator[Batch]:
-        return self._all.batches(self._tickets.draw) if self._tickets else iter(self._all)
 
     def _loss(self, batch: Batch) -> float:
         """Return the sum of the losses of a microbatch's trained tokens. One-sided."""

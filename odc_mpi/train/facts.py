@@ -58,12 +58,12 @@ def _caches(config: Config, model: ShardedModel) -> str:
     if config.comm.transport == "collective":
         return "none, as ranks fetch and push together"
     told, needs, given = [], model.cache_needs.all, model.cache_bytes
-    for kind, setting, granted, wanted, otherwise in (
-        ("parameters", config.comm.parameter_cache_bytes, given.parameters, needs.parameters, "in place"),
-        ("gradients", config.comm.gradient_cache_bytes, given.gradients, needs.gradients, "in place"),
+    for kind, setting, granted, wanted in (
+        ("parameters", config.comm.parameter_cache_bytes, given.parameters, needs.parameters),
+        ("gradients", config.comm.gradient_cache_bytes, given.gradients, needs.gradients),
     ):
         part = f"{min(granted, wanted) / 2**20:,.1f} of {wanted / 2**20:,.1f} MiB per rank"
-        told.append(f"{kind} {part}{' (auto)' if setting == 'auto' else ''}" if wanted else f"{kind} {otherwise}")
+        told.append(f"{kind} {part}{' (auto)' if setting == 'auto' else ''}" if wanted else f"{kind} in place")
     return ", ".join(told)
 
 

@@ -9,7 +9,7 @@ import torch
 from odc_mpi.data.dataset import Dataset, vocabulary_digest
 from odc_mpi.data.loader import Loader
 from odc_mpi.data.plan.balance import check_fit
-from odc_mpi.data.plan.cost import Cost, flops_cost, named_cost
+from odc_mpi.data.plan.cost import Cost, flops_cost
 from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
@@ -82,7 +82,7 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
         rank=rank,
         size=size,
         cost=first_cost(config.data, built),
-        cuts=cutting.shape is not None,
+        cuts=cutting.sizes is not None,
         exact=config.run.exact,
     )
     return Inputs(dataset, built, loader, _open_evaluation(config, built), cutting)
@@ -147,10 +147,22 @@ def _open_dataset(setting: str, path: str, model: ModelConfig, built: models.Bui
 
 
 def first_cost(config: DataConfig, built: models.BuiltModel) -> Cost:
-    """Return the cost of a sequence before anything was measured. Local."""
-    flops = flops_cost(built.num_multiplying, built.num_layers, built.attention_size)
-    name = "flops" if config.cost == "fitted" else config.cost  # nothing was measured yet
-    return named_cost(name, flops=flops, linear=config.cost_linear, quadratic=config.cost_quadratic)
+    """Return the cost of a sequence before anything was measured: of `fitted` that of `flops`. Local.
+
+    Raises:
+        UserError: Both coefficients of the cost `quadratic` are 0.
+    """
+    if config.cost == "linear":
+        return Cost()
+    if config.cost != "quadratic":
+        return flops_cost(built.num_multiplying, built.num_layers, built.attention_size)
+    linear, quadratic = config.cost_linear, config.cost_quadratic
+    if not linear and not quadratic:
+        raise UserError(
+            f"expected coefficients of at least 0, one of them above 0, for data.cost quadratic, got {linear} and "
+            f"{quadratic}"
+        )
+    return Cost(linear, quadratic)
 
 
 def _check_vocabulary(setting: str, dataset: Data, model: ModelConfig, built: models.BuiltModel) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.checkpoint.state import TrainingState
+from odc_mpi.comm.context.piece_windows import PieceWindows
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.loader import Loader
@@ -29,7 +30,7 @@ from odc_mpi.observe.tracking import FINISH_S, Tracking
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.stack.decision import Decision
-from odc_mpi.train.context import Pieces, open_windows
+from odc_mpi.train.context import Pieces
 from odc_mpi.train.evaluation import Evaluation
 from odc_mpi.train.exact.arithmetic import checked_arithmetic
 from odc_mpi.train.exact.conditions import deterministic, reduce_dtype, settled
@@ -161,14 +162,18 @@ def build_trainer(
     optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes())
     # With collectives ranks wait for the slowest in each fetch and push, and have to take part in all of them.
     one_sided = decision.transport == "window"
-    windows = open_windows(inputs.cutting, world, model, in_place=decision.zero_copy.choice == "on")
-    pieces = Pieces(windows) if windows else None
+    windows: PieceWindows | None = None
+    if inputs.cutting.sizes is not None:
+        in_place = decision.zero_copy.choice == "on"
+        # The gradients that this rank owns are served while it waits for keys and values.
+        windows = PieceWindows(world, inputs.cutting.sizes, in_place=in_place, serve=model.serve)
     clock = OwnClock(model, waits_apart=one_sided, waited_s=lambda: windows.waited_s if windows else 0.0)
     tickets = Tickets(world) if config.data.balance == "dynamic" else None
     participants: list[Participant] = [Timing(world, model, clock), TrafficReport()]
     source: Source
     objective: Objective
     if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):
+        pieces = Pieces(windows) if windows else None
         source = DatasetSource(
             inputs.dataset, inputs.loader, config.run.seed, tickets, pads=not one_sided, pieces=pieces
         )
@@ -217,7 +222,8 @@ def _shard(config: Config, world: World, inputs: Inputs, decision: Decision, ori
         from odc_mpi.models.compiled import compile_layers
 
         world.agree(lambda: compile_layers(inputs.model.module))
-    weights = origin.weights(inputs.model.weights) if origin else inputs.model.weights
+    base = inputs.model.weights
+    weights = PatientWeights(origin.checkpoint, base) if origin else base
     model = shard_model(
         inputs.model.module,
         world,

@@ -64,7 +64,8 @@ class DatasetSource(Source):
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
         """Return how many microbatches the plan has for this rank; None if it leaves some to whoever is free. Local."""
         plan, rank = minibatch.plan, minibatch.rank
-        return None if plan.pool else sum(map(bool, plan.microbatches[rank])) + len(list(plan.pieces(rank)))
+        num_pieces = sum(rank in split.ranks for split in plan.splits)
+        return None if plan.pool else sum(map(bool, plan.microbatches[rank])) + num_pieces
 
     def padding(self, minibatch: Minibatch) -> Iterable[Batch]:
         """Yield the shortest sequence as often as another rank has more microbatches. Local."""

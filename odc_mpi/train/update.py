@@ -15,16 +15,7 @@ from odc_mpi.train.settings import Config, OptimConfig
 
 
 class Update(Participant):
-    """Changes this rank's slices, or skips a step whose gradient is not finite.
-
-    Args:
-        model: Whose slices the optimizer has.
-        optimizer: Of this rank.
-        config: Of the run.
-
-    Attributes:
-        optimizer: As given.
-    """
+    """Changes this rank's slices, which its optimizer has, or skips a step whose gradient is not finite."""
 
     columns: ClassVar = (
         Column("grad norm", 9, lambda line: "-" if line["grad_norm"] is None else f"{line['grad_norm']:.4g}"),
@@ -40,13 +31,7 @@ class Update(Participant):
         step.metrics["learning_rate"] = set_learning_rate(self.optimizer, self._config, step.number - 1)
 
     def run(self, step: Step, divisor: float, *, finite: bool) -> None:
-        """Divide, clip, optimize and publish. Collective: point N, if gradients are clipped, and B.
-
-        Args:
-            step: Gets the metrics.
-            divisor: Of all gradients.
-            finite: Whether they are finite.
-        """
+        """Divide, clip, optimize and publish. Collective: point N, if gradients are clipped, and B."""
         self._model.divide_gradients_(divisor)
         max_norm = self._config.optim.max_grad_norm
         norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # of all ranks, before clipping

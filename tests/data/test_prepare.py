@@ -198,7 +198,6 @@ def test_bad_lines_are_skipped_on_request(stdlib_report: PrepareReport, tmp_path
     assert "b.jsonl, line 2: " in refused(
         write_lines(tmp_path / "b.jsonl", *records[:2]), out, tokenizer=tmp_path / "t"
     )
-    assert "--bad-lines error or skip" in refused(source, out, tokenizer=tmp_path / "t", bad_lines="drop")
     report = prepare(source, out, tokenizer=tmp_path / "t", bad_lines="skip")
     assert (report.num_sequences, report.num_bad_lines) == (2, 4)
     *_, head, first, second, third, rest = report.describe().splitlines()
@@ -232,7 +231,6 @@ def test_mistakes_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path)
     assert ".tokenizer" in refused("stdlib", tmp_path / "a.tokenizer")
     assert "folder that can be written" in refused(source, Path(source) / "a.h5", tokenizer=tokenizer)
     assert "--max-length" in refused(source, out, tokenizer=tokenizer, max_length=1)
-    assert "--overlong" in refused(source, out, tokenizer=tokenizer, overlong="cut")
     for of in ("stdlib", source):
         assert "--vocab-size of at least 260" in refused(of, out, vocab_size=259)
     (tmp_path / "empty.jsonl").touch()

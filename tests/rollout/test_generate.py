@@ -6,7 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_mpi.errors import UserError
 from odc_mpi.models import attention
-from odc_mpi.rollout.generate import Prompt, Sampling, generate, seed_of
+from odc_mpi.rollout.decoding import Prompt
+from odc_mpi.rollout.generate import Sampling, generate, seed_of
 
 SETTINGS = {
     "vocab_size": 61,

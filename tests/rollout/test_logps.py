@@ -6,9 +6,10 @@ import torch
 from test_generate import packed_model, plain_model
 
 from odc_mpi.rollout import logps
+from odc_mpi.rollout.decoding import Prompt
 from odc_mpi.rollout.groups import RolloutGroup, batches
 from odc_mpi.rollout.logps import TokenLogps, token_logps
-from odc_mpi.rollout.sample import GroupSampling, PromptTokens, sample
+from odc_mpi.rollout.sample import GroupSampling, sample
 
 
 def naive(hidden, weight, bias, targets, temperature):
@@ -61,7 +62,7 @@ def test_those_of_training_are_those_of_sampling_and_of_the_formula(temperature,
         for parameter in each.parameters():
             parameter.data *= sharpness if parameter.ndim > 1 else 1.0
     tokens, made = [[5, 7, 9], list(range(1, 12)), [60]], {}
-    asked = [PromptTokens(i, own, frozenset({3})) for i, own in enumerate(tokens)]
+    asked = [Prompt(i, own, (3,)) for i, own in enumerate(tokens)]
     sample(model, asked, GroupSampling(8, 20, temperature, seed=1), made.__setitem__)
     ones, none = np.ones(8), np.zeros(8, dtype=np.bool_)
     groups = [RolloutGroup(i, i, own, made[i].tokens, made[i].logps, ones, none) for i, own in enumerate(tokens)]

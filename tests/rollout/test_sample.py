@@ -5,12 +5,13 @@ import pytest
 import torch
 from test_generate import packed_model, plain_model
 
+from odc_mpi.rollout.decoding import Prompt
 from odc_mpi.rollout.groups import RolloutGroup, batches
 from odc_mpi.rollout.logps import token_logps
-from odc_mpi.rollout.sample import GroupSampling, PromptTokens, _inverse, _kept, sample
+from odc_mpi.rollout.sample import GroupSampling, _inverse, _kept, sample
 
-STOP = frozenset({3, 7, 11, 30})
-PROMPTS = [PromptTokens(4, [5, 7, 9], STOP), PromptTokens(9, list(range(1, 12)), STOP), PromptTokens(2, [60], STOP)]
+STOP = (3, 7, 11, 30)
+PROMPTS = [Prompt(4, [5, 7, 9], STOP), Prompt(9, list(range(1, 12)), STOP), Prompt(2, [60], STOP)]
 DRAWN = GroupSampling(num_generations=3, max_completion_length=12, temperature=0.8, seed=3, step=2)
 
 
@@ -30,7 +31,7 @@ def test_a_completion_is_the_same_in_any_batch_and_its_logps_are_those_of_traini
         made = together[prompt.number]
         assert alone.tokens == made.tokens and alone.stopped == made.stopped
         for tokens, stopped in zip(made.tokens, made.stopped, strict=True):
-            assert stopped == (tokens[-1] in STOP) and not STOP & set(tokens[:-1])
+            assert stopped == (tokens[-1] in STOP) and not set(STOP) & set(tokens[:-1])
             assert stopped or len(tokens) == DRAWN.max_completion_length
     assert len({tuple(tokens) for made in together.values() for tokens in made.tokens}) > 6
     groups = [

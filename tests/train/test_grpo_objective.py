@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from odc_mpi.train.objectives.grpo import divergence, divisor, policy_loss
+from odc_mpi.train.rl.settings import RlConfig
 
 
 def test_the_policy_loss_is_minus_the_advantage_and_so_is_its_gradient():
@@ -22,6 +23,6 @@ def test_the_divergence_is_the_formula_also_where_policies_are_alike(apart):
 
 
 def test_divisors():
-    given = {"num_tokens": 30.0, "num_completions": 4.0, "max_completion_length": 10}
-    assert [divisor(name, **given) for name in ("dapo", "grpo", "dr_grpo")] == [30.0, 4.0, 40.0]
-    assert divisor("dapo", num_tokens=0.0, num_completions=4.0, max_completion_length=10) == 1.0
+    sections = [RlConfig(loss_type=name, max_completion_length=10) for name in ("dapo", "grpo", "dr_grpo")]
+    assert [divisor(rl, num_tokens=30.0, num_completions=4.0) for rl in sections] == [30.0, 4.0, 40.0]
+    assert divisor(sections[0], num_tokens=0.0, num_completions=4.0) == 1.0

@@ -12,10 +12,12 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as vocabularies
 
 from odc_mpi.data.dataset import DatasetWriter, vocabulary_digest
+from odc_mpi.data.plan.cost import Cost, flops_cost
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
+from odc_mpi.models.build import from_config
 from odc_mpi.train import settings as configuration
-from odc_mpi.train.inputs import open_inputs
+from odc_mpi.train.inputs import first_cost, open_inputs
 
 MODEL = {
     "model_type": "qwen2",
@@ -55,6 +57,17 @@ def directory(tmp_path_factory) -> Path:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
     return path
+
+
+def test_costs_have_names():
+    built = from_config(MODEL, 0)
+    flops = flops_cost(built.num_multiplying, built.num_layers, built.attention_size)
+    for name, wanted in (("linear", Cost()), ("quadratic", Cost(2.0, 1.0)), ("flops", flops), ("fitted", flops)):
+        data = configuration.DataConfig("data.h5", cost=name, cost_linear=2.0, cost_quadratic=1.0)
+        assert first_cost(data, built) == wanted
+    nothing = configuration.DataConfig("data.h5", cost="quadratic", cost_linear=0.0)
+    with pytest.raises(UserError, match="expected coefficients of at least 0, one of them above 0"):
+        first_cost(nothing, built)
 
 
 def test_tokens_that_the_model_does_not_know(tmp_path):

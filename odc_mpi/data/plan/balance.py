@@ -10,7 +10,7 @@ computes the same plan and nothing is communicated. All functions have one signa
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,12 +49,6 @@ class Plan:
     microbatches: tuple[tuple[Microbatch, ...], ...]
     pool: tuple[Microbatch, ...] = ()
     splits: tuple[Split, ...] = ()
-
-    def pieces(self, rank: int) -> Iterator[tuple[Split, int]]:
-        """Yield this rank's pieces in order, each as its sequence and its index among the sequence's pieces. Local."""
-        for split in self.splits:
-            if rank in split.ranks:
-                yield split, split.ranks.index(rank)
 
 
 def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:

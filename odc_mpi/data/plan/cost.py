@@ -8,9 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.errors import UserError
-from odc_mpi.wording import did_you_mean
-
 #: Cost of a piece of a sequence to the cost of its part: attention in two parts that are joined, and smaller products.
 #: An assumption. A sketch in plain torch, 4,096 tokens in two pieces on CPUs, had 1.01.
 PIECE_FACTOR = 1.08
@@ -92,32 +89,3 @@ def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> Cost:
     """
     linear = 6.0 * num_parameters
     return Cost(linear, 6.0 * num_layers * hidden_size, MICROBATCH_TOKENS * linear)
-
-
-#: Names of costs.
-COSTS = ("linear", "quadratic", "flops")
-
-
-def named_cost(name: str, *, flops: Cost, linear: float = 1.0, quadratic: float = 0.0) -> Cost:
-    """Return a cost by its name. Local.
-
-    Args:
-        name: `linear`: tokens; `quadratic`: linear * s + quadratic * s² with the given coefficients; `flops`: the
-            model's, as given.
-        flops: The cost `flops`, from `flops_cost`.
-        linear: Coefficient of the cost `quadratic`, at least 0.
-        quadratic: Coefficient of the cost `quadratic`, at least 0.
-
-    Raises:
-        UserError: There is no such cost, or a coefficient is negative, or both are 0.
-    """
-    if name not in COSTS:
-        raise UserError(f"expected data.cost among {', '.join(COSTS)}, got {name!r}{did_you_mean(name, COSTS)}")
-    if name != "quadratic":
-        return Cost() if name == "linear" else flops
-    if min(linear, quadratic) < 0 or max(linear, quadratic) == 0:
-        raise UserError(
-            f"expected coefficients of at least 0, one of them above 0, for data.cost quadratic, got {linear} and "
-            f"{quadratic}"
-        )
-    return Cost(linear, quadratic)

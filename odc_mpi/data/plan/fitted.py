@@ -152,11 +152,7 @@ class FittedCost:
         return {"cost": _numbers(self._cost), "rows": self._rows.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, on any number of ranks. Local.
-
-        Args:
-            state: A `state_dict`.
-        """
+        """Continue from a `state_dict`, on any number of ranks. Local."""
         constant, linear, quadratic = state["cost"]
         self._cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
         rows = [[*row, *[0.0] * (ROW_LENGTH - len(row))] for row in state["rows"]]  # an older one knows no pieces

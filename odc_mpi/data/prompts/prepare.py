@@ -10,7 +10,7 @@ from odc_mpi.data.blocks import is_held_out
 from odc_mpi.data.dataset import vocabulary_digest
 from odc_mpi.data.encode import encode_prompt
 from odc_mpi.data.examples import BadLine, BadLines, prompt_of
-from odc_mpi.data.prepare import Options, check_out, eval_path_of, new_file
+from odc_mpi.data.prepare import Options, new_file, outs_of
 from odc_mpi.data.prompts.file import PromptRow, PromptsReport, row_of, write_prompts
 from odc_mpi.data.sources import Source, find_sources
 from odc_mpi.data.tokenizer import find_tokenizer, load_tokenizer, tokenizer_files
@@ -35,9 +35,7 @@ def prepare_prompts(words: Sequence[str], out: Path, options: Options) -> Prompt
         raise UserError("--prompts-only takes each prompt of its sources once: expected no weights, got some")
     if not all(source.files for source in sources):
         raise UserError("--prompts-only takes prompts from files: expected no source stdlib, got it")
-    outs = [out, eval_path_of(out)] if options.eval_fraction else [out]
-    for path in outs:
-        check_out(path, sources)
+    outs = outs_of(out, options, sources)
     assert options.tokenizer is not None, "checked above"
     place = find_tokenizer(options.tokenizer)
     tokenizer, bad = load_tokenizer(place), BadLines(options.bad_lines == "skip")

@@ -12,7 +12,7 @@ Groups of equal rewards have no gradient and are not trained, but they count in 
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 
@@ -49,7 +49,7 @@ class Grpo(Objective):
         self._positions: dict[int, int] = {}
         self._largest_difference, self._num_tokens = 0.0, 0
         most = num_groups * rl.num_generations
-        self.divisor = self._divisor(num_tokens=most * rl.max_completion_length, num_completions=most)
+        self.divisor = divisor(rl, num_tokens=most * rl.max_completion_length, num_completions=most)
 
     def begin(self, step: Step) -> None:
         """Start at zero. Local."""
@@ -85,7 +85,8 @@ class Grpo(Objective):
 
     def hear(self, step: Step, told: sharded.Minibatch) -> None:
         """Learn the divisor, and report. Local."""
-        self.divisor = self._divisor(num_tokens=told.total("learnt_tokens"), num_completions=told.total("completions"))
+        learnt_tokens, completions = told.total("learnt_tokens"), told.total("completions")
+        self.divisor = divisor(self._rl, num_tokens=learnt_tokens, num_completions=completions)
         tokens = max(1.0, told.total("trained_tokens"))
         step.metrics |= {
             "loss": self._sums.total(told, "grpo_loss") / self.divisor,
@@ -94,14 +95,6 @@ class Grpo(Objective):
         }
         if self._reference is not None:
             step.metrics["kl"] = self._sums.total(told, "grpo_kl") / tokens
-
-    def _divisor(self, *, num_tokens: float, num_completions: float) -> float:
-        return divisor(
-            self._rl.loss_type,
-            num_tokens=num_tokens,
-            num_completions=num_completions,
-            max_completion_length=self._rl.max_completion_length,
-        )
 
     def _add(self, name: str, batch: Batch, value: float) -> None:
         """Add a number of a microbatch to the part of its first prompt, of a whole group in an exact run."""
@@ -126,18 +119,17 @@ def divergence(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise where policies are alike
 
 
-def divisor(loss_type: str, *, num_tokens: float, num_completions: float, max_completion_length: int) -> float:
+def divisor(rl: RlConfig, *, num_tokens: float, num_completions: float) -> float:
     """Return the divisor of the sum over a minibatch, at least 1. Local.
 
     Args:
-        loss_type: dapo, grpo or dr_grpo.
+        rl: The section of the settings.
         num_tokens: Of completions that are learnt from, over all ranks.
         num_completions: Over all ranks.
-        max_completion_length: See `RlConfig`.
     """
-    divisors: dict[str, Any] = {
+    divisors = {
         "dapo": num_tokens,
         "grpo": num_completions,
-        "dr_grpo": num_completions * max_completion_length,
+        "dr_grpo": num_completions * rl.max_completion_length,
     }
-    return max(1.0, float(divisors[loss_type]))
+    return max(1.0, float(divisors[rl.loss_type]))

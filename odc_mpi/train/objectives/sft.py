@@ -10,7 +10,7 @@ from odc_mpi.observe.participant import Ran, Step, summable
 from odc_mpi.shard import model as sharded
 from odc_mpi.train.loop import Objective
 
-#: Losses of minibatches are added up exactly below 2**8 times this.
+#: Losses are added up exactly as long as the mean is below 2**8 times this.
 MOST_LOSS = 256.0
 
 

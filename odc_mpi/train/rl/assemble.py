@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-import torch
-
-from odc_mpi.api import shard_model
 from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.errors import warn
 from odc_mpi.observe.participant import Participant
@@ -12,12 +9,12 @@ from odc_mpi.rollout.rewards import find_rewards
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.stack.decision import Decision
-from odc_mpi.train.inputs import Inputs, build_model
+from odc_mpi.train.inputs import Inputs
 from odc_mpi.train.objectives.grpo import Grpo
 from odc_mpi.train.rl.completions import ShownCompletions
 from odc_mpi.train.rl.evaluation import RewardEvaluation
 from odc_mpi.train.rl.prompts import PromptLoader
-from odc_mpi.train.rl.reference import ReferencePolicy
+from odc_mpi.train.rl.reference import reference_policy
 from odc_mpi.train.rl.source import RolloutSource
 from odc_mpi.train.settings import Config
 
@@ -47,7 +44,7 @@ def learn_from_rewards(
             "than the policy's own, which is trained: not strictly on-policy"
         )
     model.eval()
-    reference = _reference(config, world, model, decision) if rl.beta else None
+    reference = reference_policy(config, world, model, decision) if rl.beta else None
     source = RolloutSource(config, world, model, inputs.dataset, inputs.loader, rewards)
     more: list[Participant] = []
     if isinstance(inputs.evaluation, Prompts):
@@ -55,23 +52,3 @@ def learn_from_rewards(
     if rl.log_completions:
         more.append(ShownCompletions(world, source, Path(config.run.dir), rl.log_completions))
     return source, Grpo(rl, config.data.minibatch_sequences // rl.num_generations, reference), more
-
-
-def _reference(config: Config, world: World, model: ShardedModel, decision: Decision) -> ReferencePolicy:
-    """Return the policy at the start: the base of adapters, or a copy, which takes as much memory again."""
-    if config.lora.r is not None:
-        return ReferencePolicy(model, config.rl.temperature, adapters=True)
-    built = world.agree(lambda: build_model(config.model, config.run.seed))
-    built.module.requires_grad_(False)
-    copy = shard_model(
-        built.module,
-        world,
-        param_dtype=getattr(torch, config.model.param_dtype),
-        prefetch=config.comm.prefetch,
-        weights=built.weights,
-        decision=decision,
-        parameter_cache_bytes=config.comm.parameter_cache_bytes,
-        gradient_cache_bytes=0,
-        device=config.run.device,
-    )
-    return ReferencePolicy(copy.eval(), config.rl.temperature, adapters=False)

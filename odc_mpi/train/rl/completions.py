@@ -9,19 +9,11 @@ from odc_mpi.observe.participant import Participant, Step
 from odc_mpi.runtime.world import World
 from odc_mpi.train.rl.source import RolloutSource
 from odc_mpi.train.rundir.records import COMPLETIONS
-
-_MOST_CHARS = 120
+from odc_mpi.wording import shortened
 
 
 class ShownCompletions(Participant):
-    """Writes and shows completions every `every` steps.
-
-    Args:
-        world: The ranks.
-        source: Keeps them.
-        run_dir: Of the run.
-        every: Steps.
-    """
+    """Writes and shows every `every` steps the completions that the source has kept."""
 
     def __init__(self, world: World, source: RolloutSource, run_dir: Path, every: int) -> None:
         self._world, self._source, self._every = world, source, every
@@ -35,8 +27,10 @@ class ShownCompletions(Participant):
         if self._world.rank == 0:
             self._write(lines)
             for line in lines[:2]:
-                told = f"{_cut(line['prompt'])} -> {_cut(line['completion'])}"
-                print(f"  {told}  reward {line['reward']}", flush=True)
+                prompt, completion = (
+                    shortened(json.dumps(line[key], ensure_ascii=False), 120) for key in ("prompt", "completion")
+                )
+                print(f"  {prompt} -> {completion}  reward {line['reward']}", flush=True)
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         try:
@@ -44,8 +38,3 @@ class ShownCompletions(Participant):
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         except OSError as error:
             warn_lost(self._path, error)
-
-
-def _cut(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."

@@ -11,7 +11,7 @@ from odc_mpi.observe.metrics import Column, Entry
 from odc_mpi.rollout.builtin_rewards import exact_match
 from odc_mpi.rollout.decoding import on_this_rank
 from odc_mpi.rollout.rewards import Reward, score
-from odc_mpi.rollout.sample import Completions, GroupSampling, Sample, sample
+from odc_mpi.rollout.sample import Completions, GroupSampling, sample
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.train.evaluation import HeldOut
@@ -23,16 +23,7 @@ _EXACT_SHARES = 16
 
 
 class RewardEvaluation(HeldOut):
-    """The rewards of held-out prompts. Making one is collective.
-
-    Args:
-        config: Of the run.
-        world: The ranks.
-        model: In training.
-        prompts: Held out; closed with the run.
-        rewards: Of completions.
-        engine: What generates.
-    """
+    """The rewards of held-out prompts, which are closed with the run. Making one is collective."""
 
     columns: ClassVar = (
         Column("eval", 8, lambda line: f"{line['eval_reward']:.4f}" if line.get("eval_reward") is not None else ""),
@@ -52,11 +43,10 @@ class RewardEvaluation(HeldOut):
         model: ShardedModel,
         prompts: Prompts,
         rewards: list[Reward],
-        engine: Sample = sample,
     ) -> None:
         super().__init__(config.run)
         self._rl, self._world, self._model = config.rl, world, model
-        self._prompts, self._rewards, self._engine = prompts, rewards, engine
+        self._prompts, self._rewards = prompts, rewards
         self._text, self._tickets = PromptText(prompts), Tickets(world)
         count = min(config.data.eval_sequences or len(prompts), len(prompts))
         shares = _EXACT_SHARES if config.run.exact else world.size
@@ -77,7 +67,7 @@ class RewardEvaluation(HeldOut):
                 def deliver(i: int, made: Completions, indices: list[int] = indices) -> None:
                     found.append(self._figures_of(indices[i], made))
 
-                self._engine(self._model.module, prompts, sampling, deliver, self._tell_token)
+                sample(self._model.module, prompts, sampling, deliver, self._tell_token)
         # In the order of prompts, so that sums are the same whoever generated what.
         everyone = sorted(one for own in self._world.gather_objects(found) for one in own)
         self._tickets.reset()  # all have drawn; nobody draws again before the next B

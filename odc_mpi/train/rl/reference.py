@@ -6,35 +6,58 @@ from typing import Any
 
 import torch
 
+from odc_mpi.api import shard_model
 from odc_mpi.rollout.groups import RolloutBatch
 from odc_mpi.rollout.logps import token_logps
+from odc_mpi.runtime.world import World
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.stack.decision import Decision
+from odc_mpi.train.inputs import build_model
+from odc_mpi.train.objectives.grpo import Reference
+from odc_mpi.train.settings import Config
 
 
-class ReferencePolicy:
-    """Log-probabilities of tokens under a policy that is not trained.
+def reference_policy(config: Config, world: World, model: ShardedModel, decision: Decision) -> Reference:
+    """Make the function of a microbatch that returns its log-probabilities, one-sided. Collective.
 
     Args:
-        model: The trained model, whose adapters are switched off meanwhile; or a frozen copy of what it was.
-        temperature: What logits are divided by.
-        adapters: Whether there are adapters to switch off.
+        config: Of the run.
+        world: The ranks.
+        model: Before its first step. Its adapters are switched off in the forwards of the reference; without adapters
+            the reference is a copy, which takes as much memory again.
+        decision: How ranks reach each other.
     """
+    has_adapters = config.lora.r is not None
+    policy = model if has_adapters else _frozen_copy(config, world, decision)
 
-    def __init__(self, model: ShardedModel, temperature: float, *, adapters: bool) -> None:
-        self._model, self._temperature, self._adapters = model, temperature, adapters
-
-    def __call__(self, batch: RolloutBatch) -> torch.Tensor:
-        """Return the log-probabilities of a microbatch's tokens, float32 [K]. One-sided."""
-        device, module = self._model.device, self._model.module
-        off: AbstractContextManager[None] = without_adapters(module) if self._adapters else nullcontext()
+    def logps(batch: RolloutBatch) -> torch.Tensor:
+        off: AbstractContextManager[None] = _without_adapters(policy.module) if has_adapters else nullcontext()
         with off, torch.no_grad():
-            places, targets = batch.places.to(device), batch.targets.to(device)
-            return token_logps(module, batch.inputs, places, targets, self._temperature)
+            places, targets = batch.places.to(policy.device), batch.targets.to(policy.device)
+            return token_logps(policy.module, batch.inputs, places, targets, config.rl.temperature)
+
+    return logps
+
+
+def _frozen_copy(config: Config, world: World, decision: Decision) -> ShardedModel:
+    built = world.agree(lambda: build_model(config.model, config.run.seed))
+    built.module.requires_grad_(False)
+    return shard_model(
+        built.module,
+        world,
+        param_dtype=getattr(torch, config.model.param_dtype),
+        prefetch=config.comm.prefetch,
+        weights=built.weights,
+        decision=decision,
+        parameter_cache_bytes=config.comm.parameter_cache_bytes,
+        gradient_cache_bytes=0,
+        device=config.run.device,
+    ).eval()
 
 
 @contextmanager
-def without_adapters(module: Any) -> Iterator[None]:
-    """Switch the adapters in a model off in the enclosed code. Local.
+def _without_adapters(module: Any) -> Iterator[None]:
+    """Switch the adapters in a model off in the enclosed code.
 
     Not by peft's `disable_adapter`, which changes what is trained.
     """

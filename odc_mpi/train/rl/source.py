@@ -44,12 +44,7 @@ class RolloutSource(Source):
     """Prompts, generated from and trained on within one minibatch. Making one is collective.
 
     Args:
-        config: Of the run.
-        world: The ranks.
-        model: Generates.
         prompts: Closed with the source.
-        loader: Of minibatches of prompts.
-        rewards: Of completions.
         engine: What generates.
 
     Attributes:
@@ -94,7 +89,7 @@ class RolloutSource(Source):
         self._tally = Tally([reward.name for reward in rewards], num_groups)
         self.names = self._tally.names
         self._lengths = ExpectedLengths(prompts.lengths)
-        self._step: Step | None = None
+        self._step = 0  # its number
         self._note: Callable[[str], None] = world.note
         self.shown: list[dict[str, Any]] = []
 
@@ -104,7 +99,7 @@ class RolloutSource(Source):
 
     def begin(self, step: Step) -> None:
         """Start to count. Local."""
-        self._step = step
+        self._step = step.number
         self._tally.begin()
         self.shown = []
 
@@ -163,7 +158,6 @@ class RolloutSource(Source):
 
     def _generate(self, minibatch: Minibatch, positions: list[int]) -> list[RolloutGroup]:
         """Generate from prompts, and hand on what is finished; return the groups for which there is no room."""
-        assert self._step is not None, "`begin` comes first"
         began = time.perf_counter()
         indices = [int(minibatch.indices[position]) for position in positions]
         rows = [self._prompts[index] for index in indices]
@@ -175,20 +169,18 @@ class RolloutSource(Source):
             group = self._finish(positions[i], indices[i], rows[i], completions)
             if group is not None and not self._exchange.offer(group.position, group.to_bytes()):
                 self._exchange.settle(group.position)
-                self._tally.num_kept += 1
+                self._tally.add("groups_kept")
                 kept.append(group)
 
         prompts = [self._text.tokens(index, row) for index, row in zip(indices, rows, strict=True)]
-        with self._model.doing("generating") as self._note, on_this_rank(self._model):
-            self._engine(self._model.module, prompts, self._sampling(self._step.number), deliver, self._tell_token)
-        self._tally.generate_s += time.perf_counter() - began
-        return kept
-
-    def _sampling(self, step: int) -> GroupSampling:
         rl = self._rl
-        return GroupSampling(
-            rl.num_generations, rl.max_completion_length, rl.temperature, rl.top_p, rl.top_k, self._seed, step
+        sampling = GroupSampling(
+            rl.num_generations, rl.max_completion_length, rl.temperature, rl.top_p, rl.top_k, self._seed, self._step
         )
+        with self._model.doing("generating") as self._note, on_this_rank(self._model):
+            self._engine(self._model.module, prompts, sampling, deliver, self._tell_token)
+        self._tally.add("generate_s", time.perf_counter() - began)
+        return kept
 
     def _tell_token(self, token: int) -> None:
         self._note(f"generating, token {token:,} of {self._rl.max_completion_length:,}")
@@ -214,14 +206,13 @@ class RolloutSource(Source):
     def _show(self, position: int, row: PromptRow, found: Completions, scored: Scored, advantages: np.ndarray) -> None:
         """Keep completions of the first prompt of a step that is to be shown."""
         every = self._rl.log_completions
-        assert self._step is not None, "`begin` comes first"
-        if position or not every or self._step.number % every:
+        if position or not every or self._step % every:
             return
         for i, tokens in enumerate(found.tokens[:4]):
             each = {reward.name: _plain(scored.each[n, i]) for n, reward in enumerate(self._rewards)}
             self.shown.append(
                 {
-                    "step": self._step.number,
+                    "step": self._step,
                     "prompt": row.prompt,
                     "completion": self._text.text(tokens),
                     "num_tokens": len(tokens),
@@ -232,7 +223,7 @@ class RolloutSource(Source):
             )
 
     def _batches(self, groups: list[RolloutGroup]) -> Iterator[Batch]:
-        self._tally.num_trained += len(groups)
+        self._tally.add("groups_trained", len(groups))
         for packed in [[group] for group in groups] if self._exact else [groups]:
             yield from batches(packed, self._max_tokens, with_all=self._rl.beta > 0)
 
@@ -243,7 +234,7 @@ class RolloutSource(Source):
         num_tokens = 0
         for _, owner, content in self._exchange.claim(count):
             groups.append(RolloutGroup.from_bytes(content))
-            self._tally.num_from_others += owner != self._world.rank
+            self._tally.add("groups_from_others", owner != self._world.rank)
             num_tokens += sum(len(groups[-1].prompt) + len(tokens) for tokens in groups[-1].completions)
             if len(groups) == most or num_tokens >= self._max_tokens:
                 break
@@ -258,7 +249,7 @@ class RolloutSource(Source):
             while self._exchange.look(count) == before:
                 time.sleep(sleep_s)
                 sleep_s = min(_MAX_SLEEP_S, 1.5 * sleep_s)
-        self._tally.wait_s += time.perf_counter() - began
+        self._tally.add("rollout_wait_s", time.perf_counter() - began)
 
 
 def _plain(value: float) -> float | None:

@@ -16,6 +16,8 @@ _COUNTS = (
     *("completions", "completion_tokens", "learnt_tokens", "prompt_tokens", "cut"),
     *("scored", "groups", "equal_groups", "failed_rewards"),
 )
+#: Of this rank: seconds that it generated, rewards included, and waited for groups of others; groups that it generated
+#: and trained, the trained ones that another rank generated, and those that found no room in its store.
 _OWN = ("generate_s", "rollout_wait_s", "groups_generated", "groups_trained", "groups_from_others", "groups_kept")
 
 
@@ -28,11 +30,6 @@ class Tally:
 
     Attributes:
         names: Of the numbers that a rank tells.
-        generate_s: Seconds that this rank generated, rewards included.
-        wait_s: Seconds that it waited for groups of others.
-        num_trained: Groups that it trained.
-        num_from_others: Of these, groups that another rank generated.
-        num_kept: Groups that found no room in its store.
     """
 
     def __init__(self, rewards: Sequence[str], num_groups: int) -> None:
@@ -48,8 +45,10 @@ class Tally:
         """Start at zero. Local."""
         self._values = dict.fromkeys(self._counts, 0.0) | {"shortest": np.inf}
         self._sums.begin()
-        self.generate_s = self.wait_s = 0.0
-        self.num_trained = self.num_from_others = self.num_kept = 0
+
+    def add(self, name: str, value: float = 1.0) -> None:
+        """Add to one of this rank's own numbers, those of `_OWN`. Local."""
+        self._values[name] += value
 
     def add_group(self, position: int, found: Completions, scored: Scored, masked: npt.NDArray[np.bool_]) -> None:
         """Count a group that this rank generated. Local.
@@ -84,7 +83,7 @@ class Tally:
             added[f"function_{i}_count"] = len(there)
             summed[f"function_{i}_sum"] = there.sum()
         for name, value in added.items():
-            self._values[name] += float(value)
+            self.add(name, float(value))
         for name, value in summed.items():
             self._sums.add(name, position, float(value))
         self._values["shortest"] = min(self._values["shortest"], float(lengths.min()))
@@ -92,14 +91,7 @@ class Tally:
 
     def tell(self) -> list[float]:
         """Return the numbers of this rank, in the order of the names. Local."""
-        own = {
-            "generate_s": self.generate_s,
-            "rollout_wait_s": self.wait_s,
-            "groups_trained": self.num_trained,
-            "groups_from_others": self.num_from_others,
-            "groups_kept": self.num_kept,
-        }
-        return [*(self._values | own).values(), *self._sums.tell()]
+        return [*self._values.values(), *self._sums.tell()]
 
     def length(self, told: sharded.Minibatch, position: int) -> float:
         """Return the mean length in tokens of the completions of a prompt. Local."""

@@ -14,8 +14,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +135,19 @@ def take(run_dir: Path, timeout_s: float) -> Owner:
     Raises:
         UserError: Another run on this host writes there, or the directory cannot be written.
     """
-    try:
+    with writing_in(run_dir):
         return Owner(run_dir, min(PATIENCE_S, timeout_s / 2))
+
+
+@contextmanager
+def writing_in(run_dir: Path) -> Iterator[None]:
+    """Turn an error of the file system in the enclosed code into one about a run directory. Local.
+
+    Raises:
+        UserError: The directory cannot be written.
+    """
+    try:
+        yield
     except OSError as error:
         raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from error
 

@@ -2,15 +2,14 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, steps_in
 from odc_mpi.checkpoint.publish import clean
-from odc_mpi.errors import UserError
 from odc_mpi.files import make_directory, replace_text
 from odc_mpi.observe.metrics import METRICS, read_metrics
 from odc_mpi.observe.tracking import DIRECTORY as TRACKERS
+from odc_mpi.train.rundir.owner import writing_in
 
 #: Completions of a run that learns from rewards, with a step in each line as metrics have it.
 COMPLETIONS = "completions.jsonl"
@@ -29,16 +28,13 @@ def open_run_directory(path: Path, config_text: str) -> None:
     Raises:
         UserError: The directory cannot be written.
     """
-
-    def make_ready() -> None:
+    with writing_in(path):
         make_directory(path)
         clean(path / CHECKPOINTS)
         if (path / CHECKPOINTS).is_dir() and not any((path / CHECKPOINTS).iterdir()):
             (path / CHECKPOINTS).rmdir()
         _set_aside(path, [path / name for name in RECORDS if (path / name).exists()])
         replace_text(path / _CONFIG, config_text)
-
-    _tell(path, make_ready)
 
 
 def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
@@ -54,8 +50,7 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
     Raises:
         UserError: The directory cannot be written.
     """
-
-    def make_ready() -> None:
+    with writing_in(path):
         clean(path / CHECKPOINTS)
         _set_aside(path, [later for number, later in steps_in(path / CHECKPOINTS).items() if number > step])
         kept = [json.dumps(line) + "\n" for line in read_metrics(path, step)]
@@ -66,8 +61,6 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
         replace_text(path / _CONFIG, config_text)
         for name in (_TRACE, _SUMMARY):
             (path / name).unlink(missing_ok=True)
-
-    _tell(path, make_ready)
 
 
 def has_records(path: Path) -> bool:
@@ -90,10 +83,3 @@ def _set_aside(path: Path, left: list[Path]) -> None:
             goal = path / f"earlier-{number}" / record.relative_to(path)
             goal.parent.mkdir(parents=True, exist_ok=True)
             record.rename(goal)
-
-
-def _tell(path: Path, make_ready: Callable[[], None]) -> None:
-    try:
-        make_ready()
-    except OSError as error:
-        raise UserError(f"run.dir: expected a directory to write in, got {path}: {error.strerror}") from error

@@ -13,16 +13,15 @@ from odc_mpi.checkpoint.reader import Checkpoint, directories
 from odc_mpi.checkpoint.state import CheckpointWeights, require_model, require_optimizer, restore_buffers
 from odc_mpi.errors import AgreedError, UserError, warn
 from odc_mpi.models.build import BuiltModel
-from odc_mpi.models.configuration import first_difference, leaves
+from odc_mpi.models.configuration import configuration_of, first_difference, leaves
 from odc_mpi.models.weights import check_base
 from odc_mpi.observe.terminal import terminal_width
 from odc_mpi.runtime.allocation import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.slices import Weights
 from odc_mpi.train.inputs import Inputs
-from odc_mpi.train.rundir.owner import Owner, take
+from odc_mpi.train.rundir.owner import Owner, take, writing_in
 from odc_mpi.train.rundir.records import has_records, open_run_directory, reopen_run_directory
-from odc_mpi.train.rundir.saving import model_config
 from odc_mpi.train.settings import Config, defaults, dump
 
 #: torch's classes of optim.optimizer.
@@ -58,10 +57,6 @@ class Origin:
     def about(self) -> Mapping[str, Any]:
         """What the run told of itself when it saved."""
         return self.checkpoint.manifest.about
-
-    def weights(self, base: Weights) -> "PatientWeights":
-        """Return where parameters come from, those of the base of adapters too. Local."""
-        return PatientWeights(self.checkpoint, base)
 
     def one_line(self, config: Config) -> str:
         """Say where the run begins, and which settings are others than before. Local."""
@@ -204,21 +199,25 @@ def _asked_for(world: World, wish: str, run_dir: Path, candidates: Sequence[Path
 
 
 def _own_checkpoints(run_dir: Path, rank: int, timeout_s: float) -> list[Path]:
-    try:
+    with writing_in(run_dir):
         if rank == 0 and retired(run_dir / CHECKPOINTS):
             # Another run may be about to give the name to a newer checkpoint.
             with take(run_dir, timeout_s):
                 restore(run_dir / CHECKPOINTS)
         return list(steps_in(run_dir / CHECKPOINTS).values())
-    except OSError as error:
-        raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from error
 
 
 def _check_fits(origin: Origin, config: Config, inputs: Inputs) -> None:
     checkpoint, about = origin.checkpoint, origin.about
     _require_adapters(origin, inputs.model)
     require_model(checkpoint, inputs.model.module)
-    _require_configuration(origin, model_config(inputs.model.module))
+    # Models of the same shapes may compute something else: heads, positions, activations and the like.
+    if difference := first_difference(about, configuration_of(inputs.model.module)):
+        key, theirs, ours = difference
+        raise UserError(
+            f"the checkpoint {checkpoint.directory} is of another model: {key} is {theirs!r} there, {ours!r} in "
+            "this one: change model.*, or set run.resume to never, or run.dir"
+        )
     require_optimizer(checkpoint.manifest, OPTIMIZERS[config.optim.optimizer], checkpoint)
     if about["data_digest"] != inputs.dataset.digest():
         raise UserError(
@@ -252,17 +251,6 @@ def _require_adapters(origin: Origin, model: BuiltModel) -> None:
                 f"{setting}: expected {theirs[name]}, as in the checkpoint {origin.checkpoint.directory}, got "
                 f"{ours[name]}: change {setting}; or {_ANEW}"
             )
-
-
-def _require_configuration(origin: Origin, config: Mapping[str, Any]) -> None:
-    """Check that models of the same shapes compute the same: heads, positions, activations and the like."""
-    difference = first_difference(origin.about, config)
-    if difference:
-        key, theirs, ours = difference
-        raise UserError(
-            f"the checkpoint {origin.checkpoint.directory} is of another model: {key} is {theirs!r} there, {ours!r} in "
-            "this one: change model.*, or set run.resume to never, or run.dir"
-        )
 
 
 def _newest(world: World, candidates: Sequence[Path]) -> Checkpoint | None:

@@ -8,7 +8,6 @@ at the end collective: all wait for the last checkpoint, within comm.timeout_s
 """
 
 import importlib.metadata
-import json
 import math
 import platform
 import time
@@ -25,6 +24,7 @@ from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import TrainingState
 from odc_mpi.errors import StoppedError, TrainingError, warn
 from odc_mpi.models.build import BuiltModel
+from odc_mpi.models.configuration import configuration_of
 from odc_mpi.models.weights import part_digests
 from odc_mpi.observe.participant import Participant, Step
 from odc_mpi.runtime.allocation import slurm_job
@@ -188,7 +188,7 @@ def about_run(
         "data_digest": data_digest,
         "origin": origin,
         "slurm_job_id": slurm_job().get("slurm_job_id"),
-        "transformers_config": model_config(module),
+        "transformers_config": configuration_of(module),
         "architectures": [type(module).__name__],
         **adapters,
         "versions": {"odc_mpi": __version__, "python": platform.python_version(), **versions},
@@ -216,9 +216,3 @@ def describe_adapters(
         digests = {part: share[part] for share in shares for part in share}
     reference = {"path": config.model.path, "config": config.model.config, "seed": config.run.seed}
     return {"adapter": model.adapter, "base": {**reference, "sha256": dict(sorted(digests.items()))}}
-
-
-def model_config(module: Any) -> dict[str, Any]:
-    """Return the whole configuration of a transformers model, as JSON has it. Local."""
-    content: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
-    return content

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from odc_mpi.data.plan.cost import COSTS, Cost, flops_cost, named_cost
-from odc_mpi.errors import UserError
+from odc_mpi.data.plan.cost import Cost, flops_cost
 
 
 def test_sequence_is_a_polynomial_of_the_length() -> None:
@@ -35,26 +34,3 @@ def test_a_microbatch_costs_its_sequences_and_a_constant() -> None:
     assert cost.microbatch([1, 4]) == 2.5 + 16.0 + 7.0
     assert cost.microbatch([]) == 7.0
     assert cost.sequence([1]).tolist() == [2.5]
-
-
-def test_costs_have_names() -> None:
-    flops = Cost(6.0, 3.0)
-    assert [named_cost(name, flops=flops, linear=2.0, quadratic=1.0) for name in COSTS] == [
-        Cost(),
-        Cost(2.0, 1.0),
-        flops,
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "linear", "expected"),
-    [
-        ("lineer", 1.0, "expected data.cost among linear, quadratic, flops, got 'lineer' (did you mean linear?)"),
-        ("quadratic", -1.0, "expected coefficients of at least 0"),
-        ("quadratic", 0.0, "expected coefficients of at least 0"),
-    ],
-)
-def test_mistakes_are_told(name: str, linear: float, expected: str) -> None:
-    with pytest.raises(UserError) as caught:
-        named_cost(name, flops=Cost(), linear=linear)
-    assert expected in str(caught.value)

@@ -15,8 +15,9 @@ from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.errors import AgreedError
 from odc_mpi.models import build as built_models
+from odc_mpi.rollout.decoding import Prompt
 from odc_mpi.rollout.rewards import find_rewards, score
-from odc_mpi.rollout.sample import GroupSampling, PromptTokens, sample
+from odc_mpi.rollout.sample import GroupSampling, sample
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.rl.source import RolloutSource
 from odc_mpi.train.run import build_trainer, decide, train
@@ -53,7 +54,7 @@ def test_completions_and_rewards_are_those_of_a_plain_model(run, grpo_dir):
     rewards, made = find_rewards(config.rl.reward_funcs, config.rl.reward_weights), {}
     with Prompts(grpo_dir / "prompts.h5") as prompts:
         rows = [prompts[index] for index in order]
-    tokens = [PromptTokens(index, row.tokens, frozenset({END})) for index, row in zip(order, rows, strict=True)]
+    tokens = [Prompt(index, row.tokens, (END,)) for index, row in zip(order, rows, strict=True)]
     sample(plain_model(config), tokens, sampling, made.__setitem__)
     scored = []
     for i, row in enumerate(rows):

@@ -14,7 +14,8 @@ from odc_mpi.checkpoint.commands import newest
 from odc_mpi.checkpoint.export import export
 from odc_mpi.errors import AgreedError
 from odc_mpi.models.load import load_model
-from odc_mpi.rollout.generate import Prompt, Sampling, generate, seed_of
+from odc_mpi.rollout.decoding import Prompt
+from odc_mpi.rollout.generate import Sampling, generate, seed_of
 from odc_mpi.rollout.run import Job, generate_all
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.run import build_trainer, decide, train
