@@ -95,9 +95,7 @@ def sized_rounds(
 
 
 def entries(
-    times: Mapping[str, Sequence[float]],
-    num_bytes: Mapping[str, int] | int,
-    **references: Callable[[str], str | None],
+    times: Mapping[str, Sequence[float]], num_bytes: Mapping[str, int] | int, **references: Callable[[str], str | None]
 ) -> dict[str, dict[str, Any]]:
     """Return the entries of variants in the JSON object. Local.
 

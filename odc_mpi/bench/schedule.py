@@ -28,13 +28,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import Intervals
 from odc_mpi.simulate.rollouts import RolloutOutcome
 from odc_mpi.simulate.scenario import Scenario, Trial
-from odc_mpi.simulate.simulate import (
-    SCHEDULES,
-    Outcome,
-    floor_s,
-    plan,
-    simulate,
-)
+from odc_mpi.simulate.simulate import SCHEDULES, Outcome, floor_s, plan, simulate
 
 T = TypeVar("T")
 
@@ -62,10 +56,7 @@ def measure(
 
 
 def compared(
-    world: World,
-    step_s: float,
-    run: Callable[[], Outcome | RolloutOutcome],
-    simulated: Callable[[], dict[str, float]],
+    world: World, step_s: float, run: Callable[[], Outcome | RolloutOutcome], simulated: Callable[[], dict[str, float]]
 ) -> dict[str, Any]:
     """Run schedules, and simulate them. Collective.
 

@@ -137,11 +137,7 @@ class Whole:
 
 
 def run_microbatches(
-    model: nn.Module,
-    minibatch: Minibatch,
-    batches: Iterable[Batch],
-    factor: float = 1.0,
-    device: torch.device = HOST,
+    model: nn.Module, minibatch: Minibatch, batches: Iterable[Batch], factor: float = 1.0, device: torch.device = HOST
 ) -> float:
     """Run forward and backward of some microbatches. Local, if the model is.
 

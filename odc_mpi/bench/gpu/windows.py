@@ -22,15 +22,7 @@ from typing import Any
 
 import torch
 
-from odc_mpi.bench.fetch_and_push import (
-    REDUCTIONS,
-    Variant,
-    check,
-    fetches,
-    pushes,
-    require_host_memory,
-    unit_layout,
-)
+from odc_mpi.bench.fetch_and_push import REDUCTIONS, Variant, check, fetches, pushes, require_host_memory, unit_layout
 from odc_mpi.bench.measure import entries, seconds, sized_rounds
 from odc_mpi.bench.together import slowest
 from odc_mpi.comm.compose import device_transport, staged, window_transport
