@@ -2,6 +2,7 @@
 
 import argparse
 
+from odc_mpi.bench.measure import show
 from odc_mpi.cli.options import positive, step_seconds
 from odc_mpi.cli.scenario import add_option, add_scenario, rollouts_of, scenario_of
 from odc_mpi.simulate.options import GENERATION, RANKS, SCENARIO, TICKET_S, usual_minibatches
@@ -27,7 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: Its lengths are not to be had.
     """
-    from odc_mpi.bench.measure import show
     from odc_mpi.simulate.advice import advice
     from odc_mpi.simulate.simulate import simulate
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from odc_mpi.bench.measure import parse_sizes, show, speaker
 from odc_mpi.errors import UserError
+from odc_mpi.runtime.ranks import say
 from odc_mpi.runtime.start.launch import Ending, launched_rank, take_part
 from odc_mpi.stack.gpu import has_gpu
 
@@ -99,7 +100,7 @@ def _tell(ending: Ending, as_json: bool) -> int:
     if error is not None:
         raise UserError(error)
     if failure is not None:
-        print(f"odc-mpi: error: {failure}", file=sys.stderr, flush=True)
+        say(failure)
         return 1
     return 0
 
