@@ -219,7 +219,7 @@ def _check_fits(origin: Origin, config: Config, inputs: Inputs) -> None:
     _require_adapters(origin, inputs.model)
     require_model(checkpoint, inputs.model.module)
     _require_configuration(origin, model_config(inputs.model.module))
-    require_optimizer(checkpoint.manifest, OPTIMIZERS[config.optim.optimizer], checkpoint)
+    require_optimizer(checkpoint, OPTIMIZERS[config.optim.optimizer])
     if about["data_digest"] != inputs.dataset.digest():
         raise UserError(
             f"the checkpoint {checkpoint.directory} was trained on other data than data.path: {config.data.path}, "
