@@ -93,9 +93,7 @@ def run_rounds(
     return interleaved(runs, repeats + 1, tell)
 
 
-def _round(
-    world: World, contender: Contender, name: str, steps: int, synchronize: Callable[[], object] = lambda: None
-) -> Round:
+def _round(world: World, contender: Contender, name: str, steps: int, synchronize: Callable[[], object]) -> Round:
     results: list[tuple[float, int]] = []
 
     def train() -> None:

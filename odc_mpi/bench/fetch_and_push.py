@@ -274,13 +274,13 @@ def require_host_memory(world: World, wanted: int, option: str = "--sizes") -> N
     Raises:
         UserError: It has not; raised on every rank.
     """
-    world.agree(lambda: _check_available(wanted, world.local_size, option))
 
+    def check() -> None:
+        free = available_bytes()
+        if wanted > free:
+            raise UserError(
+                f"{free >> 20} MiB of memory are available, expected at least {wanted >> 20} MiB for "
+                f"{world.local_size} ranks on this node: choose smaller {option} or fewer --ranks"
+            )
 
-def _check_available(wanted: int, local_size: int, option: str) -> None:
-    free = available_bytes()
-    if wanted > free:
-        raise UserError(
-            f"{free >> 20} MiB of memory are available, expected at least {wanted >> 20} MiB for {local_size} ranks on "
-            f"this node: choose smaller {option} or fewer --ranks"
-        )
+    world.agree(check)
