@@ -74,14 +74,7 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
 
 
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **about: Any) -> Variant:
-    """Return the fetches through a transport whose units hold what `is_whole` looks for. Local.
-
-    Args:
-        transport: Has the units.
-        layout: Of each.
-        num_units: How many there are.
-        about: Further attributes of the variant.
-    """
+    """Return the fetches through a transport whose units hold what `is_whole` looks for. Local."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())

@@ -39,13 +39,7 @@ def require_ranks(world: World, wanted: int | None) -> None:
 
 
 def slowest_s(world: World, what: str, work: Callable[[], object]) -> float:
-    """Return the slowest rank's seconds of some work that all begin together. Collective.
-
-    Args:
-        world: The ranks.
-        what: The work in words, for messages.
-        work: Called once.
-    """
+    """Return the slowest rank's seconds of some work that all begin together; `what` names it. Collective."""
     world.meet(world.comm.Ibarrier(), f"beginning {what} together")
     began = perf_counter()
     work()

@@ -162,13 +162,7 @@ def measure(
 
 
 class _Contenders:
-    """All ways to train, each with a model of its own. Making them is collective.
-
-    Args:
-        world: The ranks.
-        config: See `measure`.
-        ours: Those on our runtime.
-    """
+    """All ways to train, each with a model of its own. Making them is collective."""
 
     def __init__(self, world: World, config: Config, ours: Sequence[str]) -> None:
         self._world, self._config = world, config

@@ -54,9 +54,6 @@ class Exported(ABC):
 class WholeModel(Exported):
     """A model that a checkpoint holds whole.
 
-    Args:
-        checkpoint: Of `odc-mpi train`.
-
     Raises:
         UserError: The checkpoint is of another kind of model, or of adapters alone.
     """

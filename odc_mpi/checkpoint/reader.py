@@ -30,9 +30,6 @@ _MAX_OPEN = 64
 class Checkpoint(AbstractContextManager["Checkpoint"]):
     """A complete checkpoint. A context manager; closes twice without harm.
 
-    Args:
-        directory: Directory of the checkpoint.
-
     Raises:
         UserError: The checkpoint is incomplete, damaged or of another version, by its manifest.
 

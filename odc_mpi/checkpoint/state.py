@@ -75,12 +75,7 @@ class TrainingState:
         }
 
     def describe(self, step: int, about: dict[str, object]) -> Manifest:
-        """Return the manifest of a snapshot of the present state, without its files. Local.
-
-        Args:
-            step: Steps done.
-            about: Other values to keep.
-        """
+        """Return the manifest of a snapshot of the present state, without its files. Local."""
         tensors: dict[str, TensorRecord] = {}
         pieces, kinds = self._pieces, self._kinds
         for live in self._live():

@@ -146,15 +146,7 @@ def look(name: str) -> Look:
 def side_by_side(
     name: str, title: str, columns: Sequence[Column], labels: Mapping[str, str], caption: str = ""
 ) -> Figure:
-    """Show figures of variants side by side. Local.
-
-    Args:
-        name: Of the picture.
-        title: Of picture and table.
-        columns: The figures.
-        labels: Of the variants, in order.
-        caption: Below picture and table.
-    """
+    """Show figures of variants side by side. Local."""
     panels: dict[str, list[Bar]] = {}
     cells: dict[str, dict[str, str]] = {}
     for column in columns:

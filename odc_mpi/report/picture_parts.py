@@ -48,14 +48,7 @@ class Picture:
 
 
 def picture(kind: str, name: str, title: str, *parts: Any) -> Picture:
-    """Make a picture of one of the kinds in `report.pictures`. Local.
-
-    Args:
-        kind: Name of a function there.
-        name: See `Picture`.
-        title: See `Picture`.
-        parts: Arguments of that function.
-    """
+    """Make a picture of one of the kinds in `report.pictures`. Local."""
 
     def draw() -> str:
         from odc_mpi.report import pictures  # not at the top: matplotlib takes a second, and terminals need none
@@ -178,11 +171,7 @@ MAX_RANKS = 32
 
 
 def choose_ranks(busy_s: Sequence[float]) -> list[int]:
-    """Return the ranks that a picture shows: all, or of many the most and the least busy and some between. Local.
-
-    Args:
-        busy_s: Seconds for which each rank is busy.
-    """
+    """Return the ranks that a picture shows: all, or of many the most and the least busy and some between. Local."""
     count = len(busy_s)
     if count <= MAX_RANKS:
         return list(range(count))

@@ -70,9 +70,6 @@ class Run:
 def describe(run_dir: Path) -> Report:
     """Report on a run. Local.
 
-    Args:
-        run_dir: Its directory.
-
     Raises:
         UserError: It is no run directory.
         LookupError, TypeError, ValueError: A file in it is not what a run writes.

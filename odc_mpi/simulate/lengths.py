@@ -99,9 +99,6 @@ KNOWN: dict[str, Source] = {
 def find(name: str) -> Source:
     """Return the source of lengths of a name among `KNOWN`, or of a data set that `odc-mpi prepare` wrote. Local.
 
-    Args:
-        name: A name, or the path of a file.
-
     Raises:
         UserError: There is neither.
     """

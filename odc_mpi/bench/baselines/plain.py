@@ -27,10 +27,6 @@ def whole_model(config: Config, device: torch.device = HOST) -> nn.Module:
 
     The values are those of a run of the same configuration. Parameters that are tied there are one here.
 
-    Args:
-        config: Of the run.
-        device: Where they are, and the model computes.
-
     Raises:
         UserError: As for a run.
     """

@@ -19,12 +19,7 @@ from odc_mpi.runtime.world import World
 
 
 def main(arguments: Sequence[str], tell: Callable[[News], None]) -> None:
-    """Measure. Collective.
-
-    Args:
-        arguments: The options as JSON.
-        tell: Tells the parent news.
-    """
+    """Measure. Collective."""
     options = Options(**json.loads(arguments[0]))
     known: dict[str, Any] = {}
 

@@ -32,9 +32,6 @@ ENDED = "device_windows"
 def options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `bench.gpu.benchmark.Options` as JSON takes them. Local.
 
-    Args:
-        arguments: Of the command line.
-
     Raises:
         UserError: Sizes that are none.
     """
@@ -56,11 +53,6 @@ def require_gpu() -> None:
 def run(options: Mapping[str, Any], as_json: bool, child: Sequence[str] = CHILD) -> int:
     """Take part in the benchmark; rank 0 prints what came of it. Collective, in the children.
 
-    Args:
-        options: Of `bench.gpu.benchmark.Options`.
-        as_json: Print one object.
-        child: Command of the child.
-
     Returns:
         The exit code: 0, also if windows on GPUs ended it; 1 if anything else did.
 
@@ -75,11 +67,7 @@ def run(options: Mapping[str, Any], as_json: bool, child: Sequence[str] = CHILD)
 
 
 def outcome(ending: Ending) -> tuple[dict[str, Any], str | None]:
-    """Return the result so far, and the failure: None without one, or if windows on GPUs caused it. Local.
-
-    Args:
-        ending: Of the child.
-    """
+    """Return the result so far, and the failure: None without one, or if windows on GPUs caused it. Local."""
     result = ending.news.get("result", {})
     if ending.trouble is None:
         return result, None
