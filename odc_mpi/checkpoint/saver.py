@@ -29,13 +29,16 @@ T = TypeVar("T")
 
 
 class Task(Generic[T]):
-    """A function that runs in a daemon thread: it does not keep a program from ending."""
+    """A function that runs in a daemon thread, which does not keep a program from ending; it tells its own errors.
+
+    Attributes:
+        result: Returned by the function; None until then, and if it raised.
+    """
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function: Callable[[], T] | None = function
         self._ended = threading.Event()
         self.result: T | None = None
-        self.error: Exception | None = None
         threading.Thread(target=self._run, name="odc_mpi-checkpoint", daemon=True).start()
 
     @property
@@ -51,9 +54,8 @@ class Task(Generic[T]):
     def _run(self) -> None:
         assert self._function is not None
         try:
-            self.result = self._function()
-        except Exception as error:
-            self.error = error
+            with suppress(Exception):
+                self.result = self._function()
         finally:
             self._function = None  # it refers to the previous task, which refers to the one before ...
             self._ended.set()
