@@ -30,7 +30,7 @@ HELP = "measure what this machine achieves"
 GPU_SIZES = "4M,16M,64M,256M"
 #: Of `bench schedule`, for training, and with generation: there are eight times as many sequences in a minibatch, so
 #: the collectives of ranks that share cores would take longer than what is slept for.
-SCHEDULE_DEFAULTS = {"--minibatches": (10, 5), "--units": (4, 1)}
+SCHEDULE_DEFAULTS = {"num_minibatches": (10, 5), "num_units": (4, 1)}
 STEP_S = (1.0, 6.0)
 #: Sizes that are read from ranks that compute, and pushed to them.
 GET_SIZES, PUSH_SIZES = "64,1M,16M", "512K,2M,8M,32M"
@@ -144,13 +144,13 @@ def _run_transport(arguments: argparse.Namespace) -> int:
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help=f"to start; default: {RANKS.default}, or mpiexec's")
-    add_scenario(parser, {name: of_workloads(*of_either) for name, of_either in SCHEDULE_DEFAULTS.items()})
+    add_scenario(parser, {field: of_workloads(*of_either) for field, of_either in SCHEDULE_DEFAULTS.items()})
     meaning = f"seconds an even share of a minibatch is scaled to; default: {of_workloads(*STEP_S)}"
     parser.add_argument("--step-s", type=step_seconds, metavar="X", help=meaning)
 
 
 def _run_schedule(arguments: argparse.Namespace) -> int:
-    fill_in(arguments, {**SCHEDULE_DEFAULTS, "--step-s": STEP_S})
+    fill_in(arguments, {**SCHEDULE_DEFAULTS, "step_s": STEP_S})
     rollouts = rollouts_of(arguments) if arguments.workload == "grpo" else None
     scenario = rollouts.scenario if rollouts else scenario_of(arguments)
 
