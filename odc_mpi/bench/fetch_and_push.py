@@ -268,7 +268,7 @@ def require_host_memory(world: World, wanted: int, option: str = "--sizes") -> N
         UserError: It has not; raised on every rank.
     """
 
-    def check() -> None:
+    def check_available() -> None:
         free = available_bytes()
         if wanted > free:
             raise UserError(
@@ -276,4 +276,4 @@ def require_host_memory(world: World, wanted: int, option: str = "--sizes") -> N
                 f"{world.local_size} ranks on this node: choose smaller {option} or fewer --ranks"
             )
 
-    world.agree(check)
+    world.agree(check_available)
