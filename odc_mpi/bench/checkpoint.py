@@ -25,7 +25,7 @@ variant in turn, round after round; the slowest rank's time counts.
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -40,16 +40,15 @@ from odc_mpi.api import shard_model
 from odc_mpi.bench.baselines import dcp
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.measure import Goal, interleaved, quartiles, ratio
-from odc_mpi.bench.together import header, slowest_s
+from odc_mpi.bench.together import header, slowest, slowest_s
 from odc_mpi.checkpoint.manifest import step_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import CheckpointWeights, TrainingState
 from odc_mpi.runtime.world import World
-from odc_mpi.shard.model import ShardedModel
 
 #: 16 MiB a matrix: the mean of a model of 1.5 B parameters. Each takes its time in the index, whatever its size.
-_WIDTH, _MIN_LAYERS = 2048, 1
+_WIDTH = 2048
 _BLOCK_BYTES = 4 << 20
 #: What each way leaves in the directory.
 _WRITTEN = {"plain": "plain_*", "odc_mpi": "step_*", "dcp": "dcp"}
@@ -83,28 +82,27 @@ class State:
     """
 
     def __init__(self, world: World, num_bytes: int, directory: Path) -> None:
-        layers = max(_MIN_LAYERS, num_bytes // (_BYTES_PER_PARAMETER * _WIDTH * _WIDTH))
+        layers = max(1, num_bytes // (_BYTES_PER_PARAMETER * _WIDTH * _WIDTH))
         with torch.device("meta"):
             module = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(layers)))
         self._world = world
         self._directory = directory
-        self.model: ShardedModel = shard_model(module, world, units=[nn.Linear], weights=_Drawn(), prefetch=0)
+        self.model = shard_model(module, world, units=[nn.Linear], weights=_Drawn(), prefetch=0)
         self.optimizer = torch.optim.AdamW(self.model.shard_parameters())
         for parameter in self.model.shard_parameters():
             moments = {key: torch.rand_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
         self._state = TrainingState(self.model, self.optimizer, world.rank)
-        self._plain = torch.cat([torch.cat([tensor.view(-1) for tensor in self._tensors().values()])]).numpy()
+        self._plain = torch.cat([tensor.view(-1) for tensor in self._tensors().values()]).numpy()
         self.num_bytes = sum(world.gather_objects(self._plain.nbytes))
         self.pauses_s: list[float] = []
         self._round = 0
 
     def write_plain(self) -> None:
         """Write as many bytes as this rank has into a file. Local."""
-        content = memoryview(self._plain.view(np.uint8))  # type: ignore[arg-type]
         with (self._directory / f"plain_{self._world.rank}").open("wb", buffering=0) as file:
-            for start in range(0, len(content), _BLOCK_BYTES):
-                file.write(content[start : start + _BLOCK_BYTES])
+            for block in self._blocks():
+                file.write(block)
             os.fsync(file.fileno())
 
     def write_odc_mpi(self) -> None:
@@ -126,10 +124,9 @@ class State:
 
     def read_plain(self) -> None:
         """Read the file back. Local."""
-        content = memoryview(self._plain.view(np.uint8))  # type: ignore[arg-type]
         with (self._directory / f"plain_{self._world.rank}").open("rb", buffering=0) as file:
-            for start in range(0, len(content), _BLOCK_BYTES):
-                file.readinto(content[start : start + _BLOCK_BYTES])
+            for block in self._blocks():
+                file.readinto(block)
 
     @torch.no_grad()
     def read_odc_mpi(self) -> None:
@@ -158,6 +155,11 @@ class State:
                 descriptor = os.open(path, os.O_RDONLY)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(descriptor)
+
+    def _blocks(self) -> Iterator[memoryview]:
+        content = memoryview(self._plain.view(np.uint8))  # type: ignore[arg-type]
+        for start in range(0, len(content), _BLOCK_BYTES):
+            yield content[start : start + _BLOCK_BYTES]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's tensors by names that no other rank has."""
@@ -199,7 +201,7 @@ def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str
             gloo.close()
         if world.rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
-    seconds["pause"] = [max(pauses) for pauses in zip(*world.gather_objects(state.pauses_s), strict=True)]
+    seconds |= slowest(world, {"pause": state.pauses_s})
     return {
         **header(world, "checkpoint", before, repeats=repeats, state_bytes=state.num_bytes),
         "left_out": {} if gloo else {"dcp": "its group here ends at the node"},

@@ -93,9 +93,7 @@ def run_rounds(
     return interleaved(runs, repeats + 1, tell)
 
 
-def _round(
-    world: World, contender: Contender, name: str, steps: int, synchronize: Callable[[], object] = lambda: None
-) -> Round:
+def _round(world: World, contender: Contender, name: str, steps: int, synchronize: Callable[[], object]) -> Round:
     results: list[tuple[float, int]] = []
 
     def train() -> None:
@@ -113,13 +111,8 @@ def _round(
 def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
     """Return by how much of the reference's losses each contender's differ at most. Local.
 
-    Args:
-        rounds: Of every contender.
-        reference: One of them.
-        tolerance: They may differ by so much.
-
     Raises:
-        AgreedError: They differ by more, or one is no number; on every rank that has the same rounds.
+        AgreedError: They differ by more than `tolerance`, or one is no number; on every rank that has the same rounds.
     """
     apart = {name: deviation(own, rounds[reference]) for name, own in rounds.items()}
     worst = max(apart, key=lambda name: apart[name])

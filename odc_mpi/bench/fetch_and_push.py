@@ -74,14 +74,7 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
 
 
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **about: Any) -> Variant:
-    """Return the fetches through a transport whose units hold what `is_whole` looks for. Local.
-
-    Args:
-        transport: Has the units.
-        layout: Of each.
-        num_units: How many there are.
-        about: Further attributes of the variant.
-    """
+    """Return the fetches through a transport whose units hold what `is_whole` looks for. Local."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())
@@ -274,13 +267,13 @@ def require_host_memory(world: World, wanted: int, option: str = "--sizes") -> N
     Raises:
         UserError: It has not; raised on every rank.
     """
-    world.agree(lambda: _check_available(wanted, world.local_size, option))
 
+    def check_available() -> None:
+        free = available_bytes()
+        if wanted > free:
+            raise UserError(
+                f"{free >> 20} MiB of memory are available, expected at least {wanted >> 20} MiB for "
+                f"{world.local_size} ranks on this node: choose smaller {option} or fewer --ranks"
+            )
 
-def _check_available(wanted: int, local_size: int, option: str) -> None:
-    free = available_bytes()
-    if wanted > free:
-        raise UserError(
-            f"{free >> 20} MiB of memory are available, expected at least {wanted >> 20} MiB for {local_size} ranks on "
-            f"this node: choose smaller {option} or fewer --ranks"
-        )
+    world.agree(check_available)

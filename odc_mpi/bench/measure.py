@@ -95,9 +95,7 @@ def sized_rounds(
 
 
 def entries(
-    times: Mapping[str, Sequence[float]],
-    num_bytes: Mapping[str, int] | int,
-    **references: Callable[[str], str | None],
+    times: Mapping[str, Sequence[float]], num_bytes: Mapping[str, int] | int, **references: Callable[[str], str | None]
 ) -> dict[str, dict[str, Any]]:
     """Return the entries of variants in the JSON object. Local.
 
@@ -189,18 +187,13 @@ def speaker(rank: int) -> Callable[[str], None]:
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
     """Read sizes such as `64K,1M,256M`, in bytes, of whole fp32 elements, each once. Local.
 
-    Args:
-        text: As written.
-        option: Behind which, for the message.
-
     Raises:
         UserError: Something else was written.
     """
-    return list(dict.fromkeys(_parse_size(word.strip(), option) for word in text.split(",")))
-
-
-def _parse_size(word: str, option: str) -> int:
-    num_bytes = parse_size(word)
-    if not num_bytes or num_bytes % 4:
-        raise UserError(f"{option}: expected sizes such as 64K,1M,256M in multiples of 4 bytes, got {word!r}")
-    return num_bytes
+    sizes = []
+    for word in map(str.strip, text.split(",")):
+        num_bytes = parse_size(word)
+        if not num_bytes or num_bytes % 4:
+            raise UserError(f"{option}: expected sizes such as 64K,1M,256M in multiples of 4 bytes, got {word!r}")
+        sizes.append(num_bytes)
+    return list(dict.fromkeys(sizes))

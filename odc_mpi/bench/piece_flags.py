@@ -45,14 +45,7 @@ class PieceFlags:
             self._window.replace(self._world.rank, 0, self._value(place, step))
 
     def wait(self, place: int, step: int, split: Split, pieces: Iterable[int]) -> None:
-        """Return once other pieces of the sequence have come to a step. One-sided.
-
-        Args:
-            place: Of the sequence among the minibatch's.
-            step: See `show`.
-            split: The sequence.
-            pieces: Those that are waited for.
-        """
+        """Return once other pieces of the sequence have come to a step. One-sided."""
         wanted = self._value(place, step)
         for index in pieces:
             rank = split.ranks[index]

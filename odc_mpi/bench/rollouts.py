@@ -11,10 +11,9 @@ to each other goes through windows:
 """
 
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -91,9 +90,11 @@ class Generates(Runner):
 
     Attributes:
         rollout_trial: The minibatch that comes next.
+        waits: Whether ranks wait until all have generated, before they train.
     """
 
     rollout_trial: RolloutTrial
+    waits: ClassVar[bool]
 
     def before_microbatches(self, sleeper: Sleeper, trial: Trial, plan: Plan, scale: float) -> float:
         """Generate this rank's completions; return the seconds that it was to sleep for. Collective or one-sided."""
@@ -102,7 +103,8 @@ class Generates(Runner):
             self.decode(sleeper, scale * (end_s - done_s))
             self.finished(group)
             done_s = end_s
-        self.generated()
+        if self.waits:
+            self._world.meet(self._world.comm.Ibarrier(), "waiting until all ranks have generated")
         return scale * done_s
 
     def decode(self, sleeper: Sleeper, seconds: float) -> None:
@@ -117,48 +119,31 @@ class Generates(Runner):
     def finished(self, group: int) -> None:
         """Tell that a prompt group is finished. Local, or one-sided."""
 
-    @abstractmethod
-    def generated(self) -> None:
-        """Do what comes between generation and training. Local, or collective."""
-
-    def meet(self) -> None:
-        """Wait until all ranks have generated. Collective."""
-        self._world.meet(self._world.comm.Ibarrier(), "waiting until all ranks have generated")
-
 
 class CollectiveBarrier(Generates, CollectiveRunner):
     """Generation, a barrier, training in lockstep; parameters are resident while ranks generate."""
+
+    waits = True
 
     def decode(self, sleeper: Sleeper, seconds: float) -> None:
         """Sleep: units that are gathered once per step by all ranks would make them meet in every step. Local."""
         sleeper.sleep(seconds)
 
-    def generated(self) -> None:  # noqa: D102
-        self.meet()
-
 
 class WindowBarrier(Generates, WindowRunner):
     """Generation, a barrier, training by tickets."""
 
-    def generated(self) -> None:  # noqa: D102
-        self.meet()
+    waits = True
 
 
 class WindowOwn(Generates, WindowRunner):
     """Generation, then training of the rank's own completions."""
 
-    def generated(self) -> None:
-        """Do nothing. Local."""
+    waits = False
 
 
 class WindowOnDemand(WindowOwn):
-    """Prompt groups by tickets, then shares of finished ones by tickets, whoever generated them.
-
-    Args:
-        world: The ranks.
-        num_units: Units of the model.
-        num_groups: Prompt groups of a minibatch.
-    """
+    """Prompt groups by tickets, then shares of finished ones by tickets, whoever generated them."""
 
     def __init__(self, world: World, num_units: int, num_groups: int) -> None:
         super().__init__(world, num_units)

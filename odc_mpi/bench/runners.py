@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -99,16 +100,25 @@ class Runner(ABC):
         """Free the transport. Collective."""
         self._transport.close()
 
-    def _run_microbatch(self, sleeper: "Sleeper", seconds: float, waits: "Waits | None" = None) -> None:
-        """Run a microbatch, or a piece, which waits for others."""
-        waits = waits or Waits()
+    def _run_microbatch(
+        self, sleeper: "Sleeper", seconds: float, meet: Callable[[int], None] = lambda step: None
+    ) -> None:
+        """Run a microbatch, or a piece, which meets others.
+
+        Args:
+            sleeper: Sleeps in place of computing.
+            seconds: How long in all units together.
+            meet: Called with the number of units come to in forward and done with in backward so far: before each
+                unit's forward, and after its backward, before its gradients are pushed.
+        """
+        num_units = len(self._units)
         for unit in self._units:
-            waits.before_forward(unit)
-            self._with_unit(unit, lambda: sleeper.sleep(FORWARD * seconds / len(self._units)))
+            meet(unit)
+            self._with_unit(unit, lambda: sleeper.sleep(FORWARD * seconds / num_units))
         pushes = []
         for unit in reversed(self._units):
-            self._with_unit(unit, lambda: sleeper.sleep((1 - FORWARD) * seconds / len(self._units)))
-            waits.after_backward(unit)
+            self._with_unit(unit, lambda: sleeper.sleep((1 - FORWARD) * seconds / num_units))
+            meet(2 * num_units - 1 - unit)
             pushes.append(self._transport.gradients.push(unit, self._gradient))
         for push in pushes:
             push.wait()
@@ -133,10 +143,15 @@ class WindowRunner(Runner):
             if rank in split.ranks:
                 index = split.ranks.index(rank)
                 seconds = scale * trial.piece_s(rank, split, index, is_first=not sleeper.slept)
-                waits = PieceWaits(self._flags, place, split, index, len(self._units))
-                self._run_microbatch(sleeper, seconds, waits)
+                self._run_microbatch(sleeper, seconds, partial(self._meet_pieces, place, split, index))
                 busy_s += seconds
         return busy_s
+
+    def _meet_pieces(self, place: int, split: Split, index: int, step: int) -> None:
+        """Show a step of a piece; wait for keys and values of those before it, or for gradients of those behind it."""
+        is_forward = step < len(self._units)
+        self._flags.show(place, step)
+        self._flags.wait(place, step, split, range(index) if is_forward else range(index + 1, len(split.ranks)))
 
     def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:  # noqa: D102
         yield from filter(None, plan.microbatches[self._world.rank])
@@ -167,34 +182,6 @@ class CollectiveRunner(Runner):
         own = plan.microbatches[self._world.rank]
         for turn in range(max(map(len, plan.microbatches))):
             yield own[turn] if turn < len(own) else ()
-
-
-class Waits:
-    """What a microbatch waits for in a unit: nothing."""
-
-    def before_forward(self, unit: int) -> None:
-        """Wait before the unit computes. One-sided."""
-
-    def after_backward(self, unit: int) -> None:
-        """Wait before the unit's gradients are pushed. One-sided."""
-
-
-class PieceWaits(Waits):
-    """A piece waits for keys and values of the pieces before it, and for gradients from those behind it."""
-
-    def __init__(self, flags: PieceFlags, place: int, split: Split, index: int, num_units: int) -> None:
-        self._flags, self._num_units = flags, num_units
-        self._place, self._split, self._index = place, split, index
-
-    def before_forward(self, unit: int) -> None:  # noqa: D102
-        self._meet(unit, range(self._index))
-
-    def after_backward(self, unit: int) -> None:  # noqa: D102
-        self._meet(2 * self._num_units - 1 - unit, range(self._index + 1, len(self._split.ranks)))
-
-    def _meet(self, step: int, others: range) -> None:
-        self._flags.show(self._place, step)
-        self._flags.wait(self._place, step, self._split, others)
 
 
 class Sleeper:

@@ -28,13 +28,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import Intervals
 from odc_mpi.simulate.rollouts import RolloutOutcome
 from odc_mpi.simulate.scenario import Scenario, Trial
-from odc_mpi.simulate.simulate import (
-    SCHEDULES,
-    Outcome,
-    floor_s,
-    plan,
-    simulate,
-)
+from odc_mpi.simulate.simulate import SCHEDULES, Outcome, floor_s, plan, simulate
 
 T = TypeVar("T")
 
@@ -45,9 +39,9 @@ def measure(
     """Run every schedule on the same minibatches, and simulate them. Collective.
 
     Args:
-        world: The ranks.
+        world: As many ranks as the scenario has.
         scenario: What is tried.
-        step_s: See `run_schedules`.
+        step_s: Seconds that an even share of a minibatch sleeps, in the mean: all times are scaled to that.
         report: Called with a line on what comes next.
 
     Returns:
@@ -57,26 +51,14 @@ def measure(
         AgreedError: There are several nodes; on every rank.
     """
     return compared(
-        world, step_s, lambda: run_schedules(world, scenario, step_s, report), lambda: simulate(scenario).speedup
+        world, step_s, lambda: _run_schedules(world, scenario, step_s, report), lambda: simulate(scenario).speedup
     )
 
 
 def compared(
-    world: World,
-    step_s: float,
-    run: Callable[[], Outcome | RolloutOutcome],
-    simulated: Callable[[], dict[str, float]],
+    world: World, step_s: float, run: Callable[[], Outcome | RolloutOutcome], simulated: Callable[[], dict[str, float]]
 ) -> dict[str, Any]:
-    """Run schedules, and simulate them. Collective.
-
-    Args:
-        world: The ranks.
-        step_s: Seconds that an even share of a minibatch sleeps.
-        run: Measures.
-        simulated: Returns the simulator's speed-ups; called on rank 0.
-
-    Returns:
-        See `measure`.
+    """Run schedules, and on rank 0 simulate them; return the benchmark's object, see `measure`. Collective.
 
     Raises:
         AgreedError: There are several nodes; on every rank.
@@ -105,14 +87,6 @@ def in_turns(
 ) -> tuple[dict[str, list[float]], dict[str, np.ndarray], dict[str, list[Intervals]]]:
     """Run every schedule on the same minibatches, in an order that goes around. Collective.
 
-    Args:
-        world: The ranks.
-        names: Of the schedules.
-        trials: The minibatches.
-        run: Runs a minibatch under a schedule.
-        scale: By which times were shortened.
-        report: Called with a line on what comes next.
-
     Returns:
         By schedule, the same on every rank, in seconds as if nothing had been scaled: when each minibatch ended, how
         long each rank was to sleep in all of them, and when it did in the first.
@@ -131,19 +105,7 @@ def in_turns(
     )
 
 
-def run_schedules(world: World, scenario: Scenario, step_s: float, report: Callable[[str], None]) -> Outcome:
-    """Run every schedule on the same minibatches. Collective.
-
-    Args:
-        world: As many ranks as the scenario has.
-        scenario: What is tried.
-        step_s: Seconds that an even share of a minibatch sleeps, in the mean: all times are scaled to that.
-        report: Called with a line on what comes next.
-
-    Returns:
-        The same on every rank.
-    """
-    assert world.size == scenario.ranks, f"{scenario.ranks} ranks for a world of {world.size}"
+def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Callable[[str], None]) -> Outcome:
     trials = list(scenario.trials())
     scale = step_s / float(np.mean([floor_s(trial, scenario.max_tokens)[1] for trial in trials]))
     runners: dict[str, Runner] = {

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
+from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
 
 
@@ -27,14 +28,18 @@ def header(world: World, benchmark: str, load: float, **facts: Any) -> dict[str,
     }
 
 
-def slowest_s(world: World, what: str, work: Callable[[], object]) -> float:
-    """Return the slowest rank's seconds of some work that all begin together. Collective.
+def require_ranks(world: World, wanted: int | None) -> None:
+    """Check that mpiexec has started as many ranks as `--ranks` says, if it was given. Local.
 
-    Args:
-        world: The ranks.
-        what: The work in words, for messages.
-        work: Called once.
+    Raises:
+        AgreedError: It has started another number; on every rank.
     """
+    if wanted not in (None, world.size):
+        raise AgreedError(f"--ranks {wanted}: mpiexec started {world.size}, leave --ranks out under it")
+
+
+def slowest_s(world: World, what: str, work: Callable[[], object]) -> float:
+    """Return the slowest rank's seconds of some work that all begin together; `what` names it. Collective."""
     world.meet(world.comm.Ibarrier(), f"beginning {what} together")
     began = perf_counter()
     work()

@@ -8,6 +8,7 @@
 In rounds, as `bench.contenders` has it. All losses must agree but those apart, which optimize by their own gradients.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,8 +27,7 @@ from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.spread import Spread
 from odc_mpi.train.exact.conditions import settled
-from odc_mpi.train.inputs import open_inputs
-from odc_mpi.train.loop import Trainer
+from odc_mpi.train.inputs import Inputs, open_inputs
 from odc_mpi.train.run import build_trainer, decide
 from odc_mpi.train.settings import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, Size, load
 
@@ -162,37 +162,35 @@ def measure(
 
 
 class _Contenders:
-    """All ways to train, each with a model of its own. Making them is collective.
+    """All ways to train, each with a model of its own. Making them is collective."""
 
-    Args:
-        world: The ranks.
-        config: See `measure`.
-        ours: Those on our runtime.
-    """
-
-    def __init__(self, world: World, config: Config, ours: Sequence[str] = OURS) -> None:
+    def __init__(self, world: World, config: Config, ours: Sequence[str]) -> None:
         self._world, self._config = world, config
-        self._fsdp = self._make_fsdp()
-        self._decisions = {name: decide(self._with(*name.split("/")), world) for name in ours}
-        self._trainers = {name: self._make_trainer(name) for name in ours}
+        in_turns, apart = self._with("window", "lb_micro"), self._with("window", "lb_mini")
+        self._fsdp = Fsdp(world, in_turns, self._inputs(in_turns).sequence_loader)
+        configs = {name: self._with(*name.split("/")) for name in ours}
+        decisions = {name: decide(own, world) for name, own in configs.items()}
+        self._trainers = {
+            name: build_trainer(own, world, self._inputs(own), decisions[name]) for name, own in configs.items()
+        }
+        self._decision = decisions[OURS[-1]]
         self.by_name: Mapping[str, Contender] = {
             BASELINE: self._fsdp,
             **{name: Ours(trainer, world.rank) for name, trainer in self._trainers.items()},
-            APART: self._make_apart(),
+            APART: Whole(apart, open_inputs(apart, world.rank, world.size).sequence_loader),
             CEILING: self._make_ceiling(),
         }
 
     def facts(self) -> dict[str, Any]:
         """Return the size of the model and the decisions that our contenders run on. Local."""
-        shapes = self._trainers[OURS[-1]].model.parameter_shapes().values()
-        decision = self._decisions[OURS[-1]]
+        model = self._trainers[OURS[-1]].model
         return {
-            "model_numel": sum(int(torch.Size(shape).numel()) for shape in shapes),
-            "reduction": decision.reduction.choice,
-            "zero_copy": decision.zero_copy.choice,
-            "progress": decision.progress.choice,
-            "parameter_cache_bytes": self._trainers[OURS[-1]].model.cache_bytes.parameters,
-            "gradient_cache_bytes": self._trainers[OURS[-1]].model.cache_bytes.gradients,
+            "model_numel": sum(map(math.prod, model.parameter_shapes().values())),
+            "reduction": self._decision.reduction.choice,
+            "zero_copy": self._decision.zero_copy.choice,
+            "progress": self._decision.progress.choice,
+            "parameter_cache_bytes": model.cache_bytes.parameters,
+            "gradient_cache_bytes": model.cache_bytes.gradients,
         }
 
     def close(self) -> None:
@@ -202,19 +200,8 @@ class _Contenders:
                 trainer.model.close()
         self._fsdp.close()
 
-    def _make_fsdp(self) -> Fsdp:
-        config = self._with("window", "lb_micro")
-        inputs = self._world.agree(lambda: open_inputs(config, self._world.rank, self._world.size))
-        return Fsdp(self._world, config, inputs.sequence_loader)
-
-    def _make_trainer(self, name: str) -> Trainer:
-        config = self._with(*name.split("/"))
-        inputs = self._world.agree(lambda: open_inputs(config, self._world.rank, self._world.size))
-        return build_trainer(config, self._world, inputs, self._decisions[name])
-
-    def _make_apart(self) -> Contender:
-        config = self._with("window", "lb_mini")
-        return Whole(config, open_inputs(config, self._world.rank, self._world.size).sequence_loader)
+    def _inputs(self, config: Config) -> Inputs:
+        return self._world.agree(lambda: open_inputs(config, self._world.rank, self._world.size))
 
     def _make_ceiling(self) -> Contender:
         if self._world.rank:

@@ -67,8 +67,8 @@ MAX_OPERATIONS = 256
 ALONE_S = 0.1
 #: It begins so long after the last meeting, when the others are computing.
 SETTLE_S = 0.01
-
-
+#: What is left out where there are several nodes.
+_GLOO = ("gloo_all_gather", "gloo_reduce_scatter")
 #: At every size on one node: the goal, whose figure it is, and where that is in the variant's entry of `all_at_once`.
 GOALS: tuple[tuple[Goal, str, Callable[[Mapping[str, Any]], float | None]], ...] = (
     (Goal("fetch_of_memcpy", ">=", 0.6), "fetch_copy", itemgetter("of_memcpy")),
@@ -118,23 +118,12 @@ def measure(
     }
 
 
-_GLOO = ("gloo_all_gather", "gloo_reduce_scatter")
-
-
 def judge(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Compare one size's figures with the goals. Local.
-
-    Args:
-        result: An entry of `sizes`.
-
-    Returns:
-        Entries of `goals`.
-    """
-    figures = [(goal, variant, figure(result["all_at_once"][variant])) for goal, variant, figure in GOALS]
+    """Compare the figures of an entry of `sizes` with the goals; return entries of `goals`. Local."""
     return [
-        goal.judge(figure, size_bytes=result["size_bytes"], variant=variant)
-        for goal, variant, figure in figures
-        if figure is not None
+        goal.judge(found, size_bytes=result["size_bytes"], variant=variant)
+        for goal, variant, figure in GOALS
+        if (found := figure(result["all_at_once"][variant])) is not None
     ]
 
 

@@ -1,5 +1,6 @@
 """The output of `odc-mpi checkpoint list | verify | show | digest`. One process, no communication."""
 
+import math
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -82,22 +83,20 @@ def show_lines(path: Path) -> Iterator[str]:
 def digest_line(path: Path) -> str:
     """Return one SHA-256 over all that a checkpoint restores, and its directory. Local; reads a part at a time."""
     with newest(path) as checkpoint:
+        return f"{digest_of(checkpoint.manifest, lambda name, _: _parts(checkpoint, name))}  {checkpoint.directory}"
 
-        def read(name: str, record: TensorRecord) -> Iterator[np.ndarray]:
-            numel = int(np.prod(record.shape, dtype=np.int64))
-            return (checkpoint.read(name, start, stop) for start, stop in blocks(0, numel))
 
-        return f"{digest_of(checkpoint.manifest, read)}  {checkpoint.directory}"
+def _parts(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
+    """Yield the elements of a tensor in order, in the stored type, a block at a time."""
+    for start, stop in blocks(0, checkpoint.record(name).numel):
+        yield checkpoint.read(name, start, stop)
 
 
 def _norm(checkpoint: Checkpoint, name: str) -> float:
-    record = checkpoint.record(name)
-    numel = int(np.prod(record.shape, dtype=np.int64))
-    total = 0.0
-    for start, stop in blocks(0, numel):
-        part = _numbers(checkpoint.read(name, start, stop), record)
-        total += float(np.square(part).sum())
-    return float(np.sqrt(total))
+    record, total = checkpoint.record(name), 0.0
+    for part in _parts(checkpoint, name):
+        total += float(np.square(_numbers(part, record)).sum())
+    return math.sqrt(total)
 
 
 def _numbers(stored: np.ndarray, record: TensorRecord) -> np.ndarray:

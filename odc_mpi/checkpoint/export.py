@@ -54,9 +54,6 @@ class Exported(ABC):
 class WholeModel(Exported):
     """A model that a checkpoint holds whole.
 
-    Args:
-        checkpoint: Of `odc-mpi train`.
-
     Raises:
         UserError: The checkpoint is of another kind of model, or of adapters alone.
     """
@@ -73,7 +70,7 @@ class WholeModel(Exported):
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
         """See `Exported`. A tied parameter is there once, as transformers expects it."""
         return {
-            path.removeprefix(f"{MODEL}/"): torch.Size(record.shape).numel() * _in_files(record, dtype).itemsize
+            path.removeprefix(f"{MODEL}/"): record.numel * _in_files(record, dtype).itemsize
             for path, record in self._checkpoint.manifest.tensors.items()
             if record.kind != "state"
         }
@@ -92,7 +89,6 @@ def export(
     checkpoint: Checkpoint,
     out: Path,
     dtype: str | None = None,
-    file_bytes: int = FILE_BYTES,
     exported: Exported | None = None,
     base: Path | None = None,
 ) -> list[str]:
@@ -102,7 +98,6 @@ def export(
         checkpoint: A checkpoint of `odc-mpi train`.
         out: A directory that does not exist or is empty; it appears complete or not at all.
         dtype: Type of floating-point weights, as torch names it; by default that of `exported`.
-        file_bytes: The most bytes of weights in one file.
         exported: What of the checkpoint is written; by default the model that it holds.
         base: Where the model is now that the run began with, for its tokenizer; None: where it was.
 
@@ -121,7 +116,7 @@ def export(
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as name:
             made = Path(name, "model")
             made.mkdir()
-            _write_weights(exported, made, getattr(torch, dtype), file_bytes)
+            _write_weights(exported, made, getattr(torch, dtype))
             _write_json(made / exported.config_name, exported.config(dtype))
             write_files(tokenizer_of(checkpoint.manifest.about["config"], base), made)
             names = sorted(path.name for path in made.iterdir())
@@ -138,8 +133,8 @@ def export(
 
 def read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Read a tensor of the model whole, as it is stored. Local."""
-    shape = checkpoint.record(f"{MODEL}/{name}").shape
-    return read_tensor(checkpoint, f"{MODEL}/{name}", 0, torch.Size(shape).numel()).reshape(shape)
+    record = checkpoint.record(f"{MODEL}/{name}")
+    return read_tensor(checkpoint, f"{MODEL}/{name}", 0, record.numel).reshape(record.shape)
 
 
 def model_config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
@@ -150,8 +145,8 @@ def model_config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
     return config
 
 
-def _write_weights(exported: Exported, out: Path, dtype: torch.dtype, file_bytes: int) -> None:
-    groups = list(_groups(exported.sizes(dtype), file_bytes))
+def _write_weights(exported: Exported, out: Path, dtype: torch.dtype) -> None:
+    groups = list(_groups(exported.sizes(dtype)))
     weight_map: dict[str, str] = {}
     total = 0
     for number, names in enumerate(groups, 1):
@@ -171,12 +166,12 @@ def _write_file(exported: Exported, path: Path, names: list[str], dtype: torch.d
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _groups(sizes: dict[str, int], file_bytes: int) -> Iterator[list[str]]:
+def _groups(sizes: dict[str, int]) -> Iterator[list[str]]:
     """Yield the names of the tensors of each file."""
     group: list[str] = []
     size = 0
     for name, num_bytes in sizes.items():
-        if group and size + num_bytes > file_bytes:
+        if group and size + num_bytes > FILE_BYTES:
             yield group
             group, size = [], 0
         group.append(name)
@@ -190,7 +185,7 @@ def _in_files(record: TensorRecord, dtype: torch.dtype) -> torch.dtype:
     return dtype if own.is_floating_point and record.kind != "buffer" else own
 
 
-def tokenizer_of(config: Any, base: Path | None = None) -> dict[str, bytes]:
+def tokenizer_of(config: Any, base: Path | None) -> dict[str, bytes]:
     """Read the tokenizer's files of a run's data: from the data set, else beside it, else of the model. Local.
 
     Args:

@@ -6,6 +6,7 @@ of checksums of the tensors, block by block: so every byte is covered, and rank 
 """
 
 import json
+import math
 import os
 import re
 import zlib
@@ -52,6 +53,11 @@ class TensorRecord:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[tuple[int, int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

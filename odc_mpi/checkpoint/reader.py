@@ -30,9 +30,6 @@ _MAX_OPEN = 64
 class Checkpoint(AbstractContextManager["Checkpoint"]):
     """A complete checkpoint. A context manager; closes twice without harm.
 
-    Args:
-        directory: Directory of the checkpoint.
-
     Raises:
         UserError: The checkpoint is incomplete, damaged or of another version, by its manifest.
 
@@ -58,7 +55,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             UserError: There is no such tensor, or its file is damaged.
         """
         record = self.record(path)
-        stop = int(np.prod(record.shape, dtype=np.int64)) if stop is None else stop
+        stop = record.numel if stop is None else stop
         dtype = stored_type(record.dtype)
         parts = [
             self._file(rank).read(path, max(start, first), min(stop, last)).astype(dtype, copy=False)
@@ -136,15 +133,10 @@ def directories(path: Path) -> list[Path]:
     Raises:
         UserError: There are no checkpoints.
     """
-    if (path / MANIFEST).exists() or steps_in(path.parent).get(_step_of(path)) == path:
+    if (path / MANIFEST).exists() or path in steps_in(path.parent).values():
         return [path]
     for place in (path / CHECKPOINTS, path):
         found = list(steps_in(place).values())
         if found:
             return found
     raise UserError(f"expected a run directory, its checkpoints or one of them, got {path}, where there are none")
-
-
-def _step_of(path: Path) -> int:
-    digits = path.name.removeprefix("step_")
-    return int(digits) if digits.isdecimal() else -1

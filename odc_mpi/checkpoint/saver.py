@@ -27,18 +27,18 @@ from odc_mpi.errors import in_one_line
 
 T = TypeVar("T")
 
-#: Number of values in a rank's report.
-REPORT_LENGTH = 3
-
 
 class Task(Generic[T]):
-    """A function that runs in a daemon thread: it does not keep a program from ending."""
+    """A function that runs in a daemon thread, which does not keep a program from ending; it tells its own errors.
+
+    Attributes:
+        result: Returned by the function; None until then, and if it raised.
+    """
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function: Callable[[], T] | None = function
         self._ended = threading.Event()
         self.result: T | None = None
-        self.error: Exception | None = None
         threading.Thread(target=self._run, name="odc_mpi-checkpoint", daemon=True).start()
 
     @property
@@ -54,9 +54,8 @@ class Task(Generic[T]):
     def _run(self) -> None:
         assert self._function is not None
         try:
-            self.result = self._function()
-        except Exception as error:
-            self.error = error
+            with suppress(Exception):
+                self.result = self._function()
         finally:
             self._function = None  # it refers to the previous task, which refers to the one before ...
             self._ended.set()
@@ -70,6 +69,13 @@ class _Pending:
     writing: Task[FileRecord]
     manifest: Manifest | None
     spared: int | None
+
+    def report(self) -> tuple[float, float, float]:
+        """Return a rank's report, once its file is written or has failed: see `Saver.report`. Local."""
+        written = self.writing.result
+        if written is None:
+            return -float(self.step), 0.0, 0.0
+        return float(self.step), float(written.num_bytes), float(written.checksum)
 
 
 class Saver:
@@ -147,13 +153,10 @@ class Saver:
         """
         if not self._pending or not self._pending[0].writing.done:
             return 0.0, 0.0, 0.0
-        head = self._pending[0]
-        if head.writing.result is None:
-            return -float(head.step), 0.0, 0.0
-        return float(head.step), float(head.writing.result.num_bytes), float(head.writing.result.checksum)
+        return self._pending[0].report()
 
     def hear(self, reports: np.ndarray) -> None:
-        """Take in the reports of all ranks, `[size, REPORT_LENGTH]`, the same on every rank. Local.
+        """Take in the reports of all ranks, `[size, 3]`, the same on every rank. Local.
 
         All ranks have the same checkpoints in the same order; one that all have reported is no longer pending.
         """
@@ -169,12 +172,7 @@ class Saver:
     def pending_reports(self) -> list[tuple[float, float, float]]:
         """Return this rank's reports of all pending checkpoints, once written; as many on every rank. Local."""
         self.wait_until_written()
-        pending, reports = self._pending.copy(), []
-        while self._pending:
-            reports.append(self.report())
-            self._pending.popleft()
-        self._pending = pending
-        return reports
+        return [pending.report() for pending in self._pending]
 
     def wait_until_published(self) -> None:
         """Wait until rank 0's thread has nothing left to publish. Local; the caller sets the deadline."""
@@ -209,8 +207,8 @@ class Saver:
             for rank, record in enumerate(files):
                 _check_seen(directory / shard_name(head.step, rank), record, rank)
             self._check()
-            manifest = replace(head.manifest, files=_named(head.step, files))
-            publish(directory, manifest, self._directory / step_name(head.step))
+            named = {shard_name(head.step, rank): record for rank, record in enumerate(files)}
+            publish(directory, replace(head.manifest, files=named), self._directory / step_name(head.step))
         except Exception as error:
             self._warn(f"WARNING: there is no checkpoint of step {head.step}, {_say(error)}; training goes on without")
             shutil.rmtree(directory, ignore_errors=True)
@@ -232,10 +230,6 @@ def _check_seen(path: Path, record: FileRecord, rank: int) -> None:
             f"rank 0 does not see the file that rank {rank} wrote: expected run.dir on a file system that all nodes "
             f"share, got {path.parent.parent}"
         )
-
-
-def _named(step: int, files: Sequence[FileRecord]) -> dict[str, FileRecord]:
-    return {shard_name(step, rank): record for rank, record in enumerate(files)}
 
 
 def _say(error: Exception) -> str:

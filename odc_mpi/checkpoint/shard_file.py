@@ -185,10 +185,6 @@ class _Stored:
 class ShardFile(AbstractContextManager["ShardFile"]):
     """A rank's file, open for reading; every byte is checked against its checksum. A context manager.
 
-    Args:
-        path: The file.
-        expected: The manifest's record of the file.
-
     Raises:
         UserError: The file is missing, damaged, or of another checkpoint.
     """

@@ -75,12 +75,7 @@ class TrainingState:
         }
 
     def describe(self, step: int, about: dict[str, object]) -> Manifest:
-        """Return the manifest of a snapshot of the present state, without its files. Local.
-
-        Args:
-            step: Steps done.
-            about: Other values to keep.
-        """
+        """Return the manifest of a snapshot of the present state, without its files. Local."""
         tensors: dict[str, TensorRecord] = {}
         pieces, kinds = self._pieces, self._kinds
         for live in self._live():
@@ -98,7 +93,7 @@ class TrainingState:
             UserError: The checkpoint is damaged, or of another optimizer.
         """
         manifest = checkpoint.manifest
-        require_optimizer(manifest, type(self._optimizer).__name__, checkpoint)
+        require_optimizer(checkpoint, type(self._optimizer).__name__)
         keys = {path.split("/", 2)[1] for path, record in manifest.tensors.items() if record.kind == "state"}
         own = {piece.spec.name: piece for piece, _ in self._model.slices()}
         for name, parameter in self._model.named_shard_parameters():
@@ -228,16 +223,16 @@ def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
             )
 
 
-def require_optimizer(manifest: Manifest, name: str, checkpoint: Checkpoint) -> None:
+def require_optimizer(checkpoint: Checkpoint, name: str) -> None:
     """Check that a checkpoint is of an optimizer of this class. Local.
 
     Raises:
         UserError: The checkpoint is of another optimizer.
     """
-    if manifest.optimizer != name:
+    if checkpoint.manifest.optimizer != name:
         raise UserError(
-            f"the checkpoint {checkpoint.directory} is of the optimizer {manifest.optimizer}, got {name}: change "
-            "optim.optimizer, or set run.resume to never, or run.dir"
+            f"the checkpoint {checkpoint.directory} is of the optimizer {checkpoint.manifest.optimizer}, got {name}: "
+            "change optim.optimizer, or set run.resume to never, or run.dir"
         )
 
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from odc_mpi.bench.gpu import run as gpu_command
 from odc_mpi.bench.gpu.run import PARTS
+from odc_mpi.bench.measure import DEFAULT_SIZES, parse_sizes, show, speaker
 from odc_mpi.cli import mpiexec
 from odc_mpi.cli.options import positive, step_seconds
 from odc_mpi.cli.scenario import add_scenario, fill_in, of_workloads, rollouts_of, scenario_of
-from odc_mpi.errors import AgreedError, UserError
+from odc_mpi.errors import UserError
 from odc_mpi.runtime.ranks import no_collections, on_ranks, say, start_of_mpi
 from odc_mpi.runtime.start.launch import is_launched
 from odc_mpi.simulate.options import RANKS
@@ -28,7 +30,7 @@ HELP = "measure what this machine achieves"
 GPU_SIZES = "4M,16M,64M,256M"
 #: Of `bench schedule`, for training, and with generation: there are eight times as many sequences in a minibatch, so
 #: the collectives of ranks that share cores would take longer than what is slept for.
-SCHEDULE_DEFAULTS = {"--minibatches": (10, 5), "--units": (4, 1)}
+SCHEDULE_DEFAULTS = {"num_minibatches": (10, 5), "num_units": (4, 1)}
 STEP_S = (1.0, 6.0)
 #: Sizes that are read from ranks that compute, and pushed to them.
 GET_SIZES, PUSH_SIZES = "64,1M,16M", "512K,2M,8M,32M"
@@ -107,19 +109,17 @@ def _measure_on_ranks(
     """
     if not is_launched():
         return _start_ranks(arguments, ranks or arguments.ranks or 2)
-    from odc_mpi.bench.measure import show, speaker
-
     # Not before here, and MPI last: see `odc_mpi.cli.train`.
     with no_collections(), start_of_mpi():
         benchmark = importlib.import_module(module)
+        from odc_mpi.bench.together import require_ranks
         from odc_mpi.runtime.world import World
 
     # A single wait may last as long as all of it, since a round of some does.
     world = World(timeout_s=arguments.timeout_s, limit="--timeout-s")
 
     def work() -> None:
-        if arguments.ranks not in (None, world.size):
-            raise AgreedError(f"--ranks {arguments.ranks}: mpiexec started {world.size}, leave --ranks out under it")
+        require_ranks(world, arguments.ranks)
         result = measure(benchmark, world, speaker(world.rank))
         if world.rank == 0:
             show(result, arguments.json)
@@ -127,21 +127,14 @@ def _measure_on_ranks(
     return on_ranks(world, work)
 
 
-def _sizes(text: str, option: str = "--sizes") -> list[int]:
-    from odc_mpi.bench.measure import parse_sizes
-
-    return parse_sizes(text, option)
-
-
 def _add_transport(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", metavar="LIST", help="of units, such as 64K,1M,256M; default: 64K to 256M")
+    meaning = "of units, such as 64K,1M,256M; default: 64K to 256M"
+    parser.add_argument("--sizes", default=DEFAULT_SIZES, metavar="LIST", help=meaning)
     _add_rounds(parser, 7)
 
 
 def _run_transport(arguments: argparse.Namespace) -> int:
-    from odc_mpi.bench.measure import DEFAULT_SIZES
-
-    sizes = _sizes(DEFAULT_SIZES if arguments.sizes is None else arguments.sizes)
+    sizes = parse_sizes(arguments.sizes)
     return _measure_on_ranks(
         arguments,
         "odc_mpi.bench.transport",
@@ -151,33 +144,25 @@ def _run_transport(arguments: argparse.Namespace) -> int:
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help=f"to start; default: {RANKS.default}, or mpiexec's")
-    add_scenario(parser, {name: of_workloads(*of_either) for name, of_either in SCHEDULE_DEFAULTS.items()})
+    add_scenario(parser, {field: of_workloads(*of_either) for field, of_either in SCHEDULE_DEFAULTS.items()})
     meaning = f"seconds an even share of a minibatch is scaled to; default: {of_workloads(*STEP_S)}"
     parser.add_argument("--step-s", type=step_seconds, metavar="X", help=meaning)
 
 
 def _run_schedule(arguments: argparse.Namespace) -> int:
-    fill_in(arguments, {**SCHEDULE_DEFAULTS, "--step-s": STEP_S})
-    if arguments.workload == "grpo":
-        rollouts = rollouts_of(arguments)
-        return _measure_on_ranks(
-            arguments,
-            "odc_mpi.bench.rollouts",
-            lambda bench, world, say: bench.measure(
-                world,
-                world.agree(lambda: replace(rollouts, scenario=replace(rollouts.scenario, ranks=world.size))),
-                arguments.step_s,
-                say,
-            ),
-            rollouts.scenario.ranks,
-        )
-    scenario = scenario_of(arguments)
+    fill_in(arguments, {**SCHEDULE_DEFAULTS, "step_s": STEP_S})
+    rollouts = rollouts_of(arguments) if arguments.workload == "grpo" else None
+    scenario = rollouts.scenario if rollouts else scenario_of(arguments)
+
+    def on_all(world: "World") -> Any:
+        """Return what is tried, on as many ranks as there are. Local."""
+        resized = replace(scenario, ranks=world.size)
+        return replace(rollouts, scenario=resized) if rollouts else resized
+
     return _measure_on_ranks(
         arguments,
-        "odc_mpi.bench.schedule",
-        lambda schedule, world, say: schedule.measure(
-            world, world.agree(lambda: replace(scenario, ranks=world.size)), arguments.step_s, say
-        ),
+        f"odc_mpi.bench.{'rollouts' if rollouts else 'schedule'}",
+        lambda bench, world, say: bench.measure(world, world.agree(lambda: on_all(world)), arguments.step_s, say),
         scenario.ranks,
     )
 
@@ -216,7 +201,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_checkpoint(arguments: argparse.Namespace) -> int:
-    size = _sizes(arguments.size)[0]
+    size = parse_sizes(arguments.size)[0]
     return _measure_on_ranks(
         arguments,
         "odc_mpi.bench.checkpoint",
@@ -234,7 +219,7 @@ def _add_progress(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_progress(arguments: argparse.Namespace) -> int:
-    sizes, push_sizes = _sizes(arguments.sizes), _sizes(arguments.push_sizes, "--push-sizes")
+    sizes, push_sizes = parse_sizes(arguments.sizes), parse_sizes(arguments.push_sizes, "--push-sizes")
     if arguments.ranks == 1:
         raise UserError("--ranks 1: expected two or more, of which one computes")
     repeats, budget_s = arguments.repeats, arguments.budget_s
@@ -269,8 +254,6 @@ def _parts(text: str) -> list[str]:
 
 
 def _run_gpu(arguments: argparse.Namespace) -> int:
-    from odc_mpi.bench.gpu import run as gpu_command
-
     options = gpu_command.options(arguments)
     if is_launched():
         return gpu_command.run(options, arguments.json)

@@ -20,6 +20,8 @@ CHOICES = ("partition", "account", "gpus-per-node")
 #: Minutes, with seconds or after hours; or hours after days, with minutes and seconds.
 _TIME = re.compile(r"(\d+)(?::(\d+))?|(\d+):(\d+):(\d+)|(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?")
 _UNITS_S = (60, 1, 3600, 60, 1, 86400, 3600, 60, 1)
+#: Values of sbatch's and srun's.
+_WORD, _WORD_IN_WORDS = r"[\w.,:/@+=-]+", "a word of letters, digits and . , : / @ + = - _"
 #: A shorter job would be told to stop while it starts.
 _SHORTEST_S = 300
 
@@ -65,10 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
         nodes=arguments.nodes,
         ranks_per_node=arguments.ranks_per_node,
         cores_per_rank=arguments.cores_per_rank,
-        time=check_time(arguments.time),
-        mpi=check_word("mpi", arguments.mpi) if arguments.mpi is not None else job.unless_set(srun_mpi()),
-        name=check_name(arguments.name),
-        choices=tuple((name, check_word(name, value)) for name, value in choices.items() if value is not None),
+        time=_check_time(arguments.time),
+        mpi=_check_word("mpi", arguments.mpi) if arguments.mpi is not None else job.unless_set(srun_mpi()),
+        name=_check_word("name", arguments.name, r"[\w.-]+", "letters, digits, dots, dashes and underscores"),
+        choices=tuple((name, _check_word(name, value)) for name, value in choices.items() if value is not None),
         stage=arguments.stage,
     )
     script = job.for_config(asked, arguments.config, tuple(arguments.overrides), config.data.path)
@@ -76,12 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     return job.submit(script) if arguments.submit else 0
 
 
-def check_time(time: str) -> str:
-    """Return a time limit that sbatch understands, and that leaves time to train. Local.
-
-    Raises:
-        UserError: It does not look like one, or is too short.
-    """
+def _check_time(time: str) -> str:
+    """Return a time limit that sbatch understands, and that leaves time to train."""
     found = _TIME.fullmatch(time)
     if not found:
         raise UserError(f"--time: expected minutes, HH:MM:SS or DAYS-HH:MM:SS, got {time!r}")
@@ -94,23 +92,8 @@ def check_time(time: str) -> str:
     return time
 
 
-def check_name(name: str) -> str:
-    """Return a name that may stand in a script and in file names. Local.
-
-    Raises:
-        UserError: It may not.
-    """
-    if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-        raise UserError(f"--name: expected letters, digits, dots, dashes and underscores, got {name!r}")
-    return name
-
-
-def check_word(option: str, value: str) -> str:
-    """Return a value of sbatch's or srun's that may stand in a script without quotes. Local.
-
-    Raises:
-        UserError: It may not.
-    """
-    if not re.fullmatch(r"[\w.,:/@+=-]+", value, re.ASCII):
-        raise UserError(f"--{option}: expected a word of letters, digits and . , : / @ + = - _, got {value!r}")
+def _check_word(option: str, value: str, pattern: str = _WORD, expected: str = _WORD_IN_WORDS) -> str:
+    """Return a value that may stand in a script without quotes; the job's name also in file names."""
+    if not re.fullmatch(pattern, value, re.ASCII):
+        raise UserError(f"--{option}: expected {expected}, got {value!r}")
     return value

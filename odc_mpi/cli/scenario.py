@@ -19,7 +19,7 @@ def add_scenario(parser: argparse.ArgumentParser, defaults: Mapping[str, str]) -
 
     Args:
         parser: Of a command.
-        defaults: Where the command sets them to others than those of `SCENARIO`, if they are not given: in words.
+        defaults: In words, by field, where the command has others than those of `SCENARIO` if they are not given.
     """
     parser.add_argument(
         "--lengths",
@@ -36,8 +36,8 @@ def add_scenario(parser: argparse.ArgumentParser, defaults: Mapping[str, str]) -
         meaning = f"of --workload grpo: {option.meaning}; default: {option.default:g}"
         add_option(parser, field, option, default=None, help=meaning)
     for field, option in SCENARIO.items():
-        if option.name in defaults:
-            add_option(parser, field, option, default=None, help=f"{option.meaning}; default: {defaults[option.name]}")
+        if field in defaults:
+            add_option(parser, field, option, default=None, help=f"{option.meaning}; default: {defaults[field]}")
         else:
             add_option(parser, field, option)
     for field, option in CACHES.items():
@@ -64,9 +64,7 @@ def of_workloads(sft: float, grpo: float) -> str:
 
 def fill_in(arguments: argparse.Namespace, defaults: Mapping[str, tuple[float, float]]) -> None:
     """Set options that were not given to the defaults of the workload. Local."""
-    own = {option.name: field for field, option in SCENARIO.items()}
-    for name, (sft, grpo) in defaults.items():
-        field = own.get(name, name[2:].replace("-", "_"))
+    for field, (sft, grpo) in defaults.items():
         if getattr(arguments, field) is None:
             setattr(arguments, field, grpo if arguments.workload == "grpo" else sft)
 

@@ -2,6 +2,7 @@
 
 import argparse
 
+from odc_mpi.bench.measure import show
 from odc_mpi.cli.options import positive, step_seconds
 from odc_mpi.cli.scenario import add_option, add_scenario, rollouts_of, scenario_of
 from odc_mpi.simulate.options import GENERATION, RANKS, SCENARIO, TICKET_S, usual_minibatches
@@ -14,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Reckon speed-ups of windows over collectives, by how sequences are dealt out. Needs no MPI."
     add_option(parser, "ranks", RANKS)
     usual = SCENARIO["num_minibatches"].default
-    add_scenario(parser, {"--minibatches": f"{usual}, fewer where they have thousands of sequences"})
+    add_scenario(parser, {"num_minibatches": f"{usual}, fewer where they have thousands of sequences"})
     add_option(parser, "ticket_s", TICKET_S)
     # Whoever has the options of a measurement has them for the reckoning beside it, too.
     parser.add_argument("--step-s", type=step_seconds, metavar="X", help="of bench schedule; nothing here")
@@ -27,7 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: Its lengths are not to be had.
     """
-    from odc_mpi.bench.measure import show
     from odc_mpi.simulate.advice import advice
     from odc_mpi.simulate.simulate import simulate
 

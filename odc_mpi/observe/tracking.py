@@ -73,7 +73,7 @@ class Tracking(Participant):
         """Have the trackers write what is left, for a limited time. Local."""
         end = time.monotonic() + self._finish_s
         for sender in self._senders:
-            sender.ask_to_end()
+            sender.put(None)
         while self._senders:
             self._senders.pop().join(max(0.0, end - time.monotonic()))
 
@@ -87,34 +87,27 @@ class Tracking(Participant):
 
 
 class Sender:
-    """A thread that hands points to a tracker.
+    """A thread that hands points to a tracker."""
 
-    Args:
-        name: Of the tracker.
-        make: Makes the tracker, in the thread.
-        earlier: Points to begin with.
-    """
-
-    def __init__(self, name: str, make: Callable[[], Tracker], earlier: Sequence[Point] = ()) -> None:
+    def __init__(self, name: str, make: Callable[[], Tracker], earlier: list[Point]) -> None:
         self._name, self._make = name, make
         self._failed = False
         self._waiting: queue.Queue[list[Point] | None] = queue.Queue(MAX_WAITING)
-        self._waiting.put_nowait(list(earlier))
+        self._waiting.put_nowait(earlier)
         self._thread = threading.Thread(target=self._run, name=f"odc_mpi-{name}", daemon=True)
         self._thread.start()
 
     def put(self, points: list[Point] | None) -> None:
-        """Hand on points; those for which there is no room are lost, with a warning the first time. Local."""
+        """Hand on points; those for which there is no room are lost, with a warning the first time. Local.
+
+        None: the thread ends when all is written.
+        """
         if self._failed:
             return
         try:
             self._waiting.put_nowait(points)
         except queue.Full:
             self._give_up(f"it is {MAX_WAITING:,} steps behind")
-
-    def ask_to_end(self) -> None:
-        """Have the thread end when all is written. Local."""
-        self.put(None)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread for a limited time. Local."""

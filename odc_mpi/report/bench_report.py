@@ -34,9 +34,6 @@ _LOOKS = {COMPUTES: Look(BLUE), WAITS: Look("none", "////")}
 def describe(result: Mapping[str, Any]) -> Report:
     """Report on a benchmark. Local.
 
-    Args:
-        result: The object.
-
     Raises:
         LookupError, TypeError, ValueError: No benchmark prints such an object.
     """

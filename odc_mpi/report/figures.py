@@ -130,13 +130,12 @@ class Column:
         for name, label in labels.items():
             if name in self.figures:
                 figure = self.figures[name]
-                value, *spread = [figure[key] for key in _QUARTILES] if isinstance(figure, Mapping) else [figure]
+                value, spread = figure, None
+                if isinstance(figure, Mapping):
+                    value, spread = figure["median"], (figure["low"], figure["high"])
                 beside = {source: values[name] for source, values in self.beside.items() if name in values}
-                bars.append(Bar(label, value, look(name), (spread[0], spread[1]) if spread else None, beside))
+                bars.append(Bar(label, value, look(name), spread, beside))
         return bars
-
-
-_QUARTILES = ("median", "low", "high")
 
 
 def look(name: str) -> Look:
@@ -145,21 +144,9 @@ def look(name: str) -> Look:
 
 
 def side_by_side(
-    name: str,
-    title: str,
-    columns: Sequence[Column],
-    labels: Mapping[str, str],
-    caption: str = "",
+    name: str, title: str, columns: Sequence[Column], labels: Mapping[str, str], caption: str = ""
 ) -> Figure:
-    """Show figures of variants side by side. Local.
-
-    Args:
-        name: Of the picture.
-        title: Of picture and table.
-        columns: The figures.
-        labels: Of the variants, in order.
-        caption: Below picture and table.
-    """
+    """Show figures of variants side by side. Local."""
     panels: dict[str, list[Bar]] = {}
     cells: dict[str, dict[str, str]] = {}
     for column in columns:

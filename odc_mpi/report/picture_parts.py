@@ -48,14 +48,7 @@ class Picture:
 
 
 def picture(kind: str, name: str, title: str, *parts: Any) -> Picture:
-    """Make a picture of one of the kinds in `report.pictures`. Local.
-
-    Args:
-        kind: Name of a function there.
-        name: See `Picture`.
-        title: See `Picture`.
-        parts: Arguments of that function.
-    """
+    """Make a picture of one of the kinds in `report.pictures`. Local."""
 
     def draw() -> str:
         from odc_mpi.report import pictures  # not at the top: matplotlib takes a second, and terminals need none
@@ -113,7 +106,7 @@ class Bar:
 
     label: str
     value: float
-    look: Look = PLAIN
+    look: Look
     spread: tuple[float, float] | None = None
     beside: Mapping[str, float] = field(default_factory=dict)
 
@@ -160,34 +153,27 @@ class Histogram:
 
     Attributes:
         heading: Name of the things that are counted.
-        xlabel: Name of their property, at the x axis.
-        edges: Of the bars.
+        edges: Of the bars, in tokens.
         counts: Between the edges.
         look: Of the bars.
         marks: Places with a text.
     """
 
     heading: str
-    xlabel: str
     edges: Sequence[float]
     counts: Sequence[float]
-    look: Look = PLAIN
-    marks: Sequence[tuple[float, str]] = ()
+    look: Look
+    marks: Sequence[tuple[float, str]]
 
 
 #: More than this many lines cannot be told apart in a picture.
 MAX_RANKS = 32
 
 
-def choose_ranks(busy_s: Sequence[float], most: int = MAX_RANKS) -> list[int]:
-    """Return the ranks that a picture shows: all, or of many the most and the least busy and some between. Local.
-
-    Args:
-        busy_s: What decides, for each rank.
-        most: How many are readable.
-    """
+def choose_ranks(busy_s: Sequence[float]) -> list[int]:
+    """Return the ranks that a picture shows: all, or of many the most and the least busy and some between. Local."""
     count = len(busy_s)
-    if count <= most:
+    if count <= MAX_RANKS:
         return list(range(count))
-    by_work = sorted(range(count), key=lambda rank: busy_s[rank])
-    return sorted({by_work[i * (count - 1) // (most - 1)] for i in range(most)})
+    by_work = sorted(range(count), key=busy_s.__getitem__)
+    return sorted({by_work[i * (count - 1) // (MAX_RANKS - 1)] for i in range(MAX_RANKS)})

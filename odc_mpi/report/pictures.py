@@ -18,19 +18,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from odc_mpi.report.picture_parts import (
-    INK,
-    LINE,
-    MUTED,
-    PAPER,
-    Bar,
-    Chart,
-    Curve,
-    Histogram,
-    Lane,
-    Look,
-    Panel,
-)
+from odc_mpi.report.picture_parts import INK, LINE, MUTED, PAPER, Bar, Chart, Curve, Histogram, Lane, Look, Panel
 
 #: On coloured bars, whatever the background of the page is.
 _ON_COLOUR = "#fffffe"
@@ -233,7 +221,7 @@ def _apart(heights: Sequence[float], room: float) -> list[float]:
 
 
 def histograms(panels: Sequence[Histogram]) -> Figure:
-    """Draw histograms beside each other. Local."""
+    """Draw histograms of tokens beside each other. Local."""
     figure = _figure(3.4)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         axes.set_title(panel.heading)
@@ -241,7 +229,7 @@ def histograms(panels: Sequence[Histogram]) -> Figure:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
         axes.set_ylim(0, 1.12 * max(1, *panel.counts))
-        axes.set_xlabel(panel.xlabel)
+        axes.set_xlabel("tokens")
         axes.grid(axis="y")
         for at, text in panel.marks:
             right = at > 0.6 * max(panel.edges)

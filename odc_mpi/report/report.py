@@ -32,7 +32,8 @@ def write(source: Path, out: Path | None = None, picture: str | None = None) -> 
         raise UserError(f"--out: expected a name that ends in {form}, as {form[1:].upper()} is written, got {out}")
     try:
         kind = "a run directory" if source.is_dir() else "the JSON of a benchmark or of odc-mpi simulate"
-        text = _draw(_describe(source), picture)
+        described = run_report.describe(source) if source.is_dir() else bench_report.describe(_read(source))
+        text = _draw(described, picture)
     except UserError:
         raise
     except OSError as error:
@@ -41,12 +42,11 @@ def write(source: Path, out: Path | None = None, picture: str | None = None) -> 
         told = f"there is no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{source}: expected {kind}, undamaged; {' '.join(told.split())}") from error
     out = out or (source / f"report{ending}" if source.is_dir() else source.with_suffix(ending))
-    _write(out, text)
+    try:
+        swap_text(out, text, private=False)
+    except OSError as error:
+        raise UserError(f"--out: cannot write {out}: {error.strerror}") from None
     return out
-
-
-def _describe(source: Path) -> page.Report:
-    return run_report.describe(source) if source.is_dir() else bench_report.describe(_read(source))
 
 
 def _read(source: Path) -> dict[str, object]:
@@ -69,11 +69,3 @@ def _draw(report: page.Report, name: str | None) -> str:
     if name not in pictures:
         raise UserError(f"--picture {name}: expected one of {', '.join(pictures) or 'none, as there are no pictures'}")
     return pictures[name].svg
-
-
-def _write(out: Path, text: str) -> None:
-    """Write a file such that a reader sees the old one or the new one, never a part."""
-    try:
-        swap_text(out, text, private=False)
-    except OSError as error:
-        raise UserError(f"--out: cannot write {out}: {error.strerror}") from None

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,11 @@ class Run:
     settings: dict[str, Any]
     config_text: str
     lengths: np.ndarray | None
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
 
 def describe(run_dir: Path) -> Report:
     """Report on a run. Local.
-
-    Args:
-        run_dir: Its directory.
 
     Raises:
         UserError: It is no run directory.
@@ -79,10 +76,9 @@ def describe(run_dir: Path) -> Report:
     """
     run = _read(run_dir)
     figures = [_gantt(run.trace)] if run.trace else []
-    if run.steps:
-        figures += [_where(run.steps), *_histograms(run), _loss(run.steps)]
-    else:
-        figures += _histograms(run)
+    figures += [_where(run.steps)] if run.steps else []
+    figures += _histograms(run)
+    figures += [_loss(run.steps)] if run.steps else []
     rows = [[name, _cell(name, value)] for name, value in (run.summary or {}).items()]
     tables = [Table("Summary", ["", ""], rows)] if rows else []
     folded = {"Configuration": run.config_text} if run.config_text else {}
@@ -234,9 +230,7 @@ def _histograms(run: Run) -> list[Figure]:
         counts, edges = np.histogram(run.lengths, _NUM_BINS)
         median = int(np.median(run.lengths))
         marks = [(median, f"half are below {median:,}")]
-        panels.append(
-            Histogram("sequences of the data set", "tokens", edges.tolist(), counts.tolist(), Look(SKY), marks)
-        )
+        panels.append(Histogram("sequences of the data set", edges.tolist(), counts.tolist(), Look(SKY), marks))
         title.append(
             f"sequences have {run.lengths.min():,} to {run.lengths.max():,} tokens, half of them below {median:,}"
         )
@@ -246,7 +240,7 @@ def _histograms(run: Run) -> list[Figure]:
         full = float(np.average(middles, weights=tokens["counts"])) / most if sum(tokens["counts"]) else 0.0
         marks = [(most, f"at most {most:,}")]
         heading = f"microbatches of steps {tokens['first_step']} to {tokens['last_step']}"
-        panels.append(Histogram(heading, "tokens", tokens["edges"], tokens["counts"], Look(BLUE), marks))
+        panels.append(Histogram(heading, tokens["edges"], tokens["counts"], Look(BLUE), marks))
         title.append(f"microbatches are {full:.0%} full")
     words = "; ".join(title)
     return [Figure(picture("histograms", "lengths", words[:1].upper() + words[1:], panels))] if panels else []

@@ -45,11 +45,7 @@ class Watchdog(Generic[W]):
 
     @contextmanager
     def watch(self, wait: W) -> Iterator[None]:
-        """Give the enclosed wait a deadline. Local.
-
-        Args:
-            wait: Description of the wait.
-        """
+        """Give the enclosed wait a deadline. Local."""
         token = next(self._tokens)
         self._waits[token] = (time.monotonic() + self.timeout_s, wait)
         try:

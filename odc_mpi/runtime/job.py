@@ -64,12 +64,7 @@ class Job:
         install_excepthooks()
 
     def show(self, comm: MPI.Intracomm, hosts: Sequence[str]) -> None:
-        """Let the ranks read each other's status from now on. Collective.
-
-        Args:
-            comm: All ranks.
-            hosts: The host name of every rank.
-        """
+        """Let the ranks read each other's status from now on. Collective."""
         self.rank, self._hosts = comm.Get_rank(), hosts
         self.status = StatusWindow(comm)
 

@@ -127,11 +127,7 @@ def forget_own_names(comm: "MPI.Intracomm") -> None:
 
 
 def forget_names(node_comm: "MPI.Intracomm") -> None:
-    """Remove the names of the shared memory that MPI made at its start: nobody else will map it. Collective.
-
-    Args:
-        node_comm: The ranks of this node.
-    """
+    """Remove the names of the shared memory that MPI made at its start: nobody else will map it. Collective."""
     # Each has spoken with each of its node, so all have mapped what the library made at its start.
     node_comm.alltoall([None] * node_comm.Get_size())
     # Each of them: one that stood in for all might be killed before it came to it.

@@ -99,6 +99,6 @@ def _tell_stopped(stopped: StoppedError, rank: int) -> int:
     return 0 if note else _STOPPED
 
 
-def say(error: Exception) -> None:
+def say(error: object) -> None:
     """Print an error as a line on standard error. Local."""
     print(f"odc-mpi: error: {error}", file=sys.stderr, flush=True)

@@ -128,9 +128,6 @@ def _read_slot(slot: bytes) -> Status | None:
 class StatusWindow:
     """The pages of all ranks. Creating and freeing one is collective.
 
-    Args:
-        comm: The ranks.
-
     Attributes:
         page: This rank's, to write.
         memory_model: Memory model of the window; it stands for those of all windows of the library.
@@ -164,13 +161,13 @@ class StatusWindow:
         self.read()
         comm.Barrier()
 
-    def read(self, grace_s: float = READ_GRACE_S) -> dict[int, Status | None]:
+    def read(self) -> dict[int, Status | None]:
         """Return the status of all other ranks; None for a rank that does not answer in time. One-sided."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        reading = _Reading(dict.fromkeys(others), time.monotonic() + grace_s)
+        reading = _Reading(dict.fromkeys(others), time.monotonic() + READ_GRACE_S)
         if self._thread.is_alive():
             self._readings.put(reading)
-            reading.done.wait(grace_s + 0.5)
+            reading.done.wait(READ_GRACE_S + 0.5)
         return dict(reading.found)
 
     def free(self) -> None:

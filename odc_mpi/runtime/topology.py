@@ -8,9 +8,6 @@ from mpi4py import MPI
 class Topology:
     """Some ranks and where they are. Collective to make: a duplicate of the communicator, a split by node.
 
-    Args:
-        comm: Communicator to duplicate.
-
     Attributes:
         rank: This process's number among these ranks, from 0.
         size: Number of ranks.

@@ -10,7 +10,7 @@ All meet at the minibatch boundary, so the last rank's end counts.
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 #: Forward's part of a unit's time; backward takes twice as long (Kaplan et al. 2020, arXiv 2001.08361).
@@ -26,13 +26,11 @@ class Timing:
 
     Attributes:
         end_s: When the last rank ends, in seconds.
-        busy_s: What all ranks together worked, without waiting and padding, in seconds.
-        timeline: For each rank, when it works on a microbatch; of a sum of minibatches, nothing.
+        timeline: For each rank, when it works on a microbatch, padding left out.
     """
 
     end_s: float
-    busy_s: float
-    timeline: list[Intervals] = field(default_factory=list, compare=False)
+    timeline: list[Intervals]
 
 
 def lockstep(durations: Sequence[Sequence[float]], padding: Sequence[float]) -> Timing:
@@ -58,7 +56,7 @@ def lockstep(durations: Sequence[Sequence[float]], padding: Sequence[float]) -> 
             if seconds:
                 busy.append((end, end + seconds))
         end += slowest
-    return Timing(end, sum(map(sum, durations)), timeline)
+    return Timing(end, timeline)
 
 
 def apart(durations: Sequence[Sequence[float]]) -> Timing:
@@ -71,7 +69,7 @@ def apart(durations: Sequence[Sequence[float]]) -> Timing:
     """
     ends = [[0.0, *accumulate(own)] for own in durations]
     timeline = [[(began, ended) for began, ended in pairwise(own) if ended > began] for own in ends]
-    return Timing(max((own[-1] for own in ends), default=0.0), sum(own[-1] for own in ends), timeline)
+    return Timing(max((own[-1] for own in ends), default=0.0), timeline)
 
 
 def layered(began: Sequence[float], seconds: Sequence[float], units: int) -> list[Intervals]:
@@ -108,36 +106,29 @@ def layered(began: Sequence[float], seconds: Sequence[float], units: int) -> lis
 
 
 def drawn(
-    count: int,
-    ranks: int,
-    duration: Callable[[int, int], float],
-    ticket_s: float = 0.0,
-    begun: Sequence[float] | None = None,
+    ready: Sequence[float], begun: Sequence[float], duration: Callable[[int, int], float], ticket_s: float = 0.0
 ) -> Timing:
     """Time ranks that draw microbatches, in order, whenever they are free; of two free at once, the lower rank first.
 
     Local.
 
     Args:
-        count: Microbatches.
-        ranks: Number of ranks.
+        ready: When each microbatch can be run at the earliest, in seconds.
+        begun: When each rank begins to draw, in seconds.
         duration: Seconds of microbatch k on rank r, as (r, k).
         ticket_s: Seconds to draw a ticket. A rank draws one more than it gets microbatches: that there are none left is
             what the last one says.
-        begun: When each rank begins to draw, in seconds; None: all at 0.
     """
-    free = [(0.0 if begun is None else begun[rank], rank) for rank in range(ranks)]
+    free = [(at, rank) for rank, at in enumerate(begun)]
     heapq.heapify(free)
-    timeline: list[Intervals] = [[] for _ in range(ranks)]
-    busy = 0.0
-    for microbatch in range(count):
+    timeline: list[Intervals] = [[] for _ in begun]
+    for microbatch, ready_s in enumerate(ready):
         at, rank = free[0]
-        seconds = duration(rank, microbatch)
-        busy += seconds
-        began, ended = at + ticket_s, at + ticket_s + seconds
+        began = max(at + ticket_s, ready_s)
+        ended = began + duration(rank, microbatch)
         timeline[rank].append((began, ended))
         heapq.heapreplace(free, (ended, rank))
-    return Timing(max(at for at, _ in free) + ticket_s, busy, timeline)
+    return Timing(max(at for at, _ in free) + ticket_s, timeline)
 
 
 def merged(intervals: Iterable[tuple[float, float]], gap_s: float) -> Intervals:

@@ -6,9 +6,10 @@ for each. Local, all of it.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -60,23 +61,31 @@ def _normal(x: float) -> float:
 
 
 @dataclass(frozen=True)
-class Equal:
-    """All of one length, where there is nothing to balance.
+class Observed:
+    """Lengths of sequences that there are, drawn with replacement.
 
     Attributes:
-        max_tokens: That length.
+        lengths: int64 [sequences].
     """
 
-    max_tokens: int
+    lengths: Tokens
+
+    @cached_property
+    def max_tokens(self) -> int:
+        """The longest length."""
+        return int(self.lengths.max())
 
     def draw(self, n: int, rng: np.random.Generator) -> Tokens:
         """Return lengths, int64 [n]. Local."""
-        return np.full(n, self.max_tokens, dtype=np.int64)
+        return rng.choice(self.lengths, n)
 
+
+#: Where lengths come from: the longest possible length, and lengths drawn by a generator.
+Source: TypeAlias = LogNormal | Observed
 
 #: By name. Means from the ODC paper.
-KNOWN: dict[str, LogNormal | Equal] = {
-    "equal": Equal(16_500),
+KNOWN: dict[str, Source] = {
+    "equal": Observed(np.array([16_500])),  # there is nothing to balance
     # 10,000 instructions "of 8k-64k in length" (LongAlign, arXiv 2401.18058): with 0.65 three quarters are in there and
     # 0.7 % are cut. What follows for 8 ranks of 4 with sigma 0.5, 0.65, 0.8: LB-Mini 1.20, 1.26, 1.27.
     "longalign": LogNormal(16_500, 65_536, 0.65),
@@ -87,53 +96,19 @@ KNOWN: dict[str, LogNormal | Equal] = {
 }
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where lengths come from.
-
-    Attributes:
-        max_tokens: The longest possible length.
-        draw: Returns so many lengths, int64 [n], for a generator.
-    """
-
-    max_tokens: int
-    draw: Callable[[int, np.random.Generator], Tokens]
-
-
 def find(name: str) -> Source:
     """Return the source of lengths of a name among `KNOWN`, or of a data set that `odc-mpi prepare` wrote. Local.
-
-    Args:
-        name: A name, or the path of a file. Lengths of a data set are drawn with replacement.
 
     Raises:
         UserError: There is neither.
     """
     if name in KNOWN:
-        return Source(KNOWN[name].max_tokens, KNOWN[name].draw)
+        return KNOWN[name]
     if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):
         hint = did_you_mean(name, KNOWN)
         raise UserError(f"expected --lengths among {', '.join(KNOWN)} or the path of a data set, got {name!r}{hint}")
     try:
         with Dataset(name) as dataset:
-            lengths = np.array(dataset.lengths, dtype=np.int64)
+            return Observed(np.array(dataset.lengths, dtype=np.int64))
     except UserError as error:  # which names the setting of a run
         raise UserError(str(error).replace("data.path", "--lengths")) from error
-    return Source(int(lengths.max()), lambda n, rng: rng.choice(lengths, n))
-
-
-def sample(name: str, n: int, rng: np.random.Generator) -> Tokens:
-    """Draw lengths. Local.
-
-    Args:
-        name: As `find` takes it.
-        n: How many.
-        rng: Decides; the same state gives the same lengths.
-
-    Returns:
-        int64 [n], tokens.
-
-    Raises:
-        UserError: As `find`.
-    """
-    return find(name).draw(n, rng)

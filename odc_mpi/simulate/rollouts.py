@@ -15,7 +15,6 @@ trained when its last completion is done, since only then are the advantages kno
 Speed-ups are ratios of the total time of all minibatches, over that of collective/barrier. Local; no MPI.
 """
 
-import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +27,7 @@ from odc_mpi.data.plan.balance import Plan, dynamic, lb_micro
 from odc_mpi.data.plan.cut import Microbatch
 from odc_mpi.data.plan.partition import first_fit
 from odc_mpi.errors import UserError
-from odc_mpi.simulate.events import Intervals, merged
+from odc_mpi.simulate.events import Intervals, Timing, drawn, merged
 from odc_mpi.simulate.options import GENERATION, check
 from odc_mpi.simulate.scenario import MOST_SEQUENCES, Scenario, Trial
 from odc_mpi.simulate.simulate import PAUSE_S, timing
@@ -128,10 +127,6 @@ class RolloutTrial:
             parts[turns[turn % len(turns)]].append(position)
         return [self.packed(part) for part in parts]
 
-    def own_microbatches(self, groups: Sequence[int]) -> list[Microbatch]:
-        """Return the microbatches of a rank that trains what it generated. Local."""
-        return self.packed([i for group in groups for i in self.positions(group)])
-
     def packed(self, positions: Sequence[int]) -> list[Microbatch]:
         """Pack completions into few microbatches. Local."""
         bins = first_fit(self.trial.lengths[list(positions)], self.rollouts.scenario.max_tokens)
@@ -143,7 +138,8 @@ class RolloutTrial:
         if name == "window/on_demand":
             return Plan(((),) * scenario.ranks)
         if name == "window/on_demand_own":
-            return Plan(tuple(tuple(self.own_microbatches(self.dealt(rank))) for rank in range(scenario.ranks)))
+            own = ([i for group in self.dealt(rank) for i in self.positions(group)] for rank in range(scenario.ranks))
+            return Plan(tuple(tuple(self.packed(positions)) for positions in own))
         balance = lb_micro if name == BASELINE else dynamic
         return balance(self.trial.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
 
@@ -222,14 +218,6 @@ class RolloutOutcome:
         return {"workload": "grpo", "scenario": rollouts.pop("scenario") | rollouts, **bare, "timeline": self.timeline}
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A minibatch under a schedule: when it ends, and for each rank when it generates or trains."""
-
-    end_s: float
-    timeline: list[Intervals]
-
-
 def simulate_rollouts(rollouts: Rollouts) -> RolloutOutcome:
     """Reckon what each schedule would take. Local.
 
@@ -251,35 +239,29 @@ def simulate_rollouts(rollouts: Rollouts) -> RolloutOutcome:
     return RolloutOutcome.of(rollouts, ends, busy, timeline)
 
 
-def _run(trial: RolloutTrial, name: str) -> _Run:
-    """Reckon what a minibatch takes under a schedule."""
+def _run(trial: RolloutTrial, name: str) -> Timing:
+    """Reckon what a minibatch takes under a schedule; ranks work when they generate or train."""
     decoded = trial.dealt_s
     free = [own[-1][0] for own in decoded]
     if name == "window/on_demand":
         return _shared(trial, sorted(each for own in decoded for each in own), free)
-    generating: list[Intervals] = [[(0.0, end)] for end in free]
     transport, way = name.split("/")
     found = timing(trial.trial, trial.plan(name), transport, trial.rollouts.scenario.ticket_s)
     begins = [max(free)] * len(free) if way == "barrier" else free
     ends = [begin + (own[-1][1] if own else 0.0) for begin, own in zip(begins, found.timeline, strict=True)]
     timeline = [
-        [*before, *((begin + began, begin + ended) for began, ended in own)]
-        for before, begin, own in zip(generating, begins, found.timeline, strict=True)
+        [(0.0, end), *((begin + began, begin + ended) for began, ended in own)]
+        for end, begin, own in zip(free, begins, found.timeline, strict=True)
     ]
-    return _Run(max(begins) + found.end_s if way == "barrier" else max(ends), timeline)
+    return Timing(max(begins) + found.end_s if way == "barrier" else max(ends), timeline)
 
 
-def _shared(trial: RolloutTrial, finished: Sequence[tuple[float, int]], free: Sequence[float]) -> _Run:
+def _shared(trial: RolloutTrial, finished: Sequence[tuple[float, int]], free: Sequence[float]) -> Timing:
     """Let ranks that have generated draw shares of prompt groups, in the order in which these are finished."""
-    timeline: list[Intervals] = [[(0.0, end)] for end in free]
-    ticket_s = trial.rollouts.scenario.ticket_s
-    queue = [(end, rank) for rank, end in enumerate(free)]
-    heapq.heapify(queue)
-    for ready, group in finished:
-        for share in trial.shares(group):
-            at, rank = queue[0]
-            began = max(at + ticket_s, ready)
-            seconds = math.fsum(trial.trial.window_s(rank, each, is_first=False) for each in share)
-            timeline[rank].append((began, began + seconds))
-            heapq.heapreplace(queue, (began + seconds, rank))
-    return _Run(max(at for at, _ in queue) + ticket_s, timeline)
+    ready, shares = zip(*((end, share) for end, group in finished for share in trial.shares(group)), strict=True)
+
+    def duration(rank: int, k: int) -> float:
+        return math.fsum(trial.trial.window_s(rank, each, is_first=False) for each in shares[k])
+
+    found = drawn(ready, free, duration, trial.rollouts.scenario.ticket_s)
+    return Timing(found.end_s, [[(0.0, end), *own] for end, own in zip(free, found.timeline, strict=True)])

@@ -69,24 +69,11 @@ class Trial:
         return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
-        """Return the same over windows, where a rank may keep units and gradients. Local.
-
-        Args:
-            rank: The rank.
-            microbatch: Positions in the minibatch.
-            is_first: Whether it is the rank's first of the minibatch.
-        """
+        """Return the same over windows, where a rank may keep units and gradients. Local."""
         return self.duration_s(rank, microbatch) - self.saved_s + (self.once_s if is_first else 0.0)
 
     def piece_s(self, rank: int, split: Split, index: int, *, is_first: bool) -> float:
-        """Return the seconds for which a rank is busy with a piece of a sequence, without waiting for others. Local.
-
-        Args:
-            rank: The rank.
-            split: The sequence.
-            index: Of the piece.
-            is_first: Whether it is the first that the rank runs in the minibatch.
-        """
+        """Return the seconds for which a rank is busy with a piece of a sequence, without waiting for others. Local."""
         begin, end = split.bounds[index : index + 2]
         moved_s = self.cost.earlier * begin
         error = self._each_s[split.sequence] / float(self.cost.sequence(self.lengths[split.sequence]))

@@ -99,22 +99,20 @@ class Outcome:
             {name: totals[BASELINE] / total for name, total in totals.items()},
             {name: max(0.0, 1.0 - work[name] / (scenario.ranks * total)) for name, total in totals.items()},
             {name: np.maximum(0.0, 1.0 - own / totals[name]).tolist() for name, own in busy.items()},
-            {name: _speedups(each[BASELINE], own) for name, own in each.items()},
+            {
+                name: Spread.of([baseline / own for baseline, own in zip(each[BASELINE], ends_s, strict=True)])
+                for name, ends_s in each.items()
+            },
             {name: total / len(floors) for name, total in totals.items()},
             sum(longest > even for longest, even in floors) / len(floors),
             timeline,
         )
 
-    @property
-    def floor(self) -> float:
-        """The speed-up that no schedule of whole sequences can exceed."""
-        return self.speedup[FLOOR]
-
     def as_json(self) -> dict[str, Any]:
         """Return all figures as one object. Local."""
         # To copy the timeline would take as long as a minibatch of a thousand ranks.
         bare = asdict(replace(self, timeline={}))
-        return {"floor": self.floor, **bare, "timeline": self.timeline, "paper": nearest(self.scenario)}
+        return {"floor": self.speedup[FLOOR], **bare, "timeline": self.timeline, "paper": nearest(self.scenario)}
 
 
 def simulate(scenario: Scenario) -> Outcome:
@@ -140,11 +138,6 @@ def simulate(scenario: Scenario) -> Outcome:
             ends[name].append(found.end_s)
             busy[name] += [math.fsum(ended - began for began, ended in own) for own in found.timeline]
     return Outcome.of(scenario, ends, busy, timeline)
-
-
-def _speedups(baseline_s: Sequence[float], own_s: Sequence[float]) -> Spread:
-    """Return quartiles over minibatches of the baseline's time by the own one of the same minibatch. Local."""
-    return Spread.of([baseline / own for baseline, own in zip(baseline_s, own_s, strict=True)])
 
 
 def plan(scenario: Scenario, trial: Trial, balance: str, *known: Plan) -> Plan:
@@ -180,10 +173,8 @@ def _drawn(trial: Trial, plan: Plan, ticket_s: float, num_units: int) -> Timing:
         started.add(rank)
         return work[k] / speeds[rank] + each_s + once_s
 
-    whole = drawn(len(work), len(speeds), duration, ticket_s if work else 0.0, begun)
-    busy_s = math.fsum(ended - began for own in pieces for began, ended in own)
-    timeline = [[*before, *after] for before, after in zip(pieces, whole.timeline, strict=True)]
-    return Timing(whole.end_s, busy_s + whole.busy_s, timeline)
+    whole = drawn([0.0] * len(work), begun, duration, ticket_s if work else 0.0)
+    return Timing(whole.end_s, [[*before, *after] for before, after in zip(pieces, whole.timeline, strict=True)])
 
 
 def _pieces(trial: Trial, plan: Plan, num_units: int) -> tuple[list[Intervals], list[float]]:

@@ -114,8 +114,9 @@ def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
         return made
 
     monkeypatch.setattr(module.WholeModel, "tensor", count)
+    monkeypatch.setattr(module, "FILE_BYTES", 6000)
     with Checkpoint(directory) as checkpoint:
-        names = export(checkpoint, tmp_path / "out", file_bytes=6000)
+        names = export(checkpoint, tmp_path / "out")
         model = [record for record in checkpoint.manifest.tensors.values() if record.kind != "state"]
         largest = max(4 * torch.Size(record.shape).numel() for record in model)
     assert len(names) > 5 and len(peaks) == len(model)

@@ -5,12 +5,12 @@ import pytest
 from small_run import write_sequences
 
 from odc_mpi.errors import UserError
-from odc_mpi.simulate.lengths import KNOWN, LogNormal, find, sample
+from odc_mpi.simulate.lengths import KNOWN, LogNormal, find
 
 
 @pytest.mark.parametrize("name", [name for name, lengths in KNOWN.items() if isinstance(lengths, LogNormal)])
 def test_means_and_limits_are_those_of_the_data_set(name):
-    lengths = sample(name, 200_000, np.random.default_rng(0))
+    lengths = find(name).draw(200_000, np.random.default_rng(0))
     assert lengths.dtype == np.int64 and lengths.min() >= 1
     assert lengths.mean() == pytest.approx(KNOWN[name].mean_tokens, rel=0.01)
     assert lengths.max() == KNOWN[name].max_tokens == find(name).max_tokens
@@ -18,11 +18,11 @@ def test_means_and_limits_are_those_of_the_data_set(name):
 
 
 def test_equal_lengths_are_equal():
-    assert set(sample("equal", 1000, np.random.default_rng(0))) == {find("equal").max_tokens}
+    assert set(find("equal").draw(1000, np.random.default_rng(0))) == {find("equal").max_tokens}
 
 
 def test_most_of_longalign_is_in_its_range():
-    lengths = sample("longalign", 100_000, np.random.default_rng(0))
+    lengths = find("longalign").draw(100_000, np.random.default_rng(0))
     assert 0.7 < ((lengths >= 8192) & (lengths < 65_536)).mean() < 0.85
 
 
@@ -31,14 +31,14 @@ def test_an_uncut_distribution_is_where_the_formula_has_it():
 
 
 def test_the_generator_decides():
-    one, same, other = (sample("aime", 50, np.random.default_rng(seed)).tolist() for seed in (1, 1, 2))
+    one, same, other = (find("aime").draw(50, np.random.default_rng(seed)).tolist() for seed in (1, 1, 2))
     assert one == same != other
 
 
 def test_a_data_set_gives_its_own_lengths(tmp_path):
     path = write_sequences(tmp_path / "data.h5", map(np.arange, (5, 20, 30)))
     assert find(str(path)).max_tokens == 30
-    lengths = sample(str(path), 3000, np.random.default_rng(0))
+    lengths = find(str(path)).draw(3000, np.random.default_rng(0))
     assert set(lengths.tolist()) == {5, 20, 30}
     assert lengths.mean() == pytest.approx(55 / 3, rel=0.05)
 
@@ -49,7 +49,7 @@ def test_a_data_set_gives_its_own_lengths(tmp_path):
 )
 def test_mistakes_are_told(name, words):
     with pytest.raises(UserError) as caught:
-        sample(name, 1, np.random.default_rng(0))
+        find(name).draw(1, np.random.default_rng(0))
     assert all(word in str(caught.value) for word in words)
 
 

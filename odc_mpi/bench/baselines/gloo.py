@@ -18,9 +18,6 @@ class Gloo:
 
     The ranks find each other through a file in a private directory, and talk over the loopback interface; nothing
     listens any more once it is closed.
-
-    Args:
-        world: The ranks, all on one node.
     """
 
     def __init__(self, world: World) -> None:

@@ -27,10 +27,6 @@ def whole_model(config: Config, device: torch.device = HOST) -> nn.Module:
 
     The values are those of a run of the same configuration. Parameters that are tied there are one here.
 
-    Args:
-        config: Of the run.
-        device: Where they are, and the model computes.
-
     Raises:
         UserError: As for a run.
     """
@@ -137,11 +133,7 @@ class Whole:
 
 
 def run_microbatches(
-    model: nn.Module,
-    minibatch: Minibatch,
-    batches: Iterable[Batch],
-    factor: float = 1.0,
-    device: torch.device = HOST,
+    model: nn.Module, minibatch: Minibatch, batches: Iterable[Batch], factor: float = 1.0, device: torch.device = HOST
 ) -> float:
     """Run forward and backward of some microbatches. Local, if the model is.
 

@@ -120,13 +120,7 @@ def measure(
 
 
 def against_reductions(world: World, device: Device, wish: str) -> dict[str, str]:
-    """Return the reductions not to measure with windows on devices, each with the reason. Collective.
-
-    Args:
-        world: The ranks.
-        device: This rank's.
-        wish: As `Options.window_device`.
-    """
+    """Return the reductions not to measure with windows on devices, each with the reason. Collective."""
     kept = kept_verdict(world, device)
     against = judge(kept if kept is not None else bare_report(world), wish)
     if len(against) == len(REDUCTIONS):
@@ -136,12 +130,7 @@ def against_reductions(world: World, device: Device, wish: str) -> dict[str, str
 
 
 def judge(report: Report, wish: str) -> dict[str, str]:
-    """Return the reductions not to measure with windows on devices, each with the reason. Local.
-
-    Args:
-        report: Of the doctor.
-        wish: As `Options.window_device`.
-    """
+    """Return the reductions not to measure with windows on devices, each with the reason. Local."""
     if wish == "cpu":
         return dict.fromkeys(REDUCTIONS, SET)
     if wish == "auto":

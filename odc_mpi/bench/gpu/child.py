@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from odc_mpi.bench.gpu.benchmark import Options, measure
+from odc_mpi.bench.together import require_ranks
 from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.errors import AgreedError, UserError
 from odc_mpi.runtime.start.launch import News, run_child
@@ -18,12 +19,7 @@ from odc_mpi.runtime.world import World
 
 
 def main(arguments: Sequence[str], tell: Callable[[News], None]) -> None:
-    """Measure. Collective.
-
-    Args:
-        arguments: The options as JSON.
-        tell: Tells the parent news.
-    """
+    """Measure. Collective."""
     options = Options(**json.loads(arguments[0]))
     known: dict[str, Any] = {}
 
@@ -37,9 +33,7 @@ def main(arguments: Sequence[str], tell: Callable[[News], None]) -> None:
     with World(timeout_s=options.timeout_s, limit="--timeout-s") as world:
         say("starting")
         try:
-            if options.ranks not in (None, world.size):
-                told = f"--ranks {options.ranks}: mpiexec started {world.size}, leave --ranks out under it"
-                raise AgreedError(told)
+            require_ranks(world, options.ranks)
             device = world.agree(lambda: find(world.host_rank))
             known.update(measure(world, device, options, listen))
             say(None)

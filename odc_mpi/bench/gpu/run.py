@@ -12,6 +12,7 @@ from typing import Any
 
 from odc_mpi.bench.measure import parse_sizes, show, speaker
 from odc_mpi.errors import UserError
+from odc_mpi.runtime.ranks import say
 from odc_mpi.runtime.start.launch import Ending, launched_rank, take_part
 from odc_mpi.stack.gpu import has_gpu
 
@@ -30,9 +31,6 @@ ENDED = "device_windows"
 
 def options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `bench.gpu.benchmark.Options` as JSON takes them. Local.
-
-    Args:
-        arguments: Of the command line.
 
     Raises:
         UserError: Sizes that are none.
@@ -55,11 +53,6 @@ def require_gpu() -> None:
 def run(options: Mapping[str, Any], as_json: bool, child: Sequence[str] = CHILD) -> int:
     """Take part in the benchmark; rank 0 prints what came of it. Collective, in the children.
 
-    Args:
-        options: Of `bench.gpu.benchmark.Options`.
-        as_json: Print one object.
-        child: Command of the child.
-
     Returns:
         The exit code: 0, also if windows on GPUs ended it; 1 if anything else did.
 
@@ -74,11 +67,7 @@ def run(options: Mapping[str, Any], as_json: bool, child: Sequence[str] = CHILD)
 
 
 def outcome(ending: Ending) -> tuple[dict[str, Any], str | None]:
-    """Return the result so far, and the failure: None without one, or if windows on GPUs caused it. Local.
-
-    Args:
-        ending: Of the child.
-    """
+    """Return the result so far, and the failure: None without one, or if windows on GPUs caused it. Local."""
     result = ending.news.get("result", {})
     if ending.trouble is None:
         return result, None
@@ -99,7 +88,7 @@ def _tell(ending: Ending, as_json: bool) -> int:
     if error is not None:
         raise UserError(error)
     if failure is not None:
-        print(f"odc-mpi: error: {failure}", file=sys.stderr, flush=True)
+        say(failure)
         return 1
     return 0
 

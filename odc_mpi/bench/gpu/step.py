@@ -179,10 +179,9 @@ class _Contenders:
     def __init__(
         self, alone: World, config: Config, device: Device, names: Sequence[str], report: Callable[[str], None]
     ) -> None:
-        self._datasets = []
         report(f"steps, building {PLAIN}")
         inputs = open_inputs(config, rank=0, size=1)
-        self._datasets.append(inputs.dataset)
+        self._dataset = inputs.dataset
         self.by_name: dict[str, Contender] = {PLAIN: Whole(config, inputs.sequence_loader, device.torch_device)}
         self._trainers: dict[str, Trainer] = {}
         self._reductions: dict[str, str] = {}
@@ -198,12 +197,11 @@ class _Contenders:
     def facts(self) -> dict[str, Any]:
         """Return the size of the model and the reduction of each contender. Local."""
         shapes = next(iter(self._trainers.values())).model.parameter_shapes().values()
-        return {"model_numel": sum(math.prod(shape) for shape in shapes), "reduction": self._reductions}
+        return {"model_numel": sum(map(math.prod, shapes)), "reduction": self._reductions}
 
     def close(self) -> None:
         """End them. Local."""
         for trainer in self._trainers.values():
             with trainer:
                 trainer.model.close()
-        for dataset in self._datasets:
-            dataset.close()
+        self._dataset.close()

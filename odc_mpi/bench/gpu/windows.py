@@ -22,15 +22,7 @@ from typing import Any
 
 import torch
 
-from odc_mpi.bench.fetch_and_push import (
-    REDUCTIONS,
-    Variant,
-    check,
-    fetches,
-    pushes,
-    require_host_memory,
-    unit_layout,
-)
+from odc_mpi.bench.fetch_and_push import REDUCTIONS, Variant, check, fetches, pushes, require_host_memory, unit_layout
 from odc_mpi.bench.measure import entries, seconds, sized_rounds
 from odc_mpi.bench.together import slowest
 from odc_mpi.comm.compose import device_transport, staged, window_transport
@@ -76,7 +68,8 @@ class DeviceUnits:
         self._world, self._device = world, device
         self._layout = unit_layout(num_bytes // 4, world.size)
         first, last = self._layout.owned(world.rank)
-        self.crossing_bytes = num_bytes - 4 * (last - first)
+        self._owned = last - first
+        self.crossing_bytes = num_bytes - 4 * self._owned
         self._transports: list[Transport] = []
         self._last: Mark = device.mark()
         unit = 4 * world.size * self._layout.shard_numel
@@ -138,9 +131,8 @@ class DeviceUnits:
         """Add what can be measured through a transport: its pushes, and its fetches unless another's stand for them."""
         self._transports.append(transport)
         transport.allocate([self._layout] * self.num_units)
-        first, last = self._layout.owned(self._world.rank)
         for i in range(self.num_units):
-            transport.parameters.shard(i)[: last - first].fill_(self._world.rank + 1.0)
+            transport.parameters.shard(i)[: self._owned].fill_(self._world.rank + 1.0)
         transport.publish_parameters()
         self.variants.setdefault(fetch, fetches(transport, self._layout, self.num_units))
         push = f"push_{place}_{reduction}"
@@ -161,8 +153,7 @@ class DeviceUnits:
             transport.gradients.hand_over(gradients[i])
             transport.gradients.push(i, gradients[i]).wait()
 
-        first, last = self._layout.owned(self._world.rank)
-        return pushes(transport, self.num_units, push, last - first)
+        return pushes(transport, self.num_units, push, self._owned)
 
 
 def measure_size(

@@ -118,16 +118,7 @@ def measure(
 
 
 def judge(read: list[dict[str, Any]], polite: dict[str, Any], pushed: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare the figures with the goals. Local.
-
-    Args:
-        read: `get` of the object.
-        polite: `politeness`.
-        pushed: `reduction`.
-
-    Returns:
-        `goals`.
-    """
+    """Compare `get`, `politeness` and `reduction` of the object with the goals; return `goals`. Local."""
     judged = []
     for size in read:
         kinds = {name: entry["median_s"] for name, entry in size["kinds"].items()}

@@ -3,7 +3,6 @@
 The window is an ordinary one, and everything that is read is compared with what was written.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -22,38 +21,27 @@ from odc_mpi.runtime.world import World
 _PERIOD = 251
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Rank 0's way into a target's window.
+def read(world: World, window: Window, target: int, memory: np.ndarray) -> float:
+    """Read the first bytes of a target's part of a window; return the seconds. One-sided.
 
-    Attributes:
+    Args:
         world: The ranks.
-        window: Of bytes, the same pattern on every rank, moved on by its number.
+        window: Of bytes, which hold the `pattern` of each rank.
         target: Whose part is read.
-        buffer: Where to: rank 0's only.
+        memory: As many bytes as are read, uint8.
+
+    Raises:
+        RuntimeError: Something else came.
     """
-
-    world: World
-    window: Window
-    target: int
-    buffer: np.ndarray
-
-    def read(self, num_bytes: int) -> float:
-        """Read the first bytes; return the seconds. One-sided.
-
-        Raises:
-            RuntimeError: Something else came.
-        """
-        memory = self.buffer[:num_bytes]
-        memory[:] = _PERIOD  # which is nowhere in the pattern
-        began = perf_counter()
-        with self.world.deadline(f"reading {num_bytes} bytes of a rank that computes", [self.target]):
-            self.window.get(self.target, memory)
-            self.window.flush(self.target)
-        seconds = perf_counter() - began
-        if not np.array_equal(memory, pattern(num_bytes, self.target)):
-            raise RuntimeError(f"a Get of {num_bytes} bytes from rank {self.target} brought something else")
-        return seconds
+    memory[:] = _PERIOD  # which is nowhere in the pattern
+    began = perf_counter()
+    with world.deadline(f"reading {len(memory)} bytes of a rank that computes", [target]):
+        window.get(target, memory)
+        window.flush(target)
+    seconds = perf_counter() - began
+    if not np.array_equal(memory, pattern(len(memory), target)):
+        raise RuntimeError(f"a Get of {len(memory)} bytes from rank {target} brought something else")
+    return seconds
 
 
 def measure(world: World, target: int, sizes: list[int], repeats: int) -> list[dict[str, Any]]:
@@ -71,23 +59,21 @@ def measure(world: World, target: int, sizes: list[int], repeats: int) -> list[d
     window = Window(world, max(sizes), torch.uint8)
     window.tensor.numpy()[:] = pattern(max(sizes), world.rank)
     window.sync()
-    reader = Reader(world, window, target, np.empty(max(sizes) if world.rank == 0 else 0, dtype=np.uint8))
+    buffer = np.empty(max(sizes) if world.rank == 0 else 0, dtype=np.uint8)
     spells = Spells(world, target)
     progress = ProgressThread(world, serve=lambda: False)
-    result = [_measure_size(reader, spells, num_bytes, repeats) for num_bytes in sizes]
+    kinds: dict[str, Work] = {"idle": None, **kinds_of_work()}
+    result = []
+    for num_bytes in sizes:
+        read_once = partial(read, world, window, target, buffer[:num_bytes])
+        spells.sample(None, read_once)  # pays for connections and fresh pages
+        samples = interleaved({name: partial(spells.sample, work, read_once) for name, work in kinds.items()}, repeats)
+        result.append({"size_bytes": num_bytes, "kinds": {name: _entry(taken) for name, taken in samples.items()}})
     progress.close()
     spells.free()
     with world.meeting("freeing a window"):
         window.free()
     return result
-
-
-def _measure_size(reader: Reader, spells: Spells, num_bytes: int, repeats: int) -> dict[str, Any]:
-    kinds: dict[str, Work] = {"idle": None, **kinds_of_work()}
-    read = partial(reader.read, num_bytes)
-    spells.sample(None, read)  # pays for connections and fresh pages
-    samples = interleaved({name: partial(spells.sample, work, read) for name, work in kinds.items()}, repeats)
-    return {"size_bytes": num_bytes, "kinds": {name: _entry(taken) for name, taken in samples.items()}}
 
 
 def _entry(samples: list[Sample]) -> dict[str, float]:

@@ -182,14 +182,7 @@ def within(budget_s: float, samples: Mapping[str, Callable[[], float]], most: in
 
 
 def too_slow(times: Sequence[float], num_bytes: int, next_bytes: int, budget_s: float) -> str | None:
-    """Say why a larger size is left out; None if it is not. Local.
-
-    Args:
-        times: Of this size.
-        num_bytes: This size.
-        next_bytes: The larger one.
-        budget_s: Seconds for each size.
-    """
+    """Say why a larger size is left out; None if it is not. Local."""
     own, larger, allowed = format_size(num_bytes), format_size(next_bytes), f"a size has {budget_s:g} s"
     if sum(times) > budget_s:
         return f"{len(times)} of {own} took {sum(times):.3g} s, {allowed}"

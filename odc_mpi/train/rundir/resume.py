@@ -218,7 +218,7 @@ def _check_fits(origin: Origin, config: Config, inputs: Inputs) -> None:
             f"the checkpoint {checkpoint.directory} is of another model: {key} is {theirs!r} there, {ours!r} in "
             "this one: change model.*, or set run.resume to never, or run.dir"
         )
-    require_optimizer(checkpoint.manifest, OPTIMIZERS[config.optim.optimizer], checkpoint)
+    require_optimizer(checkpoint, OPTIMIZERS[config.optim.optimizer])
     if about["data_digest"] != inputs.dataset.digest():
         raise UserError(
             f"the checkpoint {checkpoint.directory} was trained on other data than data.path: {config.data.path}, "
