@@ -155,7 +155,7 @@ def _run_schedule(arguments: argparse.Namespace) -> int:
     scenario = rollouts.scenario if rollouts else scenario_of(arguments)
 
     def on_all(world: "World") -> Any:
-        """Return what is tried, on as many ranks as there are. Local."""
+        """Return the scenario, or the rollouts, on as many ranks as there are. Local."""
         resized = replace(scenario, ranks=world.size)
         return replace(rollouts, scenario=resized) if rollouts else resized
 

@@ -1,7 +1,7 @@
 """Rewards of held-out prompts, beside the training: greedy completions, by tickets, between two steps."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class RewardEvaluation(HeldOut):
                 def deliver(i: int, made: Completions, indices: list[int] = indices) -> None:
                     found.append(self._figures_of(indices[i], made))
 
-                sample(self._model.module, prompts, sampling, deliver, self._tell_token)
+                sample(cast(Any, self._model.module), prompts, sampling, deliver, self._tell_token)
         # In the order of prompts, so that sums are the same whoever generated what.
         everyone = sorted(one for own in self._world.gather_objects(found) for one in own)
         self._tickets.reset()  # all have drawn; nobody draws again before the next B
