@@ -19,6 +19,8 @@ MPI     ?= mpich
 RANKS   ?= 2
 # Numbers of ranks that the tests under mpiexec run on; each test runs on those that its outcome depends on.
 SIZES   ?= 1 2 3 4
+# Those of `make test-rest`, which `make test` leaves out.
+OTHER_SIZES ?= 1 3 4
 # Which tests, by pytest's marks: "not slow", or slow; all if empty.
 MARKS   ?=
 CHOSEN   = $(if $(MARKS),-m "$(MARKS)")
@@ -101,7 +103,7 @@ test: $(READY)
 test-rest: $(READY)
 	$(MAKE) test-serial test-launch MARKS=slow
 	$(MAKE) test-mpi SIZES=2 MARKS=slow
-	$(MAKE) test-mpi SIZES="1 3 4" MARKS=
+	$(MAKE) test-mpi SIZES="$(OTHER_SIZES)" MARKS=
 	$(MAKE) test-hosts test-slurm
 
 test-all: $(READY)

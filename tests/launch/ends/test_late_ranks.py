@@ -260,8 +260,10 @@ def test_a_stopped_rank(tmp_path):
     assert 1 <= len(lines) <= 2, done
     places = "in microbatch [123], (?:forward|backward) of|meeting at point|after meeting at point|flushing|completing"
     doing = f"(?:{places}) .*"
-    late = "late is rank 2 on \\S+, "
-    assert_line(WAITED + ".*" + late + LAST_SEEN + doing + ", and shows no sign of life" + LIMIT, lines[0])
+    late = "late (?:is|are) rank 2 on \\S+, "
+    # Stopped within B, it may have let one of the others through, who then waits at A for both.
+    other = "(?:; rank [01] on \\S+, .*)?"
+    assert_line(WAITED + ".*" + late + LAST_SEEN + doing + ", and shows no sign of life" + other + LIMIT, lines[0])
     assert done.seconds < 30
 
 
