@@ -21,6 +21,8 @@ from odc_mpi.wording import did_you_mean
 
 #: transformers' own file name.
 _CONFIG = "config.json"
+#: Configurations of models that were tried on packed sequences: a trial takes longer than making the model.
+_TRIED: set[str] = set()
 
 
 @dataclass
@@ -175,7 +177,10 @@ def _on_meta(
         )
     if getattr(config, "quantization_config", None):
         raise UserError(f"{setting}: the weights are quantised, expected float32, bfloat16 or float16")
-    _require_packed(module, setting)
+    made_of = f"{attn_implementation} {config.to_json_string(use_diff=False)}"
+    if made_of not in _TRIED:
+        _require_packed(module, setting)
+        _TRIED.add(made_of)
     return module
 
 

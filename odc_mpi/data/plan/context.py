@@ -47,7 +47,7 @@ FINALISTS = 3
 WORTH = 0.98
 
 
-def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> Plan:
+def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: Cost, whole: Plan | None = None) -> Plan:
     """Cut the sequences that are too long for an even share, and leave all others to be drawn.
 
     Local. A `balance.Balance`, like those listed in `balance.BALANCES`.
@@ -58,6 +58,7 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> P
         size: Number of ranks.
         max_tokens: The most tokens in a microbatch, and in a piece.
         cost: Cost to balance; `Cost.piece` says what a piece costs.
+        whole: The plan of `balance.dynamic`, if it is known.
 
     Returns:
         `splits` and `pool`; a sequence is in exactly one of them. The plan of `balance.dynamic` if cutting gains
@@ -71,7 +72,7 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: Cost) -> P
     best: Plan | None = None
     earliest = math.inf
     if not len(lengths) or int(lengths.max()) <= max_tokens:
-        best = dynamic(lengths, size, max_tokens, cost)
+        best = whole or dynamic(lengths, size, max_tokens, cost)
         earliest = WORTH * planner.end_of(best)
     if best and (size == 1 or earliest <= planner.even_end()):
         return best
