@@ -1,5 +1,6 @@
 """What all tests share: under mpiexec one voice, and no rank left waiting for one that failed."""
 
+import gc
 import os
 import shutil
 import signal
@@ -12,6 +13,15 @@ RANK = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") 
 SIZE = int(os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
 #: Fixtures of a session or module that take long to make.
 LONG = {"stdlib_samples", "trained", "built"}
+
+# torch and transformers make half a million objects, which each full collection would look through: not while they are
+# imported, and not in the tests.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
