@@ -143,15 +143,10 @@ class WindowRunner(Runner):
             if rank in split.ranks:
                 index = split.ranks.index(rank)
                 seconds = scale * trial.piece_s(rank, split, index, is_first=not sleeper.slept)
-                self._run_microbatch(sleeper, seconds, partial(self._meet_pieces, place, split, index))
+                meet = partial(meet_pieces, self._flags, len(self._units), place, split, index)
+                self._run_microbatch(sleeper, seconds, meet)
                 busy_s += seconds
         return busy_s
-
-    def _meet_pieces(self, place: int, split: Split, index: int, step: int) -> None:
-        """Show a step of a piece; wait for keys and values of those before it, or for gradients of those behind it."""
-        is_forward = step < len(self._units)
-        self._flags.show(place, step)
-        self._flags.wait(place, step, split, range(index) if is_forward else range(index + 1, len(split.ranks)))
 
     def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:  # noqa: D102
         yield from filter(None, plan.microbatches[self._world.rank])
@@ -182,6 +177,23 @@ class CollectiveRunner(Runner):
         own = plan.microbatches[self._world.rank]
         for turn in range(max(map(len, plan.microbatches))):
             yield own[turn] if turn < len(own) else ()
+
+
+def meet_pieces(flags: PieceFlags, num_units: int, place: int, split: Split, index: int, step: int) -> None:
+    """Show a step of a piece; wait for keys and values of those before it, or for gradients of those behind it.
+
+    One-sided.
+
+    Args:
+        flags: Of this rank.
+        num_units: Units of the model.
+        place: Of the sequence among those that are cut.
+        split: The sequence.
+        index: Of this rank's piece.
+        step: Number of units come to in forward and done with in backward, as of `Runner`.
+    """
+    flags.show(place, step)
+    flags.wait(place, step, split, range(index) if step < num_units else range(index + 1, len(split.ranks)))
 
 
 class Sleeper:

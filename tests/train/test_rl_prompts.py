@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from odc_mpi.data.prepare import Options
 from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.data.prompts.prepare import prepare_prompts
+from odc_mpi.rollout.decoding import Prompt
 from odc_mpi.train.rl.prompts import PromptText
 
 
@@ -20,7 +21,7 @@ def test_rewards_get_texts_columns_and_copies_of_tokens(tmp_path):
     with Prompts(tmp_path / "p.h5") as prompts:
         text, row, drawn = PromptText(prompts), prompts[0], [[3, 60], [4, 5]]
         given = text.arguments(row, drawn)
-        assert text.tokens(0, row) == (0, [1, 2], frozenset({60}))
+        assert text.tokens(0, row) == Prompt(0, [1, 2], [60])
     assert given == {
         "prompts": ["1 2", "1 2"],
         "completions": ["3", "4 5"],

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from odc_mpi.bench.piece_flags import PieceFlags
-from odc_mpi.bench.runners import PieceWaits
+from odc_mpi.bench.runners import meet_pieces
 from odc_mpi.data.plan.pieces import Split
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
@@ -23,17 +23,15 @@ def flags(world):
 def run(world, flags, place, split, slow):
     """Run this rank's piece; return when it came to, computed, and left each unit, forward then backward."""
     index = split.ranks.index(world.rank)
-    waits = PieceWaits(flags, place, split, index, UNITS)
     came, began, left = [], [], []
     for step in range(2 * UNITS):
-        unit = step if step < UNITS else 2 * UNITS - 1 - step
         came.append(time.monotonic())
         if step < UNITS:
-            waits.before_forward(unit)
+            meet_pieces(flags, UNITS, place, split, index, step)
         began.append(time.monotonic())
         time.sleep(0.02 if world.rank == slow else 0.001)
         if step >= UNITS:
-            waits.after_backward(unit)
+            meet_pieces(flags, UNITS, place, split, index, step)
         left.append(time.monotonic())
     return came, began, left
 
@@ -59,8 +57,7 @@ def test_keys_come_before_they_are_read_and_gradients_before_they_are_used(world
 def test_the_first_piece_waits_for_nobody_in_forward(world, flags):
     split = Split(0, (0, 1, 2), (0, 1))
     if world.rank == 0:
-        waits = PieceWaits(flags, 0, split, 0, UNITS)
-        for unit in range(UNITS):
-            waits.before_forward(unit)  # nobody else has come: it would wait for ever
+        for step in range(UNITS):
+            meet_pieces(flags, UNITS, 0, split, 0, step)  # nobody else has come: it would wait for ever
     world.gather_objects(None)
     flags.next_minibatch(1)
