@@ -55,7 +55,7 @@ def bench(tmp_path, data):
         (tmp_path / "child.py").write_text(CHILD.format(fault=fault, rank=rank, with_windows=with_windows))
         words = ["bench", "gpu", "--sizes", "4000,800", "--repeats", 1, "--steps", 1, "--window-device", "cuda"]
         words += ["--config", tmp_path / "config.yaml", *options]
-        paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "shard")))
+        paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "stand_ins")))
         return launch(
             2, tmp_path / "command.py", tmp_path / "child.py", *words, PYTHONPATH=paths, XDG_CACHE_HOME=tmp_path
         )

@@ -14,8 +14,8 @@ from crash_soak import crash
 from mpi_launch import MPIEXEC, end_all, finish, odc_mpi, start
 from small_run import losses, write_config
 
+from odc_mpi.checkpoint import export as exporting
 from odc_mpi.checkpoint.commands import newest, verify
-from odc_mpi.checkpoint.export import export
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.errors import UserError
 
@@ -218,14 +218,15 @@ def test_list_and_show(trained):
     assert done.code == 2 and "Traceback" not in done.err
 
 
-def test_export_loads_in_transformers(trained, tmp_path):
+def test_export_loads_in_transformers(trained, tmp_path, monkeypatch):
     import torch
     import transformers
 
     done = odc_mpi(0, "checkpoint", "export", trained, tmp_path / "bfloat16")
     assert done.code == 0, done.err
+    monkeypatch.setattr(exporting, "FILE_BYTES", 20_000)
     with newest(trained) as checkpoint:
-        assert len(export(checkpoint, tmp_path / "float32", "float32", file_bytes=20_000)) > 4, "several files"
+        assert len(exporting.export(checkpoint, tmp_path / "float32", "float32")) > 4, "several files"
         with pytest.raises(UserError, match="expected OUT to be a new directory"):
             export(checkpoint, tmp_path / "float32")
     for name in ("bfloat16", "float32"):
