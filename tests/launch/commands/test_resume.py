@@ -228,7 +228,7 @@ def test_export_loads_in_transformers(trained, tmp_path, monkeypatch):
     with newest(trained) as checkpoint:
         assert len(exporting.export(checkpoint, tmp_path / "float32", "float32")) > 4, "several files"
         with pytest.raises(UserError, match="expected OUT to be a new directory"):
-            export(checkpoint, tmp_path / "float32")
+            exporting.export(checkpoint, tmp_path / "float32")
     for name in ("bfloat16", "float32"):
         out, dtype = tmp_path / name, getattr(torch, name)
         model = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
