@@ -1,6 +1,6 @@
 # make run    prepare the built-in data set and train on it
 # make run-rl  a small model learns to sort digits: first from examples, then from rewards
-# make test   what to run before a commit: at most ten minutes on two cores; its last line names what it leaves out
+# make test   what to run before a commit, ten minutes on two quiet cores; its last line names what it leaves out
 # make test-rest   what it leaves out
 # make test-all    both: all tests
 # make test-slurm   those on a Slurm of two nodes, alone
