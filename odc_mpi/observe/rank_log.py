@@ -1,7 +1,8 @@
-"""One voice on the terminal, and a small file for each rank. Local.
+"""A log file for each rank, for the warnings of libraries, which must not break the metrics table.
 
-What libraries warn of they warn of on every rank. On the terminal rank 0 speaks for all; the others' warnings go to the
-files of run.log_dir, one per rank, which begin with who and where the rank is. Errors are told by who meets them.
+Python warnings and log records of libraries go to the files of run.log_dir, one per rank, each text once; without
+run.log_dir they are dropped. Records from level ERROR on are also printed, by rank 0, in one line each. Messages of
+odc_mpi that a user can act on are printed by `errors.warn` and do not pass through here.
 """
 
 import logging
@@ -22,10 +23,12 @@ _APART = ("transformers",)
 
 
 class RankLog:
-    """Where warnings go, while it is a context: from before large libraries are imported, which warn of things, too.
+    """Redirects warnings and log records while it is entered.
+
+    Enter it before large libraries are imported: imports warn, too. Until `open`, records are kept in memory.
 
     Args:
-        rank: Of this process, as its launcher tells it. Ranks other than 0 keep what they are told until `open`.
+        rank: Rank of this process, from the launcher's environment. Only rank 0 prints errors.
     """
 
     def __init__(self, rank: int) -> None:
@@ -36,10 +39,10 @@ class RankLog:
         self._before: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
 
     def open(self, directory: str | None, world: "World") -> None:
-        """Write what was kept, and all that comes, into this rank's file. Local.
+        """Write the records kept so far, and all later ones, to this rank's file. Local.
 
         Args:
-            directory: For the files; None: no files.
+            directory: Where the files are written; None: records are dropped.
             world: The ranks.
 
         Raises:
@@ -87,9 +90,33 @@ def introduction(world: "World") -> str:
     return "\n".join(f"{name}: {value}" for name, value in facts.items())
 
 
+class _Once(logging.Filter):
+    """Passes each text of a logger once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[tuple[str, str]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether this text is new."""
+        key = (record.name, record.getMessage())
+        is_new = key not in self._seen
+        self._seen.add(key)
+        return is_new
+
+
+class _OneLine(logging.Formatter):
+    """Formats a record as one line, without a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return `library: text`."""
+        return f"{record.name.partition('.')[0]}: {' '.join(record.getMessage().split())}"
+
+
 def _terminal() -> logging.Handler:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setLevel(logging.WARNING)
+    handler.setLevel(logging.ERROR)
+    handler.setFormatter(_OneLine())
     return handler
 
 
@@ -106,5 +133,6 @@ def _file(directory: Path, world: "World") -> logging.Handler:
     except OSError as error:
         raise UserError(f"run.log_dir: expected a directory to write in, got {directory}: {error.strerror}") from error
     handler.setLevel(logging.WARNING)
+    handler.addFilter(_Once())
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
     return handler

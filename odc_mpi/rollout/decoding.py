@@ -1,5 +1,6 @@
 """What `generate` and `sample` have in common: a model that may be in training decodes, and is afterwards as it was."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
@@ -10,8 +11,8 @@ import transformers
 from odc_mpi.models.attention import IMPLEMENTATIONS
 from odc_mpi.shard.model import ShardedModel
 
-#: `generate` of transformers: takes tokens and a mask of them, int64 [rows, tokens], settings of a `GenerationConfig`,
-#: and further arguments; returns the tokens with those that were added.
+#: `generate` of transformers. Takes tokens and their attention mask, int64 [rows, tokens], settings of a
+#: `GenerationConfig`, a `Cache` or None, and further arguments; returns the tokens followed by the new ones.
 Decode = Callable[..., torch.Tensor]
 
 
@@ -44,7 +45,17 @@ def decoding(module: transformers.PreTrainedModel, seed: int | None = None) -> I
         What decodes; one-sided if the module is that of a sharded model.
     """
 
-    def decode(tokens: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any], **arguments: Any) -> torch.Tensor:
+    cache_name = _cache_name(module)
+
+    def decode(
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        settings: dict[str, Any],
+        cache: transformers.Cache | None = None,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        if cache is not None:
+            arguments[cache_name] = cache
         found: torch.Tensor = cast(Any, module).generate(
             tokens.to(module.device),
             attention_mask=mask.to(module.device),
@@ -58,6 +69,11 @@ def decoding(module: transformers.PreTrainedModel, seed: int | None = None) -> I
         if seed is not None:
             torch.manual_seed(seed)
         yield decode
+
+
+def _cache_name(module: transformers.PreTrainedModel) -> str:
+    """Return the name of the argument for keys and values: `cache` since transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 @contextmanager

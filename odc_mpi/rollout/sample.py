@@ -100,7 +100,7 @@ def sample(
         if tokens.shape[1] > 1:
             # Once for all completions of a prompt: all of it but the last token, with which `generate` begins.
             begun = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
-            decode(tokens[:, :-1], mask[:, :-1], begun, past_key_values=cache)
+            decode(tokens[:, :-1], mask[:, :-1], begun, cache=cache)
             cache.batch_repeat_interleave(sampling.num_generations)
         tokens, mask = (each.repeat_interleave(sampling.num_generations, 0) for each in (tokens, mask))
         while len(drawing.rows):
@@ -109,7 +109,7 @@ def sample(
                 tokens,
                 mask,
                 {"max_new_tokens": num_left, "do_sample": False, "pad_token_id": 0},
-                past_key_values=cache,
+                cache=cache,
                 logits_processor=LogitsProcessorList([drawing]),
                 stopping_criteria=StoppingCriteriaList([_Stop(drawing)]),
             )
