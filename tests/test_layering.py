@@ -70,6 +70,17 @@ KEPT_IN = {
     "matplotlib": {"report.pictures"},
     **{name: {"observe.trackers"} for name in ("tensorboard", "mlflow", "wandb", "trackio")},
 }
+#: Undocumented parts of transformers and peft, and the modules that use them: docs/architecture.md says what for.
+PRIVATE = {
+    "_attn_implementation": {"rollout.decoding", "models.configuration"},
+    "_supports_sdpa": {"rollout.decoding"},
+    "_supports_attention_backend": {"models.build"},
+    "_no_split_modules": {"shard.partition", "models.compiled", "bench.baselines.fsdp"},
+    "_init_weights": {"models.weights"},
+    "ForCausalLMLoss": {"models.cuttable"},
+    "past_key_values": {"rollout.decoding"},
+    "_disable_adapters": {"train.rl.reference"},
+}
 #: Files of a folder, besides `__init__`: more are cut into folders.
 MOST_FILES = 13
 
@@ -160,3 +171,18 @@ def test_names_of_tests_tell_them_apart():
     """pytest takes modules of the same name in two folders for one, as the folders are no packages."""
     names = Counter(path.name for path in TESTS.rglob("*.py") if path.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_private_parts_of_transformers_and_peft_are_used_in_the_listed_modules():
+    used = {name: set() for name in PRIVATE}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            words = (getattr(node, "attr", None), getattr(node, "id", None), getattr(node, "value", None))
+            for word in words:
+                if isinstance(word, str) and word in used:
+                    used[word].add(name_of(path))
+    assert used == PRIVATE
+    table = (PACKAGE.parent / "docs" / "architecture.md").read_text().partition("## Private parts")[2]
+    for name, modules in PRIVATE.items():
+        row = next(line for line in table.splitlines() if name in line)
+        assert all(f"`{module.replace('.', '/')}.py`" in row for module in modules), name

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,6 +19,21 @@ def test_every_room_is_in_the_list():
     listed = config["options"]["packages"].split()
     rooms = {path.parent.relative_to(ROOT) for path in (ROOT / "odc_mpi").rglob("__init__.py")}
     assert listed == sorted({".".join(room.parts) for room in rooms} | {"odc_mpi.src"})
+
+
+def test_constraints_pin_every_dependency_within_its_range():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    wanted = [config["options"]["install_requires"], *config["options.extras_require"].values()]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = {}
+    for pin in map(Requirement, lines):  # no index address, no path
+        (version,) = pin.specifier
+        assert version.operator == "==" and pin.url is None, pin
+        pins.setdefault(pin.name, []).append(version.version)
+    for requirement in map(Requirement, filter(None, "\n".join(wanted).splitlines())):
+        for version in pins[canonicalize_name(requirement.name)]:
+            assert requirement.specifier.contains(version), f"{requirement}: make lock"
 
 
 @pytest.mark.slow

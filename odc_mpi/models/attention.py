@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 #: The names of this attention in transformers (`attn_implementation`), by the one that each sequence gets. sdpa is
 #: torch's, which chooses a kernel for the device; eager computes the scores, and serves soft caps on them.

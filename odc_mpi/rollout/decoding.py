@@ -44,7 +44,6 @@ def decoding(module: transformers.PreTrainedModel, seed: int | None = None) -> I
     Yields:
         What decodes; one-sided if the module is that of a sharded model.
     """
-
     cache_name = _cache_name(module)
 
     def decode(
