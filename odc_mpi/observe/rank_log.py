@@ -1,8 +1,8 @@
 """A log file for each rank, for the warnings of libraries, which must not break the metrics table.
 
-Python warnings and log records of libraries go to the files of run.log_dir, one per rank, each text once; without
-run.log_dir they are dropped. Records from level ERROR on are also printed, by rank 0, in one line each. Messages of
-odc_mpi that a user can act on are printed by `errors.warn` and do not pass through here.
+Python warnings and log records of libraries go to the files of run.log_dir, one per rank, each message once per
+logger; without run.log_dir they are dropped. Rank 0 also prints its own records of level ERROR and above, in one line
+each. Messages of odc_mpi that a user can act on are printed by `errors.warn` and do not pass through here.
 """
 
 import logging
@@ -18,14 +18,15 @@ from odc_mpi.runtime.allocation import slurm_job
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
 
-#: Loggers that print what they are told themselves, besides passing it on or not.
+#: Loggers with a handler of their own, which prints.
 _APART = ("transformers",)
 
 
 class RankLog:
-    """Redirects warnings and log records while it is entered.
+    """Context manager that redirects warnings and log records.
 
-    Enter it before large libraries are imported: imports warn, too. Until `open`, records are kept in memory.
+    Enter it before large libraries are imported: imports warn, too. Until `open`, records are kept in memory; leaving
+    before `open` drops them.
 
     Args:
         rank: Rank of this process, from the launcher's environment. Only rank 0 prints errors.
@@ -43,7 +44,7 @@ class RankLog:
 
         Args:
             directory: Where the files are written; None: records are dropped.
-            world: The ranks.
+            world: This run's ranks and hosts, which the file's name and first lines give.
 
         Raises:
             UserError: The directory cannot be written.
@@ -70,13 +71,16 @@ class RankLog:
             handler.close()
 
     def _direct(self) -> None:
-        """Lead all loggers here; those that print themselves are set up by the import of their library. Local."""
+        """Send the root logger's and transformers' records to our handlers.
+
+        Call it again after the import of transformers, which installs a handler of its own.
+        """
         for logger, *_ in self._before:
             logger.handlers, logger.propagate = list(self._handlers) if logger is logging.root else [], True
 
 
 def introduction(world: "World") -> str:
-    """Return who and where this rank is, as its file begins. Local."""
+    """Return the first lines of this rank's file: rank, host, cores, process. Local."""
     cores = sorted(os.sched_getaffinity(0))
     facts = {
         "rank": f"{world.rank} of {world.size}",
@@ -91,14 +95,14 @@ def introduction(world: "World") -> str:
 
 
 class _Once(logging.Filter):
-    """Passes each text of a logger once."""
+    """Drops a message that the same logger has logged before."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: set[tuple[str, str]] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether this text is new."""
+        """Return True for a new message."""
         key = (record.name, record.getMessage())
         is_new = key not in self._seen
         self._seen.add(key)

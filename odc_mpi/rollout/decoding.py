@@ -11,8 +11,9 @@ import transformers
 from odc_mpi.models.attention import IMPLEMENTATIONS
 from odc_mpi.shard.model import ShardedModel
 
-#: `generate` of transformers. Takes tokens and their attention mask, int64 [rows, tokens], settings of a
-#: `GenerationConfig`, a `Cache` or None, and further arguments; returns the tokens followed by the new ones.
+#: A call of the model's `generate`. Arguments: tokens and their attention mask, int64 [rows, tokens], a dict of
+#: `GenerationConfig` settings, a `Cache` or None, and further arguments of `generate`. Returns the tokens followed by
+#: the new ones.
 Decode = Callable[..., torch.Tensor]
 
 
@@ -71,7 +72,7 @@ def decoding(module: transformers.PreTrainedModel, seed: int | None = None) -> I
 
 
 def _cache_name(module: transformers.PreTrainedModel) -> str:
-    """Return the name of the argument for keys and values: `cache` since transformers 5.24."""
+    """Return the name under which the model takes its key/value cache: `cache` from transformers 5.24 on."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
