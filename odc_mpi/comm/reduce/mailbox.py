@@ -21,7 +21,7 @@ value up to it is safe. On shared memory eight aligned bytes are stored at once.
 would show the lower bytes of the new value below the upper ones of the old, on a little-endian machine: at most the new
 value, at times less than the old one. A `sent` like that is no news, a `done` like that is less room. MPI itself
 promises eight bytes at once for Accumulate(MPI_REPLACE) alone; but a mailbox is chosen where Accumulate waits for its
-target, is slow, or gives no answer, so it has to do without (docs/windows.md has the figures).
+target, is slow, or gives no answer, so it has to do without (benchmarks/notes/one-sidedness.md has the figures).
 """
 
 import threading
