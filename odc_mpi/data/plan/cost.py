@@ -63,8 +63,8 @@ class Cost:
 
 
 #: The constant cost of a microbatch, in tokens: each parameter's gradient is made, laid out and added once
-#: however few tokens there are. Measured 79 on CPUs (docs/balance.md); memory and matrix speed of an A100 suggest
-#: several hundred. From 40 to 250 `dynamic` cuts about as well where it is 79; with 0 it cuts far too small.
+#: however few tokens there are. Measured 79 on CPUs (benchmarks/notes/balance.md); memory and matrix speed of an A100
+#: suggest several hundred. From 40 to 250 `dynamic` cuts about as well where it is 79; with 0 it cuts far too small.
 MICROBATCH_TOKENS = 100
 
 
