@@ -1,7 +1,6 @@
 """Ranks that work through the minibatches of a scenario on the real runtime, with sleeps in place of computing.
 
-Units are small: what is measured is who waits for whom, not how fast bytes move. `bench.schedule` and `bench.rollouts`
-tell what runs like this.
+`bench.schedule` describes what they run, and how.
 """
 
 import time
