@@ -44,7 +44,7 @@ from torch import nn
 
 from odc_mpi.api import shard_model
 from odc_mpi.bench.baselines.gloo import Gloo
-from odc_mpi.bench.measure import Goal, interleaved, parse_sizes, quartiles, ratio
+from odc_mpi.bench.measure import Goal, interleaved, parse_sizes, ratio
 from odc_mpi.bench.together import header, slowest, slowest_s
 from odc_mpi.checkpoint.manifest import step_name
 from odc_mpi.checkpoint.reader import Checkpoint
@@ -52,6 +52,7 @@ from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import CheckpointWeights, TrainingState
 from odc_mpi.runtime.ranks import on_ranks
 from odc_mpi.runtime.world import World
+from odc_mpi.simulate.events import quartiles
 
 #: 16 MiB a matrix: the mean of a model of 1.5 B parameters. Each takes its time in the index, whatever its size.
 _WIDTH = 2048

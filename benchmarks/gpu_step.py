@@ -25,11 +25,11 @@ from torch import nn
 
 from odc_mpi.bench.baselines.plain import Whole
 from odc_mpi.bench.contenders import Contender, Ours, Round, agreement, check_comparable, run_rounds
-from odc_mpi.bench.measure import quartiles
 from odc_mpi.comm.device.device import Device
 from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.data.loader import Loader
 from odc_mpi.runtime.world import World
+from odc_mpi.simulate.events import quartiles
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.loop import Trainer
 from odc_mpi.train.run import build_trainer, decide

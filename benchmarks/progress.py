@@ -63,7 +63,7 @@ from progress_pushes import measure_pushes
 from torch import nn
 
 from odc_mpi.bench.fetch_and_push import require_host_memory, unit_layout
-from odc_mpi.bench.measure import Goal, interleaved, parse_sizes, quartiles, speaker
+from odc_mpi.bench.measure import Goal, interleaved, parse_sizes, speaker
 from odc_mpi.bench.together import header, slowest_s
 from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.progress import ProgressThread
@@ -72,6 +72,7 @@ from odc_mpi.comm.windows.rma import Window
 from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.ranks import on_ranks
 from odc_mpi.runtime.world import World
+from odc_mpi.simulate.events import quartiles
 from odc_mpi.stack.repeat import each_for
 from odc_mpi.wording import format_size
 

@@ -5,13 +5,13 @@ import operator
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import cycle, islice
 from time import perf_counter
 from typing import Any, TypeVar
 
 from odc_mpi.errors import UserError
-from odc_mpi.simulate.spread import Spread
+from odc_mpi.simulate.events import quartiles
 from odc_mpi.wording import parse_size
 
 T = TypeVar("T")
@@ -90,11 +90,6 @@ def entries(
         }
         for name, own in times.items()
     }
-
-
-def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Return low, median and high of a figure in the JSON object. Local."""
-    return asdict(Spread.of(values))
 
 
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:

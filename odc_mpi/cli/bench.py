@@ -6,14 +6,15 @@ Each starts mpiexec where it is not under it, and measures on all ranks. What me
 import argparse
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from odc_mpi.bench.measure import DEFAULT_SIZES, parse_sizes, show, speaker
 from odc_mpi.cli import mpiexec
 from odc_mpi.cli.options import positive, step_seconds
 from odc_mpi.cli.scenario import add_scenario, scenario_of
+from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.ranks import no_collections, on_ranks, say, start_of_mpi
 from odc_mpi.runtime.start.launch import is_launched
 from odc_mpi.simulate.options import LENGTHS, RANKS
@@ -27,19 +28,10 @@ HELP = "measure what this machine achieves"
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """One benchmark.
-
-    Attributes:
-        help: What it measures, in the list of benchmarks.
-        description: What it tells, above its own options.
-        add_arguments: Adds its options.
-        run: Measures on all ranks, and returns the exit code; raises `UserError` if an option is wrong.
-    """
+class Benchmark(NamedTuple):
+    """A benchmark: its line of the help, what adds its options, and what measures and returns the exit code."""
 
     help: str
-    description: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
 
@@ -48,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmarks and their options. Local."""
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
-        description = f"{benchmark.description} Starts mpiexec if it is not under it."
+        description = f"Measure {benchmark.help}. Starts mpiexec if it is not under it."
         one = benchmarks.add_parser(name, help=benchmark.help, description=description, allow_abbrev=False)
         benchmark.add_arguments(one)
         one.add_argument(
@@ -71,15 +63,6 @@ def _add_rounds(parser: argparse.ArgumentParser, repeats: int) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _start_ranks(arguments: argparse.Namespace, ranks: int) -> int:
-    """Run the same command, word for word, on some ranks under mpiexec, and return the exit code."""
-    try:
-        return mpiexec.run(ranks, arguments.words, timeout_s=arguments.timeout_s)
-    except TimeoutError as error:
-        say(error)
-        return 1
-
-
 def _measure_on_ranks(
     arguments: argparse.Namespace,
     module: str,
@@ -96,18 +79,22 @@ def _measure_on_ranks(
         ranks: How many to start; None for `--ranks`, or 2.
     """
     if not is_launched():
-        return _start_ranks(arguments, ranks or arguments.ranks or 2)
+        try:
+            return mpiexec.run(ranks or arguments.ranks or 2, arguments.words, timeout_s=arguments.timeout_s)
+        except TimeoutError as error:
+            say(error)
+            return 1
     # Not before here, and MPI last: see `odc_mpi.cli.train`.
     with no_collections(), start_of_mpi():
         benchmark = importlib.import_module(module)
-        from odc_mpi.bench.together import require_ranks
         from odc_mpi.runtime.world import World
 
     # A single wait may last as long as all of it, since a round of some does.
     world = World(timeout_s=arguments.timeout_s, limit="--timeout-s")
 
     def work() -> None:
-        require_ranks(world, arguments.ranks)
+        if arguments.ranks not in (None, world.size):
+            raise AgreedError(f"--ranks {arguments.ranks}: mpiexec started {world.size}, leave --ranks out under it")
         result = measure(benchmark, world, speaker(world.rank))
         if world.rank == 0:
             show(result, arguments.json)
@@ -180,21 +167,12 @@ def _run_train(arguments: argparse.Namespace) -> int:
 #: In the order of the help.
 BENCHMARKS = {
     "transport": Benchmark(
-        "fetches and pushes beside memcpy, MPI's collectives and gloo",
-        "GB/s of fetching units and pushing gradients.",
-        _add_transport,
-        _run_transport,
+        "fetches and pushes beside memcpy, MPI's collectives and gloo", _add_transport, _run_transport
     ),
     "schedule": Benchmark(
         "windows, collectives and tickets on many ranks, with sleeps in place of computation",
-        "Speed-ups of windows over collectives on the real runtime.",
         _add_schedule,
         _run_schedule,
     ),
-    "train": Benchmark(
-        "training with windows beside FSDP2, collectives and processes apart",
-        "Tokens per second of every way to train.",
-        _add_train,
-        _run_train,
-    ),
+    "train": Benchmark("training with windows beside FSDP2, collectives and processes apart", _add_train, _run_train),
 }

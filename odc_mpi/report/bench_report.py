@@ -9,7 +9,6 @@ from odc_mpi.report.page import Figure, Report
 from odc_mpi.report.picture_parts import BLUE, Chart, Curve, Lane, Look, Panel, choose_ranks, picture
 from odc_mpi.simulate import rollouts
 from odc_mpi.simulate.events import merged
-from odc_mpi.simulate.paper import PAPER
 from odc_mpi.simulate.simulate import BASELINE, BOUNDS, SCHEDULES
 from odc_mpi.wording import format_seconds, format_size
 
@@ -129,11 +128,13 @@ def _lane(rank: int, busy: Sequence[Sequence[float]], end_s: float) -> Lane:
 
 
 def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
-    scenario, wait = result["scenario"], result["idle_fraction"]
+    wait = result["idle_fraction"]
     is_rl = on_demand == RL_ON_DEMAND
-    key = (scenario["lengths"], scenario["ranks"], scenario["per_rank"])
-    paper = {} if is_rl else PAPER.get(key, {})
-    others = {"simulated": result.get("simulated", {}), "measured in the ODC paper": paper}
+    paper = result.get("paper")
+    others = {
+        "simulated": result.get("simulated", {}),
+        "measured in the ODC paper": paper["speedup"] if paper and paper["same"] else {},
+    }
     columns = [
         Column(f"speed-up over {baseline}", result["speedup"], ".2f", 1.0, others),
         Column("part of the ranks' time in which they wait", wait, ".0%"),

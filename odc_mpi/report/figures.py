@@ -86,7 +86,7 @@ class OverSizes:
             ]
             for size in self.sizes
         ]
-        return Table(self.heading + self.told, ["unit", *shown.values()], rows, is_over_sizes=True)
+        return Table(self.heading + self.told, ["unit", *shown.values()], rows)
 
 
 def over_sizes(name: str, title: str, panels: Sequence[OverSizes], xlabel: str, caption: str = "") -> Figure:
