@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from odc_mpi.bench.contenders import Ours, run_rounds
-from odc_mpi.bench.measure import quartiles
 from odc_mpi.bench.train import own_configuration
 from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.data.loader import Minibatch
@@ -25,6 +24,7 @@ from odc_mpi.data.plan.cost import Cost
 from odc_mpi.data.prepare import Options, prepare
 from odc_mpi.observe.participant import Participant, Step
 from odc_mpi.runtime.world import World
+from odc_mpi.simulate.events import quartiles
 from odc_mpi.simulate.scenario import Trial
 from odc_mpi.simulate.simulate import timing
 from odc_mpi.train.inputs import open_inputs

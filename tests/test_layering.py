@@ -47,7 +47,7 @@ MAY_SEE = {
 ALONE = {
     *("shard.layout", "data.plan.cost", "data.plan.partition", "data.stdlib", "runtime.deadline", "runtime.lateness"),
     *("comm.buffers", "stack.report", "runtime.start.pmi", "stack.gpu", "cli.mpiexec"),
-    *("simulate.events", "simulate.spread"),
+    "simulate.events",
 }
 #: These see of their own room only this: no MPI.
 SEE_ALSO = {

@@ -5,14 +5,13 @@ import operator
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from itertools import cycle, islice
 from time import perf_counter
 from typing import Any, TypeVar
 
 from odc_mpi.errors import UserError
-from odc_mpi.simulate.spread import Spread
+from odc_mpi.simulate.events import quartiles
 from odc_mpi.wording import parse_size
 
 T = TypeVar("T")
@@ -64,36 +63,6 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
     return (perf_counter() - start) / times
 
 
-def times_in(one_s: float, sample_s: float, most: int) -> int:
-    """Return the number of operations of `one_s` seconds in a sample of `sample_s`, from 1 to `most`. Local."""
-    return max(1, min(most, round(sample_s / max(one_s, sample_s / most))))
-
-
-def sized_rounds(
-    samples: Mapping[str, Callable[[int], float]],
-    repeats: int,
-    sample_s: float,
-    most: int,
-    agree: Callable[[dict[str, list[float]]], dict[str, list[float]]] = lambda times: times,
-) -> dict[str, list[float]]:
-    """Measure variants in rounds, each with as many operations in a row as take about `sample_s`. Local, if they are.
-
-    Args:
-        samples: By name: takes a number of operations, and returns the seconds of one.
-        repeats: Rounds.
-        sample_s: Seconds of a row.
-        most: Operations of a row at most.
-        agree: Makes the times the same on every rank.
-
-    Returns:
-        The seconds of an operation in each round.
-    """
-    # The first row touches memory for the first time: the second one tells how long the others should be.
-    first = agree(interleaved({name: partial(sample, 1) for name, sample in samples.items()}, 2))
-    rows = {name: partial(sample, times_in(first[name][-1], sample_s, most)) for name, sample in samples.items()}
-    return agree(interleaved(rows, repeats))
-
-
 def entries(
     times: Mapping[str, Sequence[float]], num_bytes: Mapping[str, int] | int, **references: Callable[[str], str | None]
 ) -> dict[str, dict[str, Any]]:
@@ -121,11 +90,6 @@ def entries(
         }
         for name, own in times.items()
     }
-
-
-def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Return low, median and high of a figure in the JSON object. Local."""
-    return asdict(Spread.of(values))
 
 
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:

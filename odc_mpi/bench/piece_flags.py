@@ -7,7 +7,6 @@ A flag only grows, from minibatch to minibatch, so nothing is ever reset and a l
 """
 
 import time
-from collections.abc import Iterable
 
 import torch
 
@@ -34,23 +33,25 @@ class PieceFlags:
         world.on_close(self.close)
         world.meet(world.comm.Ibarrier(), "setting flags of pieces to zero")
 
-    def show(self, place: int, step: int) -> None:
-        """Say that this rank has come to a step of its piece. One-sided.
+    def meet(self, place: int, split: Split, index: int, step: int) -> None:
+        """Show a step of this rank's piece; wait for those before it in forward, for those behind it in backward.
+
+        One-sided.
 
         Args:
             place: Of the sequence among the minibatch's.
+            split: The sequence.
+            index: Of this rank's piece.
             step: Units come to in forward and done with in backward, from 0 on.
         """
+        reached = (self._num_before + place) * self._num_steps + step + 1
         with self._world.deadline("showing how far a piece is", [self._world.rank]):
-            self._window.replace(self._world.rank, 0, self._value(place, step))
-
-    def wait(self, place: int, step: int, split: Split, pieces: Iterable[int]) -> None:
-        """Return once other pieces of the sequence have come to a step. One-sided."""
-        wanted = self._value(place, step)
-        for index in pieces:
-            rank = split.ranks[index]
-            with self._world.deadline(f"waiting for piece {index} of a sequence at step {step}", [rank]):
-                while self._window.read(rank, 0) < wanted:
+            self._window.replace(self._world.rank, 0, reached)
+        others = range(index) if step < self._num_steps // 2 else range(index + 1, len(split.ranks))
+        for other in others:
+            rank = split.ranks[other]
+            with self._world.deadline(f"waiting for piece {other} of a sequence at step {step}", [rank]):
+                while self._window.read(rank, 0) < reached:
                     time.sleep(LOOK_S)
 
     def next_minibatch(self, num_splits: int) -> None:
@@ -64,6 +65,3 @@ class PieceFlags:
             with self._world.meeting("freeing the flags of pieces"):
                 self._window.free()
             self._world.forget(self.close)
-
-    def _value(self, place: int, step: int) -> int:
-        return (self._num_before + place) * self._num_steps + step + 1

@@ -1,14 +1,15 @@
 """Ranks that work through the minibatches of a scenario on the real runtime, with sleeps in place of computing.
 
-Units are small: what is measured is who waits for whom, not how fast bytes move. `bench.schedule` and `bench.rollouts`
-tell what runs like this.
+`bench.schedule` describes what they run, and how.
 """
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice, repeat
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from odc_mpi.comm.compose import collective_transport, window_transport
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.transport import Transport
 from odc_mpi.data.plan.balance import Plan
-from odc_mpi.data.plan.pieces import Split
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import FORWARD, Intervals, merged
 from odc_mpi.simulate.scenario import Trial
@@ -44,6 +44,21 @@ class Sample:
     slept: Intervals
 
 
+class Work(NamedTuple):
+    """A microbatch, or a piece of a sequence, on one rank.
+
+    Attributes:
+        seconds: What it takes in all units together, unscaled.
+        is_padding: True for an empty microbatch.
+        meet: Called with the number of units come to in forward and done with in backward so far: before each unit's
+            forward, and after its backward, before its gradients are pushed.
+    """
+
+    seconds: float
+    is_padding: bool = False
+    meet: Callable[[int], None] = lambda step: None
+
+
 class Runner(ABC):
     """One transport, and how ranks work through a plan on it. Making one is collective.
 
@@ -61,18 +76,16 @@ class Runner(ABC):
 
     def run(self, trial: Trial, plan: Plan, scale: float) -> Sample:
         """Run a minibatch, begun together. Collective."""
-        sleeper = Sleeper()
+        sleeper, busy_s = Sleeper(), 0.0
         self._world.meet(self._world.comm.Ibarrier(), "beginning a minibatch together")
         began = time.perf_counter()
-        busy_s = self.before_microbatches(sleeper, trial, plan, scale)
-        for microbatch in self.microbatches(plan):
-            seconds = scale * self.seconds(trial, microbatch, is_first=not sleeper.slept)
+        for work in self.work(trial, plan):
             before = len(sleeper.slept)
-            self._run_microbatch(sleeper, seconds)
-            if microbatch:
-                busy_s += seconds
+            self._run(sleeper, work, scale)
+            if work.is_padding:
+                del sleeper.slept[before:]
             else:
-                del sleeper.slept[before:]  # padding is no work
+                busy_s += scale * work.seconds
         self._transport.complete_gradients(np.zeros(1))
         self.prepare_next(plan)
         self._transport.publish_parameters()
@@ -80,18 +93,9 @@ class Runner(ABC):
         slept = (((start - began) / scale, (stop - began) / scale) for start, stop in sleeper.slept)
         return Sample(end_s, busy_s, merged(slept, PAUSE_S))
 
-    def seconds(self, trial: Trial, microbatch: Sequence[int], *, is_first: bool) -> float:
-        """Return the seconds of a microbatch on this rank, less what its caches save. Local."""
-        return trial.duration_s(self._world.rank, microbatch)
-
-    def before_microbatches(self, sleeper: "Sleeper", trial: Trial, plan: Plan, scale: float) -> float:
-        """Run this rank's pieces, and return the seconds that it was to sleep for. One-sided."""
-        assert not plan.splits, "collectives share no sequence"
-        return 0.0
-
     @abstractmethod
-    def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:
-        """Yield this rank's microbatches, each when the one before it is done. Local, or one-sided."""
+    def work(self, trial: Trial, plan: Plan) -> Iterator[Work]:
+        """Yield this rank's work, each part when the one before it is done. Local, or one-sided."""
 
     def prepare_next(self, plan: Plan) -> None:  # noqa: B027 - not everybody has to
         """Do what belongs between A and B. Local."""
@@ -100,32 +104,22 @@ class Runner(ABC):
         """Free the transport. Collective."""
         self._transport.close()
 
-    def _run_microbatch(
-        self, sleeper: "Sleeper", seconds: float, meet: Callable[[int], None] = lambda step: None
-    ) -> None:
-        """Run a microbatch, or a piece, which meets others.
-
-        Args:
-            sleeper: Sleeps in place of computing.
-            seconds: How long in all units together.
-            meet: Called with the number of units come to in forward and done with in backward so far: before each
-                unit's forward, and after its backward, before its gradients are pushed.
-        """
-        num_units = len(self._units)
+    def _run(self, sleeper: "Sleeper", work: Work, scale: float) -> None:
+        num_units, seconds = len(self._units), scale * work.seconds
         for unit in self._units:
-            meet(unit)
-            self._with_unit(unit, lambda: sleeper.sleep(FORWARD * seconds / num_units))
+            work.meet(unit)
+            self._with_unit(unit, sleeper, FORWARD * seconds / num_units)
         pushes = []
         for unit in reversed(self._units):
-            self._with_unit(unit, lambda: sleeper.sleep((1 - FORWARD) * seconds / num_units))
-            meet(2 * num_units - 1 - unit)
+            self._with_unit(unit, sleeper, (1 - FORWARD) * seconds / num_units)
+            work.meet(2 * num_units - 1 - unit)
             pushes.append(self._transport.gradients.push(unit, self._gradient))
         for push in pushes:
             push.wait()
 
-    def _with_unit(self, unit: int, compute: Callable[[], None]) -> None:
+    def _with_unit(self, unit: int, sleeper: "Sleeper", seconds: float) -> None:
         fetched = self._transport.parameters.fetch(unit).wait()
-        compute()
+        sleeper.sleep(seconds)
         self._transport.parameters.release(fetched)
 
 
@@ -137,25 +131,18 @@ class WindowRunner(Runner):
         self._tickets = Tickets(world)
         self._flags = PieceFlags(world, num_units)
 
-    def before_microbatches(self, sleeper: "Sleeper", trial: Trial, plan: Plan, scale: float) -> float:  # noqa: D102
-        busy_s, rank = 0.0, self._world.rank
+    def work(self, trial: Trial, plan: Plan) -> Iterator[Work]:  # noqa: D102
+        rank, is_first = self._world.rank, True
         for place, split in enumerate(plan.splits):
             if rank in split.ranks:
                 index = split.ranks.index(rank)
-                seconds = scale * trial.piece_s(rank, split, index, is_first=not sleeper.slept)
-                meet = partial(meet_pieces, self._flags, len(self._units), place, split, index)
-                self._run_microbatch(sleeper, seconds, meet)
-                busy_s += seconds
-        return busy_s
-
-    def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:  # noqa: D102
-        yield from filter(None, plan.microbatches[self._world.rank])
-        if plan.pool:
-            for position in self._tickets.draw(len(plan.pool)):
-                yield plan.pool[position]
-
-    def seconds(self, trial: Trial, microbatch: Sequence[int], *, is_first: bool) -> float:  # noqa: D102
-        return trial.window_s(self._world.rank, microbatch, is_first=is_first)
+                seconds = trial.piece_s(rank, split, index, is_first=is_first)
+                yield Work(seconds, meet=partial(self._flags.meet, place, split, index))
+                is_first = False
+        drawn = map(plan.pool.__getitem__, self._tickets.draw(len(plan.pool)) if plan.pool else ())
+        for microbatch in chain(filter(None, plan.microbatches[rank]), drawn):
+            yield Work(trial.window_s(rank, microbatch, is_first=is_first))
+            is_first = False
 
     def prepare_next(self, plan: Plan) -> None:  # noqa: D102
         self._tickets.reset()
@@ -173,27 +160,12 @@ class CollectiveRunner(Runner):
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, collective_transport(world), num_units)
 
-    def microbatches(self, plan: Plan) -> Iterator[Sequence[int]]:  # noqa: D102
-        own = plan.microbatches[self._world.rank]
-        for turn in range(max(map(len, plan.microbatches))):
-            yield own[turn] if turn < len(own) else ()
-
-
-def meet_pieces(flags: PieceFlags, num_units: int, place: int, split: Split, index: int, step: int) -> None:
-    """Show a step of a piece; wait for keys and values of those before it, or for gradients of those behind it.
-
-    One-sided.
-
-    Args:
-        flags: Of this rank.
-        num_units: Units of the model.
-        place: Of the sequence among those that are cut.
-        split: The sequence.
-        index: Of this rank's piece.
-        step: Number of units come to in forward and done with in backward, as of `Runner`.
-    """
-    flags.show(place, step)
-    flags.wait(place, step, split, range(index) if step < num_units else range(index + 1, len(split.ranks)))
+    def work(self, trial: Trial, plan: Plan) -> Iterator[Work]:  # noqa: D102
+        assert not plan.splits, "collectives share no sequence"
+        rank = self._world.rank
+        turns = max(map(len, plan.microbatches))
+        for microbatch in islice(chain(plan.microbatches[rank], repeat(())), turns):
+            yield Work(trial.duration_s(rank, microbatch), is_padding=not microbatch)
 
 
 class Sleeper:

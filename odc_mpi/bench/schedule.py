@@ -15,8 +15,8 @@ Units are small for the same reason: what is measured is who waits for whom, not
 """
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -25,12 +25,8 @@ from odc_mpi.bench.runners import CollectiveRunner, Runner, Sample, WindowRunner
 from odc_mpi.bench.together import header
 from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
-from odc_mpi.simulate.events import Intervals
-from odc_mpi.simulate.rollouts import RolloutOutcome
-from odc_mpi.simulate.scenario import Scenario, Trial
+from odc_mpi.simulate.scenario import Scenario
 from odc_mpi.simulate.simulate import SCHEDULES, Outcome, floor_s, plan, simulate
-
-T = TypeVar("T")
 
 
 def measure(
@@ -50,59 +46,18 @@ def measure(
     Raises:
         AgreedError: There are several nodes; on every rank.
     """
-    return compared(
-        world, step_s, lambda: _run_schedules(world, scenario, step_s, report), lambda: simulate(scenario).speedup
-    )
-
-
-def compared(
-    world: World, step_s: float, run: Callable[[], Outcome | RolloutOutcome], simulated: Callable[[], dict[str, float]]
-) -> dict[str, Any]:
-    """Run schedules, and on rank 0 simulate them; return the benchmark's object, see `measure`. Collective.
-
-    Raises:
-        AgreedError: There are several nodes; on every rank.
-    """
     if world.num_nodes > 1:
         raise AgreedError(
             f"bench schedule measures on one node, got {world.num_nodes}: ranks that sleep serve no other node's, "
             "odc-mpi simulate reckons for any"
         )
     before = os.getloadavg()[0]
-    outcome = run()
+    outcome = _run_schedules(world, scenario, step_s, report)
     return {
         **header(world, "schedule", before, slept_step_s=step_s),
         **outcome.as_json(),
-        "simulated": simulated() if world.rank == 0 else None,
+        "simulated": simulate(scenario).speedup if world.rank == 0 else None,
     }
-
-
-def in_turns(
-    world: World,
-    names: Sequence[str],
-    trials: Sequence[T],
-    run: Callable[[str, T], Sample],
-    scale: float,
-    report: Callable[[str], None],
-) -> tuple[dict[str, list[float]], dict[str, np.ndarray], dict[str, list[Intervals]]]:
-    """Run every schedule on the same minibatches, in an order that goes around. Collective.
-
-    Returns:
-        By schedule, the same on every rank, in seconds as if nothing had been scaled: when each minibatch ended, how
-        long each rank was to sleep in all of them, and when it did in the first.
-    """
-    samples: dict[str, list[Sample]] = {name: [] for name in names}
-    for turn, trial in enumerate(trials):
-        report(f"minibatch {turn + 1} of {len(trials)}")
-        for name in around(names, turn):
-            samples[name].append(run(name, trial))
-    everyone = world.gather_objects(samples)
-    turns = range(len(trials))
-    return (
-        {name: [max(own[name][turn].end_s for own in everyone) / scale for turn in turns] for name in names},
-        {name: np.array([sum(s.busy_s for s in own[name]) for own in everyone]) / scale for name in names},
-        {name: [own[name][0].slept for own in everyone] for name in names},
-    )
 
 
 def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Callable[[str], None]) -> Outcome:
@@ -112,12 +67,19 @@ def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Call
         "window": WindowRunner(world, scenario.num_units),
         "collective": CollectiveRunner(world, scenario.num_units),
     }
-
-    def run(name: str, trial: Trial) -> Sample:
-        transport, balance = name.split("/")
-        return runners[transport].run(trial, plan(scenario, trial, balance), scale)
-
-    ends, busy, timeline = in_turns(world, SCHEDULES, trials, run, scale, report)
+    samples: dict[str, list[Sample]] = {name: [] for name in SCHEDULES}
+    for turn, trial in enumerate(trials):
+        report(f"minibatch {turn + 1} of {len(trials)}")
+        for name in around(SCHEDULES, turn):
+            transport, balance = name.split("/")
+            samples[name].append(runners[transport].run(trial, plan(scenario, trial, balance), scale))
     for runner in runners.values():
         runner.close()
-    return Outcome.of(scenario, ends, busy, timeline)
+    everyone = world.gather_objects(samples)
+    turns = range(len(trials))
+    return Outcome.of(
+        scenario,
+        {name: [max(own[name][turn].end_s for own in everyone) / scale for turn in turns] for name in SCHEDULES},
+        {name: np.array([sum(s.busy_s for s in own[name]) for own in everyone]) / scale for name in SCHEDULES},
+        {name: [own[name][0].slept for own in everyone] for name in SCHEDULES},
+    )

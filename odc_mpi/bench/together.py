@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
 
 
@@ -26,16 +25,6 @@ def header(world: World, benchmark: str, load: float, **facts: Any) -> dict[str,
         **facts,
         "load_average": [load, os.getloadavg()[0]],
     }
-
-
-def require_ranks(world: World, wanted: int | None) -> None:
-    """Check that mpiexec has started as many ranks as `--ranks` says, if it was given. Local.
-
-    Raises:
-        AgreedError: It has started another number; on every rank.
-    """
-    if wanted not in (None, world.size):
-        raise AgreedError(f"--ranks {wanted}: mpiexec started {world.size}, leave --ranks out under it")
 
 
 def slowest_s(world: World, what: str, work: Callable[[], object]) -> float:

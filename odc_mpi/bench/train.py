@@ -25,7 +25,7 @@ from odc_mpi.bench.together import header
 from odc_mpi.data.prepare import Options, prepare
 from odc_mpi.errors import AgreedError
 from odc_mpi.runtime.world import World
-from odc_mpi.simulate.spread import Spread
+from odc_mpi.simulate.events import quartiles
 from odc_mpi.train.exact.conditions import settled
 from odc_mpi.train.inputs import Inputs, open_inputs
 from odc_mpi.train.run import build_trainer, decide
@@ -238,12 +238,12 @@ def _figures(rounds: Mapping[str, Sequence[Round]], num_ranks: int) -> dict[str,
     ranks = {name: num_ranks if name == CEILING else 1 for name in rounds}
     seconds = {name: [done.seconds / ranks[name] for done in own[1:]] for name, own in rounds.items()}
     spreads = {
-        name: Spread.of([ranks[name] * done.num_tokens / done.seconds for done in own[1:]])
+        name: quartiles([ranks[name] * done.num_tokens / done.seconds for done in own[1:]])
         for name, own in rounds.items()
     }
     return {
-        "tokens_per_s": {name: spread.median for name, spread in spreads.items()},
-        "quartiles": {name: [spread.low, spread.high] for name, spread in spreads.items()},
+        "tokens_per_s": {name: spread["median"] for name, spread in spreads.items()},
+        "quartiles": {name: [spread["low"], spread["high"]] for name, spread in spreads.items()},
         **{
             f"ratio_to_{reference}": {name: ratio(seconds[reference], times) for name, times in seconds.items()}
             for reference in (BASELINE, CEILING, APART)

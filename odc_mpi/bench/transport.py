@@ -52,7 +52,6 @@ import torch
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.fetch_and_push import Units, Variant, check
 from odc_mpi.bench.measure import Goal, entries, interleaved, seconds
-from odc_mpi.bench.progress.computing import kinds_of_work
 from odc_mpi.bench.together import header, slowest
 from odc_mpi.comm.collective import Collectives
 from odc_mpi.runtime.world import World
@@ -177,6 +176,13 @@ def _one_alone(world: World, collectives: Collectives, variant: Variant) -> dict
     return {"idle_s": idle_s, "busy_s": busy_s, "computing_s": computing_s}
 
 
+def _compute() -> None:
+    """Compute for about a millisecond without entering MPI."""
+    vector = torch.ones(64)
+    for _ in range(500):
+        torch.add(vector, 1.0)
+
+
 def _lone(world: World, collectives: Collectives, variant: Variant, budget_s: float, computing_s: float = 0.0) -> float:
     """Let rank 0 alone fetch or push for a while; return its median seconds to all. Collective."""
     collectives.barrier()
@@ -186,7 +192,7 @@ def _lone(world: World, collectives: Collectives, variant: Variant, budget_s: fl
         row = len(variant.operations)
         times = each_for(budget_s, lambda: seconds(variant.operations, row, variant.complete))
     elif computing_s:
-        each_for(computing_s, kinds_of_work()["small_operations"])
+        each_for(computing_s, _compute)
     # Idle ranks wait here for rank 0, in MPI: at point A, where they serve if the reduction needs it, or the barrier.
     variant.finish()
     variant.proceed()

@@ -3,45 +3,60 @@
 import argparse
 
 from odc_mpi.bench.measure import show
-from odc_mpi.cli.options import positive, step_seconds
-from odc_mpi.cli.scenario import add_option, add_scenario, rollouts_of, scenario_of
-from odc_mpi.simulate.options import GENERATION, RANKS, SCENARIO, TICKET_S, usual_minibatches
+from odc_mpi.cli.scenario import add_option, add_scenario, scenario_of
+from odc_mpi.errors import UserError
+from odc_mpi.simulate.options import GENERATION, LENGTHS, RANKS, TICKET_S, usual_minibatches
 
 HELP = "what schedules would achieve"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options. Local."""
-    parser.description = "Reckon speed-ups of windows over collectives, by how sequences are dealt out. Needs no MPI."
+    parser.description = (
+        "Compute speed-ups of windows over collectives, by balance. Needs no MPI. Of minibatches with thousands of "
+        "sequences fewer are drawn by default."
+    )
     add_option(parser, "ranks", RANKS)
-    usual = SCENARIO["num_minibatches"].default
-    add_scenario(parser, {"num_minibatches": f"{usual}, fewer where they have thousands of sequences"})
+    parser.add_argument("--lengths", metavar="NAME", help=f"{LENGTHS}; default: longalign, of grpo: aime")
+    parser.add_argument(
+        "--workload",
+        choices=("sft", "grpo"),
+        default="sft",
+        help="sft: training; grpo: generation and training in one minibatch; default: sft",
+    )
+    for field, option in GENERATION.items():
+        meaning = f"of --workload grpo: {option.meaning}; default: {option.default:g}"
+        add_option(parser, field, option, default=None, help=meaning)
+    add_scenario(parser)
+    parser.set_defaults(num_minibatches=None)
     add_option(parser, "ticket_s", TICKET_S)
-    # Whoever has the options of a measurement has them for the reckoning beside it, too.
-    parser.add_argument("--step-s", type=step_seconds, metavar="X", help="of bench schedule; nothing here")
-    parser.add_argument("--timeout-s", type=positive, metavar="SECONDS", help="of bench schedule; nothing here")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate a scenario, print what came of it, and return the exit code. Local.
+    """Simulate a scenario, print the outcome, and return the exit code. Local.
 
     Raises:
-        UserError: Its lengths are not to be had.
+        UserError: A value is wrong, or there are no such lengths.
     """
     from odc_mpi.simulate.advice import advice
+    from odc_mpi.simulate.rollouts import Rollouts, simulate_rollouts
+    from odc_mpi.simulate.scenario import Scenario
     from odc_mpi.simulate.simulate import simulate
 
+    is_grpo = arguments.workload == "grpo"
+    for field, option in GENERATION.items():
+        if getattr(arguments, field) is not None and not is_grpo:
+            raise UserError(f"{option.name}: expected --workload grpo, too, got {arguments.workload}")
     if arguments.num_minibatches is None:
         completions = arguments.completions or GENERATION["completions"].default
-        each = arguments.per_rank * (completions if arguments.workload == "grpo" else 1)
+        each = arguments.per_rank * (completions if is_grpo else 1)
         arguments.num_minibatches = usual_minibatches(arguments.ranks, each)
-    if arguments.workload == "grpo":
-        from odc_mpi.simulate.rollouts import simulate_rollouts
-
-        show({"benchmark": "simulate", **simulate_rollouts(rollouts_of(arguments)).as_json()}, arguments.json)
-        return 0
-    scenario = scenario_of(arguments)
-    show({"benchmark": "simulate", **simulate(scenario).as_json()}, arguments.json)
-    if not arguments.json:
+    if is_grpo:
+        outcome = simulate_rollouts(scenario_of(arguments, Rollouts)).as_json()
+    else:
+        scenario = scenario_of(arguments, Scenario)
+        outcome = simulate(scenario).as_json()
+    show({"benchmark": "simulate", **outcome}, arguments.json)
+    if not (is_grpo or arguments.json):
         print(f"\n{advice(scenario)}")
     return 0

@@ -4,14 +4,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from odc_mpi.report import speed_report
-from odc_mpi.report.figures import Column, report_on, side_by_side
+from odc_mpi.report.figures import Column, OverSizes, over_sizes, report_on, side_by_side, told_ranks
 from odc_mpi.report.page import Figure, Report
 from odc_mpi.report.picture_parts import BLUE, Chart, Curve, Lane, Look, Panel, choose_ranks, picture
 from odc_mpi.simulate import rollouts
 from odc_mpi.simulate.events import merged
-from odc_mpi.simulate.paper import PAPER
 from odc_mpi.simulate.simulate import BASELINE, BOUNDS, SCHEDULES
+from odc_mpi.wording import format_seconds, format_size
 
 #: The schedule that is set against the baseline.
 ON_DEMAND = "window/dynamic"
@@ -29,6 +28,22 @@ HEADINGS = {
 }
 COMPUTES, WAITS = "computes", "waits for other ranks"
 _LOOKS = {COMPUTES: Look(BLUE), WAITS: Look("none", "////")}
+#: Variants by name, as curves and as heads of columns.
+_FETCHES = {
+    "memcpy": "memcpy",
+    "fetch_copy": "fetch",
+    "fetch_zero_copy": "zero-copy",
+    "mpi_allgather": "MPI_Allgather",
+    "gloo_all_gather": "gloo",
+}
+_PUSHES = {
+    "memcpy": "memcpy",
+    "push_accumulate": "accumulate",
+    "push_mailbox": "mailbox",
+    "mpi_reduce_scatter": "MPI_Reduce_\nscatter",
+    "gloo_reduce_scatter": "gloo",
+}
+_ALONE = {name: title for name, title in {**_FETCHES, **_PUSHES}.items() if name.startswith(("fetch", "push"))}
 
 
 def describe(result: Mapping[str, Any]) -> Report:
@@ -113,11 +128,13 @@ def _lane(rank: int, busy: Sequence[Sequence[float]], end_s: float) -> Lane:
 
 
 def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
-    scenario, wait = result["scenario"], result["idle_fraction"]
+    wait = result["idle_fraction"]
     is_rl = on_demand == RL_ON_DEMAND
-    key = (scenario["lengths"], scenario["ranks"], scenario["per_rank"])
-    paper = {} if is_rl else PAPER.get(key, {})
-    others = {"simulated": result.get("simulated", {}), "measured in the ODC paper": paper}
+    paper = result.get("paper")
+    others = {
+        "simulated": result.get("simulated", {}),
+        "measured in the ODC paper": paper["speedup"] if paper and paper["same"] else {},
+    }
     columns = [
         Column(f"speed-up over {baseline}", result["speedup"], ".2f", 1.0, others),
         Column("part of the ranks' time in which they wait", wait, ".0%"),
@@ -185,13 +202,39 @@ def _train(result: Mapping[str, Any]) -> Report:
     return report_on(result, title, lead, figures)
 
 
+def _transport(result: Mapping[str, Any]) -> Report:
+    sizes = result["sizes"]
+    largest = sizes[-1]["all_at_once"]["fetch_copy"]
+    title = f"A fetch of {format_size(sizes[-1]['size_bytes'])} "
+    if largest["of_gloo"] is None:
+        title += f"moves {largest['gb_per_s']['median']:.2g} GB/s"
+    else:
+        title += f"is {largest['of_gloo']:.3g} times as fast as gloo's all-gather"
+    panels = [
+        OverSizes("fetch a unit, GB/s", sizes, "all_at_once", _FETCHES),
+        OverSizes("push its gradient, GB/s", sizes, "all_at_once", _PUSHES),
+    ]
+    caption = "GB/s of the whole unit for each rank; medians over rounds. Where a unit is read in place nothing moves."
+    cores = result["cores_per_rank"]
+    lead = [
+        f"{told_ranks(result)}, {cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds, all ranks at once"
+    ]
+    alone = OverSizes(
+        "Rank 0 alone: time while the others idle; as a multiple, while they compute",
+        sizes,
+        "one_alone",
+        _ALONE,
+        cell=lambda entry: f"{format_seconds(entry['idle_s'])}; {entry['busy_s'] / entry['idle_s']:.2f}",
+        told="",
+    )
+    tables = [alone.table()] if alone.measured() else []
+    return report_on(result, title, lead, [over_sizes("speeds", title, panels, "bytes of a unit", caption)], tables)
+
+
 #: By the name of the benchmark.
 KINDS: Mapping[str, Callable[[Mapping[str, Any]], Report]] = {
     "schedule": _schedule,
     "simulate": _schedule,
     "train": _train,
-    "transport": speed_report.transport,
-    "checkpoint": speed_report.checkpoint,
-    "progress": speed_report.progress,
-    "gpu": speed_report.gpu,
+    "transport": _transport,
 }

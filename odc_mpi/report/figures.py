@@ -15,10 +15,10 @@ from odc_mpi.wording import format_seconds, format_size
 
 #: Of bars, by the beginning of a variant's name; those of our windows have `PLAIN`.
 _LOOKS = {
-    **dict.fromkeys(("collective", "pause"), Look(ORANGE, "///")),
+    "collective": Look(ORANGE, "///"),
     "floor": Look("none"),
     # What others do, and what is not ours.
-    **dict.fromkeys(("apart", "ceiling", "dcp", "fsdp2", "plain", "torch", "without"), Look(SKY, "\\\\\\")),
+    **dict.fromkeys(("apart", "ceiling", "fsdp2"), Look(SKY, "\\\\\\")),
 }
 #: Look and marker of each curve, in order.
 _LINES = (
@@ -31,13 +31,8 @@ _LINES = (
 Entry = Mapping[str, Any]
 
 
-def gb_per_s(entry: Entry) -> float | None:
-    """Return the median GB/s of a variant, None where nothing moves. Local."""
-    return entry["gb_per_s"]["median"] if entry["gb_per_s"] else None
-
-
-def gb_per_s_text(entry: Entry) -> str:
-    """Write the median GB/s and half the distance of the quartiles; the time where nothing moves. Local."""
+def _gb_per_s_text(entry: Entry) -> str:
+    """Write the median GB/s and half the distance of the quartiles; the time where nothing moves."""
     speed = entry["gb_per_s"]
     if speed is None:
         return format_seconds(entry["seconds"]["median"])
@@ -53,32 +48,29 @@ class OverSizes:
         heading: The figure and its unit.
         sizes: Entries of a benchmark's object, each with `size_bytes`.
         part: Key under which an entry has its variants.
-        titles: Of the variants to show, if they were measured; None for all variants under their own names.
-        value: The figure of a variant as a number, None where there is none.
-        cell: The same as text.
+        titles: Of the variants to show, if they were measured.
+        cell: A variant's entry as text.
         told: Added to the heading above a table: the meaning of what stands behind a number.
     """
 
     heading: str
     sizes: Sequence[Entry]
     part: str
-    titles: Mapping[str, str] | None = None
-    value: Callable[[Entry], float | None] = gb_per_s
-    cell: Callable[[Entry], str] = gb_per_s_text
+    titles: Mapping[str, str]
+    cell: Callable[[Entry], str] = _gb_per_s_text
     told: str = " ± half the distance of the quartiles"
 
     def measured(self) -> dict[str, str]:
         """Return the titles of the variants that were measured in some size, by name. Local."""
-        names = dict.fromkeys(name for size in self.sizes for name in size[self.part])
-        titles = self.titles or {name: name.replace("_", " ") for name in names}
-        return {name: title for name, title in titles.items() if name in names}
+        names = {name for size in self.sizes for name in size[self.part]}
+        return {name: title for name, title in self.titles.items() if name in names}
 
     def panel(self) -> Panel:
-        """Return a curve for each variant that has a figure in some size. Local."""
+        """Return a curve of GB/s for each variant that moves bytes in some size. Local."""
         found = []
         for (name, title), (look, marker) in zip(self.measured().items(), cycle(_LINES), strict=False):
-            figures = [(s["size_bytes"], self.value(s[self.part][name])) for s in self.sizes if name in s[self.part]]
-            points = [(x, y) for x, y in figures if y is not None]
+            entries = [(size["size_bytes"], size[self.part].get(name)) for size in self.sizes]
+            points = [(x, entry["gb_per_s"]["median"]) for x, entry in entries if entry and entry["gb_per_s"]]
             if points:
                 x, y = zip(*points, strict=True)
                 found.append(Curve(" ".join(title.split()).replace("_ ", "_"), x, y, look, marker))
@@ -94,7 +86,7 @@ class OverSizes:
             ]
             for size in self.sizes
         ]
-        return Table(self.heading + self.told, ["unit", *shown.values()], rows, is_over_sizes=True)
+        return Table(self.heading + self.told, ["unit", *shown.values()], rows)
 
 
 def over_sizes(name: str, title: str, panels: Sequence[OverSizes], xlabel: str, caption: str = "") -> Figure:
@@ -134,13 +126,9 @@ class Column:
                 if isinstance(figure, Mapping):
                     value, spread = figure["median"], (figure["low"], figure["high"])
                 beside = {source: values[name] for source, values in self.beside.items() if name in values}
-                bars.append(Bar(label, value, look(name), spread, beside))
+                look = _LOOKS.get(name.split("/")[0], PLAIN)
+                bars.append(Bar(label, value, look, spread, beside))
         return bars
-
-
-def look(name: str) -> Look:
-    """Return the look of a variant's bars. Local."""
-    return _LOOKS.get(name.split("/")[0], PLAIN)
 
 
 def side_by_side(

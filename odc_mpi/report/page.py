@@ -36,13 +36,11 @@ class Table:
         heading: Above it.
         columns: Their headings; the first column names the rows.
         rows: Cells, as many as there are columns.
-        is_over_sizes: Whether the first column has sizes, not names.
     """
 
     heading: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    is_over_sizes: bool = False
 
 
 @dataclass(frozen=True)

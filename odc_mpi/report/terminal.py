@@ -25,7 +25,7 @@ def _table(table: Table) -> RichTable:
     shown = RichTable(box=SIMPLE, pad_edge=False, title=Text(table.heading), title_justify="left", title_style="")
     for i, column in enumerate(table.columns):
         heading = "\n".join(textwrap.fill(line, 14, break_long_words=False) for line in column.splitlines())
-        shown.add_column(heading, justify="left" if i == 0 and not table.is_over_sizes else "right", no_wrap=True)
+        shown.add_column(heading, justify="right" if i else "left", no_wrap=True)
     for row in table.rows:
         shown.add_row(*map(Text, row))
     return shown

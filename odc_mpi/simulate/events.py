@@ -9,6 +9,7 @@ All meet at the minibatch boundary, so the last rank's end counts.
 """
 
 import heapq
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -129,6 +130,12 @@ def drawn(
         timeline[rank].append((began, ended))
         heapq.heapreplace(free, (ended, rank))
     return Timing(max(at for at, _ in free) + ticket_s, timeline)
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Return the lower quartile, the median and the upper quartile, `low`, `median` and `high`. Local."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]
+    return {"low": low, "median": median, "high": high}
 
 
 def merged(intervals: Iterable[tuple[float, float]], gap_s: float) -> Intervals:

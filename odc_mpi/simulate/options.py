@@ -43,6 +43,8 @@ def check(options: Mapping[str, Option], given: Any) -> None:
             raise UserError(f"expected {option.name} from {option.least} to {option.most}, got {value}")
 
 
+#: Of --lengths.
+LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"
 RANKS = Option("--ranks", 8, 1, 10**5, "number of ranks")
 TICKET_S = Option("--ticket-s", 0.0, 0, MOST_S, "seconds to draw a ticket")
 #: `odc-mpi simulate` draws at most about so many sequences by default: a thousand ranks then take ten seconds.

@@ -16,7 +16,7 @@ Speed-ups are ratios of the total time of all minibatches, over that of collecti
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -26,11 +26,10 @@ import numpy as np
 from odc_mpi.data.plan.balance import Plan, dynamic, lb_micro
 from odc_mpi.data.plan.cut import Microbatch
 from odc_mpi.data.plan.partition import first_fit
-from odc_mpi.errors import UserError
-from odc_mpi.simulate.events import Intervals, Timing, drawn, merged
+from odc_mpi.simulate.events import Intervals, Timing, drawn
 from odc_mpi.simulate.options import GENERATION, check
-from odc_mpi.simulate.scenario import MOST_SEQUENCES, Scenario, Trial
-from odc_mpi.simulate.simulate import PAUSE_S, timing
+from odc_mpi.simulate.scenario import Scenario, Trial
+from odc_mpi.simulate.simulate import collected, ratios, timing
 
 BASELINE = "collective/barrier"
 #: What is compared, as TRANSPORT/WAY.
@@ -42,39 +41,33 @@ SHARES = 4
 
 
 @dataclass(frozen=True)
-class Rollouts:
-    """A run of post-training with rewards. Wrong values raise a `UserError` that names the option.
+class Rollouts(Scenario):
+    """A run of post-training with rewards: a scenario whose `per_rank` counts prompts.
 
     Attributes:
-        scenario: Ranks, prompts of each rank and minibatch (`per_rank`), lengths of completions, what training costs.
-        completions: Of each prompt.
+        completions: Of each prompt; `lengths` are theirs.
         decode_step_s: Seconds of a decode step on a rank of speed 1, besides its sequences.
         decode_sequence_s: Seconds of each sequence in a decode step.
     """
 
-    scenario: Scenario
+    lengths: str = "aime"
     completions: int = GENERATION["completions"].default
     decode_step_s: float = GENERATION["decode_step_s"].default
     decode_sequence_s: float = GENERATION["decode_sequence_s"].default
 
     def __post_init__(self) -> None:
         check(GENERATION, self)
-        if self.num_groups * self.completions > MOST_SEQUENCES:
-            raise UserError(
-                f"expected at most {MOST_SEQUENCES} completions in a minibatch, got {self.num_groups} prompts with "
-                f"{self.completions} each: lower --per-rank or --completions"
-            )
+        super().__post_init__()
 
     @property
     def num_groups(self) -> int:
         """Prompts of a minibatch."""
-        return self.scenario.ranks * self.scenario.per_rank
+        return self.ranks * self.per_rank
 
-    def trials(self) -> Iterator["RolloutTrial"]:
-        """Yield the minibatches, the same ones each time. Local."""
-        scenario = self.scenario
-        for trial in replace(scenario, per_rank=scenario.per_rank * self.completions).trials():
-            yield RolloutTrial(self, trial)
+    @property
+    def num_sequences(self) -> int:
+        """Completions of a minibatch."""
+        return self.num_groups * self.completions
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ class RolloutTrial:
 
     def dealt(self, rank: int) -> list[int]:
         """Return the prompt groups of a rank, dealt out in turn. Local."""
-        return list(range(rank, self.rollouts.num_groups, self.rollouts.scenario.ranks))
+        return list(range(rank, self.rollouts.num_groups, self.rollouts.ranks))
 
     def positions(self, group: int) -> range:
         """Return the positions of a prompt group's completions. Local."""
@@ -114,7 +107,7 @@ class RolloutTrial:
     @cached_property
     def dealt_s(self) -> list[list[tuple[float, int]]]:
         """What `decoded_s` returns for each rank and the prompt groups that it is dealt."""
-        return [self.decoded_s(rank, self.dealt(rank)) for rank in range(self.rollouts.scenario.ranks)]
+        return [self.decoded_s(rank, self.dealt(rank)) for rank in range(self.rollouts.ranks)]
 
     def shares(self, group: int) -> list[list[Microbatch]]:
         """Return the shares of a finished prompt group, each as its microbatches. Local."""
@@ -129,14 +122,12 @@ class RolloutTrial:
 
     def packed(self, positions: Sequence[int]) -> list[Microbatch]:
         """Pack completions into few microbatches. Local."""
-        bins = first_fit(self.trial.lengths[list(positions)], self.rollouts.scenario.max_tokens)
+        bins = first_fit(self.trial.lengths[list(positions)], self.rollouts.max_tokens)
         return [tuple(positions[k] for k in own) for own in bins]
 
     def plan(self, name: str) -> Plan:
-        """Return the plan of training; none under `window/on_demand`, where it depends on what is finished. Local."""
-        scenario = self.rollouts.scenario
-        if name == "window/on_demand":
-            return Plan(((),) * scenario.ranks)
+        """Return the plan of training; `window/on_demand` has none, since it depends on what is finished. Local."""
+        scenario = self.rollouts
         if name == "window/on_demand_own":
             own = ([i for group in self.dealt(rank) for i in self.positions(group)] for rank in range(scenario.ranks))
             return Plan(tuple(tuple(self.packed(positions)) for positions in own))
@@ -150,7 +141,7 @@ class RolloutTrial:
             That at which the completion that is generated last is trained, on the fastest rank, and that of all work on
             ranks that never wait.
         """
-        trial, scenario = self.trial, self.rollouts.scenario
+        trial, scenario = self.trial, self.rollouts
         decoded = [own[-1] for own in self.dealt_s]
         end, group = max(decoded)
         cheapest = min(trial.sequence_s[i] for i in self.positions(group))
@@ -162,10 +153,10 @@ class RolloutTrial:
 
 @dataclass(frozen=True)
 class RolloutOutcome:
-    """What a simulation or a measurement found.
+    """What a simulation found.
 
     Attributes:
-        rollouts: Of what.
+        scenario: Of what.
         speedup: Over collective/barrier, by schedule and for the bound.
         idle_fraction: The part of the ranks' time in which they wait or run padding, likewise.
         step_s: Mean seconds of a minibatch, likewise.
@@ -173,70 +164,35 @@ class RolloutOutcome:
         timeline: Of the first minibatch, by schedule: for each rank when it generates or trains, in seconds.
     """
 
-    rollouts: Rollouts
+    scenario: Rollouts
     speedup: dict[str, float]
     idle_fraction: dict[str, float]
     step_s: dict[str, float]
     generation_fraction: float
     timeline: dict[str, list[Intervals]]
 
-    @classmethod
-    def of(
-        cls,
-        rollouts: Rollouts,
-        ends: Mapping[str, Sequence[float]],
-        busy: Mapping[str, float],
-        timeline: dict[str, list[Intervals]],
-    ) -> "RolloutOutcome":
-        """Summarise times. Local.
-
-        Args:
-            rollouts: Of what.
-            ends: Seconds of each minibatch, by schedule.
-            busy: Seconds that all ranks together worked in all minibatches, by schedule.
-            timeline: See above.
-        """
-        trials, ranks = list(rollouts.trials()), rollouts.scenario.ranks
-        bounds = [each.bounds_s() for each in trials]
-        each = {**ends, BOUND: [max(own) for own in bounds]}
-        totals = {name: math.fsum(own) for name, own in each.items()}
-        work = {**busy, BOUND: ranks * math.fsum(shared for _, shared in bounds)}
-        generated = sum(own[-1][0] for trial in trials for own in trial.dealt_s)
-        return cls(
-            rollouts,
-            {name: totals[BASELINE] / total for name, total in totals.items()},
-            {name: max(0.0, 1 - work[name] / (ranks * total)) for name, total in totals.items()},
-            {name: total / len(trials) for name, total in totals.items()},
-            generated / work[BASELINE],
-            timeline,
-        )
-
     def as_json(self) -> dict[str, Any]:
         """Return all figures as one object. Local."""
-        bare = asdict(replace(self, timeline={}))
-        rollouts = bare.pop("rollouts")
-        return {"workload": "grpo", "scenario": rollouts.pop("scenario") | rollouts, **bare, "timeline": self.timeline}
+        return {"workload": "grpo", **asdict(replace(self, timeline={})), "timeline": self.timeline}
 
 
 def simulate_rollouts(rollouts: Rollouts) -> RolloutOutcome:
-    """Reckon what each schedule would take. Local.
+    """Compute what each schedule would take. Local.
 
     Args:
-        rollouts: What is tried; the same one gives the same outcome.
+        rollouts: The scenario; the same one gives the same outcome.
 
     Raises:
-        UserError: Its lengths are not to be had.
+        UserError: There are no such lengths.
     """
-    ends: dict[str, list[float]] = {name: [] for name in SCHEDULES}
-    busy = dict.fromkeys(SCHEDULES, 0.0)
-    timeline: dict[str, list[Intervals]] = {}
-    for trial in rollouts.trials():
-        for name in SCHEDULES:
-            found = _run(trial, name)
-            ends[name].append(found.end_s)
-            busy[name] += math.fsum(ended - began for own in found.timeline for began, ended in own)
-            timeline.setdefault(name, [merged(own, PAUSE_S) for own in found.timeline])
-    return RolloutOutcome.of(rollouts, ends, busy, timeline)
+    trials = [RolloutTrial(rollouts, trial) for trial in rollouts.trials()]
+    ends, busy, timeline = collected({name: _run(trial, name) for name in SCHEDULES} for trial in trials)
+    bounds = [trial.bounds_s() for trial in trials]
+    work = {name: float(own.sum()) for name, own in busy.items()}
+    work[BOUND] = rollouts.ranks * math.fsum(shared for _, shared in bounds)
+    found = ratios({**ends, BOUND: [max(own) for own in bounds]}, work, BASELINE, rollouts.ranks)
+    generated = sum(own[-1][0] for trial in trials for own in trial.dealt_s)
+    return RolloutOutcome(rollouts, **found, generation_fraction=generated / work[BASELINE], timeline=timeline)
 
 
 def _run(trial: RolloutTrial, name: str) -> Timing:
@@ -246,7 +202,7 @@ def _run(trial: RolloutTrial, name: str) -> Timing:
     if name == "window/on_demand":
         return _shared(trial, sorted(each for own in decoded for each in own), free)
     transport, way = name.split("/")
-    found = timing(trial.trial, trial.plan(name), transport, trial.rollouts.scenario.ticket_s)
+    found = timing(trial.trial, trial.plan(name), transport, trial.rollouts.ticket_s)
     begins = [max(free)] * len(free) if way == "barrier" else free
     ends = [begin + (own[-1][1] if own else 0.0) for begin, own in zip(begins, found.timeline, strict=True)]
     timeline = [
@@ -263,5 +219,5 @@ def _shared(trial: RolloutTrial, finished: Sequence[tuple[float, int]], free: Se
     def duration(rank: int, k: int) -> float:
         return math.fsum(trial.trial.window_s(rank, each, is_first=False) for each in shares[k])
 
-    found = drawn(ready, free, duration, trial.rollouts.scenario.ticket_s)
+    found = drawn(ready, free, duration, trial.rollouts.ticket_s)
     return Timing(found.end_s, [[(0.0, end), *own] for end, own in zip(free, found.timeline, strict=True)])

@@ -140,10 +140,10 @@ class Scenario:
         self._check_together()
 
     def _check_together(self) -> None:
-        if self.ranks * self.per_rank > MOST_SEQUENCES:
+        if self.num_sequences > MOST_SEQUENCES:
             raise UserError(
-                f"expected at most {MOST_SEQUENCES} sequences in a minibatch, got {self.ranks} --ranks with "
-                f"{self.per_rank} each: lower --per-rank"
+                f"expected at most {MOST_SEQUENCES} sequences in a minibatch, got {self.num_sequences}: "
+                "lower --per-rank"
             )
         if self.unit_bytes and not (self.fetch_gb_per_s or self.push_gb_per_s):
             raise UserError("--unit-bytes: expected --fetch-gb-per-s or --push-gb-per-s, too, got neither")
@@ -157,6 +157,11 @@ class Scenario:
                 f"expected keys and values of a token to move within a second, got {self.planned_cost.earlier:.3g} s: "
                 "raise --kv-gb-per-s"
             )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a minibatch."""
+        return self.ranks * self.per_rank
 
     @property
     def overhead_s(self) -> float:
@@ -211,7 +216,7 @@ class Scenario:
         for index in range(self.num_minibatches):
             # A generator for each kind: whether speeds vary does not change which sequences are drawn.
             lengths_rng, errors_rng, speeds_rng = (np.random.default_rng([self.seed, index, kind]) for kind in range(3))
-            lengths = self.source.draw(self.ranks * self.per_rank, lengths_rng)
+            lengths = self.source.draw(self.num_sequences, lengths_rng)
             yield Trial(
                 lengths,
                 self.cost.sequence(lengths) * _factors(len(lengths), self.cost_error, errors_rng),

@@ -12,7 +12,7 @@ plan for collectives. Local, all of it; no MPI.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -22,10 +22,8 @@ import numpy.typing as npt
 
 from odc_mpi.data.plan.balance import BALANCES, Plan
 from odc_mpi.data.plan.context import split_longest
-from odc_mpi.simulate.events import Intervals, Timing, apart, drawn, layered, lockstep, merged
-from odc_mpi.simulate.paper import nearest
+from odc_mpi.simulate.events import Intervals, Timing, apart, drawn, layered, lockstep, merged, quartiles
 from odc_mpi.simulate.scenario import Scenario, Trial
-from odc_mpi.simulate.spread import Spread
 
 BASELINE = "collective/lb_micro"
 #: What is compared, as TRANSPORT/BALANCE. LB-Mini and dynamic plans have no turns in which ranks could meet.
@@ -45,6 +43,14 @@ FLOOR, EVEN_SHARE = "floor", "even_share"
 BOUNDS = (FLOOR, EVEN_SHARE)
 #: Of a timeline, pauses below this are not told, in seconds.
 PAUSE_S = 1e-3
+#: Speed-ups over FSDP with LB-Micro that the ODC paper measured, and of what.
+PAPER = {
+    "source": "arXiv 2601.19362, 1.5 B parameters on A100s",
+    "lengths": "longalign",
+    "ranks": 8,
+    "per_rank": 4,
+    "speedup": {"window/lb_micro": 1.16, "window/lb_mini": 1.34},
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Outcome:
     speedup: dict[str, float]
     idle_fraction: dict[str, float]
     idle_per_rank: dict[str, list[float]]
-    speedup_per_minibatch: dict[str, Spread]
+    speedup_per_minibatch: dict[str, dict[str, float]]
     step_s: dict[str, float]
     longest_rules: float
     timeline: dict[str, list[Intervals]]
@@ -90,29 +96,30 @@ class Outcome:
         floors = [floor_s(trial, scenario.max_tokens) for trial in scenario.trials()]
         shared = [even for _, even in floors]
         each = {**ends, FLOOR: [max(floor) for floor in floors], EVEN_SHARE: shared}
-        totals = {name: math.fsum(own) for name, own in each.items()}
         # The work of a bound is that of the fewest microbatches.
         bound = scenario.ranks * math.fsum(shared)
         work = {name: float(own.sum()) for name, own in busy.items()} | dict.fromkeys(BOUNDS, bound)
         return cls(
             scenario,
-            {name: totals[BASELINE] / total for name, total in totals.items()},
-            {name: max(0.0, 1.0 - work[name] / (scenario.ranks * total)) for name, total in totals.items()},
-            {name: np.maximum(0.0, 1.0 - own / totals[name]).tolist() for name, own in busy.items()},
-            {
-                name: Spread.of([baseline / own for baseline, own in zip(each[BASELINE], ends_s, strict=True)])
+            **ratios(each, work, BASELINE, scenario.ranks),
+            idle_per_rank={
+                name: np.maximum(0.0, 1.0 - own / math.fsum(each[name])).tolist() for name, own in busy.items()
+            },
+            speedup_per_minibatch={
+                name: quartiles([baseline / own for baseline, own in zip(each[BASELINE], ends_s, strict=True)])
                 for name, ends_s in each.items()
             },
-            {name: total / len(floors) for name, total in totals.items()},
-            sum(longest > even for longest, even in floors) / len(floors),
-            timeline,
+            longest_rules=sum(longest > even for longest, even in floors) / len(floors),
+            timeline=timeline,
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures as one object. Local."""
+        """Return all figures as one object, with those of the paper if it has these lengths. Local."""
         # To copy the timeline would take as long as a minibatch of a thousand ranks.
         bare = asdict(replace(self, timeline={}))
-        return {"floor": self.speedup[FLOOR], **bare, "timeline": self.timeline, "paper": nearest(self.scenario)}
+        is_same = all(bare["scenario"][key] == PAPER[key] for key in ("ranks", "per_rank"))
+        paper = {**PAPER, "same": is_same} if self.scenario.lengths == PAPER["lengths"] else None
+        return {"floor": self.speedup[FLOOR], **bare, "timeline": self.timeline, "paper": paper}
 
 
 def simulate(scenario: Scenario) -> Outcome:
@@ -124,20 +131,57 @@ def simulate(scenario: Scenario) -> Outcome:
     Raises:
         UserError: Its lengths are not to be had.
     """
-    ends: dict[str, list[float]] = {name: [] for name in SCHEDULES}
-    busy = {name: np.zeros(scenario.ranks) for name in SCHEDULES}
+    return Outcome.of(scenario, *collected(_timings(scenario, trial) for trial in scenario.trials()))
+
+
+def _timings(scenario: Scenario, trial: Trial) -> dict[str, Timing]:
+    plans = {name: plan(scenario, trial, name) for name in BALANCES}
+    plans["split"] = plan(scenario, trial, "split", plans["dynamic"])
+    found = {}
+    for name in SCHEDULES:
+        transport, balance = name.split("/")
+        found[name] = timing(trial, plans[balance], transport, scenario.ticket_s, scenario.num_units)
+    return found
+
+
+def collected(
+    minibatches: Iterable[Mapping[str, Timing]],
+) -> tuple[dict[str, list[float]], dict[str, npt.NDArray[np.float64]], dict[str, list[Intervals]]]:
+    """Collect the timings of minibatches, each given by schedule. Local.
+
+    Returns:
+        By schedule: when each minibatch ends, the seconds that each rank is busy in all, and the first one's timeline.
+    """
+    ends: dict[str, list[float]] = {}
+    busy: dict[str, npt.NDArray[np.float64]] = {}
     timeline: dict[str, list[Intervals]] = {}
-    for trial in scenario.trials():
-        plans = {name: plan(scenario, trial, name) for name in BALANCES}
-        plans["split"] = plan(scenario, trial, "split", plans["dynamic"])
-        for name in SCHEDULES:
-            transport, balance = name.split("/")
-            found = timing(trial, plans[balance], transport, scenario.ticket_s, scenario.num_units)
+    for minibatch in minibatches:
+        for name, found in minibatch.items():
             if name not in timeline:
+                ends[name], busy[name] = [], np.zeros(len(found.timeline))
                 timeline[name] = [merged(own, PAUSE_S) for own in found.timeline]
             ends[name].append(found.end_s)
             busy[name] += [math.fsum(ended - began for began, ended in own) for own in found.timeline]
-    return Outcome.of(scenario, ends, busy, timeline)
+    return ends, busy, timeline
+
+
+def ratios(
+    ends: Mapping[str, Sequence[float]], work: Mapping[str, float], baseline: str, ranks: int
+) -> dict[str, dict[str, float]]:
+    """Return `speedup`, `idle_fraction` and `step_s` of an outcome. Local.
+
+    Args:
+        ends: Seconds of each minibatch, by schedule or bound.
+        work: Seconds that all ranks together are busy in all minibatches, likewise.
+        baseline: The schedule that speed-ups are relative to.
+        ranks: How many there are.
+    """
+    totals = {name: math.fsum(own) for name, own in ends.items()}
+    return {
+        "speedup": {name: totals[baseline] / total for name, total in totals.items()},
+        "idle_fraction": {name: max(0.0, 1.0 - work[name] / (ranks * total)) for name, total in totals.items()},
+        "step_s": {name: total / len(ends[name]) for name, total in totals.items()},
+    }
 
 
 def plan(scenario: Scenario, trial: Trial, balance: str, *known: Plan) -> Plan:

@@ -1,18 +1,18 @@
 import pytest
 
-from odc_mpi.bench.measure import DEFAULT_SIZES, interleaved, parse_sizes, ratio, seconds
+from odc_mpi.bench.measure import DEFAULT_SIZES, entries, interleaved, parse_sizes, ratio, seconds
 from odc_mpi.errors import UserError
-from odc_mpi.simulate.spread import Spread
+from odc_mpi.simulate.events import quartiles
 from odc_mpi.wording import format_size
 
 
 def test_spread_is_median_and_quartiles():
-    assert Spread.of([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(2.0, 3.0, 4.0)
-    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
+    assert list(quartiles([5.0, 1.0, 4.0, 2.0, 3.0]).values()) == [2.0, 3.0, 4.0]
+    assert quartiles([7.0]) == {"low": 7.0, "median": 7.0, "high": 7.0}
 
 
 def test_one_bad_moment_does_not_move_the_median():
-    assert Spread.of([1.0, 1.0, 1.0, 1.0, 900.0]) == Spread(1.0, 1.0, 1.0)
+    assert set(quartiles([1.0, 1.0, 1.0, 1.0, 900.0]).values()) == {1.0}
 
 
 def test_variants_take_turns():
@@ -40,6 +40,14 @@ def test_ratio_is_of_rounds_not_of_medians():
     """A slow round slows both: the ratio does not see it."""
     assert ratio([1.0, 10.0, 2.0], [2.0, 20.0, 4.0]) == 0.5
     assert ratio([4.0, 1.0, 1.0], [2.0, 2.0, 1.0]) == 1.0
+
+
+def test_speeds_are_of_the_whole_unit_and_ratios_of_the_same_round():
+    times = {"copy": [1e-3, 2e-3], "fetch": [20e-3, 40e-3]}
+    found = entries(times, 10**8, of_copy=lambda _: "copy", of_other=lambda name: "other")
+    assert found["copy"]["gb_per_s"] == {"low": 62.5, "median": 75.0, "high": 87.5}
+    assert found["fetch"]["seconds"]["median"] == pytest.approx(30e-3)
+    assert (found["fetch"]["of_copy"], found["fetch"]["of_other"]) == (0.05, None)
 
 
 def test_sizes():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from local_transport import LocalGroup, LocalTransport
 
-from odc_mpi.bench.runners import Runner
+from odc_mpi.bench.runners import Runner, Work
 from odc_mpi.bench.schedule import measure
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AgreedError
@@ -22,8 +22,9 @@ def test_several_nodes_are_refused():
 
 
 class All(Runner):
-    def microbatches(self, plan):
-        yield from plan.microbatches[0]
+    def work(self, trial, plan):
+        for own in plan.microbatches[0]:
+            yield Work(trial.duration_s(0, own), is_padding=not own)
 
 
 def test_what_is_slept_for_is_told_as_if_unscaled_and_without_padding():

@@ -14,15 +14,11 @@ from odc_mpi.cli.main import main, parse
         (["schedule", "--lengths", "equal", "--step-s", "0.5", "--per-rank", "2"], 8),
         (["schedule", "--ranks", "4"], 4),
         (["train", "--config", "a folder/x.yaml", "--steps", "2"], 2),
-        (["checkpoint", "--size", "1M", "--dir", "somewhere"], 2),
-        (["progress", "--sizes", "64", "--push-sizes", "1M", "--budget-s", "1"], 2),
-        (["gpu", "--sizes", "1M", "--window-device", "cuda", "--ranks", "2"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_the_ranks_get_the_same_words(monkeypatch, words, ranks):
     started = []
-    monkeypatch.setattr("odc_mpi.bench.gpu.run.has_gpu", lambda: True)
     monkeypatch.setattr(mpiexec, "run", lambda *arguments, **named: started.append((arguments, named)) or 7)
     assert main(["bench", *words]) == 7
     timeout_s = parse(["bench", *words]).timeout_s

@@ -94,12 +94,6 @@ def test_mistakes_in_training(config, tmp_path, capsys, arguments, words):
         (["bench", "transport", "--timeout-s", "-1"], ["--timeout-s", "-1"]),
         (["bench", "transport", "--size", "1M"], ["--size"]),
         (["bench", "transport", "more"], ["more"]),
-        (["bench", "gpu", "--sizes", "1.5M"], ["--sizes", "1.5M"]),
-        (["bench", "gpu", "--window-device", "gpu"], ["--window-device", "gpu", "cuda"]),
-        (["bench", "progress", "--sizes", "7"], ["--sizes", "'7'"]),
-        (["bench", "progress", "--push-sizes", "1.5M"], ["--push-sizes: expected", "1.5M"]),
-        (["bench", "progress", "--ranks", "1"], ["--ranks 1", "two or more"]),
-        (["bench", "progress", "--budget-s", "0"], ["--budget-s", "'0'"]),
         (["doctor", "--colour"], ["--colour"]),
     ],
 )
@@ -111,16 +105,6 @@ def test_mistakes_elsewhere(tmp_path, monkeypatch, capsys, arguments, words):
     for word in words:
         assert word in told[0]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_bench_gpu_without_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr("odc_mpi.bench.gpu.run.has_gpu", lambda: False)
-    assert cli.main(["bench", "gpu", "--json"]) == 2
-    told = capsys.readouterr()
-    assert told.err == (
-        "odc-mpi: error: bench gpu: expected one of NVIDIA's GPUs, this machine has no driver for any\n"
-    )
-    assert not told.out
 
 
 def test_a_run_on_one_rank(config, tmp_path, capsys):

@@ -135,9 +135,8 @@ def doctor(job: Job, ranks: int) -> int | Skipped:
 
 def bench(job: Job, part: str) -> int | Skipped:
     """Measure; the object is a figure."""
-    options = ("--ranks", 1, "--steps", 2, "--repeats", 3) if part == "step" else ()
-    limit = ("--timeout-s", int(STAGE_S) - 20)
-    code, output = job.call(ODC_MPI, "bench", "gpu", "--parts", part, *options, *limit, "--json")
+    ranks, options = (1, ("--steps", 2, "--repeats", 3)) if part == "step" else (2, ())
+    code, output = job.launch(ranks, sys.executable, "benchmarks/gpu.py", "--parts", part, *options)
     _keep_object(job, output)
     return code
 

@@ -7,9 +7,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from gpu_result import result as gpu_result
-from progress_result import LEFT_OUT
-from progress_result import result as progress_result
 from small_run import write_sequences
 from transport_result import result as transport_result
 
@@ -106,30 +103,6 @@ def training_result():
         "zero_copy": "on",
         "progress": "off",
         "load_average": [0.5, 2.0],
-    }
-
-
-def checkpoint_result(*ways):
-    """A result of `odc-mpi bench checkpoint`, in which writing takes 2 s, or 1 s for plain files, and reading half."""
-    seconds = {way: 1.0 if way == "plain" else 2.0 for way in ways}
-    timed = {f"write_{way}": s for way, s in seconds.items()} | {f"read_{way}": s / 2 for way, s in seconds.items()}
-    figures = {"write_of_plain": (0.5, 0.7), "read_of_plain": (0.5, 0.7), "pause_of_write": (0.125, 0.15)}
-    return {
-        "benchmark": "checkpoint",
-        "library": NASTY,
-        "ranks": 2,
-        "repeats": 5,
-        "state_bytes": 10**9,
-        "load_average": [0.5, 2.0],
-        "left_out": {} if "dcp" in ways else {"dcp": "its group here ends at the node"},
-        "variants": {
-            name: {"seconds": {"low": 0.8 * s, "median": s, "high": 1.25 * s}, "gb_per_s": 1 / s}
-            for name, s in {**timed, "pause": 0.25}.items()
-        },
-        "goals": [
-            {"goal": goal, "figure": figure, "expected": expected, "reached": goal == "pause_of_write"}
-            for goal, (figure, expected) in figures.items()
-        ],
     }
 
 
@@ -309,73 +282,6 @@ def test_a_page_of_transports(tmp_path):
     assert NASTY not in page and "left out" in page
 
 
-def test_a_page_of_checkpoints(tmp_path):
-    page = written(tmp_path / "found.json", checkpoint_result("plain", "odc_mpi", "dcp"))
-    needs_nothing_else(page)
-    speeds, pause = pictures_of(page)
-    for words in ("written at 0.50 of the speed of plain files", "torch.distributed.checkpoint", "0.50", "2.00"):
-        assert words in speeds
-    assert "Training waits for 12%" in pause and "0.250" in pause and "2.000" in pause
-    assert "1.00 GB of parameters" in page and NASTY not in page
-    assert "<th>pause of write</th><td></td><td>0.125</td><td>0.15</td><td>yes</td>" in page
-    assert "<th>write of plain</th><td></td><td>0.5</td><td>0.7</td><td>no</td>" in page
-
-
-def test_a_page_of_checkpoints_on_several_nodes(tmp_path):
-    page = written(tmp_path / "found.json", checkpoint_result("plain", "odc_mpi"))
-    assert "torch.distributed.checkpoint" not in page
-    assert "left out: dcp, its group here ends at the node" in page
-
-
-def test_a_page_of_progress(tmp_path):
-    page = written(tmp_path / "found.json", progress_result())
-    needs_nothing_else(page)
-    gets, politeness, pushes = pictures_of(page)
-    for words in ("up to 3 ms longer", "idle", "large products", "python", "1M"):
-        assert words in gets
-    for words in ("at most 6.0%", "no thread", "thread of mailbox", "0.2500", "100 steps"):
-        assert words in politeness
-    for words in ("0.50 of the speed of a Put", "accumulate", "mailbox", "32M"):
-        assert words in pushes
-    assert f"left out: accumulate of 32M, {LEFT_OUT}" in page
-    assert "rank 0 turns to rank 1, on another node" in page and "asynchronous progress" not in page
-    assert "<th>mailbox of put mailbox</th><td>8M</td><td>0.5</td><td>0.25</td><td>yes</td>" in page
-
-
-def test_progress_of_which_pushes_were_too_slow(tmp_path):
-    result = progress_result() | {"mpich_async_progress": True}
-    for size in result["reduction"]:
-        size["variants"].pop("mailbox")
-    page = written(tmp_path / "found.json", result)
-    assert "beside a Put" in page and "MPICH&#x27;s own asynchronous progress was on" in page
-
-
-def test_a_page_of_gpus(tmp_path):
-    page = written(tmp_path / "found.json", gpu_result())
-    needs_nothing_else(page)
-    speeds, kernels, step = pictures_of(page)
-    for words in ("copy to GPU", "from GPUs", "hosts, accumulate", "GPUs, mailbox", "256M"):
-        assert words in speeds
-    for words in ("flatten bf16", "add fp32 torch", "shards of 4M", "0.33"):
-        assert words in kernels
-    for words in ("1,030 M parameters in bfloat16", "plain torch", "windows on GPUs", "1.2500", "13,107"):
-        assert words in step
-    assert (
-        "With windows on hosts a step on one GPU takes 4.1% longer than plain torch&#x27;s" in page
-        and "NVIDIA H200" in page
-    )
-
-
-def test_a_page_of_gpus_of_which_not_all_was_measured(tmp_path):
-    result = gpu_result(on_device=False, with_kernels=False)
-    page = written(tmp_path / "found.json", result)
-    assert "left out: fetch_device, windows on GPUs were not tried" in page and "from GPUs" not in page
-    result |= {"kernels": [], "step": None}
-    page = written(tmp_path / "found.json", result)
-    assert len(pictures_of(page)) == 1 and "<h1>Fetches, pushes and kernels on NVIDIA H200" in page
-    assert not pictures_of(written(tmp_path / "found.json", result | {"sizes": []}))
-
-
 def test_pictures_are_text_and_the_same_each_time(tmp_path):
     first, second = (written(tmp_path / "found.json", schedule_result(), picture="gantt") for _ in range(2))
     assert first == second
@@ -409,10 +315,7 @@ def mistake(capsys, *arguments):
         ("[1, 2]", "JSON of something else"),
         ('{"loss": 1}', "JSON of something else"),
         ('{"benchmark": ["schedule"]}', "JSON of something else"),
-        ('{"benchmark": "baking"}', "progress or schedule or simulate or train or transport, got that of baking"),
-        ('{"benchmark": "checkpoint", "goals": []}', "variants"),
-        ('{"benchmark": "progress", "goals": []}', "undamaged"),
-        ('{"benchmark": "gpu"}', "sizes"),
+        ('{"benchmark": "baking"}', "schedule or simulate or train or transport, got that of baking"),
         ('{"benchmark": "schedule"}', "scenario"),
         ('{"benchmark": "train", "tokens_per_s": 3}', "train"),
         ('{"benchmark": "transport", "sizes": []}', "transport"),

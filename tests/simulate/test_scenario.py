@@ -82,7 +82,7 @@ def test_the_packing_ratio_sets_the_most_tokens():
     [
         ({"ranks": 0}, "--ranks from 1 to 100000, got 0"),
         ({"ranks": 10**400}, "--ranks"),
-        ({"ranks": 10**5, "per_rank": 10**5}, "at most 10000000 sequences in a minibatch, got 100000 --ranks"),
+        ({"ranks": 10**5, "per_rank": 10**5}, "at most 10000000 sequences in a minibatch, got 10000000000"),
         ({"per_rank": -1}, "--per-rank"),
         ({"num_minibatches": 0}, "--minibatches"),
         ({"seed": -1}, "--seed"),

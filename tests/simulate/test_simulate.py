@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from odc_mpi.cli import main as cli
-from odc_mpi.cli.main import parser
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.data.plan.cost import Cost
 from odc_mpi.data.plan.pieces import Split
@@ -324,22 +323,6 @@ def test_no_ranks_are_a_mistake(capsys):
     assert "--ranks from 1 to" in capsys.readouterr().err
 
 
-def test_the_command_takes_the_options_of_bench_schedule(capsys):
-    options = {action.option_strings[0] for action in _options("bench", "schedule")}
-    assert {"--step-s", "--timeout-s", "--ranks", "--units", "--json"} <= options
-    assert options <= {action.option_strings[0] for action in _options("simulate")}
-    assert cli.main(["simulate", "--minibatches", "1", "--step-s", "0.5", "--timeout-s", "60", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["scenario"]["ranks"] == 8
-
-
-def _options(*words):
-    found = parser()
-    for word in words:
-        (commands,) = (action.choices for action in found._actions if isinstance(action.choices, dict))
-        found = commands[word]
-    return found._actions
-
-
 def test_the_command_prints_tables(capsys):
     assert cli.main(["simulate", "--per-rank", "4", "--minibatches", "2"]) == 0
     said = capsys.readouterr().out
@@ -385,12 +368,10 @@ def test_idle_time_by_rank_and_quartiles_over_minibatches():
     assert set(outcome.speedup_per_minibatch) == set(outcome.speedup)
     alone = [simulate(replace(NOISY, num_minibatches=n)) for n in (1, 2)]
     first = alone[0].speedup["window/dynamic"]
-    assert alone[0].speedup_per_minibatch["window/dynamic"].median == first
+    assert alone[0].speedup_per_minibatch["window/dynamic"]["median"] == first
     spread = alone[1].speedup_per_minibatch["window/dynamic"]
-    assert spread.low <= spread.median <= spread.high and first in (
-        pytest.approx(2 * spread.low - spread.median),
-        pytest.approx(2 * spread.high - spread.median),
-    )
+    low, median, high = spread.values()
+    assert low <= median <= high and first in (pytest.approx(2 * low - median), pytest.approx(2 * high - median))
     assert set(json.loads(json.dumps(outcome.as_json()))["speedup_per_minibatch"]["floor"]) == {"low", "median", "high"}
 
 
@@ -412,8 +393,7 @@ def test_advice_names_what_is_enough():
         (["--overhead-s", "1e308"], ["--overhead-s", "1e+308"]),
         (["--ranks", "1" + "0" * 60], ["--ranks"]),
         (["--unit-bytes", "1000"], ["--unit-bytes", "--fetch-gb-per-s"]),
-        (["--timeout-s", "1" + "0" * 30], ["--timeout-s", "at most"]),
-        (["--step-s", "inf"], ["--step-s", "inf"]),
+        (["--step-s", "1"], ["unknown argument --step-s"]),
     ],
 )
 def test_mistakes_are_one_line(capsys, arguments, words):

@@ -2,13 +2,9 @@
 
 `Whole` trains on one process without any communication, on the host or on a GPU. `bench.baselines.fsdp` spreads the
 same over ranks with FSDP2.
-
-With `model.param_dtype: bfloat16` a run of ours computes in bf16, adds gradients in fp32 and optimizes fp32 masters. So
-does `Whole`, by `Masters`: it keeps 18 bytes per parameter under AdamW, and rounds where a run rounds.
 """
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -50,49 +46,8 @@ def whole_optimizer(config: OptimConfig, module: nn.Module) -> torch.optim.Optim
         config: Its settings; the learning rate stays at its peak.
         module: Whose parameters have their whole shapes, as DTensors also have.
     """
-    named = _trained(module)
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     return make_optimizer(config, named, {name: tuple(p.shape) for name, p in named})
-
-
-def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-
-
-class Masters:
-    """Makes a model narrower, and keeps what is optimized of it in fp32: values, and sums of gradients. Local.
-
-    A gradient is added to its sum by the backward that makes it, and is gone.
-
-    Args:
-        module: In fp32. Its parameters become `dtype`; what else it has stays.
-        dtype: Narrower.
-
-    Attributes:
-        named: The masters by dotted name.
-    """
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self.named: list[tuple[str, nn.Parameter]] = []
-        self._narrow: list[torch.Tensor] = []
-        for name, parameter in module.named_parameters():
-            values, parameter.data = parameter.data, parameter.data.to(dtype)
-            if parameter.requires_grad:
-                master = nn.Parameter(values)
-                parameter.register_post_accumulate_grad_hook(partial(_add_gradient, master))
-                self.named.append((name, master))
-                self._narrow.append(parameter)
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Cast the masters into the model. Local."""
-        masters: list[torch.Tensor] = [master for _, master in self.named]
-        torch._foreach_copy_(self._narrow, masters)
-
-
-def _add_gradient(master: nn.Parameter, parameter: torch.Tensor) -> None:
-    gradient, parameter.grad = parameter.grad, None
-    assert gradient is not None
-    master.grad = gradient.to(master.dtype) if master.grad is None else master.grad.add_(gradient)
 
 
 class Whole:
@@ -109,11 +64,7 @@ class Whole:
         self._loader = loader
         self._device = device
         self._model = whole_model(config, device)
-        dtype = getattr(torch, config.model.param_dtype)
-        self._masters = Masters(self._model, dtype) if dtype.itemsize < 4 else None
-        named = self._masters.named if self._masters else _trained(self._model)
-        self._optimized = [parameter for _, parameter in named]
-        self._optimizer = make_optimizer(config.optim, named, {name: tuple(p.shape) for name, p in named})
+        self._optimizer = whole_optimizer(config.optim, self._model)
 
     def step(self) -> tuple[float, int]:
         """Train on the next minibatch. Local; the device may still work on the end of it.
@@ -124,11 +75,10 @@ class Whole:
         minibatch = next(self._loader)
         loss = run_microbatches(self._model, minibatch, minibatch, device=self._device)
         if self._max_norm:
-            nn.utils.clip_grad_norm_(self._optimized, self._max_norm)
+            optimized = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+            nn.utils.clip_grad_norm_(optimized, self._max_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        if self._masters:
-            self._masters.write()
         return loss, minibatch.num_input_tokens
 
 

@@ -2,13 +2,13 @@
 
 import os
 
+import gpu as benchmark
 import numpy as np
 import pytest
 import torch
 from small_training import assert_close, configure, expected, run
 
 from odc_mpi import api
-from odc_mpi.bench.gpu import benchmark
 from odc_mpi.comm.device.device import find_device
 from odc_mpi.comm.kernels import native
 from odc_mpi.train.settings import dump

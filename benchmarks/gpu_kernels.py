@@ -19,7 +19,7 @@ A kernel moves just that; torch's operators move more (a pass over the shard for
 so a ratio of GB/s is one of times. `of_copy` is the speed as a multiple of the copy's, so counted.
 
 A row of operations is queued on the stream that computes and waited for at its end. Shards take turns, as
-`bench.gpu.windows` has it. Results are checked after the measurement.
+`gpu_windows.py` has it. Results are checked after the measurement.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +28,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from gpu_windows import MAX_OPERATIONS, MAX_UNITS, SAMPLE_S, UNITS_BYTES, in_memory, sized_rounds
 
-from odc_mpi.bench.gpu.windows import MAX_OPERATIONS, MAX_UNITS, SAMPLE_S, UNITS_BYTES, in_memory
-from odc_mpi.bench.measure import entries, seconds, sized_rounds
+from odc_mpi.bench.measure import entries, seconds
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.kernels import native
 
@@ -155,7 +155,7 @@ def measure_size(device: Device, num_bytes: int, repeats: int, with_kernels: boo
         with_kernels: As for `Tasks`.
 
     Returns:
-        An entry of `kernels`, as `bench.gpu.benchmark` describes it.
+        An entry of `kernels` of the object of `gpu.py`.
 
     Raises:
         UserError: Too little memory.

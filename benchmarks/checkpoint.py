@@ -1,4 +1,6 @@
-"""How fast checkpoints are written and read, beside plain files of the same bytes and torch.distributed.checkpoint.
+"""Measure writing and reading checkpoints, beside plain files of the same bytes and torch.distributed.checkpoint (dcp).
+
+    mpiexec -n 2 python benchmarks/checkpoint.py [--size 1G] [--dir DISK] [--repeats 5]
 
 Every rank owns a part of a stack of matrices and of AdamW's state of them. All ranks do the same at the same time, each
 variant in turn, round after round; the slowest rank's time counts.
@@ -11,7 +13,7 @@ variant in turn, round after round; the slowest rank's time counts.
             still has of the files is dropped before, as far as the system lets it be
     pause   what training waits for, by the time of writing: the copy, the manifest's beginning, the thread's start
 
-`measure` returns, and `--json` prints, one object:
+`measure` returns, and rank 0 prints as one line of JSON:
 
     benchmark      "checkpoint"
     library, ranks, nodes, repeats, state_bytes
@@ -22,8 +24,11 @@ variant in turn, round after round; the slowest rank's time counts.
     goals          a list of {goal, figure, expected, reached}, medians over rounds of ratios within a round
 """
 
+import argparse
+import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -34,18 +39,20 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from odc_mpi.api import shard_model
-from odc_mpi.bench.baselines import dcp
 from odc_mpi.bench.baselines.gloo import Gloo
-from odc_mpi.bench.measure import Goal, interleaved, quartiles, ratio
+from odc_mpi.bench.measure import Goal, interleaved, parse_sizes, ratio
 from odc_mpi.bench.together import header, slowest, slowest_s
 from odc_mpi.checkpoint.manifest import step_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import CheckpointWeights, TrainingState
+from odc_mpi.runtime.ranks import on_ranks
 from odc_mpi.runtime.world import World
+from odc_mpi.simulate.events import quartiles
 
 #: 16 MiB a matrix: the mean of a model of 1.5 B parameters. Each takes its time in the index, whatever its size.
 _WIDTH = 2048
@@ -62,6 +69,23 @@ GOALS = (
     (Goal("write_of_dcp", ">=", 1.0), "write_dcp", "write_odc_mpi"),
     (Goal("read_of_dcp", ">=", 1.0), "read_dcp", "read_odc_mpi"),
 )
+
+
+def main() -> int:
+    """Measure, let rank 0 print the object, and return the exit code. Collective."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="1G", help="of the state of all ranks")
+    parser.add_argument("--dir", type=Path, default=Path(), help="on the disk that is measured")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    given = parser.parse_args()
+    world = World(timeout_s=900.0)
+
+    def work() -> None:
+        result = measure(world, parse_sizes(given.size, "--size")[0], given.repeats, given.dir)
+        if world.rank == 0:
+            print(json.dumps(result), flush=True)
+
+    return on_ranks(world, work)
 
 
 class _Drawn:
@@ -120,7 +144,8 @@ class State:
 
     def write_dcp(self) -> None:
         """Save with torch.distributed.checkpoint. Collective."""
-        dcp.save(self._directory / "dcp", self._tensors())
+        writer = dcp.FileSystemWriter(self._directory / "dcp", sync_files=True)
+        dcp.save(self._tensors(), storage_writer=writer)
 
     def read_plain(self) -> None:
         """Read the file back. Local."""
@@ -139,7 +164,7 @@ class State:
 
     def read_dcp(self) -> None:
         """Read with torch.distributed.checkpoint. Collective."""
-        dcp.load(self._directory / "dcp", self._tensors())
+        dcp.load(self._tensors(), storage_reader=dcp.FileSystemReader(self._directory / "dcp"))
 
     def remove(self, name: str) -> None:
         """Remove what was written in a way, so that the disk has nothing left to do. Local."""
@@ -227,3 +252,7 @@ def _time(world: World, work: Callable[[], None], prepare: Callable[[], None]) -
 
 def _fail(line: str) -> None:
     raise OSError(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

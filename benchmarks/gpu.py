@@ -1,17 +1,34 @@
-"""What a GPU, its link and our kernels give, and what our runtime costs a step there: `odc-mpi bench gpu`.
+"""Measure what a GPU, its link and our kernels give, and what our runtime costs a step there.
 
-    bandwidths   all ranks: units that come to a GPU and leave it (`bench.gpu.windows`)
-    kernels      rank 0, while the others wait: the owner's add and `flatten` (`bench.gpu.kernels`)
-    step         rank 0 as a job of one rank, while the others wait: training beside plain torch (`bench.gpu.step`)
+    mpiexec -n 1 odc-mpi doctor; mpiexec -n 2 odc-mpi doctor     # else windows on GPUs are left out
+    mpiexec -n 2 python benchmarks/gpu.py [--parts bandwidths kernels step] [--sizes 4M,16M,64M,256M] [--repeats 7]
+    mpiexec -n 1 python benchmarks/gpu.py --parts step [--config FILE] [--steps 4]
+
+    bandwidths   all ranks: units that come to a GPU and leave it (`gpu_windows.py`)
+    kernels      rank 0, while the others wait: the owner's add and `flatten` (`gpu_kernels.py`)
+    step         rank 0 as a job of one rank, while the others wait: training beside plain torch (`gpu_step.py`)
 
 What uses windows on GPUs may crash or hang whatever a doctor has proved. So all of the above is measured without them
 first; then, where they are to be used, bandwidths and steps once more with them, everything else beside them anew in
-the same run. Whoever calls hears what is known before each part, and loses nothing of it.
+the same run. Rank 0 prints the object as a line of JSON after each part: the last line holds all that was measured.
 
-`measure` returns, and `--json` prints, the object of docs/gpu.md.
+    library, ranks, nodes, repeats, devices, torch, load_average ([before, after], the node's over a minute)
+    left_out     {what: reason}: variants, `bandwidths`, `kernels`, `step`, `step_device_windows`
+    sizes        a list of {size_bytes, num_units, crossing_bytes (of a unit, what other ranks own), variants}
+                 variants: {variant: {seconds, gb_per_s, of_copy, of_link}}, of one operation and the whole unit
+    kernels      a list of {size_bytes (of a shard in fp32), slots, pieces, tasks}
+                 tasks: {task: {moved_bytes, seconds, gb_per_s, of_copy, of_torch}}
+    step         steps, param_dtype, model_numel, reduction, loss_deviation, tolerance, losses, and for `plain`,
+                 `host_windows`, `device_windows`: seconds, tokens_per_s (of a minibatch), overhead (our time by plain
+                 torch's in the same round, less 1)
+
+`seconds`, `gb_per_s` and `overhead` are {low, median, high}, the quartiles over the rounds; what begins with `of_` is a
+speed as a multiple of another's, the median over rounds.
 """
 
+import argparse
 import gc
+import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,18 +37,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gpu_kernels
+import gpu_step
+import gpu_windows
 import torch
 
 from odc_mpi.api import decide_for
 from odc_mpi.bench.fetch_and_push import REDUCTIONS
-from odc_mpi.bench.gpu import kernels as gpu_kernels
-from odc_mpi.bench.gpu import step as gpu_step
-from odc_mpi.bench.gpu import windows as gpu_windows
-from odc_mpi.bench.gpu.run import PARTS
+from odc_mpi.bench.measure import parse_sizes, speaker
 from odc_mpi.bench.together import header
-from odc_mpi.comm.device.device import Device
+from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.comm.kernels.native import why_no_kernels
 from odc_mpi.errors import AgreedError, UserError
+from odc_mpi.runtime.ranks import on_ranks
 from odc_mpi.runtime.world import World
 from odc_mpi.stack.device_decision import prove
 from odc_mpi.stack.device_probe import kept_verdict, memory_trouble
@@ -40,12 +58,14 @@ from odc_mpi.stack.report import Report
 from odc_mpi.train.settings import Config
 from odc_mpi.wording import format_size
 
+#: What can be measured alone.
+PARTS = ("bandwidths", "kernels", "step")
 #: Without room for so much a GPU has none for windows.
 _LEAST_BYTES = 1 << 20
 #: Why there are no windows on GPUs where nobody wants them.
 SET = "set by --window-device"
-#: Hears what is known so far, what is measured next, and whether that may end the process.
-Listener = Callable[[dict[str, Any], str, bool], None]
+#: Called with the result so far and a line on what is measured next.
+Listener = Callable[[dict[str, Any], str], None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +78,6 @@ class Options:
         steps: Minibatches of a round.
         config: A configuration of `odc-mpi train`; None for the benchmark's own.
         window_device: Windows on GPUs: auto, where a doctor has proved them; cuda, in any case; cpu, not at all.
-        ranks: How many there are to be; None for any.
         timeout_s: Seconds that a wait may last.
         parts: Some of `PARTS`.
     """
@@ -68,13 +87,48 @@ class Options:
     steps: int
     config: str | None = None
     window_device: str = "auto"
-    ranks: int | None = None
     timeout_s: float = 900.0
     parts: Sequence[str] = PARTS
 
 
+def main() -> int:
+    """Measure, let rank 0 print the object after each part, and return the exit code. Collective."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default="4M,16M,64M,256M", help="of units and shards")
+    parser.add_argument("--config", help="of odc-mpi train; default: a model of 1 B parameters in bf16")
+    parser.add_argument("--steps", type=int, default=4, help="minibatches of a round")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds")
+    parser.add_argument("--window-device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: as proved")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="by default all")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="of a wait for another rank")
+    given = parser.parse_args()
+    world = World(timeout_s=given.timeout_s, limit="--timeout-s")
+
+    def tell(result: dict[str, Any], doing: str = "") -> None:
+        if world.rank == 0 and (result["sizes"] or result["kernels"] or result["step"]):
+            print(json.dumps(result), flush=True)
+        if doing:
+            speaker(world.rank)(doing)
+
+    def work() -> None:
+        device = world.agree(lambda: _find(world.host_rank))
+        options = Options(**{**vars(given), "sizes": parse_sizes(given.sizes)})
+        tell(measure(world, device, options, tell))
+
+    return on_ranks(world, work)
+
+
+def _find(host_rank: int) -> Device:
+    if not torch.cuda.is_available():
+        raise UserError(f"expected a GPU that torch sees, torch {torch.__version__} sees none")
+    device = find_device("cuda", host_rank)
+    assert device is not None
+    device.use()
+    return device
+
+
 def measure(
-    world: World, device: Device, options: Options, tell: Listener = lambda result, doing, may_end: None
+    world: World, device: Device, options: Options, tell: Listener = lambda result, doing: None
 ) -> dict[str, Any]:
     """Measure everything. Collective.
 
@@ -174,7 +228,7 @@ class _Parts:
         torch.set_num_threads(self._threads)  # also after steps, whose configuration may have another number
         where = " with windows on GPUs" if reductions else ""
         for i, num_bytes in enumerate(self._options.sizes):
-            self._tell(self.result, f"units of {format_size(num_bytes)}{where}", bool(reductions))
+            self._tell(self.result, f"units of {format_size(num_bytes)}{where}")
             size = gpu_windows.measure_size(self._world, self._device, num_bytes, self._options.repeats, reductions)
             self.result["sizes"][i : i + 1] = [size]
         self._free()
@@ -185,7 +239,7 @@ class _Parts:
         if reason is not None:
             self.result["left_out"]["kernels"] = reason
         for num_bytes in self._options.sizes:
-            self._tell(self.result, f"kernels on shards of {format_size(num_bytes)}", False)
+            self._tell(self.result, f"kernels on shards of {format_size(num_bytes)}")
             measured = self._on_first(
                 lambda num_bytes=num_bytes: gpu_kernels.measure_size(  # type: ignore[misc]
                     self._device, num_bytes, self._options.repeats, reason is None
@@ -202,7 +256,7 @@ class _Parts:
         """
         if on_device and self.result["step"] is None:
             return
-        self._tell(self.result, f"steps{' with windows on GPUs' if on_device else ''}", on_device)
+        self._tell(self.result, f"steps{' with windows on GPUs' if on_device else ''}")
         measured, reason = self._on_first(lambda: self._steps(on_device))
         if reason is not None:
             self.result["left_out"]["step_device_windows" if on_device else "step"] = reason
@@ -220,7 +274,7 @@ class _Parts:
             options = self._options
 
             def say(what: str) -> None:
-                self._tell(self.result, what, on_device)
+                self._tell(self.result, what)
 
             try:
                 return gpu_step.measure(

@@ -1,4 +1,4 @@
-"""Units that come to a GPU and leave it, in every way there is, beside plain copies; for `odc-mpi bench gpu`.
+"""Units that come to a GPU and leave it, in every way there is, beside plain copies; for `gpu.py`.
 
     copy_device            a copy of the unit within the GPU's memory
     copy_to_device, copy_to_host
@@ -13,17 +13,18 @@ One operation after the other, as in training, through the same transports. A fe
 row of pushes with ordering point A, a row of copies with the event behind the last: nothing that was merely started is
 counted as done. Copies of a row queue on one stream, so what it takes to launch them shows for small units only.
 
-As in `bench.fetch_and_push` units take turns, values are small whole numbers, and every sum is checked exactly.
+As in `odc_mpi/bench/fetch_and_push.py` units take turns, values are small whole numbers, and every sum is checked
+exactly.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from odc_mpi.bench.fetch_and_push import REDUCTIONS, Variant, check, fetches, pushes, require_host_memory, unit_layout
-from odc_mpi.bench.measure import entries, seconds, sized_rounds
+from odc_mpi.bench.measure import entries, interleaved, seconds
 from odc_mpi.bench.together import slowest
 from odc_mpi.comm.compose import device_transport, staged, window_transport
 from odc_mpi.comm.device.device import Device, Mark
@@ -169,7 +170,7 @@ def measure_size(
         reductions: As for `DeviceUnits`.
 
     Returns:
-        An entry of `sizes`, as `bench.gpu.benchmark` describes it.
+        An entry of `sizes` of the object of `gpu.py`.
 
     Raises:
         UserError: Too little memory, on every rank.
@@ -188,6 +189,36 @@ def measure_size(
     }
     units.free()
     return result
+
+
+def times_in(one_s: float, sample_s: float, most: int) -> int:
+    """Return the number of operations of `one_s` seconds in a sample of `sample_s`, from 1 to `most`. Local."""
+    return max(1, min(most, round(sample_s / max(one_s, sample_s / most))))
+
+
+def sized_rounds(
+    samples: Mapping[str, Callable[[int], float]],
+    repeats: int,
+    sample_s: float,
+    most: int,
+    agree: Callable[[dict[str, list[float]]], dict[str, list[float]]] = lambda times: times,
+) -> dict[str, list[float]]:
+    """Measure variants in rounds, each with as many operations in a row as take about `sample_s`. Local, if they are.
+
+    Args:
+        samples: By name: takes a number of operations, and returns the seconds of one.
+        repeats: Rounds.
+        sample_s: Seconds of a row.
+        most: Operations of a row at most.
+        agree: Makes the times the same on every rank.
+
+    Returns:
+        The seconds of an operation in each round.
+    """
+    # The first row touches memory for the first time: the second one tells how long the others should be.
+    first = agree(interleaved({name: partial(sample, 1) for name, sample in samples.items()}, 2))
+    rows = {name: partial(sample, times_in(first[name][-1], sample_s, most)) for name, sample in samples.items()}
+    return agree(interleaved(rows, repeats))
 
 
 def in_memory(allocate: Callable[[], Any]) -> Any:

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from progress_computing import Spells, Work, kinds_of_work
 
 from odc_mpi.bench.fetch_and_push import REDUCTIONS, unit_layout
 from odc_mpi.bench.measure import around, entries
-from odc_mpi.bench.progress.computing import Spells, Work, kinds_of_work
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.runtime.world import World
@@ -118,7 +118,9 @@ class Pushes:
         self._world.meet(self._world.comm.Ibarrier(), what)
 
 
-def measure(world: World, target: int, sizes: Sequence[int], repeats: int, budget_s: float) -> list[dict[str, Any]]:
+def measure_pushes(
+    world: World, target: int, sizes: Sequence[int], repeats: int, budget_s: float
+) -> list[dict[str, Any]]:
     """Push to a target that computes, each way in turn, the smallest size first. Collective.
 
     Args:
@@ -129,7 +131,7 @@ def measure(world: World, target: int, sizes: Sequence[int], repeats: int, budge
         budget_s: Seconds of each way and size.
 
     Returns:
-        `reduction` of `bench.progress.benchmark`, the same on every rank.
+        `reduction` of the object of `progress.py`, the same on every rank.
 
     Raises:
         RuntimeError: A sum is wrong.

@@ -1,1 +1,0 @@
-"""`odc-mpi bench gpu`: units, kernels and steps on GPUs."""

@@ -1,1 +1,0 @@
-"""`odc-mpi bench progress`: reading from and pushing to ranks that compute."""
