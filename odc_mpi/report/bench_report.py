@@ -4,9 +4,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from odc_mpi.report.figures import Column, OverSizes, over_sizes, report_on, side_by_side, told_ranks
-from odc_mpi.report.page import Figure, Report
-from odc_mpi.report.picture_parts import BLUE, Chart, Curve, Lane, Look, Panel, choose_ranks, picture
+from odc_mpi.report.figures import Column, report_on, side_by_side
+from odc_mpi.report.page import Figure, Report, Table
+from odc_mpi.report.picture_parts import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
+    Chart,
+    Curve,
+    Lane,
+    Look,
+    Panel,
+    choose_ranks,
+    picture,
+)
 from odc_mpi.simulate import rollouts
 from odc_mpi.simulate.events import merged
 from odc_mpi.simulate.simulate import BASELINE, BOUNDS, SCHEDULES
@@ -43,7 +56,14 @@ _PUSHES = {
     "mpi_reduce_scatter": "MPI_Reduce_\nscatter",
     "gloo_reduce_scatter": "gloo",
 }
-_ALONE = {name: title for name, title in {**_FETCHES, **_PUSHES}.items() if name.startswith(("fetch", "push"))}
+#: Look and marker of each curve, in order.
+_LINES = (
+    (Look(PURPLE, ":"), "x"),
+    (Look(BLUE, "-"), "o"),
+    (Look(ORANGE, "-"), "D"),
+    (Look(GREEN, "-."), "s"),
+    (Look(RED, "--"), "^"),
+)
 
 
 def describe(result: Mapping[str, Any]) -> Report:
@@ -210,25 +230,63 @@ def _transport(result: Mapping[str, Any]) -> Report:
         title += f"moves {largest['gb_per_s']['median']:.2g} GB/s"
     else:
         title += f"is {largest['of_gloo']:.3g} times as fast as gloo's all-gather"
-    panels = [
-        OverSizes("fetch a unit, GB/s", sizes, "all_at_once", _FETCHES),
-        OverSizes("push its gradient, GB/s", sizes, "all_at_once", _PUSHES),
+    panels = {"fetch a unit, GB/s": _FETCHES, "push its gradient, GB/s": _PUSHES}
+    curves = [_curves(heading, sizes, titles) for heading, titles in panels.items()]
+    drawn = picture("curves", "speeds", title, curves, "bytes of a unit", lambda x: format_size(round(x)))
+    tables = [
+        _over_sizes(f"{heading} ± half the distance of the quartiles", sizes, "all_at_once", titles, _gb_per_s)
+        for heading, titles in panels.items()
     ]
     caption = "GB/s of the whole unit for each rank; medians over rounds. Where a unit is read in place nothing moves."
-    cores = result["cores_per_rank"]
+    ranks, nodes, cores = result["ranks"], result["nodes"], result["cores_per_rank"]
     lead = [
-        f"{told_ranks(result)}, {cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds, all ranks at once"
+        f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}, "
+        f"{cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds, all ranks at once"
     ]
-    alone = OverSizes(
-        "Rank 0 alone: time while the others idle; as a multiple, while they compute",
-        sizes,
-        "one_alone",
-        _ALONE,
-        cell=lambda entry: f"{format_seconds(entry['idle_s'])}; {entry['busy_s'] / entry['idle_s']:.2f}",
-        told="",
-    )
-    tables = [alone.table()] if alone.measured() else []
-    return report_on(result, title, lead, [over_sizes("speeds", title, panels, "bytes of a unit", caption)], tables)
+    heading = "Rank 0 alone: time while the others idle; as a multiple, while they compute"
+    alone = _over_sizes(heading, sizes, "one_alone", {**_FETCHES, **_PUSHES}, _idle_and_busy)
+    return report_on(result, title, lead, [Figure(drawn, caption, tables)], [alone] if len(alone.columns) > 1 else [])
+
+
+def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Panel:
+    """Return a curve of GB/s for each variant that moves bytes in some size."""
+    found = []
+    for (name, title), (look, marker) in zip(titles.items(), _LINES, strict=True):
+        entries = [(size["size_bytes"], size["all_at_once"].get(name)) for size in sizes]
+        points = [(x, entry["gb_per_s"]["median"]) for x, entry in entries if entry and entry["gb_per_s"]]
+        if points:
+            x, y = zip(*points, strict=True)
+            found.append(Curve(title.replace("\n", ""), x, y, look, marker))
+    return Panel(heading, found, "log", 3.4)
+
+
+def _over_sizes(
+    heading: str,
+    sizes: Sequence[Mapping[str, Any]],
+    part: str,
+    titles: Mapping[str, str],
+    cell: Callable[[Mapping[str, Any]], str],
+) -> Table:
+    """Return a table with a row for each size, and a column for each variant that was measured in one."""
+    shown = {name: title for name, title in titles.items() if any(name in size[part] for size in sizes)}
+    rows = [
+        [format_size(size["size_bytes"]), *(cell(size[part][name]) if name in size[part] else "-" for name in shown)]
+        for size in sizes
+    ]
+    return Table(heading, ["unit", *shown.values()], rows)
+
+
+def _gb_per_s(entry: Mapping[str, Any]) -> str:
+    """Write the median GB/s and half the distance of the quartiles; the time where nothing moves."""
+    speed = entry["gb_per_s"]
+    if speed is None:
+        return format_seconds(entry["seconds"]["median"])
+    digits = 0 if speed["median"] >= 100 else 1 if speed["median"] >= 10 else 2
+    return f"{speed['median']:.{digits}f} ±{(speed['high'] - speed['low']) / 2 / speed['median']:4.0%}"
+
+
+def _idle_and_busy(entry: Mapping[str, Any]) -> str:
+    return f"{format_seconds(entry['idle_s'])}; {entry['busy_s'] / entry['idle_s']:.2f}"
 
 
 #: By the name of the benchmark.

@@ -1,17 +1,12 @@
-"""The two shapes in which benchmarks are shown, each as a picture for pages and as tables for terminals. Local.
+"""Variants of a benchmark side by side: as a picture of bars for pages, and as a table for terminals. Local."""
 
-over sizes     variants as curves over sizes in bytes; a row per size, a column per variant
-side by side   variants as bars below each other; a row per variant, a column per figure
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import Any
 
 from odc_mpi.report.page import Figure, Report, Table
-from odc_mpi.report.picture_parts import BLUE, GREEN, ORANGE, PLAIN, PURPLE, RED, SKY, Bar, Curve, Look, Panel, picture
-from odc_mpi.wording import format_seconds, format_size
+from odc_mpi.report.picture_parts import ORANGE, PLAIN, SKY, Bar, Look, picture
+from odc_mpi.wording import format_size
 
 #: Of bars, by the beginning of a variant's name; those of our windows have `PLAIN`.
 _LOOKS = {
@@ -20,80 +15,7 @@ _LOOKS = {
     # What others do, and what is not ours.
     **dict.fromkeys(("apart", "ceiling", "fsdp2"), Look(SKY, "\\\\\\")),
 }
-#: Look and marker of each curve, in order.
-_LINES = (
-    (Look(PURPLE, ":"), "x"),
-    (Look(BLUE, "-"), "o"),
-    (Look(ORANGE, "-"), "D"),
-    (Look(GREEN, "-."), "s"),
-    (Look(RED, "--"), "^"),
-)
 Entry = Mapping[str, Any]
-
-
-def _gb_per_s_text(entry: Entry) -> str:
-    """Write the median GB/s and half the distance of the quartiles; the time where nothing moves."""
-    speed = entry["gb_per_s"]
-    if speed is None:
-        return format_seconds(entry["seconds"]["median"])
-    digits = 0 if speed["median"] >= 100 else 1 if speed["median"] >= 10 else 2
-    return f"{speed['median']:.{digits}f} ±{(speed['high'] - speed['low']) / 2 / speed['median']:4.0%}"
-
-
-@dataclass(frozen=True)
-class OverSizes:
-    """Figures of variants over sizes.
-
-    Attributes:
-        heading: The figure and its unit.
-        sizes: Entries of a benchmark's object, each with `size_bytes`.
-        part: Key under which an entry has its variants.
-        titles: Of the variants to show, if they were measured.
-        cell: A variant's entry as text.
-        told: Added to the heading above a table: the meaning of what stands behind a number.
-    """
-
-    heading: str
-    sizes: Sequence[Entry]
-    part: str
-    titles: Mapping[str, str]
-    cell: Callable[[Entry], str] = _gb_per_s_text
-    told: str = " ± half the distance of the quartiles"
-
-    def measured(self) -> dict[str, str]:
-        """Return the titles of the variants that were measured in some size, by name. Local."""
-        names = {name for size in self.sizes for name in size[self.part]}
-        return {name: title for name, title in self.titles.items() if name in names}
-
-    def panel(self) -> Panel:
-        """Return a curve of GB/s for each variant that moves bytes in some size. Local."""
-        found = []
-        for (name, title), (look, marker) in zip(self.measured().items(), cycle(_LINES), strict=False):
-            entries = [(size["size_bytes"], size[self.part].get(name)) for size in self.sizes]
-            points = [(x, entry["gb_per_s"]["median"]) for x, entry in entries if entry and entry["gb_per_s"]]
-            if points:
-                x, y = zip(*points, strict=True)
-                found.append(Curve(" ".join(title.split()).replace("_ ", "_"), x, y, look, marker))
-        return Panel(self.heading, found, "log", 3.4)
-
-    def table(self) -> Table:
-        """Return the table. Local."""
-        shown = self.measured()
-        rows = [
-            [
-                format_size(size["size_bytes"]),
-                *(self.cell(size[self.part][name]) if name in size[self.part] else "-" for name in shown),
-            ]
-            for size in self.sizes
-        ]
-        return Table(self.heading + self.told, ["unit", *shown.values()], rows)
-
-
-def over_sizes(name: str, title: str, panels: Sequence[OverSizes], xlabel: str, caption: str = "") -> Figure:
-    """Show figures over the same sizes. Local."""
-    curves = [panel.panel() for panel in panels]
-    drawn = picture("curves", name, title, curves, xlabel, lambda x: format_size(round(x)))
-    return Figure(drawn, caption, [panel.table() for panel in panels])
 
 
 @dataclass(frozen=True)
@@ -154,12 +76,6 @@ def side_by_side(
 def _bar_text(bar: Bar, form: str) -> str:
     quartiles = f" [{bar.spread[0]:{form}}, {bar.spread[1]:{form}}]" if bar.spread else ""
     return f"{bar.value:{form}}{quartiles}"
-
-
-def told_ranks(result: Entry) -> str:
-    """Write the MPI library, ranks and nodes of a benchmark's object. Local."""
-    ranks, nodes = result["ranks"], result["nodes"]
-    return f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}"
 
 
 def report_on(

@@ -194,30 +194,28 @@ def timing(trial: Trial, plan: Plan, transport: str, ticket_s: float = 0.0, num_
     if plan.pool or plan.splits:
         assert transport == "window", "collectives need to know who runs what"
         return _drawn(trial, plan, ticket_s, num_units)
-    speeds = trial.speeds.tolist()
+    ranks = list(enumerate(plan.microbatches))
     if transport == "window":
         return apart(
-            [_window_durations(trial, speed, own) for speed, own in zip(speeds, plan.microbatches, strict=True)]
+            [
+                [trial.window_s(rank, each, is_first=not k) for k, each in enumerate(filter(None, own))]
+                for rank, own in ranks
+            ]
         )
-    durations = [
-        [trial.work_s(each) / speed + trial.communication_s if each else 0.0 for each in own]
-        for speed, own in zip(speeds, plan.microbatches, strict=True)
-    ]
-    return lockstep(durations, [trial.duration_s(rank, ()) for rank in range(len(durations))])
+    durations = [[trial.duration_s(rank, each) if each else 0.0 for each in own] for rank, own in ranks]
+    return lockstep(durations, [trial.duration_s(rank, ()) for rank, _ in ranks])
 
 
 def _drawn(trial: Trial, plan: Plan, ticket_s: float, num_units: int) -> Timing:
-    work, speeds = list(map(trial.work_s, plan.pool)), trial.speeds.tolist()
-    each_s = trial.communication_s - trial.saved_s
     pieces, begun = _pieces(trial, plan, num_units)
     started = {rank for rank, own in enumerate(pieces) if own}
 
     def duration(rank: int, k: int) -> float:
-        once_s = 0.0 if rank in started else trial.once_s
+        is_first = rank not in started
         started.add(rank)
-        return work[k] / speeds[rank] + each_s + once_s
+        return trial.window_s(rank, plan.pool[k], is_first=is_first)
 
-    whole = drawn([0.0] * len(work), begun, duration, ticket_s if work else 0.0)
+    whole = drawn([0.0] * len(plan.pool), begun, duration, ticket_s if plan.pool else 0.0)
     return Timing(whole.end_s, [[*before, *after] for before, after in zip(pieces, whole.timeline, strict=True)])
 
 
@@ -236,14 +234,6 @@ def _pieces(trial: Trial, plan: Plan, num_units: int) -> tuple[list[Intervals], 
             timeline[rank] += own
             free[rank] = end
     return timeline, free
-
-
-def _window_durations(trial: Trial, speed: float, microbatches: Sequence[Sequence[int]]) -> list[float]:
-    each_s = trial.communication_s - trial.saved_s
-    durations = [trial.work_s(own) / speed + each_s for own in microbatches if own]
-    if durations:
-        durations[0] += trial.once_s
-    return durations
 
 
 def floor_s(trial: Trial, max_tokens: int) -> tuple[float, float]:
