@@ -1,4 +1,4 @@
-"""Ways to train that are compared on the same minibatches, for `bench.train` and `bench.gpu.step`.
+"""Ways to train that are compared on the same minibatches, for `bench.train` and studies in `benchmarks/`.
 
     one round      every contender trains on the same next minibatches, one contender after the other, in an order that
                    goes around; begun together, the slowest rank's end counts; the first round is to warm up
@@ -133,14 +133,9 @@ def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: 
 def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
     """Return by how much of the reference's losses others differ at most; without end if one is no number. Local."""
     pairs = [pair for a, b in zip(rounds, reference, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
-    return max(_apart(loss, other) for loss, other in pairs)
-
-
-def _apart(loss: float, reference: float) -> float:
-    """Return by how much of the reference a loss differs; without end if one of them is no number."""
-    if not (math.isfinite(loss) and math.isfinite(reference)):
+    if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf
-    return abs(loss - reference) / max(abs(reference), LEAST_LOSS)
+    return max(abs(loss - other) / max(abs(other), LEAST_LOSS) for loss, other in pairs)
 
 
 def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]], command: str) -> None:

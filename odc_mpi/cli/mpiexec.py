@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -40,7 +40,7 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
         timeout_s: Seconds until everything is ended.
 
     Returns:
-        The exit code: mpiexec's, or 128 and the number of the signal that killed it.
+        The exit code: mpiexec's, or 128 plus the number of the signal that killed it.
 
     Raises:
         UserError: There is no mpiexec, or there are to be more ranks than a node bears.
@@ -50,8 +50,8 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
     if ranks > most:
         raise UserError(f"--ranks {ranks}: expected at most {most} on this node; to have more, start mpiexec yourself")
     process = subprocess.Popen(
-        command(ranks, arguments),
-        env=environment(os.environ),
+        [mpiexec(), "-n", str(ranks), sys.executable, "-m", "odc_mpi", *arguments],
+        env=_OPEN_MPI | os.environ,
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches this process alone, which then ends mpiexec in good order
     )
@@ -65,15 +65,6 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
     return code if code >= 0 else 128 - code
 
 
-def command(ranks: int, arguments: Sequence[str]) -> list[str]:
-    """Return the command line that runs `odc-mpi` on some ranks. Local.
-
-    Raises:
-        UserError: There is no mpiexec.
-    """
-    return [mpiexec(), "-n", str(ranks), sys.executable, "-m", "odc_mpi", *arguments]
-
-
 def mpiexec() -> str:
     """Return the mpiexec beside the running Python, which belongs to its MPI; else the one on the PATH. Local.
 
@@ -85,11 +76,6 @@ def mpiexec() -> str:
     if found is None:
         raise UserError(f"no mpiexec beside {sys.executable} or on the PATH: install odc_mpi[mpich] or load an MPI")
     return found
-
-
-def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for mpiexec: this one's, and Open MPI's settings where they are not set. Local."""
-    return {**_OPEN_MPI, **own}
 
 
 @contextmanager
