@@ -154,7 +154,11 @@ class Units:
         self.num_units = max(1, min(MAX_UNITS, UNITS_BYTES // num_bytes))
         self._world, self._layout = world, unit_layout(num_bytes // 4, world.size)
         self._units = range(self.num_units)
-        _require_memory(world, self._layout, self.num_units)
+        # Each rank: all units, its shards of them, and three more units: two to land in, one for a library's own.
+        # All ranks together: the parameters of each transport and the gradients, twice for a mailbox's slots.
+        unit = 4 * world.size * self._layout.shard_numel
+        own, shared = (2 * self.num_units + 3) * unit, (2 + 3 * len(REDUCTIONS)) * self.num_units * unit
+        require_host_memory(world, world.local_size * own + shared)
         first, last = self._layout.owned(world.rank)
         self._owned = last - first
         self.crossing_bytes = num_bytes - 4 * self._owned
@@ -245,15 +249,6 @@ class Units:
     def _allocate(self, transport: Transport, *, trainable: bool) -> None:
         self._transports.append(transport)
         transport.allocate([unit_layout(self._layout.numel, self._world.size, trainable=trainable)] * self.num_units)
-
-
-def _require_memory(world: World, layout: FlatLayout, num_units: int) -> None:
-    """Check that the ranks of this node find room, before the system ends one that does not. Collective."""
-    # Each rank: all units and its shards of them, and three times one unit: two to land in, one for a library's own.
-    # All ranks together: the parameters of each transport and the gradients, twice for a mailbox's slots.
-    unit = 4 * world.size * layout.shard_numel
-    wanted = world.local_size * (2 * num_units + 3) * unit + (2 + 3 * len(REDUCTIONS)) * num_units * unit
-    require_host_memory(world, wanted)
 
 
 def require_host_memory(world: World, wanted: int, option: str = "--sizes") -> None:

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         each = arguments.per_rank * (completions if is_grpo else 1)
         arguments.num_minibatches = usual_minibatches(arguments.ranks, each)
     if is_grpo:
-        outcome = simulate_rollouts(scenario_of(arguments, Rollouts)).as_json()
+        outcome = simulate_rollouts(scenario_of(arguments, Rollouts))
     else:
         scenario = scenario_of(arguments, Scenario)
         outcome = simulate(scenario).as_json()

@@ -162,15 +162,13 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
     ]
     names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *BOUNDS]
     title = f"Ranks wait {wait[baseline]:.0%} of the time with {baseline}, {wait[on_demand]:.0%} with {on_demand}"
-    bound = _bound(result) if is_rl else _floor(result)
-    return side_by_side("speedups", title, columns, {name: name for name in names}, bound)
-
-
-def _bound(result: Mapping[str, Any]) -> str:
-    return (
+    caption = (
         "No schedule that generates so can exceed the bound: all work shared out evenly, or the completion that is "
         f"generated last. Generation is {result['generation_fraction']:.0%} of the work."
+        if is_rl
+        else _floor(result)
     )
+    return side_by_side("speedups", title, columns, {name: name for name in names}, caption)
 
 
 def _floor(result: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ Speed-ups are ratios of the total time of all minibatches, over that of collecti
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 from odc_mpi.data.plan.balance import Plan, dynamic, lb_micro
 from odc_mpi.data.plan.cut import Microbatch
 from odc_mpi.data.plan.partition import first_fit
-from odc_mpi.simulate.events import Intervals, Timing, drawn
+from odc_mpi.simulate.events import Timing, drawn
 from odc_mpi.simulate.options import GENERATION, check
 from odc_mpi.simulate.scenario import Scenario, Trial
 from odc_mpi.simulate.simulate import collected, ratios, timing
@@ -151,36 +151,17 @@ class RolloutTrial:
         return end + cheapest / float(trial.speeds.max()), work / float(trial.speeds.sum())
 
 
-@dataclass(frozen=True)
-class RolloutOutcome:
-    """What a simulation found.
-
-    Attributes:
-        scenario: Of what.
-        speedup: Over collective/barrier, by schedule and for the bound.
-        idle_fraction: The part of the ranks' time in which they wait or run padding, likewise.
-        step_s: Mean seconds of a minibatch, likewise.
-        generation_fraction: The part of the baseline's busy time that is generation.
-        timeline: Of the first minibatch, by schedule: for each rank when it generates or trains, in seconds.
-    """
-
-    scenario: Rollouts
-    speedup: dict[str, float]
-    idle_fraction: dict[str, float]
-    step_s: dict[str, float]
-    generation_fraction: float
-    timeline: dict[str, list[Intervals]]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all figures as one object. Local."""
-        return {"workload": "grpo", **asdict(replace(self, timeline={})), "timeline": self.timeline}
-
-
-def simulate_rollouts(rollouts: Rollouts) -> RolloutOutcome:
+def simulate_rollouts(rollouts: Rollouts) -> dict[str, Any]:
     """Compute what each schedule would take. Local.
 
     Args:
         rollouts: The scenario; the same one gives the same outcome.
+
+    Returns:
+        One object: `scenario`; `speedup` over collective/barrier, `idle_fraction`, in which ranks wait or run padding,
+        and `step_s`, the mean seconds of a minibatch, by schedule and for the bound; `generation_fraction`, the part of
+        the baseline's busy time that is generation; `timeline` of the first minibatch, by schedule: for each rank when
+        it generates or trains, in seconds.
 
     Raises:
         UserError: There are no such lengths.
@@ -190,9 +171,14 @@ def simulate_rollouts(rollouts: Rollouts) -> RolloutOutcome:
     bounds = [trial.bounds_s() for trial in trials]
     work = {name: float(own.sum()) for name, own in busy.items()}
     work[BOUND] = rollouts.ranks * math.fsum(shared for _, shared in bounds)
-    found = ratios({**ends, BOUND: [max(own) for own in bounds]}, work, BASELINE, rollouts.ranks)
     generated = sum(own[-1][0] for trial in trials for own in trial.dealt_s)
-    return RolloutOutcome(rollouts, **found, generation_fraction=generated / work[BASELINE], timeline=timeline)
+    return {
+        "workload": "grpo",
+        "scenario": asdict(rollouts),
+        **ratios({**ends, BOUND: [max(own) for own in bounds]}, work, BASELINE, rollouts.ranks),
+        "generation_fraction": generated / work[BASELINE],
+        "timeline": timeline,
+    }
 
 
 def _run(trial: RolloutTrial, name: str) -> Timing:

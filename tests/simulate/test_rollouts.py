@@ -77,20 +77,20 @@ def walk(trial, step):
 def test_a_second_implementation_agrees():
     for seed in range(3):
         rollouts = replace(SMALL, seed=seed, num_minibatches=1)
-        end = simulate_rollouts(rollouts).step_s["window/on_demand"]
+        end = simulate_rollouts(rollouts)["step_s"]["window/on_demand"]
         assert walk(RolloutTrial(rollouts, next(rollouts.trials())), end / 2e4) == pytest.approx(end, rel=5e-3)
 
 
 def test_nothing_beats_the_bound_and_sharing_wins():
     outcome = simulate_rollouts(Rollouts(num_minibatches=6, speed_variation=0.1))
-    assert set(outcome.speedup) == set(outcome.idle_fraction) == {*SCHEDULES, BOUND}
-    speedup = outcome.speedup
+    assert set(outcome["speedup"]) == set(outcome["idle_fraction"]) == {*SCHEDULES, BOUND}
+    speedup = outcome["speedup"]
     assert speedup[BASELINE] == 1.0 and speedup[BOUND] == max(speedup.values())
     assert speedup["window/on_demand"] > 1.13 and speedup["window/on_demand"] > 0.97 * speedup[BOUND]
     assert speedup["window/on_demand_own"] < 1.0 < speedup["window/barrier"] < speedup["window/on_demand"]
-    assert outcome.idle_fraction[BASELINE] == pytest.approx(0.14, abs=0.03)
-    assert 0.4 < outcome.generation_fraction < 0.75
-    for name, ranks in outcome.timeline.items():
+    assert outcome["idle_fraction"][BASELINE] == pytest.approx(0.14, abs=0.03)
+    assert 0.4 < outcome["generation_fraction"] < 0.75
+    for name, ranks in outcome["timeline"].items():
         for own in ranks:
             edges = [second for span in own for second in span]
             assert edges == sorted(edges) and edges[0] == 0.0, name
@@ -98,13 +98,13 @@ def test_nothing_beats_the_bound_and_sharing_wins():
 
 def test_all_schedules_do_the_same_work():
     outcome = simulate_rollouts(replace(SMALL, num_minibatches=1, speed_variation=0.0))
-    busy = {name: (1 - outcome.idle_fraction[name]) * outcome.step_s[name] for name in outcome.step_s}
+    busy = {name: (1 - outcome["idle_fraction"][name]) * outcome["step_s"][name] for name in outcome["step_s"]}
     assert max(busy.values()) == pytest.approx(min(busy.values()), rel=1e-9)
 
 
 def test_one_rank_has_nobody_to_wait_for():
     outcome = simulate_rollouts(replace(SMALL, ranks=1))
-    assert all(ratio == pytest.approx(1.0) for ratio in outcome.speedup.values())
+    assert all(ratio == pytest.approx(1.0) for ratio in outcome["speedup"].values())
 
 
 def test_the_command_prints_an_object_and_a_table(capsys):
