@@ -215,7 +215,7 @@ class _Parts:
         device: This rank's.
         options: What is asked for.
         config: For the steps; None on other ranks than the first.
-        tell: Hears what comes next.
+        tell: Called with the result so far before each part.
     """
 
     def __init__(self, world: World, device: Device, options: Options, config: Config | None, tell: Listener) -> None:

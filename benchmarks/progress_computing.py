@@ -1,10 +1,10 @@
 """What a rank does while another one measures how it is reached: kinds of computing, one core each, and their end.
 
-    begin     all ranks meet; then one of them, the target, computes and does not enter MPI, or idles at `end`
+    begin     a barrier; then one of them, the target, computes and does not enter MPI, or idles at `end`
     measure   rank 0 waits a moment, does what is to be timed, and puts the sample's number into the target's memory
-    end       the target sees that number and stops; all ranks meet, and hear the seconds
+    end       the target sees that number and stops; a barrier, and all ranks receive the seconds
 
-So the target computes for as long as the measurement takes, and hears of its end without entering MPI: that its
+So the target computes for as long as the measurement takes, and notices its end without entering MPI: that its
 progress thread takes the number in is a part of what is measured. Ranks that have no part wait at `end`.
 """
 
@@ -113,7 +113,7 @@ class Spells:
             self._ended.free()
 
     def _compute(self, work: Callable[[], object]) -> float:
-        """Compute until told to stop; return the seconds. Local."""
+        """Compute until rank 0 has measured; return the seconds. Local."""
         self._world.note("computing while rank 0 measures")
         began, computed_s = perf_counter(), 0.0
         with self._world.inattentive(), self._world.deadline("computing while rank 0 measures", [0]):

@@ -33,7 +33,7 @@ class PieceFlags:
         world.on_close(self.close)
         world.meet(world.comm.Ibarrier(), "setting flags of pieces to zero")
 
-    def meet(self, place: int, split: Split, index: int, step: int) -> None:
+    def synchronize(self, place: int, split: Split, index: int, step: int) -> None:
         """Show a step of this rank's piece; wait for those before it in forward, for those behind it in backward.
 
         One-sided.

@@ -50,13 +50,13 @@ class Work(NamedTuple):
     Attributes:
         seconds: What it takes in all units together, unscaled.
         is_padding: True for an empty microbatch.
-        meet: Called with the number of units come to in forward and done with in backward so far: before each unit's
+        on_step: Called with the number of units come to in forward and done with in backward so far: before each unit's
             forward, and after its backward, before its gradients are pushed.
     """
 
     seconds: float
     is_padding: bool = False
-    meet: Callable[[int], None] = lambda step: None
+    on_step: Callable[[int], None] = lambda step: None
 
 
 class Runner(ABC):
@@ -107,12 +107,12 @@ class Runner(ABC):
     def _run(self, sleeper: "Sleeper", work: Work, scale: float) -> None:
         num_units, seconds = len(self._units), scale * work.seconds
         for unit in self._units:
-            work.meet(unit)
+            work.on_step(unit)
             self._with_unit(unit, sleeper, FORWARD * seconds / num_units)
         pushes = []
         for unit in reversed(self._units):
             self._with_unit(unit, sleeper, (1 - FORWARD) * seconds / num_units)
-            work.meet(2 * num_units - 1 - unit)
+            work.on_step(2 * num_units - 1 - unit)
             pushes.append(self._transport.gradients.push(unit, self._gradient))
         for push in pushes:
             push.wait()
@@ -137,7 +137,7 @@ class WindowRunner(Runner):
             if rank in split.ranks:
                 index = split.ranks.index(rank)
                 seconds = trial.piece_s(rank, split, index, is_first=is_first)
-                yield Work(seconds, meet=partial(self._flags.meet, place, split, index))
+                yield Work(seconds, on_step=partial(self._flags.synchronize, place, split, index))
                 is_first = False
         drawn = map(plan.pool.__getitem__, self._tickets.draw(len(plan.pool)) if plan.pool else ())
         for microbatch in chain(filter(None, plan.microbatches[rank]), drawn):
@@ -169,7 +169,7 @@ class CollectiveRunner(Runner):
 
 
 class Sleeper:
-    """Sleeps for as long as it is told to, over many sleeps: each makes up for how much the last one overslept.
+    """Sleeps for the requested seconds in total over many sleeps: each makes up for how much the last one overslept.
 
     Attributes:
         slept: When it did.

@@ -48,8 +48,8 @@ def measure(
     """
     if world.num_nodes > 1:
         raise AgreedError(
-            f"bench schedule measures on one node, got {world.num_nodes}: ranks that sleep serve no other node's, "
-            "odc-mpi simulate reckons for any"
+            f"bench schedule measures on one node, got {world.num_nodes}: ranks that sleep serve no other node's; "
+            "odc-mpi simulate takes any number of ranks"
         )
     before = os.getloadavg()[0]
     outcome = _run_schedules(world, scenario, step_s, report)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HELP = "measure what this machine achieves"
 
-#: Tells a person what is measured next.
+#: Prints what is measured next.
 Say = Callable[[str], None]
 
 
@@ -74,7 +74,7 @@ def _measure_on_ranks(
     Args:
         arguments: Of the command line.
         module: The benchmark, imported by the ranks alone.
-        measure: Called with that module, the ranks and a function that tells a person what is measured next; returns
+        measure: Called with that module, the ranks and a function that prints what is measured next; returns
             the benchmark's object.
         ranks: How many to start; None for `--ranks`, or 2.
     """

@@ -15,7 +15,7 @@ from types import FrameType
 
 from odc_mpi.errors import UserError
 
-#: Open MPI refuses root and more ranks than cores unless told; its UCX component prints an error line per window.
+#: Open MPI refuses root and more ranks than cores by default; its UCX component prints an error line per window.
 #: MPICH ignores these.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

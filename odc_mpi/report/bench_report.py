@@ -33,8 +33,8 @@ SPLIT, SHOWN = "window/split", 0.02
 RL_ON_DEMAND = "window/on_demand"
 #: Above each chart, to be followed by a part of the time.
 HEADINGS = {
-    BASELINE: f"Collectives, {BASELINE}: ranks meet at each layer of each microbatch, and wait",
-    ON_DEMAND: f"On demand, {ON_DEMAND}: ranks meet once, at the end, and wait",
+    BASELINE: f"Collectives, {BASELINE}: ranks synchronize at each layer of each microbatch, and wait",
+    ON_DEMAND: f"On demand, {ON_DEMAND}: ranks synchronize once, at the end, and wait",
     SPLIT: f"The longest sequences split, {SPLIT}: ranks wait",
     rollouts.BASELINE: f"A barrier, {rollouts.BASELINE}: ranks train when all have generated, and wait",
     RL_ON_DEMAND: f"On demand, {RL_ON_DEMAND}: free ranks train what others have finished, and wait",
@@ -93,12 +93,12 @@ def _schedule(result: Mapping[str, Any]) -> Report:
             "minibatch; times as if nothing had been scaled"
         )
     else:
-        lead.append("Reckoned by odc-mpi simulate, not measured")
+        lead.append("Simulated by odc-mpi simulate, not measured")
     timeline = result.get("timeline")
     notes = [] if timeline else ["There is no timeline in this file: measure again for the picture of who waits when."]
     figures = [_first_minibatch(result, timeline, baseline, on_demand)] if timeline else []
     gain = result["speedup"][on_demand]
-    best = "on demand" if measured else "on demand, as reckoned"
+    best = "on demand" if measured else "on demand, as simulated"
     title = f"{gain:.2f} times as fast {best}: {on_demand} beside {baseline}"
     return report_on(result, title, lead, [*figures, _speedups(result, baseline, on_demand)], notes=notes)
 
@@ -129,7 +129,7 @@ def _first_minibatch(result: Mapping[str, Any], timeline: Mapping[str, Any], bas
     )
     if SPLIT in ends:
         title += f", split {1 - ends[SPLIT] / ends[baseline]:.0%}"
-    source = "measured on the real runtime" if result["benchmark"] == "schedule" else "as reckoned by odc-mpi simulate"
+    source = "measured on the real runtime" if result["benchmark"] == "schedule" else "as simulated by odc-mpi simulate"
     caption = f"The first minibatch, {source}: when each rank computes, and when it waits. "
     if len(chosen) < len(timeline[baseline]):
         caption += f"{len(chosen)} of {len(timeline[baseline])} ranks are shown, from least to most busy."

@@ -1,11 +1,11 @@
-"""When ranks end a minibatch, by what they wait for. Pure reckoning with seconds; nothing here knows plans.
+"""When ranks end a minibatch, by what they wait for. Arithmetic with seconds; nothing here knows plans.
 
-    lockstep   collectives: all ranks meet at every unit of every microbatch
+    lockstep   collectives: all ranks synchronize at every unit of every microbatch
     apart      windows: each rank works through its own microbatches
     layered    windows: ranks that share a sequence wait for each other's keys, values and gradients in each unit
     drawn      windows: whoever is free draws the next microbatch
 
-All meet at the minibatch boundary, so the last rank's end counts.
+All synchronize at the minibatch boundary, so the last rank's end counts.
 """
 
 import heapq
@@ -35,10 +35,10 @@ class Timing:
 
 
 def lockstep(durations: Sequence[Sequence[float]], padding: Sequence[float]) -> Timing:
-    """Time ranks that meet in each microbatch.
+    """Time ranks that synchronize in each microbatch.
 
-    They meet at every unit, and a unit's part of a microbatch is the same on each rank, so the slowest rank of a
-    microbatch is the slowest at each of its units: they might as well meet once per microbatch.
+    They do so at every unit, and a unit's part of a microbatch is the same on each rank, so the slowest rank of a
+    microbatch is the slowest at each of its units: synchronizing once per microbatch takes the same time.
 
     Local.
 

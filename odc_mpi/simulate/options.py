@@ -1,4 +1,4 @@
-"""Options of a scenario: their defaults, bounds and meanings, for the command line and for whoever makes one in code.
+"""Options of a scenario: their defaults, bounds and meanings, for the command line and for code.
 
 By the names of fields of `simulate.scenario.Scenario` and `simulate.rollouts.Rollouts`. Imports nothing that takes
 time: every command shows them in its help.

@@ -182,7 +182,7 @@ def simulate_rollouts(rollouts: Rollouts) -> dict[str, Any]:
 
 
 def _run(trial: RolloutTrial, name: str) -> Timing:
-    """Reckon what a minibatch takes under a schedule; ranks work when they generate or train."""
+    """Compute what a minibatch takes under a schedule; ranks work when they generate or train."""
     decoded = trial.dealt_s
     free = [own[-1][0] for own in decoded]
     if name == "window/on_demand":

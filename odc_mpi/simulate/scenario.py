@@ -1,6 +1,6 @@
 """What a schedule is tried on: minibatches, what ranks believe of them, and what they really take.
 
-A scenario knows neither transports nor balances. The simulator reckons with its times, and a benchmark of the real
+A scenario knows neither transports nor balances. The simulator computes with its times, and a benchmark of the real
 runtime can sleep for them: both see the same minibatches, since everything follows from the seed.
 """
 

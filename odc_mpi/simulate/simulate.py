@@ -1,7 +1,7 @@
 """What each transport and balance would make of a scenario, without running it.
 
-    collective/BALANCE   all ranks meet at each unit of each microbatch, as FSDP and ZeRO-3 do
-    window/BALANCE       they meet at the minibatch boundary only
+    collective/BALANCE   all ranks synchronize at each unit of each microbatch, as FSDP and ZeRO-3 do
+    window/BALANCE       they synchronize at the minibatch boundary only
     window/split         `dynamic`, where sequences too long for an even share are cut over ranks (`data.plan.context`)
     floor                no schedule of whole sequences can end earlier: not before the longest on the fastest rank, nor
                          before all work is done if nobody ever waits
@@ -26,7 +26,7 @@ from odc_mpi.simulate.events import Intervals, Timing, apart, drawn, layered, lo
 from odc_mpi.simulate.scenario import Scenario, Trial
 
 BASELINE = "collective/lb_micro"
-#: What is compared, as TRANSPORT/BALANCE. LB-Mini and dynamic plans have no turns in which ranks could meet.
+#: What is compared, as TRANSPORT/BALANCE. LB-Mini and dynamic plans have no turns in which ranks could synchronize.
 SCHEDULES = (
     BASELINE,
     "collective/local_sort",
@@ -41,7 +41,7 @@ PLANS: dict[str, Callable[..., Plan]] = {**BALANCES, "split": split_longest}
 FLOOR, EVEN_SHARE = "floor", "even_share"
 #: What bounds schedules, by the same keys as theirs.
 BOUNDS = (FLOOR, EVEN_SHARE)
-#: Of a timeline, pauses below this are not told, in seconds.
+#: Of a timeline, pauses below this are left out, in seconds.
 PAUSE_S = 1e-3
 #: Speed-ups over FSDP with LB-Micro that the ODC paper measured, and of what.
 PAPER = {
@@ -123,7 +123,7 @@ class Outcome:
 
 
 def simulate(scenario: Scenario) -> Outcome:
-    """Reckon what each schedule would take. Local.
+    """Compute what each schedule would take. Local.
 
     Args:
         scenario: What is tried; the same one gives the same outcome.
@@ -190,7 +190,7 @@ def plan(scenario: Scenario, trial: Trial, balance: str, *known: Plan) -> Plan:
 
 
 def timing(trial: Trial, plan: Plan, transport: str, ticket_s: float = 0.0, num_units: int = 1) -> Timing:
-    """Reckon what a plan takes over a transport, `collective` or `window`. Local."""
+    """Compute what a plan takes over a transport, `collective` or `window`. Local."""
     if plan.pool or plan.splits:
         assert transport == "window", "collectives need to know who runs what"
         return _drawn(trial, plan, ticket_s, num_units)

@@ -1,6 +1,5 @@
 """Every way to train, side by side: that they train the same is found out by their losses."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -51,19 +50,6 @@ def test_one_that_trains_something_else_is_found_out(world, config, monkeypatch)
         contenders.Ours, "step", lambda self: (lambda loss, tokens: (1.01 * loss, tokens))(*_step(self))
     )
     with pytest.raises(AgreedError, match=r"losses of .* and fsdp2 differ by 0\.01"):
-        train.measure(world, config, steps=1, repeats=1)
-
-
-@pytest.mark.parametrize("name", [train.BASELINE, "window/lb_mini"])
-def test_a_loss_that_is_no_number_is_found_out(world, config, monkeypatch, name):
-    real = contenders._round
-
-    def fails(world, contender, which, steps, synchronize):
-        done = real(world, contender, which, steps, synchronize)
-        return replace(done, losses=[math.nan] * steps) if which == name else done
-
-    monkeypatch.setattr(contenders, "_round", fails)
-    with pytest.raises(AgreedError, match=r"expected losses that are numbers, got another from .*learning_rate"):
         train.measure(world, config, steps=1, repeats=1)
 
 

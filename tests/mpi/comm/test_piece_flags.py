@@ -26,11 +26,11 @@ def run(world, flags, place, split, slow):
     for step in range(2 * UNITS):
         came.append(time.monotonic())
         if step < UNITS:
-            flags.meet(place, split, index, step)
+            flags.synchronize(place, split, index, step)
         began.append(time.monotonic())
         time.sleep(0.02 if world.rank == slow else 0.001)
         if step >= UNITS:
-            flags.meet(place, split, index, step)
+            flags.synchronize(place, split, index, step)
         left.append(time.monotonic())
     return came, began, left
 
@@ -57,6 +57,6 @@ def test_the_first_piece_waits_for_nobody_in_forward(world, flags):
     split = Split(0, (0, 1, 2), (0, 1))
     if world.rank == 0:
         for step in range(UNITS):
-            flags.meet(0, split, 0, step)  # nobody else has come: it would wait for ever
+            flags.synchronize(0, split, 0, step)  # nobody else has come: it would wait for ever
     world.gather_objects(None)
     flags.next_minibatch(1)
