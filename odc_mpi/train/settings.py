@@ -171,7 +171,7 @@ class RunConfig:
     keep_best: Annotated[bool, "keep the checkpoint of the lowest evaluation loss besides"] = False
     resume: Annotated[str, "auto: the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = "auto"
     exact: Annotated[bool, "the same result to the last bit on any number of ranks; docs/exact.md"] = False
-    report_to: Annotated[list[str] | None, "trackers to write files for; docs/trackers.md", _TRACKERS] = None
+    report_to: Annotated[list[str] | None, "trackers to write to; docs/trackers.md", _TRACKERS] = None
 
 
 @dataclass(frozen=True)
