@@ -1,9 +1,8 @@
 """Writes the batch scripts of this folder, from the same parts as odc-mpi job: python jobs/batch_scripts.py."""
 
-from dataclasses import replace
 from pathlib import Path
 
-from odc_mpi.slurm.job import BINDING, Job, head, site, training
+from odc_mpi.slurm.job import Job, training
 
 _SWEEP = """\
 
@@ -17,16 +16,6 @@ read -ra own <<< "${settings[SLURM_ARRAY_TASK_ID]?there is no line of settings f
 directory=runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID
 set -- "$@" "${own[@]}" --run.dir "$directory" --run.log_dir "$directory/logs"
 """
-_COMMAND = """\
-
-srun --kill-on-bad-exit=1 "${{binding[@]}}" "${{container[@]}}" {command}
-"""
-
-
-def command(job: Job, headline: str, usage: str, words: str) -> str:
-    """Return the batch script of a command that ends by itself; arguments as for `training`."""
-    parts = [head(job, headline, usage), site(job, "%x-%j.out"), BINDING, _COMMAND.format(command=words)]
-    return "".join(parts)
 
 
 def templates() -> dict[str, str]:
@@ -35,17 +24,11 @@ def templates() -> dict[str, str]:
     def usage(name: str) -> str:
         return f"sbatch jobs/{name}.sbatch --config CONFIG [--section.key value ...]"
 
-    few = Job(nodes=2, ranks_per_node=2, time="00:30:00")
     return {
-        "single_node": training(
+        "train": training(
             Job(),
-            "Training on one node: it saves before its time is up, queues again and goes on by itself.",
-            usage("single_node"),
-        ),
-        "multi_node": training(
-            Job(nodes=2),
-            "Training on several nodes: it saves before its time is up, queues again and goes on by itself.",
-            usage("multi_node"),
+            "Training: it saves before its time is up, queues again and goes on by itself.",
+            usage("train"),
         ),
         "sweep": training(
             Job(name="sweep"),
@@ -53,18 +36,6 @@ def templates() -> dict[str, str]:
             usage("sweep"),
             array="0-2%2             # so many, two at a time",
             settings=_SWEEP,
-        ),
-        "doctor": command(
-            replace(few, name="doctor"),
-            "What MPI really does between the ranks of a node and between nodes: to run before any training.",
-            "sbatch jobs/doctor.sbatch [--json]",
-            'odc-mpi doctor "$@"',
-        ),
-        "bench": command(
-            replace(few, name="bench"),
-            "What fetches and pushes achieve between these nodes, in GB/s, beside MPI's own collectives.",
-            "sbatch jobs/bench.sbatch [transport --sizes 64K,1M,16M ... | schedule --ranks 4 ...]",
-            'odc-mpi bench "${@:-transport}"',
         ),
     }
 

@@ -68,7 +68,7 @@ KEPT_IN = {
     "rich": {"cli", "stack.doctor", "observe.terminal", "data.prepare", "report.terminal"},
     "yaml": {"yaml_dialect"},
     "matplotlib": {"report.pictures"},
-    **{name: {"observe.trackers"} for name in ("tensorboard", "mlflow", "wandb", "trackio")},
+    **{name: {"observe.trackers", "observe.tracking"} for name in ("accelerate", "mlflow", "comet_ml")},
 }
 #: Undocumented parts of transformers and peft, and the modules that use them: docs/architecture.md says what for.
 PRIVATE = {

@@ -3,8 +3,9 @@
 Each tracker has a thread, so no step waits for a library: one that is too slow, hangs or fails is given up with a
 warning. The tags are those that transformers' callbacks write: `train/loss`, `eval/loss`.
 
-A tracker's files are in `trackers/` of the run directory. What such a library has written it cannot take back; so a run
-that goes on writes them anew, from metrics.jsonl, and steps that it repeats are there once.
+A tracker's files are in `trackers/` of the run directory. A tracker cannot take back what it has written; so a run that
+resumes writes all steps before the checkpoint to a new series, from metrics.jsonl, and steps that it repeats are there
+once.
 """
 
 import math
@@ -15,12 +16,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from odc_mpi.errors import in_one_line, warn
+from odc_mpi.observe import trackers
 from odc_mpi.observe.metrics import read_metrics
 from odc_mpi.observe.participant import Participant, Step
-from odc_mpi.observe.trackers import TRACKERS, About, Point, Tracker
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
 
 #: The directory of all trackers' files in a run directory.
 DIRECTORY = "trackers"
@@ -28,6 +32,13 @@ DIRECTORY = "trackers"
 MAX_WAITING = 10_000
 #: At the end of a run a tracker gets so long to write what is left.
 FINISH_S = 30.0
+
+
+class Point(NamedTuple):
+    """Values of a step by tag. Steps count from 1; 0 is before the first."""
+
+    step: int
+    values: dict[str, float]
 
 
 class Tracking(Participant):
@@ -57,15 +68,16 @@ class Tracking(Participant):
         """Start the threads, which write the steps that are done first. Local."""
         if not self._names:
             return
-        earlier = [point for line, at in _dated(read_metrics(self._run_dir, done)) for point in self._points(line, at)]
+        earlier = [point for line in read_metrics(self._run_dir, done) for point in self._points(line)]
         for name in self._names:
-            about = About(self._run_dir / DIRECTORY / name, self._run_dir.resolve().name, self._config)
-            self._senders.append(Sender(name, partial(_anew, TRACKERS[name], about), earlier))
+            run_name = self._run_dir.resolve().name
+            make = partial(_start_anew, name, self._run_dir / DIRECTORY / name, run_name, self._config)
+            self._senders.append(Sender(name, make, earlier))
 
     def after_step(self, step: Step) -> None:
         """Hand on what the step reports. Local; returns immediately."""
         if self._senders:
-            points = list(self._points(step.metrics, time.time()))
+            points = list(self._points(step.metrics))
             for sender in self._senders:
                 sender.put(points)
 
@@ -77,19 +89,19 @@ class Tracking(Participant):
         while self._senders:
             self._senders.pop().join(max(0.0, end - time.monotonic()))
 
-    def _points(self, metrics: Mapping[str, Any], time_s: float) -> Iterator[Point]:
+    def _points(self, metrics: Mapping[str, Any]) -> Iterator[Point]:
         metrics = dict(metrics)
         step = int(metrics.pop("step"))
         at_start = {name.removesuffix("_start"): metrics.pop(name) for name in list(metrics) if name.endswith("_start")}
         if at_start:
-            yield Point(step - 1, time_s, tagged(at_start))
-        yield Point(step, time_s, tagged({"epoch": step / self._steps_per_epoch, **metrics}))
+            yield Point(step - 1, tagged(at_start))
+        yield Point(step, tagged({"epoch": step / self._steps_per_epoch, **metrics}))
 
 
 class Sender:
     """A thread that hands points to a tracker."""
 
-    def __init__(self, name: str, make: Callable[[], Tracker], earlier: list[Point]) -> None:
+    def __init__(self, name: str, make: Callable[[], "GeneralTracker"], earlier: list[Point]) -> None:
         self._name, self._make = name, make
         self._failed = False
         self._waiting: queue.Queue[list[Point] | None] = queue.Queue(MAX_WAITING)
@@ -120,9 +132,9 @@ class Sender:
         try:
             tracker = self._make()
             while (points := self._waiting.get()) is not None and not self._failed:
-                if points:
-                    tracker.write(points)
-            tracker.close()
+                for point in points:
+                    tracker.log(point.values, step=point.step)
+            tracker.finish()
         except BaseException as error:  # whatever a library does, down to SystemExit, the run goes on
             self._give_up(in_one_line(error))
 
@@ -142,18 +154,8 @@ def tagged(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _dated(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
-    """Return lines of metrics.jsonl with the times of their steps, which are not in the file: as if all ended now."""
-    at = time.time() - sum(float(line["step_s"]) for line in lines)
-    dated = []
-    for line in lines:
-        at += float(line["step_s"])
-        dated.append((line, at))
-    return dated
-
-
-def _anew(kind: type[Tracker], about: About) -> Tracker:
-    if about.directory.exists():
-        shutil.rmtree(about.directory)
-    about.directory.mkdir(parents=True)
-    return kind(about)
+def _start_anew(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) -> "GeneralTracker":
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+    return trackers.start(name, directory, run_name, config)

@@ -103,7 +103,7 @@ if [ -n "$stage" ]; then
 fi
 """
 #: Every task may use all GPUs of its node: with one each, tasks could not open each other's memory.
-BINDING = """\
+_BINDING = """\
 
 binding=(--distribution=block --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --cpu-bind=cores --mem-bind=local)
 binding+=(--gpu-bind=none)        # every rank reads the memory of all GPUs of its node
@@ -188,15 +188,23 @@ def training(job: Job, headline: str, usage: str, *, array: str = "", settings: 
         "data": shlex.quote(job.data) if job.data else "${DATA:-}",
     }
     parts = [
-        head(job, headline, usage),
+        _HEAD.format(
+            headline=headline,
+            usage=usage,
+            name=job.name,
+            nodes=job.nodes,
+            ranks=job.ranks_per_node,
+            cores=job.cores_per_rank,
+            time=job.time,
+        ),
         *([f"#SBATCH --array={array}\n"] if array else []),
         _RESTART.format(signal_s=SIGNAL_S),
-        site(job, "%x-%A_%a.out" if array else "%x-%j.out"),
+        _site(job, "%x-%A_%a.out" if array else "%x-%j.out"),
         _STAGING.format(**staging),
         _CHECK_STAGING,
         *([_ARGUMENTS.format(arguments=shlex.join(job.arguments))] if job.arguments else []),
         settings,
-        *(_RUN, _STAGE, BINDING, _TRAIN),
+        *(_RUN, _STAGE, _BINDING, _TRAIN),
     ]
     return "".join(parts)
 
@@ -235,26 +243,8 @@ def for_config(job: Job, config: Path, overrides: tuple[str, ...], data: str) ->
     return training(job, headline, "sbatch FILE [--section.key value ...]")
 
 
-def head(job: Job, headline: str, usage: str) -> str:
-    """Return the beginning of a script. Local; arguments as for `training`."""
-    return _HEAD.format(
-        headline=headline,
-        usage=usage,
-        name=job.name,
-        nodes=job.nodes,
-        ranks=job.ranks_per_node,
-        cores=job.cores_per_rank,
-        time=job.time,
-    )
-
-
-def site(job: Job, output: str) -> str:
-    """Return the part of a script that a site changes. Local.
-
-    Args:
-        job: Resources.
-        output: Name of the log, as sbatch takes it.
-    """
+def _site(job: Job, output: str) -> str:
+    """Return the part of a script that a site changes, with the name of the log as sbatch takes it."""
     chosen = dict(job.choices)
     lines = [f"#SBATCH --{name}={chosen[name]}" for name in _CHOICES if name in chosen]
     left = [(name, example) for name, example in _CHOICES.items() if name not in chosen]

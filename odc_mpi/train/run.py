@@ -159,7 +159,9 @@ def build_trainer(
         AgreedError: The checkpoint is damaged.
     """
     model = _shard(config, world, inputs, decision, origin)
-    optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes())
+    # torch's other implementations divide elements among threads at places that depend on the cut of a shard.
+    fused = True if config.run.exact else None
+    optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes(), fused=fused)
     # With collectives ranks wait for the slowest in each fetch and push, and have to take part in all of them.
     one_sided = decision.transport == "window"
     windows: PieceWindows | None = None

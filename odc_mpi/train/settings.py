@@ -56,7 +56,7 @@ class ModelConfig:
     config: Annotated[dict[str, Any] | None, "transformers configuration with its model_type: a new model"] = None
     param_dtype: Annotated[Literal["float32", "bfloat16"], "type in which parameters are held and fetched"] = "float32"
     reduce_dtype: Annotated[
-        Literal["float32", "float64", "fixed64"], "type in which gradients are summed; fixed64: in any order alike"
+        Literal["float32", "fixed64"], "type in which gradients are summed; fixed64: in any order alike"
     ] = "float32"
     attn_implementation: Annotated[
         Literal["sdpa", "eager"], "attention of each packed sequence; eager: also with soft caps"
@@ -133,7 +133,6 @@ class OptimConfig:
     adam_beta2: Annotated[float, "adamw: decay of the second moment", _FRACTION] = 0.999
     adam_epsilon: Annotated[float, "adamw: added to the denominator", POSITIVE] = 1e-8
     momentum: Annotated[float, "sgd: momentum", _FRACTION] = 0.0
-    fused: Annotated[Literal["auto", "on", "off"], "torch's fused step; auto: for adamw"] = "auto"
     max_grad_norm: Annotated[
         float, "global norm that gradients are clipped to; 0 switches clipping off", NOT_NEGATIVE
     ] = 1.0
@@ -171,7 +170,7 @@ class RunConfig:
     keep_best: Annotated[bool, "keep the checkpoint of the lowest evaluation loss besides"] = False
     resume: Annotated[str, "auto: the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = "auto"
     exact: Annotated[bool, "the same result to the last bit on any number of ranks; docs/exact.md"] = False
-    report_to: Annotated[list[str] | None, "trackers to write files for; docs/trackers.md", _TRACKERS] = None
+    report_to: Annotated[list[str] | None, "trackers to write to; docs/trackers.md", _TRACKERS] = None
 
 
 @dataclass(frozen=True)

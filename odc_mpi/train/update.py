@@ -73,7 +73,11 @@ class SkipLimit(Participant):
 
 
 def make_optimizer(
-    config: OptimConfig, named: Iterable[tuple[str, torch.nn.Parameter]], shapes: Mapping[str, Sequence[int]]
+    config: OptimConfig,
+    named: Iterable[tuple[str, torch.nn.Parameter]],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    fused: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Make the optimizer that a configuration names. Local.
 
@@ -81,6 +85,7 @@ def make_optimizer(
         config: Its settings; the learning rate is the peak.
         named: Parameters by dotted name, or this rank's slices of them.
         shapes: Whole shapes by dotted name.
+        fused: Whether torch's fused kernel does the step; None: of AdamW.
     """
     settings: dict[str, dict[str, Any]] = {
         "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},
@@ -92,7 +97,7 @@ def make_optimizer(
         shapes,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
-        fused={"auto": None, "on": True, "off": False}[config.fused],
+        fused=fused,
         **settings[config.optimizer],
     )
 

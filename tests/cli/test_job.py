@@ -49,7 +49,7 @@ def test_templates(name):
 
 def test_shellcheck_sees_a_mistake():
     with pytest.raises(AssertionError):
-        check(templates()["single_node"].replace('sbcast --force "$data"', "sbcast --force $data"))
+        check(templates()["train"].replace('sbcast --force "$data"', "sbcast --force $data"))
 
 
 def test_a_script_from_a_configuration(config, capsys):

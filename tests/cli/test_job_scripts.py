@@ -66,7 +66,7 @@ def place(tmp_path):
 
 
 TEMPLATES = templates()
-TRAIN = TEMPLATES["multi_node"]
+TRAIN = TEMPLATES["train"]
 STAGED = {"STAGE": "/local", "DATA": "data of mine.h5"}
 REMOVED = "rm -f /local/12-data of mine.h5"
 

@@ -36,6 +36,15 @@ class Directory:
         assert done.code == 0, done.err
         return int(done.out)
 
+    def command(self, line, *options):
+        """Submit a command without a template; return the job's number."""
+        done = self.cluster.run(
+            *("sbatch", "--parsable", "--ntasks-per-node=1", "--output=command-%j.out", *options, f"--wrap={line}"),
+            cwd=self.path,
+        )
+        assert done.code == 0, done.err
+        return int(done.out)
+
     def train(self, template, *arguments, **options):
         """Submit a training under its own name."""
         settings = ["--run.steps", STEPS, "--optim.lr_scheduler_type", "constant"]

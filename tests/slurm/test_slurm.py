@@ -18,7 +18,10 @@ EVERY_10 = ("--run.checkpoint_every", "10")
 SHORT = ("--run.steps", "3")
 #: Of a node, and its own; as the benchmark of schedules is small.
 SCRATCH = "/run/scratch"
-SCHEDULE = ("--ranks", "2", "--per-rank", "2", "--minibatches", "1", "--units", "1", "--step-s", "0.05")
+SCHEDULE = "--ranks 2 --per-rank 2 --minibatches 1 --units 1 --step-s 0.05"
+#: How docs/clusters.md starts commands that end by themselves.
+SRUN = "srun --kill-on-bad-exit=1 --cpus-per-task=1 --cpu-bind=cores --mem-bind=local --gpu-bind=none odc-mpi"
+TWO_NODES = ["--nodes=2"]
 
 
 @pytest.fixture(scope="session")
@@ -26,15 +29,15 @@ def jobs(place):
     """The numbers of jobs that run while the tests wait; what happens to some of them on the way is done in threads."""
     submitted = {
         "rendered": render(place),
-        "single_node": stage(place),
+        "single": stage(place),
         "sweep": place.train("sweep", options=["--array=0-1"]),
-        "stopped": place.train("multi_node", "--run.dir", "stopped"),
-        "lost": place.train("multi_node", *place.records("lost"), *EVERY_10),
-        "pair": place.train("single_node", *place.records("pair"), *SHORT, options=["--ntasks-per-node=2"]),
+        "stopped": place.train("train", "--run.dir", "stopped", options=TWO_NODES),
+        "lost": place.train("train", *place.records("lost"), *EVERY_10, options=TWO_NODES),
+        "pair": place.train("train", *place.records("pair"), *SHORT, options=["--ntasks-per-node=2"]),
         "within": within(place),
-        "bench": place.submit("bench", "transport", "--sizes", "64K", "--repeats", "1"),
-        "schedule": place.submit("bench", "schedule", *SCHEDULE, options=["--nodes=1", "--ntasks-per-node=2"]),
-        "nowhere": place.train("multi_node", STAGE=f"{SCRATCH}/nowhere", DATA=place.data),
+        "bench": place.command(f"{SRUN} bench transport --sizes 64K --repeats 1", "--nodes=2"),
+        "schedule": place.command(f"{SRUN} bench schedule {SCHEDULE}", "--nodes=1", "--ntasks-per-node=2"),
+        "nowhere": place.train("train", options=TWO_NODES, STAGE=f"{SCRATCH}/nowhere", DATA=place.data),
     }
     last = f"{submitted['sweep']}_1"
     with ThreadPoolExecutor() as others:
@@ -62,15 +65,12 @@ def within(place):
     mpiexec = "env --unset=PRTE_MCA_rmaps_default_mapping_policy mpiexec -n 2"
     script = "odc-mpi train --config {0} --run.dir alone && {1} odc-mpi train --config {0} --run.dir two"
     wrapped = script.format(shlex.quote(str(place.config)), mpiexec)
-    options = ["--nodes=2", "--ntasks-per-node=1", "--output=within-%j.out", f"--wrap={wrapped}"]
-    done = place.cluster.run("sbatch", "--parsable", *options, cwd=place.path)
-    assert done.code == 0, done.err
-    return int(done.out)
+    return place.command(wrapped, "--nodes=2")
 
 
 def stage(place):
     """Train in one process on a data set that is copied to the node."""
-    return place.train("single_node", "--run.dir", "single", STAGE=SCRATCH, DATA=place.data)
+    return place.train("train", "--run.dir", "single", STAGE=SCRATCH, DATA=place.data)
 
 
 def tell_to_stop(place, job, run):
@@ -110,7 +110,7 @@ def start_wrongly(place, kind):
 
 
 def test_two_nodes_find_the_losses_of_one_process(place, jobs):
-    place.finish(jobs["single_node"])
+    place.finish(jobs["single"])
     told = place.finish(jobs["rendered"])
     assert place.losses("rendered") == pytest.approx(place.losses("single"), rel=1e-3)
     summary = place.summary("rendered")
@@ -124,10 +124,10 @@ def test_two_nodes_find_the_losses_of_one_process(place, jobs):
 
 
 def test_a_data_set_is_staged(place, jobs):
-    for run, job in (("single", "single_node"), ("rendered", "rendered")):
-        place.finish(jobs[job])
+    for run in ("single", "rendered"):
+        place.finish(jobs[run])
         config = yaml.safe_load((place.path / run / "config.yaml").read_text())
-        assert config["data"]["path"] == f"{SCRATCH}/{jobs[job]}-small.h5"
+        assert config["data"]["path"] == f"{SCRATCH}/{jobs[run]}-small.h5"
 
 
 def test_a_data_set_that_cannot_be_staged(place, jobs):
@@ -204,7 +204,7 @@ def test_the_benchmarks_end(place, jobs):
 
 
 def test_the_doctor_looks_at_both_nodes(place):
-    report = json.loads(place.finish(place.submit("doctor", "--json")))
+    report = json.loads(place.finish(place.command(f"{SRUN} doctor --json", "--nodes=2")))
     assert report["nodes"] == 2
     assert report["decision"] is not None
 

@@ -42,7 +42,7 @@ def train_slowly(place):
     program.chmod(0o755)
     path = f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     settings = ["--run.steps", SLOW_STEPS, "--run.resume", "never", *place.records("slow-run")]
-    return place.train("single_node", *settings, options=["--time=4"], PATH=path)
+    return place.train("train", *settings, options=["--time=4"], PATH=path)
 
 
 def test_slurm_itself_tells_a_job_to_stop(place):

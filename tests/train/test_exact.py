@@ -15,14 +15,14 @@ MODEL = ["--model.config.model_type=qwen2", "--data.path=unused"]
 
 def test_it_sets_what_it_takes() -> None:
     config = settled(load(None, [*MODEL, "--run.exact=true"]))
-    assert (config.model.reduce_dtype, config.optim.fused, config.run.threads) == ("fixed64", "on", 1)
+    assert (config.model.reduce_dtype, config.run.threads) == ("fixed64", 1)
     assert settled(config) == config
     given = settled(load(None, [*MODEL, "--run.exact=true", "--run.threads=3", "--data.balance=dynamic"]))
     assert (given.run.threads, given.data.balance) == (3, "dynamic")
 
 
 def test_without_it_nothing_is_set() -> None:
-    config = load(None, [*MODEL, "--model.reduce_dtype=float64", "--data.balance=lb_micro"])
+    config = load(None, [*MODEL, "--model.reduce_dtype=float32", "--data.balance=lb_micro"])
     assert settled(config) is config
 
 
@@ -31,7 +31,7 @@ GRPO = ["--run.objective=grpo", "--rl.reward_funcs=exact_match", "--run.exact=tr
 
 def test_it_goes_with_rewards() -> None:
     config = settled(load(None, [*MODEL, *GRPO]))
-    assert (config.model.reduce_dtype, config.optim.fused, config.run.threads) == ("fixed64", "on", 1)
+    assert (config.model.reduce_dtype, config.run.threads) == ("fixed64", 1)
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ SIZE = "expected auto or a size such as 512M or 0"
         (
             "run: {report_to: [wandb, x]}",
             "job.yaml: run.report_to: expected a list of names or null, each one of tensorboard, mlflow, wandb, "
-            'trackio, got ["wandb", "x"]',
+            'trackio, comet_ml, clearml, swanlab, got ["wandb", "x"]',
         ),
         ("run: {max_skipped_steps: 0}", "job.yaml: run.max_skipped_steps: expected an integer, 1 or more"),
         ("model: {gradient_checkpointing: 1}", "job.yaml: model.gradient_checkpointing: expected true or false, got 1"),

@@ -15,7 +15,7 @@ from odc_mpi.train.settings import Config
 
 def reduce_dtype(config: Config) -> torch.dtype:
     """Return the type in which gradients of a run are pushed and added up. Local."""
-    return {"float32": torch.float32, "float64": torch.float64, "fixed64": torch.int64}[config.model.reduce_dtype]
+    return {"float32": torch.float32, "fixed64": torch.int64}[config.model.reduce_dtype]
 
 
 def settled(config: Config) -> Config:
@@ -27,11 +27,9 @@ def settled(config: Config) -> Config:
     if not config.run.exact:
         return config
     for setting, given, broken, instead in (
-        ("model.reduce_dtype", config.model.reduce_dtype, "float64", "fixed64"),
         ("comm.transport", config.comm.transport, "collective", "window"),
         ("data.balance", config.data.balance, "lb_micro", "lb_mini or dynamic"),
         ("data.context_parallel", config.data.context_parallel, "auto", "off"),
-        ("optim.fused", config.optim.fused, "off", "auto"),
         ("model.compile", str(config.model.compile).lower(), "true", "false"),
         ("run.device", config.run.device if config.run.objective == "grpo" else "cpu", "cuda", "cpu"),
         ("rl.skip_failed_rewards", str(config.rl.skip_failed_rewards).lower(), "true", "false"),
@@ -41,19 +39,15 @@ def settled(config: Config) -> Config:
     return replace(
         config,
         model=replace(config.model, reduce_dtype="fixed64"),
-        # torch's other implementations divide elements among threads at places that depend on the cut of a shard.
-        optim=replace(config.optim, fused="on"),
         run=replace(config.run, threads=config.run.threads or 1),
     )
 
 
 _REASONS = {
-    "model.reduce_dtype": "floating-point sums depend on their order",
     "comm.transport": "its ranks run the same number of microbatches, cut for the number of ranks",
     "data.balance": "it cuts microbatches for the number of ranks",
     "model.compile": "kernels for one number of tokens, which each rank makes first, may round in another way",
     "data.context_parallel": "it cuts sequences for the number of ranks",
-    "optim.fused": "torch's other optimizers may round elements at the end of a shard in another way",
     "run.device": "tokens are drawn by cumulative sums, for which torch has no deterministic algorithm on a GPU",
     "rl.skip_failed_rewards": "which completions are left out may depend on how long their rewards take",
 }

@@ -37,8 +37,8 @@ def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze
 
 @pytest.mark.parametrize(
     "changes",
-    [{"model.gradient_checkpointing": "true"}, {"model.reduce_dtype": "float64"}, {"data.minibatch_sequences": 1}],
-    ids=["checkpointing", "fp64", "fewer sequences than ranks"],
+    [{"model.gradient_checkpointing": "true"}, {"data.minibatch_sequences": 1}],
+    ids=["checkpointing", "fewer sequences than ranks"],
 )
 def test_settings_change_nothing(world, dataset_path, changes):
     assert_like_plain(over_collectives(dataset_path, **changes), world)

@@ -178,9 +178,7 @@ def test_what_would_break_it_is_found_out(world, train, monkeypatch):
     assert digest != apart
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"), [("rl__skip_failed_rewards", "true"), ("model__reduce_dtype", "float64")]
-)
+@pytest.mark.parametrize(("setting", "value"), [("rl__skip_failed_rewards", "true"), ("data__balance", "lb_micro")])
 def test_what_breaks_it_is_refused(world, train, setting, value):
     name = setting.replace("__", ".")
     with pytest.raises(AgreedError, match=rf"^{name}: expected .* with run.exact, got {value}: "):

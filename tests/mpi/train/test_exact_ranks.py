@@ -165,10 +165,8 @@ def test_fixed_point_sums_alone_train_as_plain_torch_does(world, dataset_path, t
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("model__reduce_dtype", "float64"),
         ("comm__transport", "collective"),
         ("data__balance", "lb_micro"),
-        ("optim__fused", "off"),
     ],
 )
 def test_what_breaks_it_is_refused(world, train, setting, value):

@@ -82,11 +82,6 @@ def test_through_mailboxes(world, dataset_path, monkeypatch):
     assert_like_plain(config, world)
 
 
-def test_sums_in_fp64(world, dataset_path):
-    config = configure(dataset_path, **{"model.reduce_dtype": "float64"})
-    assert_like_plain(config, world)
-
-
 def test_bf16_parameters_follow_the_fp32_run(world, dataset_path):
     """Parameters travel and compute in bf16, 8 bits of mantissa; the masters keep what small updates add up to."""
     assert_bf16_follows(configure(dataset_path, **{"model.param_dtype": "bfloat16"}), world)
