@@ -4,7 +4,7 @@
     staged       as window, and pinned memory between              ... on a device
     device       shards in windows on the device                   ... on a device
     alone        one rank, its shards in memory of the device      ... on a device
-    collective   shards in private memory                          ... on the host, or staged
+    collective   shards in private memory                          ... on the host; for `odc-mpi bench` only
 
 Making one is local; `Transport.allocate` is collective. Each is closed with its world at the latest.
 """
@@ -173,5 +173,4 @@ def staged(host: Transport, device: Device) -> Transport:
         (*host.hosts, pinned),
         device=device.torch_device,
         threads=host.threads,
-        one_sided=host.one_sided,
     )

@@ -115,6 +115,6 @@ class WorldGroup(Group):
             beside = f", beside {held} of other models" if held else ""
             raise UserError(
                 f"units: expected few enough for {MAX_WINDOWS} windows, beyond which MPICH crashes, got {num_arrays} "
-                f"arrays, which take {number}{beside}: choose fewer, larger units, or comm.transport collective"
+                f"arrays, which take {number}{beside}: choose fewer, larger units"
             )
         return footprint

@@ -7,7 +7,7 @@ With `model.param_dtype: bfloat16` a run of ours computes in bf16, adds gradient
 does `Whole`, by `Masters`: it keeps 18 bytes per parameter under AdamW, and rounds where a run rounds.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -133,7 +133,11 @@ class Whole:
 
 
 def run_microbatches(
-    model: nn.Module, minibatch: Minibatch, batches: Iterable[Batch], factor: float = 1.0, device: torch.device = HOST
+    model: Callable[..., Any],
+    minibatch: Minibatch,
+    batches: Iterable[Batch],
+    factor: float = 1.0,
+    device: torch.device = HOST,
 ) -> float:
     """Run forward and backward of some microbatches. Local, if the model is.
 
@@ -149,7 +153,7 @@ def run_microbatches(
     """
     total = 0.0
     for batch in batches:
-        loss = cast(Any, model)(**batch.to(device).inputs).loss * (batch.num_tokens / minibatch.num_tokens)
+        loss = model(**batch.to(device).inputs).loss * (batch.num_tokens / minibatch.num_tokens)
         (loss * factor).backward()
         total += loss.item()
     return total

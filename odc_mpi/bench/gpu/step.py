@@ -90,7 +90,7 @@ def comparable(config: Config) -> Config:
     return replace(
         config,
         data=replace(config.data, balance="lb_mini"),
-        comm=replace(config.comm, transport="window", window_device="cpu"),
+        comm=replace(config.comm, window_device="cpu"),
         optim=replace(config.optim, device="cuda", lr_scheduler_type="constant", warmup_steps=0),
         run=replace(config.run, device="cuda"),
     )

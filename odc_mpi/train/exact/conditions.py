@@ -28,7 +28,6 @@ def settled(config: Config) -> Config:
         return config
     for setting, given, broken, instead in (
         ("model.reduce_dtype", config.model.reduce_dtype, "float64", "fixed64"),
-        ("comm.transport", config.comm.transport, "collective", "window"),
         ("data.balance", config.data.balance, "lb_micro", "lb_mini or dynamic"),
         ("data.context_parallel", config.data.context_parallel, "auto", "off"),
         ("optim.fused", config.optim.fused, "off", "auto"),
@@ -49,7 +48,6 @@ def settled(config: Config) -> Config:
 
 _REASONS = {
     "model.reduce_dtype": "floating-point sums depend on their order",
-    "comm.transport": "its ranks run the same number of microbatches, cut for the number of ranks",
     "data.balance": "it cuts microbatches for the number of ranks",
     "model.compile": "kernels for one number of tokens, which each rank makes first, may round in another way",
     "data.context_parallel": "it cuts sequences for the number of ranks",
