@@ -23,8 +23,7 @@ from odc_mpi.comm.pending import Pending
 from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.boundary import Spans
-from odc_mpi.shard.elements.fixed_point import FixedPoint
-from odc_mpi.shard.elements.floating_point import FloatingPoint
+from odc_mpi.shard.elements import Elements, FloatingPoint
 from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.residency import Residency
 from odc_mpi.shard.units.unit import Unit
@@ -65,7 +64,7 @@ class GradientPusher:
         in_thread: bool = False,
         spans: Spans | None = None,
         traffic: Traffic | None = None,
-        elements: FloatingPoint | FixedPoint | None = None,
+        elements: Elements | None = None,
     ) -> None:
         self.residency = Residency()
         self._store = transport.gradients

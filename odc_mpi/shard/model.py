@@ -20,7 +20,7 @@ from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
 from odc_mpi.shard.boundary import Boundary, Phase, Spans
-from odc_mpi.shard.elements.fixed_point import FixedPoint, elements_of
+from odc_mpi.shard.elements import FixedPoint, make_elements
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.layout import Slice
 from odc_mpi.shard.minibatch import TRAFFIC, Minibatch
@@ -99,7 +99,7 @@ class ShardedModel:
             else CollectiveUnits(transport, self.spans, self.traffic)
         )
         self._resources.callback(self._ready.close)
-        self._elements = elements_of(transport.gradients.dtype, self.layouts)
+        self._elements = make_elements(transport.gradients.dtype, self.layouts)
         self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic, self._elements)
         self._resources.callback(self._pusher.close)
         self._calls = calls = UnitCalls(self._ready, self._pusher.push)
