@@ -74,9 +74,9 @@ def window_transport(
         ValueError: A type cannot travel, or cannot be summed.
     """
     gradients = reduction(world, reduce_dtype)
-    group = WorldGroup(world, gradients.serve, progress=progress)
+    group = WorldGroup(world, progress=progress)
     windows = ParameterWindows(world, param_dtype, SHARED_WINDOWS if zero_copy else HOST_WINDOWS)
-    parameters = WindowParameters(windows, gradients.serve)
+    parameters = WindowParameters(windows)
     return Transport(group, parameters, gradients, (windows, gradients), threads=threads_may_call_together())
 
 
@@ -108,11 +108,11 @@ def device_transport(
     # What other ranks ask of MPI in a thread may concern the device's memory, and libraries ask the driver for the
     # calling thread's device.
     world.prepare_threads(device.use)
-    group = WorldGroup(world, gradients.serve, progress=progress, begin_thread=device.use)
+    group = WorldGroup(world, progress=progress, begin_thread=device.use)
     windows = ParameterWindows(world, param_dtype, device_windows(device))
     return Transport(
         group,
-        DeviceParameters(windows, device, world.rank, gradients.serve),
+        DeviceParameters(windows, device),
         DeviceGradients(gradients, device),
         (DeviceOrder(device), windows, gradients),
         device=device.torch_device,

@@ -195,10 +195,6 @@ class ShardedModel:
         """
         self._pusher.is_last_backward = True
 
-    def serve(self) -> bool:
-        """Add what others have pushed to this rank, while it waits for them; return whether there was any. Local."""
-        return self._transport.group.serve()
-
     @property
     def cache_bytes(self) -> Budgets:
         """What this rank may spend to keep fetched units, and gradients that are pushed once. Local.

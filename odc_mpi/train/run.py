@@ -163,8 +163,7 @@ def build_trainer(
     windows: PieceWindows | None = None
     if inputs.cutting.sizes is not None:
         in_place = decision.zero_copy.choice == "on"
-        # The gradients that this rank owns are served while it waits for keys and values.
-        windows = PieceWindows(world, inputs.cutting.sizes, in_place=in_place, serve=model.serve)
+        windows = PieceWindows(world, inputs.cutting.sizes, in_place=in_place)
 
     def clock() -> float:
         return perf_counter() - (windows.waited_s if windows else 0.0)
