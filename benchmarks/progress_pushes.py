@@ -54,7 +54,7 @@ class Pushes:
             reduction.plan(self._layouts)
             reduction.allocate()
         # None but the mailbox leaves its owner a part.
-        self._progress = ProgressThread(world, self._reductions["mailbox"].serve)
+        self._progress = ProgressThread(world, world.progress.serve)
         self._gradient = torch.from_numpy(pattern(max(sizes) // 4 if world.rank == 0 else 0))
         self.ways: dict[str, Callable[[int], float]] = {PUT: self._put}
         self.ways |= {name: partial(self._push, name) for name in REDUCTIONS}

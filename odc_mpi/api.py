@@ -73,7 +73,7 @@ def shard_model(
         weights: Where initial parameters come from if not from the module, which may then be on the meta device.
         decision: How ranks reach each other; by default what `decide_for` finds best over windows. With
             `decide_for(world, transport="collective")` the model does what FSDP does, for comparison: every rank must
-            then run the same number of microbatches, with `ShardedModel.padding` if need be, and nothing is prefetched.
+            then run the same number of microbatches, and nothing is prefetched (docs/ordering.md).
         mailbox_bytes: Where gradients go through a mailbox: memory on this rank for gradients on their way to it.
         parameter_cache_bytes: Memory on this rank for fetched units that stay until the end of the minibatch, where the
             model computes. By default what is free there, by the rule of docs/residency.md; ranks need not agree.
@@ -136,7 +136,7 @@ def decide_for(
 
     Args:
         world: The ranks.
-        transport: window, or collective: all-gather and reduce-scatter, the baseline. It needs no probe.
+        transport: window, or collective: all-gather and reduce-scatter on the host, the baseline. It needs no probe.
         zero_copy: auto, or off: ranks of a node do not read each other's parameters in place.
         reduction: auto, or how gradients reach their owners: accumulate or mailbox.
         progress: auto, or whether a thread serves other ranks while this one computes: off or thread.
@@ -149,10 +149,12 @@ def decide_for(
             wrong data.
     """
     if transport not in ("window", "collective"):
-        raise UserError(f"comm.transport: expected window or collective, got {transport}")
+        raise UserError(f"transport: expected window or collective, got {transport}")
     wishes = Wishes(zero_copy, reduction, progress, window_device)
     if transport == "collective":
-        return decide_collective(wishes)
+        if wishes != Wishes() or device != "cpu":
+            raise UserError("transport: collective computes on the host and has no other choice: leave the others out")
+        return decide_collective()
     # An operation that crashes here must not be tried if nothing depends on the answer.
     report = bare_report(world) if wishes.leave_nothing_open else quick_report(world)
     computing = world.agree(lambda: find_device(device, world.host_rank))
@@ -242,16 +244,17 @@ def _transport(
             progress=progress,
         )
     if decision.transport == "collective":
-        host = collective_transport(world, param_dtype, reduce_dtype)
-    else:
-        host = window_transport(
-            world,
-            param_dtype,
-            reduce_dtype,
-            zero_copy=zero_copy,
-            reduction=reductions(mailbox_bytes)[reduction],
-            progress=progress,
-        )
+        if device is not None:
+            raise UserError("device: a model over collectives computes on the host: set it to cpu")
+        return collective_transport(world, param_dtype, reduce_dtype)
+    host = window_transport(
+        world,
+        param_dtype,
+        reduce_dtype,
+        zero_copy=zero_copy,
+        reduction=reductions(mailbox_bytes)[reduction],
+        progress=progress,
+    )
     return host if device is None else staged(host, device)
 
 

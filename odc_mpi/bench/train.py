@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 
+from odc_mpi.bench.baselines.collective import Collective
 from odc_mpi.bench.baselines.fsdp import Fsdp
 from odc_mpi.bench.baselines.plain import Whole
 from odc_mpi.bench.contenders import Contender, Ours, Round, agreement, check_comparable, run_rounds
@@ -37,13 +38,11 @@ APART = "apart"
 #: The balance of the contender that is `dynamic` with the longest sequences in pieces over ranks.
 SPLIT = "split"
 #: transport/balance, all on our runtime.
-OURS = (
-    *("collective/lb_micro", "window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic"),
-    f"window/{SPLIT}",
-)
+COLLECTIVE = "collective/lb_micro"
+OURS = ("window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic", f"window/{SPLIT}")
 #: The same with `run.exact`, where that is asked for.
 EXACT = ("exact/lb_mini", "exact/dynamic")
-CONTENDERS = (BASELINE, *OURS, APART, CEILING)
+CONTENDERS = (BASELINE, COLLECTIVE, *OURS, APART, CEILING)
 #: Losses may differ by so much of the loss: fp32 sums of another order, carried on through the steps; 4e-7 was seen.
 TOLERANCE = 1e-5
 #: What all contenders do alike, by setting: those in plain torch have no other way.
@@ -130,7 +129,7 @@ def measure(
 
     Args:
         world: The ranks, all on one node.
-        config: Model, data, optimizer and settings of communication; transport and balance are those of each contender.
+        config: Model, data, optimizer and settings of communication; the balance is that of each contender.
         steps: Minibatches of a round.
         repeats: Rounds that count; one more comes before them.
         report: Called with a line on what comes next.
@@ -168,6 +167,7 @@ class _Contenders:
         self._world, self._config = world, config
         in_turns, apart = self._with("window", "lb_micro"), self._with("window", "lb_mini")
         self._fsdp = Fsdp(world, in_turns, self._inputs(in_turns).sequence_loader)
+        self._collective = Collective(world, in_turns.optim, self._inputs(in_turns))
         configs = {name: self._with(*name.split("/")) for name in ours}
         decisions = {name: decide(own, world) for name, own in configs.items()}
         self._trainers = {
@@ -176,6 +176,7 @@ class _Contenders:
         self._decision = decisions[OURS[-1]]
         self.by_name: Mapping[str, Contender] = {
             BASELINE: self._fsdp,
+            COLLECTIVE: self._collective,
             **{name: Ours(trainer, world.rank) for name, trainer in self._trainers.items()},
             APART: Whole(apart, open_inputs(apart, world.rank, world.size).sequence_loader),
             CEILING: self._make_ceiling(),
@@ -198,6 +199,7 @@ class _Contenders:
         for trainer in self._trainers.values():
             with trainer:
                 trainer.model.close()
+        self._collective.close()
         self._fsdp.close()
 
     def _inputs(self, config: Config) -> Inputs:
@@ -209,18 +211,16 @@ class _Contenders:
         config = self._with("window", "lb_mini")
         return Whole(config, open_inputs(config, rank=0, size=1).sequence_loader)
 
-    def _with(self, transport: str, balance: str) -> Config:
-        config, exact = self._config, transport == "exact"
-        transport = "window" if exact else transport
-        whole = balance != SPLIT
+    def _with(self, kind: str, balance: str) -> Config:
+        config, whole = self._config, balance != SPLIT
         data = replace(config.data, balance=cast(Any, balance if whole else "dynamic"))
         return settled(
             replace(
                 config,
-                comm=replace(config.comm, transport=cast(Any, transport), progress="off"),
+                comm=replace(config.comm, progress="off"),
                 data=replace(data, context_parallel="off" if whole else "auto"),
                 optim=replace(config.optim, lr_scheduler_type="constant", warmup_steps=0),
-                run=replace(config.run, exact=exact),
+                run=replace(config.run, exact=kind == "exact"),
             )
         )
 

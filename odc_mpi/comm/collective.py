@@ -5,16 +5,15 @@
     A, N, B   as over windows
 
 Every rank takes part in every call, in the same order: exactly what a sharded model does without over windows. Ranks
-wait for each other at each unit, and one with fewer microbatches than others has to run empty ones
-(`ShardedModel.padding`).
+wait for each other at each unit, and one with fewer microbatches than others has to run more, with a loss of zero.
 
 Note: the same order on all ranks
     Which units a rank fetches follows from the model's control flow alone: nothing is fetched ahead, no unit but the
-    root outlives its forward or backward, and each microbatch begins with none (`shard.units.ready`). A push covers
-    the whole array, whichever of its parameters got a gradient. Models whose control flow over units depends on data,
-    so that some rank leaves out a unit, do not work here, as they do not with FSDP. Each array has a communicator for
-    gathers and one for reductions, so that a rank that does something else is waited for until the deadline, which says
-    what it is doing; with one communicator for all, arrays of the same size would silently be taken for each other.
+    root outlives its forward or backward, and each microbatch begins with none (`shard.units.collective`). A push
+    covers the whole array, whichever of its parameters got a gradient. Models whose control flow over units depends on
+    data, so that some rank leaves out a unit, do not work here, as they do not with FSDP. Each array has a communicator
+    for gathers and one for reductions, so that a rank that does something else is waited for until the deadline, which
+    says what it is doing; with one communicator for all, arrays of one size would silently be taken for each other.
 
 `Collectives` has the bare calls, blocking, which the benchmark times.
 """

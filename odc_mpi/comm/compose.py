@@ -4,7 +4,7 @@
     staged       as window, and pinned memory between              ... on a device
     device       shards in windows on the device                   ... on a device
     alone        one rank, its shards in memory of the device      ... on a device
-    collective   shards in private memory                          ... on the host, or staged
+    collective   shards in private memory                          ... on the host; for `odc-mpi bench` only
 
 Making one is local; `Transport.allocate` is collective. Each is closed with its world at the latest.
 """
@@ -74,9 +74,9 @@ def window_transport(
         ValueError: A type cannot travel, or cannot be summed.
     """
     gradients = reduction(world, reduce_dtype)
-    group = WorldGroup(world, gradients.serve, progress=progress)
+    group = WorldGroup(world, progress=progress)
     windows = ParameterWindows(world, param_dtype, SHARED_WINDOWS if zero_copy else HOST_WINDOWS)
-    parameters = WindowParameters(windows, gradients.serve)
+    parameters = WindowParameters(windows)
     return Transport(group, parameters, gradients, (windows, gradients), threads=threads_may_call_together())
 
 
@@ -108,11 +108,11 @@ def device_transport(
     # What other ranks ask of MPI in a thread may concern the device's memory, and libraries ask the driver for the
     # calling thread's device.
     world.prepare_threads(device.use)
-    group = WorldGroup(world, gradients.serve, progress=progress, begin_thread=device.use)
+    group = WorldGroup(world, progress=progress, begin_thread=device.use)
     windows = ParameterWindows(world, param_dtype, device_windows(device))
     return Transport(
         group,
-        DeviceParameters(windows, device, world.rank, gradients.serve),
+        DeviceParameters(windows, device),
         DeviceGradients(gradients, device),
         (DeviceOrder(device), windows, gradients),
         device=device.torch_device,
@@ -173,5 +173,4 @@ def staged(host: Transport, device: Device) -> Transport:
         (*host.hosts, pinned),
         device=device.torch_device,
         threads=host.threads,
-        one_sided=host.one_sided,
     )

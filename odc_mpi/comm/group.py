@@ -3,8 +3,7 @@
     A, N    an all-gather of a few numbers
     B       a barrier
 
-Each is a non-blocking collective that is polled with sleeps in between, in a meeting that names a late rank. Meanwhile,
-in passing, and from a progress thread where one is wanted, the owner's part of the gradient store is done.
+Each is a non-blocking collective that is polled with sleeps in between, in a meeting that names a late rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +27,6 @@ class WorldGroup(Group):
 
     Args:
         world: The ranks.
-        serve: The owner's part of the gradient store, from any thread; returns whether there was something to do.
         progress: Whether a thread serves other ranks while this one computes.
         begin_thread: Prepares that thread, which runs it, for calling MPI.
     """
@@ -36,14 +34,12 @@ class WorldGroup(Group):
     def __init__(
         self,
         world: World,
-        serve: Callable[[], bool] = lambda: False,
         *,
         progress: bool = False,
         begin_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.size = world.rank, world.size
         self._world = world
-        self._serve = serve
         self._wants_progress = progress
         self._begin_thread = begin_thread
         self._progress: ProgressThread | None = None
@@ -51,9 +47,6 @@ class WorldGroup(Group):
 
     def on_this_node(self, rank: int) -> bool:  # noqa: D102
         return rank in self._world.node_ranks
-
-    def serve(self) -> bool:  # noqa: D102
-        return self._serve()
 
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:  # noqa: D102
         footprint = self._world.agree(lambda: self._checked(num_arrays, plan()))
@@ -70,7 +63,7 @@ class WorldGroup(Group):
         with self._world.meeting("duplicating the communicator"):
             self._at_a, self._at_n, self._at_b = (self._world.comm.Dup() for _ in range(3))
         if self._wants_progress:
-            self._progress = ProgressThread(self._world, self._serve, self._begin_thread)
+            self._progress = ProgressThread(self._world, self._world.progress.serve, self._begin_thread)
         self.parameters_published()
 
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
@@ -106,7 +99,7 @@ class WorldGroup(Group):
         self.num_collectives += 1
         values = np.ascontiguousarray(values, dtype=np.float64)
         everyone = np.empty((self.size, values.size))
-        self._world.meet(comm.Iallgather(values, everyone), what, meanwhile=self._serve)
+        self._world.meet(comm.Iallgather(values, everyone), what)
         return everyone
 
     def _checked(self, num_arrays: int, footprint: Footprint) -> Footprint:
@@ -115,6 +108,6 @@ class WorldGroup(Group):
             beside = f", beside {held} of other models" if held else ""
             raise UserError(
                 f"units: expected few enough for {MAX_WINDOWS} windows, beyond which MPICH crashes, got {num_arrays} "
-                f"arrays, which take {number}{beside}: choose fewer, larger units, or comm.transport collective"
+                f"arrays, which take {number}{beside}: choose fewer, larger units"
             )
         return footprint

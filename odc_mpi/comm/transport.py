@@ -52,10 +52,6 @@ class Group(ABC):
         """Return whether a rank shares this one's node. Local."""
         return True
 
-    def serve(self) -> bool:
-        """Do the owner's part of the gradient store; return whether there was something to do. Local, any thread."""
-        return False
-
     @abstractmethod
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
         """Call `plan` on every rank, and fail together where that raises or asks for too much. Collective."""

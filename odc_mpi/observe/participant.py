@@ -58,14 +58,13 @@ class Ran(NamedTuple):
     """A microbatch that this rank has run.
 
     Attributes:
-        batch: None if it was padding.
         loss: Its part of the objective.
         began: In seconds of `time.perf_counter`.
         ended: As `began`.
-        own_s: Seconds that count as this rank's own work (`observe.timing.OwnClock`).
+        own_s: Seconds of this rank's own work: fetches and pushes included, waits for slower ranks not.
     """
 
-    batch: "Batch | None"
+    batch: "Batch"
     loss: float
     began: float
     ended: float

@@ -1,7 +1,6 @@
 """Where the time of a step goes, over all ranks, who waits for whom, and how many bytes travel."""
 
 from collections.abc import Callable
-from time import perf_counter
 from typing import Any, ClassVar
 
 from odc_mpi.observe.metrics import Column, Entry
@@ -11,34 +10,13 @@ from odc_mpi.shard import model as sharded
 from odc_mpi.shard.minibatch import TRAFFIC
 
 
-class OwnClock:
-    """A clock of this rank's own work: fetches and pushes included, waits for slower ranks not. Local.
-
-    Args:
-        model: Counts the seconds of fetches and pushes.
-        waits_apart: Whether ranks wait for each other at the ordering points alone, as over windows. With collectives
-            they wait for the slowest in each fetch and push.
-        waited_s: Returns the seconds that this rank waited for pieces of its sequences on other ranks.
-    """
-
-    def __init__(
-        self, model: sharded.ShardedModel, *, waits_apart: bool, waited_s: Callable[[], float] = lambda: 0.0
-    ) -> None:
-        self._model, self._waits_apart, self._waited_s = model, waits_apart, waited_s
-
-    def __call__(self) -> float:
-        """Return seconds since some time. Local."""
-        waited_s = 0.0 if self._waits_apart else self._model.fetch_wait_s + self._model.accumulate_wait_s
-        return perf_counter() - waited_s - self._waited_s()
-
-
 class Timing(Participant):
     """Reports what ranks worked and waited.
 
     Args:
         world: The ranks.
         model: Counts the seconds of fetches and pushes, and collectives from now on.
-        clock: Of this rank's own work.
+        clock: Returns seconds of this rank's own work, as of `train.loop.Trainer`.
     """
 
     names = ("busy_s", "fetch_s", "accumulate_s", "microbatches")
@@ -54,7 +32,7 @@ class Timing(Participant):
         "boundary_wait_s": Entry("boundary_wait_s", "sum"),
     }
 
-    def __init__(self, world: World, model: sharded.ShardedModel, clock: OwnClock) -> None:
+    def __init__(self, world: World, model: sharded.ShardedModel, clock: Callable[[], float]) -> None:
         self._world, self._model, self._clock = world, model, clock
         self._num_collectives = model.num_collectives
         self._num_steps = self._num_microbatches = 0
@@ -67,8 +45,8 @@ class Timing(Participant):
         self._began = self._clock()
 
     def after_microbatch(self, ran: Ran) -> None:
-        """Count a microbatch, unless it was padding. Local."""
-        self._num_microbatches += ran.batch is not None
+        """Count a microbatch. Local."""
+        self._num_microbatches += 1
 
     def tell(self) -> tuple[float, ...]:
         """Return this rank's seconds since `begin`, and its microbatches. Local."""

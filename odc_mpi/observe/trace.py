@@ -6,8 +6,8 @@ about together. While a run goes nothing is communicated; at its end everything 
     steps                     a list, the oldest first, of
         step                  counted from 1
         ranks                 for each rank: `end_s`, when it left B; `microbatches`, a list of [began_s, ended_s,
-                              tokens], 0 tokens for padding; for each kind of `shard.boundary` a list of [began_s,
-                              ended_s]; `left_out_s`, seconds by kind of spans that were too short to be kept
+                              tokens]; for each kind of `shard.boundary` a list of [began_s, ended_s];
+                              `left_out_s`, seconds by kind of spans that were too short to be kept
     max_tokens_per_microbatch
     tokens_per_microbatch     over all ranks and all steps since the run began or went on, `first_step` to `last_step`:
                               `counts` between `edges`
@@ -61,8 +61,8 @@ class Trace(Participant):
         self._began = perf_counter()
 
     def after_microbatch(self, ran: Ran) -> None:
-        """Take a microbatch, of 0 tokens if it was padding. Local."""
-        self._microbatches.append((ran.began, ran.ended, ran.batch.num_input_tokens if ran.batch else 0))
+        """Take a microbatch. Local."""
+        self._microbatches.append((ran.began, ran.ended, ran.batch.num_input_tokens))
 
     def after_step(self, step: Step) -> None:
         """Take what happened since the last call; this rank has just left B. Local."""

@@ -18,7 +18,6 @@ from odc_mpi.report.picture_parts import (
     BLUE,
     GREEN,
     ORANGE,
-    PURPLE,
     SKY,
     Chart,
     Curve,
@@ -30,11 +29,10 @@ from odc_mpi.report.picture_parts import (
     picture,
 )
 
-COMPUTES, PADS, FETCHES, PUSHES, WAITS = "computes", "runs padding", "fetches", "pushes", "waits at the boundary"
+COMPUTES, FETCHES, PUSHES, WAITS = "computes", "fetches", "pushes", "waits at the boundary"
 #: In the order in which they are drawn: fetches and pushes lie within microbatches.
 _LOOKS = {
     COMPUTES: Look(BLUE),
-    PADS: Look(PURPLE, "xxx"),
     FETCHES: Look(ORANGE, "\\\\\\"),
     PUSHES: Look(GREEN, "---"),
     WAITS: Look("none", "////"),
@@ -140,15 +138,14 @@ def _read_lengths(settings: Mapping[str, Any], notes: list[str]) -> np.ndarray |
 
 
 def _lead(run: Run) -> list[str]:
-    facts, comm, data = run.summary or {}, run.settings.get("comm") or {}, run.settings.get("data") or {}
+    facts, data = run.summary or {}, run.settings.get("data") or {}
     lines = []
     if run.steps:
         tokens = sum(step["num_input_tokens"] for step in run.steps)
         speed = tokens / max(1e-9, sum(step["step_s"] for step in run.steps))
         lines.append(f"{len(run.steps)} steps, {tokens:,} tokens, {speed:,.0f} tokens per second.")
     ranks = f"{facts['world_size']} ranks" if "world_size" in facts else ""
-    transport, balance = comm.get("transport"), data.get("balance")
-    lines.append(", ".join(str(part) for part in (ranks, transport, balance, facts.get("mpi_library")) if part))
+    lines.append(", ".join(str(part) for part in (ranks, data.get("balance"), facts.get("mpi_library")) if part))
     return [line for line in lines if line]
 
 
@@ -172,8 +169,7 @@ def _gantt(trace: Mapping[str, Any]) -> Figure:
     )
     caption = (
         "Each minibatch begins as a rank leaves point B and ends as it leaves the next. Numbers are tokens of a "
-        "microbatch. What is left blank is the optimizer's step, planning, and writing metrics. With collectives, "
-        "fetches and pushes include waiting for the slowest rank."
+        "microbatch. What is left blank is the optimizer's step, planning, and writing metrics."
     )
     if len(chosen) < len(busy):
         caption += f" {len(chosen)} of {len(busy)} ranks are shown, from least to most busy."
@@ -188,8 +184,8 @@ def _lane(rank: int, steps: Sequence[Mapping[str, Any]], offsets: Sequence[float
     notes = []
     for own, offset in zip(steps, offsets, strict=False):
         for began, ended, tokens in own["microbatches"]:
-            spans[COMPUTES if tokens else PADS].append((offset + began, offset + ended))
-            notes.append((offset + began, offset + ended, f"{tokens:,}" if tokens else ""))
+            spans[COMPUTES].append((offset + began, offset + ended))
+            notes.append((offset + began, offset + ended, f"{tokens:,}"))
         for kind, names in ((FETCHES, ("fetch",)), (PUSHES, ("accumulate",)), (WAITS, "ANB")):
             spans[kind] += [(offset + began, offset + ended) for name in names for began, ended in own[name]]
     return Lane(f"rank {rank}", spans, notes)

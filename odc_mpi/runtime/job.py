@@ -21,6 +21,7 @@ from odc_mpi.runtime.deadline import Watchdog
 from odc_mpi.runtime.lateness import Status, Wait, compare, say_late, say_status, stranded
 from odc_mpi.runtime.library import any_thread_may_call, library_name, thread_level
 from odc_mpi.runtime.memory import startup_memory, unlink
+from odc_mpi.runtime.progress import Progress
 from odc_mpi.runtime.start.pmi import check_launcher
 from odc_mpi.runtime.status import StatusWindow
 
@@ -44,6 +45,7 @@ class Job:
     Attributes:
         rank: This rank.
         num_windows: Windows that the transports of this process hold; libraries limit their number.
+        progress: What this rank does for others while it waits.
         watchdog: Ends the job after a wait that lasts too long.
         status: The status pages of all ranks; None while their window does not exist: then no rank can be named.
     """
@@ -56,6 +58,7 @@ class Job:
             raise
         self.rank = MPI.COMM_WORLD.Get_rank()
         self.num_windows = 0
+        self.progress = Progress()
         self.status: StatusWindow | None = None
         self._limit = limit
         self._main_thread_only = not any_thread_may_call()

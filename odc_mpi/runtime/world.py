@@ -20,6 +20,7 @@ from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import Wait
 from odc_mpi.runtime.library import library_name
 from odc_mpi.runtime.memory import check_room, forget_names, forget_own_names
+from odc_mpi.runtime.progress import Progress
 from odc_mpi.runtime.start.limits import end_within
 from odc_mpi.runtime.topology import Topology
 
@@ -111,6 +112,11 @@ class World(Topology, AbstractContextManager["World"]):
         self.job.watchdog.timeout_s = seconds
 
     @property
+    def progress(self) -> Progress:
+        """What this rank does for others while it waits. Local."""
+        return self.job.progress
+
+    @property
     def num_windows(self) -> int:
         """Windows that the transports of this process hold; libraries limit their number. Local."""
         return self.job.num_windows
@@ -178,27 +184,26 @@ class World(Topology, AbstractContextManager["World"]):
             what: The operation in words that follow "while", such as "allocating a window".
         """
         with self.job.arrival(what, self._members):
-            complete(self.comm.Ibarrier())
+            complete(self.comm.Ibarrier(), self.progress.serve)
             yield
 
-    def wait(self, request: MPI.Request, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+    def wait(self, request: MPI.Request, what: str) -> None:
         """Wait for a non-blocking operation within the deadline, leaving the core to others. Local.
 
-        A blocking call would spin: with more ranks than cores it would take time from a rank that computes. For a
-        collective operation see `meet`.
+        A blocking call would spin: with more ranks than cores it would take time from a rank that computes. Meanwhile
+        this rank serves others (`progress`). For a collective operation see `meet`.
 
         Args:
             request: The request of the operation.
             what: The operation in words that follow "while".
-            meanwhile: Called again and again while this rank waits.
         """
         with self.deadline(what):
-            complete(request, meanwhile)
+            complete(request, self.progress.serve)
 
-    def meet(self, request: MPI.Request, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+    def meet(self, request: MPI.Request, what: str) -> None:
         """Wait for a non-blocking collective operation as `wait` does; a `meeting` as well. Collective."""
         with self.job.arrival(what, self._members):
-            complete(request, meanwhile)
+            complete(request, self.progress.serve)
 
     def agree(self, function: Callable[[], T]) -> T:
         """Call a local function on every rank and fail together. Collective.
@@ -330,5 +335,5 @@ class World(Topology, AbstractContextManager["World"]):
     def _meet_before_leaving(self) -> None:
         with self.job.leaving() as check_stranded:
             request = self.comm.Ibarrier()
-            while not complete(request, patience_s=STRANDED_LOOK_S):
+            while not complete(request, self.progress.serve, patience_s=STRANDED_LOOK_S):
                 check_stranded()

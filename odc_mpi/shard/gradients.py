@@ -11,8 +11,7 @@ the sum is pushed once: before A, or in the last backward as soon as the gradien
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -24,8 +23,7 @@ from odc_mpi.comm.pending import Pending
 from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.boundary import Spans
-from odc_mpi.shard.elements.fixed_point import FixedPoint
-from odc_mpi.shard.elements.floating_point import FloatingPoint
+from odc_mpi.shard.elements import Elements, FloatingPoint
 from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.residency import Residency
 from odc_mpi.shard.units.unit import Unit
@@ -56,7 +54,6 @@ class GradientPusher:
     Attributes:
         elements: As given.
         residency: Which arrays' gradients are added up here; none, where pushes go nowhere or are collective.
-        padding: Whether gradients count as zeros, whatever they are.
         is_last_backward: Whether no other backward of this minibatch follows.
         names: Of the parameters that got a gradient since `start`.
     """
@@ -67,7 +64,7 @@ class GradientPusher:
         in_thread: bool = False,
         spans: Spans | None = None,
         traffic: Traffic | None = None,
-        elements: FloatingPoint | FixedPoint | None = None,
+        elements: Elements | None = None,
     ) -> None:
         self.residency = Residency()
         self._store = transport.gradients
@@ -79,7 +76,6 @@ class GradientPusher:
         self._on_the_way: deque[tuple[Pending, torch.Tensor, int]] = deque()
         self._sums: dict[int, Sum] = {}
         self._open = False
-        self.padding = False
         self.is_last_backward = False
         self.names: set[str] = set()
 
@@ -109,8 +105,7 @@ class GradientPusher:
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is None:
                 continue
-            if not self.padding:
-                self.names.add(name)
+            self.names.add(name)
             if gradient.numel():
                 array, slot = unit.slots[name]
                 arrays.setdefault(array, []).append((slot.start, gradient))
@@ -132,15 +127,6 @@ class GradientPusher:
         self._wait(0)
         self._open = False
 
-    @contextmanager
-    def padded(self) -> Iterator[None]:
-        """Push zeros in place of the gradients that come meanwhile. Local."""
-        self.padding = True
-        try:
-            yield
-        finally:
-            self.padding = False
-
     def clear(self) -> None:
         """Let go of all memory that is not in use. Local."""
         self._buffers.clear()
@@ -152,8 +138,6 @@ class GradientPusher:
 
     def _kept_sum(self, index: int, numel: int) -> Sum | None:
         """Return the sum that a gradient of an array is to be added to; None if it is to be pushed by itself."""
-        if self.padding:
-            return None
         if index in self._sums:
             return self._sums[index]
         if self.is_last_backward or not self.residency.fits(numel * self._store.dtype.itemsize):
@@ -178,8 +162,7 @@ class GradientPusher:
         """Lay gradients into a buffer, and note how large they are, without asking: a device tells when it is done."""
         self._wait(MAX_BUFFERS - 1)
         flat = self._buffers.take(stop - first, self._store.dtype)
-        counting = () if self.padding else [(start - first, gradient) for start, gradient in pieces]
-        self.elements.lay_out(index, counting, flat)
+        self.elements.lay_out(index, [(start - first, gradient) for start, gradient in pieces], flat)
         return flat
 
     def _send(self, index: int, flat: torch.Tensor, start: int) -> None:

@@ -20,7 +20,7 @@ from odc_mpi.comm.traffic import Traffic
 from odc_mpi.comm.transport import Transport
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
 from odc_mpi.shard.boundary import Boundary, Phase, Spans
-from odc_mpi.shard.elements.fixed_point import FixedPoint, elements_of
+from odc_mpi.shard.elements import FixedPoint, make_elements
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.layout import Slice
 from odc_mpi.shard.minibatch import TRAFFIC, Minibatch
@@ -30,6 +30,7 @@ from odc_mpi.shard.partition import UnitChoice, check_shardable, make_units, par
 from odc_mpi.shard.plain import plain_parameters
 from odc_mpi.shard.residency import Budgets, Needs
 from odc_mpi.shard.slices import ModuleWeights, OwnSlices, Weights
+from odc_mpi.shard.units.collective import CollectiveUnits
 from odc_mpi.shard.units.ready import ReadyUnits
 
 
@@ -92,9 +93,13 @@ class ShardedModel:
         self._resources.callback(self._slices.detach)
         for unit in self.units:
             self._resources.callback(unit.forget)
-        self._ready = ReadyUnits(transport, prefetch, self.spans, self.traffic)
+        self._ready = (
+            ReadyUnits(transport, prefetch, self.spans, self.traffic)
+            if transport.one_sided
+            else CollectiveUnits(transport, self.spans, self.traffic)
+        )
         self._resources.callback(self._ready.close)
-        self._elements = elements_of(transport.gradients.dtype, self.layouts)
+        self._elements = make_elements(transport.gradients.dtype, self.layouts)
         self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic, self._elements)
         self._resources.callback(self._pusher.close)
         self._calls = calls = UnitCalls(self._ready, self._pusher.push)
@@ -182,22 +187,6 @@ class ShardedModel:
         self._slices.attach_gradients(minibatch.pushed, self._elements)
         self._boundary.phase = Phase.COMPLETE
 
-    def padding(self) -> AbstractContextManager[None]:
-        """Make the enclosed forward and backward an empty microbatch, which adds nothing to any gradient.
-
-        For a transport that is not one-sided: there a rank that has fewer microbatches than another must take part in
-        the other's fetches and pushes, as with FSDP. Run any batch, the smaller the better, with any loss:
-
-            with model.padding():
-                model(**smallest.inputs).loss.backward()
-
-        The batch only leads this rank through the units in the order of a real one, which a rank without any
-        microbatch could not know. Zeros are pushed instead of its gradients, so neither its size nor a loss that is
-        infinite or NaN matters. Its loss is not to be counted. Buffers that a forward changes, as batch norm's, it
-        changes too. Collective as the transport is; needless, and harmless, over windows.
-        """
-        return self._pusher.padded()
-
     def set_is_last_backward(self) -> None:
         """Tell that no backward follows the next one in this minibatch. Local; it need not be told.
 
@@ -205,10 +194,6 @@ class ShardedModel:
         computation, and not after it.
         """
         self._pusher.is_last_backward = True
-
-    def serve(self) -> bool:
-        """Add what others have pushed to this rank, while it waits for them; return whether there was any. Local."""
-        return self._transport.group.serve()
 
     @property
     def cache_bytes(self) -> Budgets:
@@ -248,7 +233,7 @@ class ShardedModel:
             UserError: `comm.parameter_cache_bytes` does not hold all units but the root, or fetches are collective.
         """
         if self._transport.parameters.copies:
-            self.cache_needs.require_whole_model(self.cache_bytes, one_sided=self._transport.one_sided)
+            self.cache_needs.require_whole_model(self.cache_bytes)
             self._ready.require_all(self.units)
         plain = nullcontext() if gradients else plain_parameters(self._places, self.units, self._ready, self._calls)
         with plain:

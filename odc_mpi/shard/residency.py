@@ -105,14 +105,12 @@ class Needs:
         sums = sums if gradients.travels and transport.one_sided else []
         return cls(Budgets(sum(kept), sum(sums)), Budgets(min(kept, default=0), min(sums, default=0)))
 
-    def require_whole_model(self, granted: Budgets, *, one_sided: bool) -> None:
-        """Refuse a budget that does not hold all units, or fetches that all ranks have to make together. Local.
+    def require_whole_model(self, granted: Budgets) -> None:
+        """Refuse a budget that does not hold all units. Local.
 
         Raises:
-            UserError: Says which.
+            UserError: It does not.
         """
-        if not one_sided:
-            raise UserError("a resident model needs one-sided fetches: set comm.transport to window")
         wanted, given = self.all.parameters, granted.parameters
         if given < wanted:
             raise UserError(

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from odc_mpi.comm.transport import Group, Transport
-from odc_mpi.shard.elements.fixed_point import FixedPoint
-from odc_mpi.shard.elements.floating_point import FloatingPoint
+from odc_mpi.shard.elements import Elements
 from odc_mpi.shard.layout import FlatLayout, Slice
 from odc_mpi.shard.partition import UnitParameters
 
@@ -107,7 +106,7 @@ class OwnSlices:
         """Return of each of `trainable` whether its parameter is among these. Local."""
         return [own.piece.spec.name in names for own in self.trainable]
 
-    def attach_gradients(self, pushed: Sequence[bool], elements: FloatingPoint | FixedPoint) -> None:
+    def attach_gradients(self, pushed: Sequence[bool], elements: Elements) -> None:
         """Let `.grad` show what has arrived. Local, after point A.
 
         Args:

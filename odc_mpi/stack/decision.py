@@ -9,8 +9,6 @@
     window_device   for a model on a GPU: windows on the GPU, where a doctor has proved every operation that they need;
                     else on the host, through pinned memory
 
-With `comm.transport: collective` there is no choice.
-
 A setting that is not `auto` wins. Every choice comes with its reason and the figure behind it.
 """
 
@@ -85,7 +83,7 @@ class Decision:
 
     @property
     def transport(self) -> str:
-        """The value of `comm.transport`: window or collective. Local."""
+        """How parameters and gradients move: window or collective. Local."""
         return "collective" if self.window.choice == "none" else "window"
 
     @property
@@ -95,8 +93,6 @@ class Decision:
 
     def one_line(self) -> str:
         """Return all choices, for a log; with the reason where it is a warning, or says what to do. Local."""
-        if self.transport == "collective":
-            return f"collectives ({self.window.reason})"
         names = ("window_device", "zero_copy", "reduction", "progress")
         named = [(name.replace("_", "-"), made) for name in names if (made := getattr(self, name)) is not None]
         return ", ".join(f"{name} {made.choice}{_urgent(made.reason)}" for name, made in named)
@@ -104,6 +100,12 @@ class Decision:
     def to_dict(self) -> dict[str, Any]:
         """Return the choices as values for JSON, without those that do not apply. Local."""
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def decide_collective() -> Decision:
+    """Return the decision for a model over collectives: the baseline, without windows. Local."""
+    made = {"window": "none", "zero_copy": "off", "reduction": "reduce_scatter", "progress": "off"}
+    return Decision(**{name: Choice(choice, "over collectives") for name, choice in made.items()})
 
 
 def _urgent(reason: str) -> str:
@@ -149,42 +151,21 @@ def refuse_wrong_data(report: Report, decision: Decision, *, tickets: bool = Fal
         UserError: An operation in use delivered wrong data.
     """
     origin = ("from_device",) if decision.windows_on_device else ()
-    cure = "comm.window_device to cpu" if decision.windows_on_device else "comm.transport to collective"
     for kind in report.kinds:
         for name in ("get", "put" if decision.reduction.choice == "mailbox" else "accumulate"):
             if report.is_wrong(*origin, kind, name):
-                where = f"{WHERE[kind]}, on devices," if decision.windows_on_device else WHERE[kind]
+                where, cure = WHERE[kind], ""
+                if decision.windows_on_device:
+                    where, cure = f"{where}, on devices,", ", or set comm.window_device to cpu"
                 raise UserError(
-                    f"{NAMES[name]} with a peer {where} delivers wrong data under {report.library}: expected "
-                    f"an MPI whose one-sided operations work (odc-mpi doctor), or set {cure}"
+                    f"{NAMES[name]} with a peer {where} delivers wrong data under {report.library}: expected an MPI "
+                    f"whose one-sided operations work (odc-mpi doctor){cure}"
                 )
         if tickets and report.is_wrong(kind, "fetch_and_op"):
             raise UserError(
                 f"Fetch_and_op with a peer {WHERE[kind]} delivers wrong data under {report.library}: expected an MPI "
                 "with which ranks can draw microbatches (odc-mpi doctor), or set data.balance to lb_mini"
             )
-
-
-def decide_collective(wishes: Wishes) -> Decision:
-    """Return the decision for `comm.transport: collective`: the baseline, without windows. Local.
-
-    Args:
-        wishes: The settings.
-
-    Raises:
-        UserError: A setting asks for something that only windows have.
-    """
-    for name in ("reduction", "progress", "window_device"):
-        wish = getattr(wishes, name)
-        if wish not in ("auto", "off", "cpu"):
-            raise UserError(f"comm.{name}: {wish} belongs to comm.transport window, got collective: set it to auto")
-    reason = "set by comm.transport"
-    return Decision(
-        window=Choice("none", reason),
-        zero_copy=Choice("off", reason),
-        reduction=Choice("reduce_scatter", reason),
-        progress=Choice("off", reason),
-    )
 
 
 def _window(zero_copy: Choice) -> Choice:

@@ -37,7 +37,7 @@ DEVICE_S = 60.0
 _ORIGINS = {"from_device": "device", "from_host": "host"}
 _MODELS = {
     "unified": "unified",
-    "separate": "separate: no windows, set comm.transport to collective",
+    "separate": "separate: no windows, use another MPI library",
     None: "no answer",
 }
 _TOLD = {True: "yes", False: "no", None: "no answer"}

@@ -75,7 +75,6 @@ def check(config: Config) -> None:
         return
     for setting, value, wanted in (
         ("run.objective", config.run.objective, "sft"),
-        ("comm.transport", config.comm.transport, "window"),
         ("data.balance", config.data.balance, "dynamic"),
         ("run.device", config.run.device, "cpu"),
         ("model.compile", str(config.model.compile).lower(), "false"),

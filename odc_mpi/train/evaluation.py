@@ -1,8 +1,8 @@
 """Evaluation beside the training: when it is due, and the loss over held-out sequences.
 
-An evaluation comes between two steps, when parameters are published: forwards alone, without a graph. Over windows a
-rank fetches what it needs when it needs it and draws one microbatch after the other, so nobody waits for another but at
-the end, where the sums of all ranks meet. With collectives each rank has its part beforehand, and all run as many.
+An evaluation comes between two steps, when parameters are published: forwards alone, without a graph. A rank fetches
+what it needs when it needs it and draws one microbatch after the other, so nobody waits for another but at the end,
+where the sums of all ranks meet.
 
 Every trained token of the set weighs the same. (transformers' `Trainer` takes the mean over batches, each by its number
 of sequences: with sequences of different lengths that is another number.)
@@ -78,15 +78,11 @@ class Evaluation(HeldOut):
     def __init__(self, config: Config, world: World, model: ShardedModel, dataset: Dataset, cost: Cost) -> None:
         super().__init__(config.run)
         self._world, self._model = world, model
-        # With collectives all ranks run as many microbatches.
-        one_sided = config.comm.transport == "window"
-        balance = BALANCES["dynamic" if one_sided else "lb_micro"]
-        if config.run.exact:
-            balance = same_cut("dynamic", cost)
+        balance = same_cut("dynamic", cost) if config.run.exact else BALANCES["dynamic"]
         first = np.arange(min(config.data.eval_sequences or len(dataset), len(dataset)))
         plan = balance(dataset.lengths[first], world.size, config.data.max_tokens_per_microbatch, cost)
         self._all = Minibatch.of(dataset, first, plan, world.rank, data_epoch=0, position=0)
-        self._tickets = Tickets(world) if one_sided else None
+        self._tickets = Tickets(world)
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of a trained token, and its perplexity. Collective at the end, else one-sided."""
@@ -94,15 +90,12 @@ class Evaluation(HeldOut):
         self._model.eval()
         try:
             with torch.no_grad():
-                for batch in self._all.batches(self._tickets.draw) if self._tickets else self._all:
+                for batch in self._all.batches(self._tickets.draw):
                     own += self._loss(batch)
-                for batch in () if self._tickets else self._all.padding():
-                    self._loss(batch)
         finally:
             self._model.train(training)
         total = sum(self._world.gather_objects(own))
-        if self._tickets:
-            self._tickets.reset()  # all have drawn; nobody draws again before the next B
+        self._tickets.reset()  # all have drawn; nobody draws again before the next B
         loss = total / self._all.num_tokens
         try:
             return {"eval_loss": loss, "eval_perplexity": math.exp(loss)}

@@ -45,18 +45,16 @@ def opening_lines(
 
 
 def _reach(config: Config, world: World, decision: Decision) -> str:
-    if world.size == 1 and decision.window_device is None and decision.transport == "window":
+    if world.size == 1 and decision.window_device is None:
         return "one rank, with none to exchange with"
     reach = decision.one_line()
     if decision.reduction.choice == "mailbox":
         reach += f", mailbox of {config.comm.mailbox_bytes >> 10:,} KiB per rank at most"
-    return f"{reach}; why: odc-mpi doctor" if decision.transport == "window" else reach
+    return f"{reach}; why: odc-mpi doctor"
 
 
 def _caches(config: Config, model: ShardedModel) -> str:
     """Tell what this rank may keep, of what there is to keep."""
-    if config.comm.transport == "collective":
-        return "none, as ranks fetch and push together"
     told, needs, given = [], model.cache_needs.all, model.cache_bytes
     for kind, setting, granted, wanted in (
         ("parameters", config.comm.parameter_cache_bytes, given.parameters, needs.parameters),
@@ -81,7 +79,6 @@ def facts_of(config: Config, world: World, decision: Decision, model: ShardedMod
         "hosts": [host for host, _ in world.layout],
         "ranks_per_node": [count for _, count in world.layout],
         **slurm_job(),
-        "transport": config.comm.transport,
         "reduction": decision.reduction.choice,
         "balance": config.data.balance,
         "zero_copy": decision.zero_copy.choice,

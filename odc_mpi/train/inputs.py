@@ -61,11 +61,6 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
     Raises:
         UserError: Something is missing, damaged, or does not fit.
     """
-    if config.comm.transport == "collective" and config.data.balance == "dynamic":
-        raise UserError(
-            "data.balance: dynamic hands out microbatches while ranks run, got comm.transport collective, under which "
-            "all run each together: set data.balance to lb_micro, or comm.transport to window"
-        )
     check(config)
     built = build_model(config.model, config.run.seed)
     if config.run.objective == "grpo":

@@ -9,7 +9,7 @@ A step: microbatches (one-sided), A, N if gradients are clipped, optimizer (loca
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 
 from odc_mpi.data.loader import Batch, Minibatch
 from odc_mpi.observe.participant import Participant, Ran, Step
-from odc_mpi.observe.timing import OwnClock
 from odc_mpi.shard import model as sharded
 from odc_mpi.train.update import Update
 
@@ -37,10 +36,6 @@ class Source(Participant, ABC):
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
         """Return how many microbatches this rank will run; None if that is open. Local."""
         return None
-
-    def padding(self, minibatch: Minibatch) -> Iterable[Batch]:
-        """Yield microbatches that count nothing, for a transport under which all ranks run as many. Local."""
-        return ()
 
 
 class Objective(Participant, ABC):
@@ -73,7 +68,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         objective: Makes a loss of a microbatch.
         update: Of the model's slices.
         participants: More who take part in each step; they come to each stage of it in this order, after the three.
-        clock: Of this rank's own work.
+        clock: Returns seconds of this rank's own work: fetches and pushes included, waits for slower ranks not.
         done: Steps that were done before.
 
     Attributes:
@@ -89,7 +84,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         objective: Objective,
         update: Update,
         participants: Iterable[Participant],
-        clock: OwnClock,
+        clock: Callable[[], float],
         done: int = 0,
     ) -> None:
         self.model = model
@@ -160,20 +155,17 @@ class Trainer(AbstractContextManager["Trainer"]):
                 if number == count:
                     self.model.set_is_last_backward()
                 self._run(step, batch)
-            for batch in self._source.padding(step.minibatch):
-                with self.model.padding():
-                    self._run(step, batch, padding=True)
             for participant in self.participants:
                 told.values.update(zip(participant.names, participant.tell(), strict=True))
         for participant in self.participants:
             participant.hear(step, told)
         return told.finite
 
-    def _run(self, step: Step, batch: Batch, *, padding: bool = False) -> None:
+    def _run(self, step: Step, batch: Batch) -> None:
         began, own_s = perf_counter(), self._clock()
         loss = self._objective.loss(self.model, step.minibatch, batch.to(self.model.device))
         loss.backward()
         value = loss.item()  # before the clock: on a GPU it waits for what has only been launched
-        ran = Ran(None if padding else batch, value, began, perf_counter(), self._clock() - own_s)
+        ran = Ran(batch, value, began, perf_counter(), self._clock() - own_s)
         for participant in self.participants:
             participant.after_microbatch(ran)

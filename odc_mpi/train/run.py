@@ -10,6 +10,7 @@ import os
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from odc_mpi.data.loader import Loader
 from odc_mpi.errors import StoppedError, TrainingError
 from odc_mpi.observe.log import Log
 from odc_mpi.observe.participant import Participant
-from odc_mpi.observe.timing import OwnClock, Timing, TrafficReport
+from odc_mpi.observe.timing import Timing, TrafficReport
 from odc_mpi.observe.trace import Trace
 from odc_mpi.observe.trackers import require
 from odc_mpi.observe.tracking import FINISH_S, Tracking
@@ -133,7 +134,6 @@ def decide(config: Config, world: World) -> Decision:
     comm = config.comm
     return decide_for(
         world,
-        transport=comm.transport,
         zero_copy=comm.zero_copy,
         reduction=comm.reduction,
         progress=comm.progress,
@@ -162,23 +162,21 @@ def build_trainer(
     # torch's other implementations divide elements among threads at places that depend on the cut of a shard.
     fused = True if config.run.exact else None
     optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes(), fused=fused)
-    # With collectives ranks wait for the slowest in each fetch and push, and have to take part in all of them.
-    one_sided = decision.transport == "window"
     windows: PieceWindows | None = None
     if inputs.cutting.sizes is not None:
         in_place = decision.zero_copy.choice == "on"
-        # The gradients that this rank owns are served while it waits for keys and values.
-        windows = PieceWindows(world, inputs.cutting.sizes, in_place=in_place, serve=model.serve)
-    clock = OwnClock(model, waits_apart=one_sided, waited_s=lambda: windows.waited_s if windows else 0.0)
+        windows = PieceWindows(world, inputs.cutting.sizes, in_place=in_place)
+
+    def clock() -> float:
+        return perf_counter() - (windows.waited_s if windows else 0.0)
+
     tickets = Tickets(world) if config.data.balance == "dynamic" else None
     participants: list[Participant] = [Timing(world, model, clock), TrafficReport()]
     source: Source
     objective: Objective
     if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):
         pieces = Pieces(windows) if windows else None
-        source = DatasetSource(
-            inputs.dataset, inputs.loader, config.run.seed, tickets, pads=not one_sided, pieces=pieces
-        )
+        source = DatasetSource(inputs.dataset, inputs.loader, config.run.seed, tickets, pieces)
         objective = SupervisedFineTuning()
         if config.data.cost == "fitted":
             participants.append(LearnedCost(inputs.dataset, inputs.loader))

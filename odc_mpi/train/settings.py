@@ -91,9 +91,6 @@ class DataConfig:
 class CommConfig:
     """How ranks exchange parameters and gradients."""
 
-    transport: Annotated[
-        Literal["window", "collective"], "one-sided MPI windows; or all-gather and reduce-scatter, as FSDP does"
-    ] = "window"
     reduction: Annotated[Reduction, "how gradients reach their owners"] = "auto"
     mailbox_bytes: Annotated[int, "mailbox: memory for gradients on their way to this rank", ONE_OR_MORE] = 64 << 20
     zero_copy: Annotated[ZeroCopy, "read parameters of the same node in place"] = "auto"

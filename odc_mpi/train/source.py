@@ -1,6 +1,6 @@
 """Minibatches of a prepared data set: which microbatches this rank runs, and what sequences are taken to cost."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,7 +25,6 @@ class DatasetSource(Source):
         loader: Plans minibatches.
         seed: Of random numbers in the model.
         tickets: Under which ranks draw what the plan leaves to whoever is free.
-        pads: Whether all ranks have to run as many microbatches.
         pieces: Of the sequences that the plan cuts; None if it cuts none.
     """
 
@@ -38,12 +37,10 @@ class DatasetSource(Source):
         loader: Loader,
         seed: int,
         tickets: Tickets | None,
-        *,
-        pads: bool,
         pieces: Pieces | None = None,
     ) -> None:
         self._dataset, self._loader = dataset, loader
-        self._seed, self._tickets, self._pads, self._pieces = seed, tickets, pads, pieces
+        self._seed, self._tickets, self._pieces = seed, tickets, pieces
 
     def draw(self) -> Minibatch:
         """Return the next minibatch. Local."""
@@ -66,10 +63,6 @@ class DatasetSource(Source):
         plan, rank = minibatch.plan, minibatch.rank
         num_pieces = sum(rank in split.ranks for split in plan.splits)
         return None if plan.pool else sum(map(bool, plan.microbatches[rank])) + num_pieces
-
-    def padding(self, minibatch: Minibatch) -> Iterable[Batch]:
-        """Yield the shortest sequence as often as another rank has more microbatches. Local."""
-        return minibatch.padding() if self._pads else ()
 
     def hear(self, step: Step, told: sharded.Minibatch) -> None:
         """Make the tickets ready for the next minibatch: all ranks have drawn. Local."""
@@ -112,10 +105,10 @@ class LearnedCost(Participant):
 
     def after_microbatch(self, ran: Ran) -> None:
         """Take note of how long a microbatch took. Local."""
-        if ran.batch and ran.batch.is_piece:
+        if ran.batch.is_piece:
             begin = int(ran.batch.inputs["position_ids"][0, 0])
             self._fitted.observe_piece(begin, begin + ran.batch.num_input_tokens, ran.own_s)
-        elif ran.batch:
+        else:
             self._fitted.observe(self._lengths[ran.batch.indices], ran.own_s)
 
     def tell(self) -> list[float]:

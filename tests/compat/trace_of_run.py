@@ -39,7 +39,7 @@ RUNS = {
             *("--config", "run.yaml", "--run.seed", "11", "--model.config.tie_word_embeddings", "false"),
             *("--model.gradient_checkpointing", "true", "--model.reduce_dtype", "float64"),
             *("--data.balance", "local_sort", "--data.cost", "quadratic", "--data.cost_quadratic", "0.01"),
-            *("--comm.transport", "collective", "--comm.prefetch", "0"),
+            *("--comm.zero_copy", "off", "--comm.prefetch", "0"),
             *("--optim.optimizer", "sgd", "--optim.momentum", "0.9", "--optim.learning_rate", "0.1"),
             *("--optim.lr_scheduler_type", "cosine", "--run.checkpoint_every", "0"),
         ),

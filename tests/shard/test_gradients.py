@@ -68,8 +68,6 @@ def test_the_names_of_what_was_pushed(transport: RecordingTransport) -> None:
         pusher.start()
         assert pusher.names == set()
         pusher.push(unit, [name, "b"], [torch.ones(SHAPES[name]), None])
-        with pusher.padded():
-            pusher.push(unit, ["d"], [torch.ones(SHAPES["d"])])
         pusher.finish()
         assert pusher.names == {name}
 

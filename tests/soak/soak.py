@@ -90,7 +90,7 @@ class Life:
 
         def serve():
             while not stop.wait(1e-3):
-                self.reduction.serve()
+                self.world.progress.serve()
 
         thread = threading.Thread(target=serve)
         if self.has_thread:

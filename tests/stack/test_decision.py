@@ -155,16 +155,9 @@ def test_a_thread_needs_to_be_allowed():
 
 
 def test_collectives_leave_nothing_to_choose():
-    made = decide_collective(Wishes(zero_copy="off"))
+    made = decide_collective()
     assert choices(made) == ("none", "off", "reduce_scatter", "off")
     assert (made.transport, decide(report()).transport) == ("collective", "window")
-    assert made.one_line() == "collectives (set by comm.transport)"
-
-
-@pytest.mark.parametrize("wish", [{"reduction": "mailbox"}, {"reduction": "accumulate"}, {"progress": "thread"}])
-def test_collectives_refuse_what_only_windows_have(wish):
-    with pytest.raises(UserError, match=f"comm.{next(iter(wish))}: .* belongs to comm.transport window"):
-        decide_collective(Wishes(**wish))
 
 
 def test_reasons_have_the_figures():

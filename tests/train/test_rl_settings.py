@@ -40,7 +40,6 @@ def test_a_run_without_rewards_has_the_section_too(tmp_path):
         ({"rl__temperature": 0}, "above 0"),
         ({"rl__loss_type": "bnpo"}, "dapo or grpo or dr_grpo"),
         ({"lora__r": 4, "lora__dropout": 0.1}, "lora.dropout: expected 0"),
-        ({"comm__transport": "collective"}, "comm.transport: run.objective grpo expects window"),
         ({"data__balance": "dynamic"}, "data.balance deals out"),
         ({"run__num_train_epochs": 2}, "give run.steps"),
     ],

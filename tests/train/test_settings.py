@@ -261,7 +261,7 @@ SIZE = "expected auto or a size such as 512M or 0"
             "job.yaml: data.max_tokens_per_microbatch: expected an integer, from 1",
         ),
         ("comm: {timeout_s: 0.9}", "job.yaml: comm.timeout_s: expected a finite number, 1 or more, got 0.9"),
-        ("comm: {transport: gloo}", 'job.yaml: comm.transport: expected window or collective, got "gloo"'),
+        ("comm: {transport: window}", "job.yaml: unknown setting comm.transport"),
         ("optim: {optimizer: adam}", 'job.yaml: optim.optimizer: expected adamw or sgd, got "adam"'),
         ("optim: {lr_scheduler_type: 1}", "job.yaml: optim.lr_scheduler_type: expected linear or cosine or constant"),
         ("optim: {learning_rate: .nan}", "job.yaml: optim.learning_rate: expected a finite number, got NaN"),

@@ -4,7 +4,7 @@
 same over ranks with FSDP2.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -83,7 +83,11 @@ class Whole:
 
 
 def run_microbatches(
-    model: nn.Module, minibatch: Minibatch, batches: Iterable[Batch], factor: float = 1.0, device: torch.device = HOST
+    model: Callable[..., Any],
+    minibatch: Minibatch,
+    batches: Iterable[Batch],
+    factor: float = 1.0,
+    device: torch.device = HOST,
 ) -> float:
     """Run forward and backward of some microbatches. Local, if the model is.
 
@@ -99,7 +103,7 @@ def run_microbatches(
     """
     total = 0.0
     for batch in batches:
-        loss = cast(Any, model)(**batch.to(device).inputs).loss * (batch.num_tokens / minibatch.num_tokens)
+        loss = model(**batch.to(device).inputs).loss * (batch.num_tokens / minibatch.num_tokens)
         (loss * factor).backward()
         total += loss.item()
     return total

@@ -1,7 +1,7 @@
 """Memory of the pieces of sequences on a rank, with flags: what `comm.context.pieces` exchanges through."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -65,7 +65,6 @@ class PieceWindows:
         world: The ranks.
         sizes: Of the memory.
         in_place: Whether ranks of a node read each other's memory in place.
-        serve: The owner's part of the gradient store, called while this rank waits.
 
     Attributes:
         sizes: As given.
@@ -75,17 +74,9 @@ class PieceWindows:
         UserError: /dev/shm has too little room; raised on every rank.
     """
 
-    def __init__(
-        self,
-        world: World,
-        sizes: Sizes,
-        *,
-        in_place: bool,
-        serve: Callable[[], object] = lambda: None,
-    ) -> None:
+    def __init__(self, world: World, sizes: Sizes, *, in_place: bool) -> None:
         assert 0 < sizes.num_layers < MOST_LAYERS
         self.world, self.sizes = world, sizes
-        self._serve = serve
         world.require_shared_memory(sizes.num_bytes, "keys and values of pieces of sequences")
         make = SharedWindow if in_place else Window
         self._memory: SharedWindow | Window = make(world, sizes.num_bytes, torch.uint8)
@@ -199,9 +190,5 @@ class PieceWindows:
         if not is_raised():
             began = time.perf_counter()
             with self.world.deadline(f"waiting for the {_NAMES[kind]} of {what}", [rank]):
-                complete(Condition(is_raised), self._meanwhile)
+                complete(Condition(is_raised), self.world.progress.poke)
             self.waited_s += time.perf_counter() - began
-
-    def _meanwhile(self) -> None:
-        self.world.comm.Iprobe()  # over a network nothing arrives unless somebody calls MPI
-        self._serve()

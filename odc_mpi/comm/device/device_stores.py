@@ -13,7 +13,7 @@ Each wait is for a mark behind what was given at one moment (an event), never fo
 the threads that carry them out, beside the computation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -32,17 +32,14 @@ class DeviceParameters(ParameterStore):
     Args:
         windows: Host the shards, on devices.
         device: Of this rank.
-        rank: This rank.
-        serve: Called by every fetch: the owner's part of the gradient store.
     """
 
-    def __init__(self, windows: ParameterWindows, device: Device, rank: int, serve: Callable[[], object]) -> None:
+    def __init__(self, windows: ParameterWindows, device: Device) -> None:
         # Not torch's memory: MPI may have to show it to another process or to a network card.
         super().__init__(windows.dtype, BufferPool(device.window_memory))
         self._windows = windows
         self._device = device
-        self._rank = rank
-        self._serve = serve
+        self._rank = windows.world.rank
         self._marks = Marks()
 
     @property
@@ -62,7 +59,7 @@ class DeviceParameters(ParameterStore):
         """Fill a buffer, whose old content is of no use to anybody behind the mark. One-sided."""
         self._device.use()
         after.synchronize()
-        self._serve()
+        self._windows.world.progress.serve()
         parts = self._windows.parts(index)
         pending = self._windows.start_gets(index, [owner for owner in parts if owner != self._rank], buffer)
         if self._rank in parts:

@@ -2,13 +2,11 @@
 
     push       between B and A: starts to bring a gradient to its owners. One-sided
     flush      before a rank comes to A: its pushes are in their owners' hands
-    serve      at any time: the owner does its part of what has arrived, if the way leaves it one
     complete   after all have met at A: the shards hold the sums
 
 `comm.reduce.mailbox` has the other way, in which owners add.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -38,10 +36,6 @@ class Reduction(GradientStore, Host):
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self.world = world
-
-    @abstractmethod
-    def serve(self) -> bool:
-        """Do this owner's part of what has arrived; return whether any has. Local, from any thread."""
 
     def in_place(self) -> list[torch.Tensor]:  # noqa: D102
         return [self.shard(index) for index in self.trained]
@@ -107,10 +101,6 @@ class AccumulateReduction(Reduction):
         with self.world.deadline("flushing gradients"):
             for window in self._all_windows():
                 window.flush()
-
-    def serve(self) -> bool:
-        """Nothing is left to the owner. Local."""
-        return False
 
     def complete(self) -> None:  # noqa: D102
         self.sync()

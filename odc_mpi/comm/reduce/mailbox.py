@@ -117,6 +117,7 @@ class MailboxReduction(Reduction):
         self._arrived = self._inbox.tensor.numpy()[: self._sent.nbytes].view(np.int64)
         self._done = self._returns.tensor.numpy()[: self._sent.nbytes].view(np.int64)
         self._slots.allocate(self._inbox, self._counters_bytes, self._ring_bytes, self.trained)
+        self.world.progress.add(self.serve)
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._slots.shards[index]
@@ -169,6 +170,7 @@ class MailboxReduction(Reduction):
         assert (self._arrived == self._taken).all(), "a rank came to A before its gradients had arrived"
 
     def free(self) -> None:  # noqa: D102
+        self.world.progress.remove(self.serve)
         del self._arrived, self._arrived_bytes, self._done
         self._slots.free()
         self._returns.free()
@@ -184,9 +186,7 @@ class MailboxReduction(Reduction):
     def _help_owners(self) -> None:
         # The owner must hear of what is there before it can make room.
         self._slots.flush()
-        # Over a network nothing arrives unless somebody calls MPI.
-        self.world.comm.Iprobe()
-        self.serve()
+        self.world.progress.poke()
 
     def _put_what_fits(self) -> bool:
         """Put pieces into their owners' rings as far as there is room; return whether any was."""

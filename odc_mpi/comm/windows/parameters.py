@@ -8,7 +8,7 @@
 `comm.device.device_stores` to a device. The owner takes no part.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -34,7 +34,7 @@ class ParameterWindows(Host):
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowKind) -> None:
         self.dtype = dtype
-        self._world = world
+        self.world = world
         self._kind = kind
         self._windows: list[Window | SharedWindow] = []
         self.are_whole = False
@@ -45,28 +45,28 @@ class ParameterWindows(Host):
     def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
         super().plan(layouts)
         num_bytes = sum(layout.shard_numel * (layout.dtype or self.dtype).itemsize for layout in layouts)
-        per_array = 2 if self._kind.in_place and self._world.num_nodes > 1 else 1
+        per_array = 2 if self._kind.in_place and self.world.num_nodes > 1 else 1
         return Footprint(len(layouts) * per_array, num_bytes if self._kind.on_host else 0)
 
     def allocate(self) -> None:  # noqa: D102
         for layout in self.layouts:
-            self._windows.append(self._kind.make(self._world, layout.shard_numel, layout.dtype or self.dtype))
+            self._windows.append(self._kind.make(self.world, layout.shard_numel, layout.dtype or self.dtype))
         self.are_whole = all(window.whole is not None for window in self._windows)
 
     def parts(self, index: int) -> dict[int, tuple[int, int]]:
         """Return the owners that have elements of an array, and the first and the end of each one's part. Local."""
         layout = self.layouts[index]
-        return {owner: (start, stop) for owner, start, stop in owned_parts(layout, self._world.rank, 0, layout.numel)}
+        return {owner: (start, stop) for owner, start, stop in owned_parts(layout, self.world.rank, 0, layout.numel)}
 
     def start_gets(self, index: int, owners: Sequence[int], buffer: torch.Tensor) -> Pending:
         """Start to read the parts of these owners into a buffer for the whole array. One-sided."""
         layout, window, memory = self.layouts[index], self._windows[index], self._kind.memory(buffer.view(torch.uint8))
         what = f"fetching unit {layout.name}"
-        with self._world.deadline(what, owners):
+        with self.world.deadline(what, owners):
             for owner in owners:
                 start, stop = layout.owned(owner)
                 window.get(owner, memory[start * buffer.itemsize : stop * buffer.itemsize])
-        return flush_later(self._world, window.flush, what, owners, buffer)
+        return flush_later(self.world, window.flush, what, owners, buffer)
 
     def sync(self) -> None:  # noqa: D102
         for window in self._windows:
@@ -85,13 +85,11 @@ class WindowParameters(ParameterStore):
 
     Args:
         windows: Host the shards.
-        serve: Called in passing by every fetch: the owner's part of the gradient store.
     """
 
-    def __init__(self, windows: ParameterWindows, serve: Callable[[], object]) -> None:
+    def __init__(self, windows: ParameterWindows) -> None:
         super().__init__(windows.dtype)
         self._windows = windows
-        self._serve = serve
 
     @property
     def copies(self) -> bool:  # type: ignore[override]
@@ -113,7 +111,7 @@ class WindowParameters(ParameterStore):
     def fetch(self, index: int) -> Fetch:  # noqa: D102
         if self.copies:
             return super().fetch(index)
-        self._serve()
+        self._windows.world.progress.serve()
         whole = self._windows[index].whole
         assert whole is not None
         return Fetch(whole[: self.layouts[index].numel], Done())
@@ -123,7 +121,7 @@ class WindowParameters(ParameterStore):
             super().release(fetched)
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
-        self._serve()
+        self._windows.world.progress.serve()
         parts, window = self._windows.parts(index), self._windows[index]
         near = {owner: shard for owner in parts if (shard := window.near(owner)) is not None}
         pending = self._windows.start_gets(index, [owner for owner in parts if owner not in near], buffer)

@@ -241,7 +241,7 @@ def open_epoch(win: MPI.Win, world: World) -> None:
         win.Free()
         raise UserError(
             f"expected windows of the unified memory model (MPI_WIN_UNIFIED), got {model} ones under "
-            f"{world.mpi_library}: set comm.transport to collective, or use another MPI library"
+            f"{world.mpi_library}: use another MPI library"
         )
     win.Lock_all(MPI.MODE_NOCHECK)
 

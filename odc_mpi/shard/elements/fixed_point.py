@@ -29,8 +29,7 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.kernels.native import Piece, largest_magnitude
-from odc_mpi.shard.elements.floating_point import FloatingPoint
-from odc_mpi.shard.layout import FlatLayout
+from odc_mpi.shard.elements.base import Elements
 
 #: The magnitude that a sum must stay below, as a power of two.
 SUM_BITS = 62
@@ -58,7 +57,7 @@ EXACT_BITS = 52
 _HOST_NUMEL, _DEVICE_NUMEL = 1 << 15, 1 << 22
 
 
-class FixedPoint:
+class FixedPoint(Elements):
     """Lays gradients out and adds them up as integers.
 
     Args:
@@ -82,18 +81,10 @@ class FixedPoint:
         self._told: dict[int, torch.Tensor] = {}
         self._work: torch.Tensor | None = None
 
-    def start(self) -> None:
-        """Begin a minibatch. Local."""
+    def start(self) -> None:  # noqa: D102
         self._told = {}
 
-    def lay_out(self, index: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
-        """Lay gradients of an array into a buffer that is pushed by itself, zeros between them. Local.
-
-        Args:
-            index: Of the array.
-            pieces: Where in `flat` each gradient begins, and the gradient.
-            flat: `[n]` int64; overwritten.
-        """
+    def lay_out(self, index: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:  # noqa: D102
         filled = 0
         for start, piece in pieces:
             flat[filled:start].zero_()
@@ -101,15 +92,11 @@ class FixedPoint:
         flat[filled:].zero_()
         self._round(index, pieces, flat, torch.Tensor.copy_)
 
-    def add(self, index: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
-        """Round gradients of an array and add them to a sum at home. Local; arguments as of `lay_out`."""
+    def add(self, index: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:  # noqa: D102
         self._round(index, pieces, flat, _add)
 
-    def send(self, index: int, flat: torch.Tensor) -> None:
-        """Take note of a sum at home that is pushed now: its gradients were counted one by one. Local."""
-
     def tell(self) -> np.ndarray:
-        """Return this rank's numbers for point A, float64 `[3 * arrays]`. Local; waits for the device."""
+        """Return bounds, errors and magnitudes of what was pushed, `[3 * arrays]`. Local; waits for the device."""
         told = np.zeros((len(self._numels), 3))
         for row, index in zip(told, self._numels, strict=True):
             if index in self._told:
@@ -117,10 +104,7 @@ class FixedPoint:
         return told.ravel()
 
     def hear(self, totals: np.ndarray) -> bool:
-        """Take the sums over all ranks of what they told; return whether the gradients are finite. Local.
-
-        The exponents are those of the next minibatch from here on.
-        """
+        """Take the sums over all ranks; the exponents are those of the next minibatch from here on. Local."""
         rows = dict(zip(self._numels, totals.reshape(-1, 3).tolist(), strict=True))
         self._arrived = dict(self.exponents)
         steps = {index: 2.0 ** -self.exponents[index] for index in rows}
@@ -134,32 +118,18 @@ class FixedPoint:
         return self._finite
 
     def read(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return this rank's gradients of an array as an optimizer takes them. Local, after `hear`.
-
-        Args:
-            index: Of the array.
-            window: The gradient shard, `[n]` int64.
-            like: Has the device and the type that the optimizer takes.
-
-        Returns:
-            `[n]`, rounded to the nearest number of fp64, then of the type.
-        """
+        """Return the integers scaled back: rounded to the nearest number of fp64, then of the type of `like`. Local."""
         window = window.to(like.device)
         gradient, scale = torch.empty_like(window, dtype=like.dtype), 2.0 ** -self._arrived[index]
         for part in _parts(window):
             gradient[part] = window[part].double().mul_(scale)
         return gradient
 
-    def divide(self, divisor: float) -> None:
-        """Take note that all gradients are divided by a number. Local."""
+    def divide(self, divisor: float) -> None:  # noqa: D102
         self._largest = {index: largest / abs(divisor) for index, largest in self._largest.items()}
 
     def squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
-        """Return the sums of the squares of this rank's gradients in integers, float64 `[arrays * LIMBS]`. Local.
-
-        Args:
-            gradients: Of this rank's slices, by the indices of their arrays.
-        """
+        """Return the sums of squares in integers, `[arrays * LIMBS]`. Local."""
         totals = np.zeros((len(self._numels), LIMBS))
         for row, index in zip(totals, self._numels, strict=True):
             for own in gradients.get(index, ()):
@@ -167,8 +137,7 @@ class FixedPoint:
                     row += self._squares(index, own[part])
         return totals.ravel()
 
-    def norm(self, totals: np.ndarray) -> float:
-        """Return the norm, of the sum over all ranks of `squares`; NaN if gradients are not finite. Local."""
+    def norm(self, totals: np.ndarray) -> float:  # noqa: D102
         if not self._finite:
             return math.nan
         parts = [
@@ -273,15 +242,3 @@ def _parts(flat: torch.Tensor) -> Iterator[slice]:
 
 def _most(flat: torch.Tensor) -> int:
     return _DEVICE_NUMEL if flat.is_cuda else _HOST_NUMEL
-
-
-def elements_of(dtype: torch.dtype, layouts: Sequence[FlatLayout]) -> FloatingPoint | FixedPoint:
-    """Return the numbers that gradients are added up as. Local.
-
-    Args:
-        dtype: Of the elements of gradients on the way.
-        layouts: The arrays.
-    """
-    if dtype.is_floating_point:
-        return FloatingPoint(dtype)
-    return FixedPoint({index: layout.numel for index, layout in enumerate(layouts) if layout.trainable})

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.kernels.native import Piece, add_slots, flatten, largest_magnitude
+from odc_mpi.shard.elements.base import Elements
 from odc_mpi.shard.optim import squared_norm
 
 
-class FloatingPoint:
+class FloatingPoint(Elements):
     """Lays gradients out and adds them up in a type of torch's.
 
     Args:
@@ -29,66 +30,33 @@ class FloatingPoint:
         # Half of what it holds: sums are rounded.
         self._limit = torch.finfo(dtype).max / 2
 
-    def start(self) -> None:
-        """Begin a minibatch. Local."""
+    def start(self) -> None:  # noqa: D102
         self._bounds = {}
 
-    def lay_out(self, index: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
-        """Lay gradients of an array into a buffer that is pushed by itself, zeros between them. Local.
-
-        Args:
-            index: Of the array.
-            pieces: Where in `flat` each gradient begins, and the gradient.
-            flat: `[n]` of the elements' type; overwritten.
-        """
+    def lay_out(self, index: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:  # noqa: D102
         self._add_bound(index, flatten(pieces, flat))
 
-    def add(self, index: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:
-        """Add gradients of an array to a sum at home. Local; arguments as of `lay_out`."""
+    def add(self, index: int, pieces: Sequence[Piece], flat: torch.Tensor) -> None:  # noqa: D102
         add_slots(flat, pieces)
 
-    def send(self, index: int, flat: torch.Tensor) -> None:
-        """Take note of a sum at home that is pushed now. Local."""
+    def send(self, index: int, flat: torch.Tensor) -> None:  # noqa: D102
         self._add_bound(index, largest_magnitude(flat))
 
     def tell(self) -> np.ndarray:
-        """Return this rank's numbers for point A, float64 `[1]`. Local; waits for the device.
-
-        How much of the range of the type an element of what was pushed may take up, at most.
-        """
+        """Return how much of the range of the type an element of what was pushed may take up, at most, `[1]`. Local."""
         bounds = list(self._bounds.values())
         return np.array([float(torch.stack(bounds).max()) / self._limit if bounds else 0.0])
 
-    def hear(self, totals: np.ndarray) -> bool:
-        """Take the sums over all ranks of what they told; return whether the gradients are finite. Local."""
+    def hear(self, totals: np.ndarray) -> bool:  # noqa: D102
         return bool(totals[0] < 1.0)
 
-    def read(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return this rank's gradients of an array as an optimizer takes them. Local.
-
-        Args:
-            index: Of the array.
-            window: The gradient shard, `[n]`.
-            like: Has the device and the type that the optimizer takes.
-
-        Returns:
-            The window itself where nothing is to be changed. Nobody waits for a transfer to a GPU.
-        """
+    def read(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:  # noqa: D102
         return window.to(like.device, like.dtype, non_blocking=like.is_cuda)
 
-    def divide(self, divisor: float) -> None:
-        """Take note that all gradients are divided by a number. Local."""
-
-    def squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
-        """Return the sum of the squares of this rank's gradients, float64 `[1]`. Local.
-
-        Args:
-            gradients: Of this rank's slices, by the indices of their arrays.
-        """
+    def squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:  # noqa: D102
         return np.array([squared_norm([own for slices in gradients.values() for own in slices])])
 
-    def norm(self, totals: np.ndarray) -> float:
-        """Return the norm, of the sum over all ranks of `squares`. Local."""
+    def norm(self, totals: np.ndarray) -> float:  # noqa: D102
         return float(np.sqrt(totals[0]))
 
     def _add_bound(self, index: int, largest: torch.Tensor) -> None:

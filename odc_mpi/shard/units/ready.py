@@ -1,9 +1,4 @@
-"""The units that are ready: the root, the few used last, those expected next, and as many as a budget holds.
-
-Where fetches are collective, all ranks must fetch the same units in the same order, and it is done as FSDP does it: a
-unit goes when its forward is through, and again when another is fetched for the backward; the root goes at the next
-microbatch.
-"""
+"""The units that are ready: the root, the few used last, those expected next, and as many as a budget holds."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,16 +29,22 @@ class ReadyUnits:
             no bytes, or that one thread only may call, nothing is.
         spans: Told of every wait for a fetch.
         traffic: Told of every fetch.
+        max_others: Units held besides the root, the one in use and those that stay; by default as `prefetch` needs.
 
     Attributes:
-        residency: What stays until the end of a minibatch. Nothing, where fetches move no bytes or are collective.
+        residency: What stays until the end of a minibatch. Nothing, where fetches move no bytes.
         activity: Tells the other ranks which unit is in use.
         generation: Counts publications: what was fetched before the last one is stale.
         readable: Whether parameters may be fetched: not between A and B, when their owners write them.
     """
 
     def __init__(
-        self, transport: Transport, prefetch: int = 0, spans: Spans | None = None, traffic: Traffic | None = None
+        self,
+        transport: Transport,
+        prefetch: int = 0,
+        spans: Spans | None = None,
+        traffic: Traffic | None = None,
+        max_others: int | None = None,
     ) -> None:
         self.residency = Residency()
         self.activity = Activity(transport.group)
@@ -51,8 +52,7 @@ class ReadyUnits:
         self._spans = spans or Spans()
         self._traffic = traffic or Traffic(transport)
         self._prefetch = prefetch if transport.parameters.copies and transport.threads else 0
-        self._strict = not transport.one_sided
-        self._max_others = 0 if self._strict else max(MAX_READY_UNITS - 1, self._prefetch)
+        self._max_others = max(MAX_READY_UNITS - 1, self._prefetch) if max_others is None else max_others
         self._thread = CommunicationThread("odc_mpi-fetch") if self._prefetch else None
         self._order: FetchOrder[Unit] = FetchOrder()
         # Ready or on their way, by use and by the start of a fetch ahead of it, the oldest first.
@@ -70,7 +70,7 @@ class ReadyUnits:
         Where all units are ready, nothing is fetched any more, and nothing makes room.
         """
         parameters = self._transport.parameters
-        return parameters.stays or (not self._strict and len(self._by_pointer) == len(parameters.layouts))
+        return parameters.stays or len(self._by_pointer) == len(parameters.layouts)
 
     def require(self, unit: Unit) -> None:
         """Make a unit ready, and start to fetch those that come next. One-sided."""
@@ -93,18 +93,11 @@ class ReadyUnits:
             self._look_ahead(unit)
 
     def start_microbatch(self) -> None:
-        """Begin a microbatch; where fetches are collective, with no unit ready. Local."""
+        """Begin a microbatch. Local."""
         self.activity.start_microbatch()
-        if self._strict:
-            self.release_all()
 
     def forward_ended(self, unit: Unit) -> None:
-        """Release a unit after its forward, where fetches are collective. Local.
-
-        Not in a backward: a forward that runs there again is followed by the unit's backward.
-        """
-        if self._strict and not in_backward() and unit in self._held and not (unit.is_root or unit.num_calls):
-            self._release(unit)
+        """Called after each forward of a unit, which stays ready here. Local."""
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
         """Return the ready unit and its array that a tensor is a view of; None if there is none. Local."""

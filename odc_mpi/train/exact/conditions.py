@@ -27,7 +27,6 @@ def settled(config: Config) -> Config:
     if not config.run.exact:
         return config
     for setting, given, broken, instead in (
-        ("comm.transport", config.comm.transport, "collective", "window"),
         ("data.balance", config.data.balance, "lb_micro", "lb_mini or dynamic"),
         ("data.context_parallel", config.data.context_parallel, "auto", "off"),
         ("model.compile", str(config.model.compile).lower(), "true", "false"),
@@ -44,7 +43,6 @@ def settled(config: Config) -> Config:
 
 
 _REASONS = {
-    "comm.transport": "its ranks run the same number of microbatches, cut for the number of ranks",
     "data.balance": "it cuts microbatches for the number of ranks",
     "model.compile": "kernels for one number of tokens, which each rank makes first, may round in another way",
     "data.context_parallel": "it cuts sequences for the number of ranks",

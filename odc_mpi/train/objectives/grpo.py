@@ -76,8 +76,7 @@ class Grpo(Objective):
 
     def after_microbatch(self, ran: Ran) -> None:
         """Add its loss. Local."""
-        if ran.batch:
-            self._add("grpo_loss", ran.batch, ran.loss)
+        self._add("grpo_loss", ran.batch, ran.loss)
 
     def tell(self) -> tuple[float, ...]:
         """Return this rank's sums. Local."""

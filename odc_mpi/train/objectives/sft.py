@@ -34,9 +34,8 @@ class SupervisedFineTuning(Objective):
         return loss
 
     def after_microbatch(self, ran: Ran) -> None:
-        """Add its loss; that of padding counts nothing. Local."""
-        if ran.batch:
-            self._loss += summable(ran.loss, MOST_LOSS)
+        """Add its loss. Local."""
+        self._loss += summable(ran.loss, MOST_LOSS)
 
     def tell(self) -> tuple[float]:
         """Return this rank's part of the loss. Local."""

@@ -17,7 +17,6 @@ SUMMARY = {
     "loss_last",
     "tokens",
     "tokens_per_s",
-    "transport",
     "reduction",
     "balance",
     "zero_copy",
@@ -154,10 +153,7 @@ def mistake(done, *words):
         (["--data.path", "/nowhere/x.h5"], ["data.path", "/nowhere/x.h5"]),
         (["--nonsense"], ["unknown setting nonsense"]),
         (["--comm.reduction", "mailbox", "--comm.mailbox_bytes", 100], ["comm.mailbox_bytes must be at least 256"]),
-        (
-            ["--comm.transport", "collective", "--data.balance", "dynamic"],
-            ["data.balance", "comm.transport"],
-        ),
+        (["--data.context_parallel", "auto"], ["data.context_parallel", "data.balance"]),
     ],
     ids=["configuration", "data", "argument", "room", "combination"],
 )

@@ -41,7 +41,7 @@ def test_a_rank_that_sleeps_in_a_forward(tmp_path):
     assert re.fullmatch(told, line), line
 
 
-def test_a_rank_that_ran_no_padding(tmp_path):
+def test_a_rank_that_runs_fewer_microbatches(tmp_path):
     """It is at A, where the others are not; each side may be the first to say so."""
     line = the_line(tmp_path, ENDS_EARLY)
     at_a, gathering = "meeting at point A, gradients complete", "gathering unit 0"

@@ -3,23 +3,36 @@
 import numpy as np
 import pytest
 import torch
-from small_training import FROZEN, FROZEN_IDS, assert_bf16_follows, assert_like_plain, configure
+from small_training import FROZEN, FROZEN_IDS, STEPS, assert_close, configure, expected
 from torch import nn
 from units import Block, assert_nan_is_known_to_all, assert_pushed, assert_reports_and_sums, stretches
 
 from odc_mpi.api import decide_for
+from odc_mpi.bench.baselines.collective import Collective
 from odc_mpi.comm import collective
 from odc_mpi.comm.compose import collective_transport, window_transport
 from odc_mpi.errors import UserError
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.train.inputs import open_inputs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 SIZES = [1, 7, 33, 1000, 65_537]
 
 
-def over_collectives(dataset_path, **changes):
-    return configure(dataset_path, **{"comm.transport": "collective"}, **changes)
+def assert_like_plain(world, dataset_path, freeze=(), **changes):
+    """Train over collectives; losses and parameters are those of the plain loop."""
+    constant = {"optim.lr_scheduler_type": "constant", "optim.warmup_steps": 0, "optim.learning_rate": 5e-3}
+    config = configure(dataset_path, **constant | changes)
+    inputs = open_inputs(config, world.rank, world.size)
+    for name, parameter in inputs.model.module.named_parameters():
+        parameter.requires_grad_(not any(word in name for word in freeze))
+    losses, wanted = expected(config, inputs.dataset, freeze)
+    baseline = Collective(world, config.optim, inputs)
+    parts = world.gather_objects([baseline.step()[0] for _ in range(STEPS)])
+    assert [sum(step) for step in zip(*parts, strict=True)] == pytest.approx(losses, rel=1e-5)
+    assert_close(baseline.model.state_dict(), wanted)
+    baseline.close()
 
 
 @pytest.mark.parametrize("balance", ["local_sort", "lb_micro", "lb_mini"])
@@ -27,25 +40,16 @@ def over_collectives(dataset_path, **changes):
 def test_losses_and_parameters_equal_a_plain_loop(world, dataset_path, balance, tied):
     """Seven sequences, so that ranks have different numbers of microbatches and pad."""
     changes = {"data.balance": balance, "model.config.tie_word_embeddings": tied}
-    assert_like_plain(over_collectives(dataset_path, **changes), world)
+    assert_like_plain(world, dataset_path, **changes)
 
 
 @pytest.mark.parametrize("freeze", FROZEN, ids=FROZEN_IDS)
 def test_frozen_parameters_stay_and_the_others_learn(world, dataset_path, freeze):
-    assert_like_plain(over_collectives(dataset_path, **{"model.config.tie_word_embeddings": "false"}), world, freeze)
+    assert_like_plain(world, dataset_path, freeze, **{"model.config.tie_word_embeddings": "false"})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"model.gradient_checkpointing": "true"}, {"data.minibatch_sequences": 1}],
-    ids=["checkpointing", "fewer sequences than ranks"],
-)
-def test_settings_change_nothing(world, dataset_path, changes):
-    assert_like_plain(over_collectives(dataset_path, **changes), world)
-
-
-def test_bf16_parameters_follow_the_fp32_run(world, dataset_path):
-    assert_bf16_follows(over_collectives(dataset_path, **{"model.param_dtype": "bfloat16"}), world)
+def test_fewer_sequences_than_ranks(world, dataset_path):
+    assert_like_plain(world, dataset_path, **{"data.minibatch_sequences": 1})
 
 
 def recording(transport):
@@ -82,15 +86,12 @@ FORWARD = ["gather (root)", "gather 1", "gather 2", "gather 3"]
 BACKWARD = ["gather 3", "reduce 3", "gather 2", "reduce 2", "gather 1", "reduce 1", "reduce (root)"]
 
 
-def run_padded(model, world, num_microbatches, padding_scale=1.0):
+def run_three(model, world, num_microbatches=3):
+    """Run three microbatches, of which those beyond `num_microbatches` have a loss of zero."""
     torch.manual_seed(world.rank)
     with model.minibatch() as totals:
         for i in range(3):
-            if i < num_microbatches:
-                model(torch.randn(2, 16)).square().mean().backward()
-            else:
-                with model.padding():
-                    (model(torch.randn(1, 16)).mean() * padding_scale).backward()
+            (model(torch.randn(2, 16)).square().mean() * (i < num_microbatches)).backward()
     return totals
 
 
@@ -98,30 +99,16 @@ def test_two_gathers_and_a_reduction_for_each_unit_and_microbatch(recorded, worl
     """As FSDP2 does, in this order on every rank; the root, which it keeps for the backward, is gathered once."""
     model, log = recorded
     for step in range(2):
-        run_padded(model, world, num_microbatches=(world.rank + step) % 4)
+        run_three(model, world, num_microbatches=(world.rank + step) % 4)
         model.clip_grad_norm_(1.0)
         model.publish()
     assert log == (FORWARD + BACKWARD) * 3 * 2
     assert model.num_collectives == (len(FORWARD + BACKWARD) * 3 + 3) * 2
 
 
-def test_padding_adds_exactly_nothing(recorded, world):
-    model, _ = recorded
-    gradients = []
-    for scale in (1.0, float("inf"), float("nan")):
-        totals = run_padded(model, world, num_microbatches=1 - world.rank % 2, padding_scale=scale)
-        assert totals.finite
-        gradients.append([p.grad.clone() for p in model.shard_parameters()])
-        model.publish()
-    norms = world.gather_objects(sum(float(g.abs().sum()) for g in gradients[0]))
-    assert sum(norms) > 0, "nobody had a real microbatch"
-    for others in gradients[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(gradients[0], others, strict=True))
-
-
 def test_a_real_gradient_that_is_not_finite_is_known_to_all(recorded, world):
     model, _ = recorded
-    assert_nan_is_known_to_all(model, world, lambda: run_padded(model, world, 1))
+    assert_nan_is_known_to_all(model, world, lambda: run_three(model, world))
 
 
 def test_the_same_gradients_as_over_windows(world):
@@ -133,8 +120,7 @@ def test_the_same_gradients_as_over_windows(world):
         torch.manual_seed(world.rank)
         with model.minibatch():
             for i in range(3):
-                with model.padding() if i > world.rank else torch.enable_grad():
-                    model(torch.randn(2, 16).double()).square().mean().backward()
+                (model(torch.randn(2, 16).double()).square().mean() * (i <= world.rank)).backward()
         gradients.append([p.grad.clone() for p in model.shard_parameters()])
         model.publish()
         model.close()
@@ -191,6 +177,14 @@ def test_frozen_arrays_have_no_gradient_shard(make):
         transport.gradients.shard(0)
 
 
-def test_an_unknown_transport_is_refused(world):
-    with pytest.raises(UserError, match="expected window or collective, got gloo"):
-        decide_for(world, transport="gloo")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"transport": "gloo"}, "expected window or collective, got gloo"),
+        ({"transport": "collective", "reduction": "mailbox"}, "collective .* has no other choice"),
+        ({"transport": "collective", "device": "cuda"}, "collective computes on the host"),
+    ],
+)
+def test_what_a_transport_does_not_have_is_refused(world, given, words):
+    with pytest.raises(UserError, match=words):
+        decide_for(world, **given)

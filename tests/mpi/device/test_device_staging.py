@@ -29,7 +29,6 @@ def device(monkeypatch):
         {"comm.zero_copy": "off", "comm.prefetch": 0},
         {"comm.reduction": "mailbox"},
         {"comm.reduction": "mailbox", "comm.progress": "thread", "comm.zero_copy": "off"},
-        {"comm.transport": "collective"},
         {"data.balance": "dynamic", "optim.device": "cuda"},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())) or "defaults",

@@ -159,10 +159,9 @@ def test_losses_and_adapters_equal_peft(world, dataset_path, balance, targets, s
     [
         {"lora.dropout": 0.3},
         {"model.param_dtype": "bfloat16"},
-        {"model.param_dtype": "bfloat16", "comm.transport": "collective", "data.balance": "lb_micro"},
         {"lora.dropout": 0.3, "model.gradient_checkpointing": "true"},
     ],
-    ids=["dropout", "bf16 base", "bf16 base, collectives", "dropout, recomputed"],
+    ids=["dropout", "bf16 base", "dropout, recomputed"],
 )
 def test_the_same_microbatches_equal_peft(world, dataset_path, changes):
     settings = {"data.balance": "lb_mini", "optim.lr_scheduler_type": "constant"} | changes

@@ -142,7 +142,6 @@ def test_adapters(dataset_path, world, monkeypatch):
     [
         ({"data.balance": "lb_mini"}, r"goes with data\.balance dynamic, got lb_mini"),
         ({"model.compile": "true"}, r"goes with model\.compile false, got true"),
-        ({"comm.transport": "collective", "data.balance": "lb_mini"}, r"goes with comm\.transport window"),
     ],
 )
 def test_settings_that_do_not_go_together(dataset_path, world, changes, words):

@@ -57,11 +57,11 @@ def wanted_before_training(path, count=NUM_HELD_OUT):
 
 
 @pytest.mark.parametrize(
-    ("transport", "balance", "count"),
-    [("window", "lb_mini", 0), ("window", "dynamic", 5), ("collective", "lb_micro", 0)],
+    ("balance", "count"),
+    [("lb_mini", 0), ("dynamic", 5)],
 )
-def test_it_is_the_loss_of_plain_torch_and_training_does_not_notice(run, held_out, transport, balance, count):
-    settings = {"comm__transport": transport, "data__balance": balance}
+def test_it_is_the_loss_of_plain_torch_and_training_does_not_notice(run, held_out, balance, count):
+    settings = {"data__balance": balance}
     without, _ = run("without", **settings)
     lines, summary = run(
         "with",

@@ -155,9 +155,8 @@ def test_floating_point_sums_are_found_out(world, train, monkeypatch):
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in alone_lines], rel=1e-4)
 
 
-@pytest.mark.parametrize(("transport", "balance"), [("window", "lb_mini"), ("collective", "lb_micro")])
-def test_fixed_point_sums_alone_train_as_plain_torch_does(world, dataset_path, transport, balance):
-    changes = {"comm.transport": transport, "data.balance": balance, "model.reduce_dtype": "fixed64"}
+def test_fixed_point_sums_alone_train_as_plain_torch_does(world, dataset_path):
+    changes = {"data.balance": "lb_mini", "model.reduce_dtype": "fixed64"}
     assert_like_plain(configure(dataset_path, **changes), world, like=configure(dataset_path))
 
 
@@ -165,7 +164,6 @@ def test_fixed_point_sums_alone_train_as_plain_torch_does(world, dataset_path, t
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("comm__transport", "collective"),
         ("data__balance", "lb_micro"),
     ],
 )

@@ -54,10 +54,9 @@ class Evaluation(Participant):
         self.losses.append(loss)
 
 
-@pytest.mark.parametrize(("balance", "transport"), [("dynamic", "window"), ("lb_micro", "collective")])
-def test_a_divisor_that_is_known_at_a(world, dataset_path, monkeypatch, balance, transport):
+def test_a_divisor_that_is_known_at_a(world, dataset_path, monkeypatch):
     monkeypatch.setattr(run, "SupervisedFineTuning", DividedAtA)
-    config = configure(dataset_path, **{"data.balance": balance, "comm.transport": transport})
+    config = configure(dataset_path, **{"data.balance": "dynamic"})
     inputs = open_inputs(config, world.rank, world.size)
     losses, parameters = expected(config, inputs.dataset)
     with training(config, world, inputs) as (trainer, steps):

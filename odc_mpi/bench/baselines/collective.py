@@ -1,0 +1,52 @@
+"""Our runtime over MPI's collectives: what FSDP does, with our units and shards. A baseline of `bench train`.
+
+Ranks wait for each other in every unit of every microbatch (`comm.collective`), so all have to run the same number of
+microbatches: a rank that has fewer runs its minibatch's shortest sequence with a loss that is multiplied by zero.
+"""
+
+from odc_mpi.api import decide_for, shard_model
+from odc_mpi.bench.baselines.plain import run_microbatches
+from odc_mpi.runtime.world import World
+from odc_mpi.train.inputs import Inputs
+from odc_mpi.train.settings import OptimConfig
+from odc_mpi.train.update import make_optimizer
+
+
+class Collective:
+    """Training over collectives. Making one, and each step, is collective.
+
+    Args:
+        world: The ranks.
+        config: Settings of the optimizer; the learning rate stays at its peak.
+        inputs: With a loader of its own.
+
+    Attributes:
+        model: The sharded model.
+    """
+
+    def __init__(self, world: World, config: OptimConfig, inputs: Inputs) -> None:
+        self._max_norm, self._inputs = config.max_grad_norm, inputs
+        decision = decide_for(world, transport="collective")
+        self.model = shard_model(inputs.model.module, world, weights=inputs.model.weights, decision=decision).train()
+        self._optimizer = make_optimizer(config, self.model.named_shard_parameters(), self.model.parameter_shapes())
+
+    def step(self) -> tuple[float, int]:
+        """Train on the next minibatch. Collective.
+
+        Returns:
+            This rank's part of its loss, and the tokens of all ranks that went through the model.
+        """
+        minibatch = next(self._inputs.sequence_loader)
+        with self.model.minibatch():
+            loss = run_microbatches(self.model, minibatch, minibatch)
+            run_microbatches(self.model, minibatch, minibatch.padding(), factor=0.0)
+        if self._max_norm:
+            self.model.clip_grad_norm_(self._max_norm)
+        self._optimizer.step()
+        self.model.publish()
+        return loss, minibatch.num_input_tokens
+
+    def close(self) -> None:
+        """Free the model's memory and close the data set. Collective."""
+        self.model.close()
+        self._inputs.dataset.close()

@@ -1,0 +1,49 @@
+"""Which units are ready where fetches are collective: the baseline that on-demand fetches are compared with.
+
+All ranks must fetch the same units in the same order, so it is done as FSDP does it: a unit is released after its
+forward, and again when another is fetched for the backward; the root, which stays for the backward, is released at the
+next microbatch. Nothing is fetched ahead, and nothing stays.
+"""
+
+from collections.abc import Sequence
+
+from odc_mpi.comm.traffic import Traffic
+from odc_mpi.comm.transport import Transport
+from odc_mpi.errors import UserError
+from odc_mpi.shard.boundary import Spans
+from odc_mpi.shard.units.activity import in_backward
+from odc_mpi.shard.units.ready import ReadyUnits
+from odc_mpi.shard.units.unit import Unit
+
+
+class CollectiveUnits(ReadyUnits):
+    """Fetches units when they are needed and releases them after use, at the same places on every rank.
+
+    Args:
+        transport: Its fetches are collective.
+        spans: Told of every wait for a fetch.
+        traffic: Told of every fetch.
+    """
+
+    stay = False
+
+    def __init__(self, transport: Transport, spans: Spans | None = None, traffic: Traffic | None = None) -> None:
+        super().__init__(transport, 0, spans, traffic, max_others=0)
+
+    def start_microbatch(self) -> None:
+        """Begin a microbatch with no unit ready. Local."""
+        super().start_microbatch()
+        self.release_all()
+
+    def forward_ended(self, unit: Unit) -> None:
+        """Release a unit after its forward, unless that ran again in a backward, which then needs the unit. Local."""
+        if not in_backward() and unit in self._held and not (unit.is_root or unit.num_calls):
+            self._release(unit)
+
+    def require_all(self, units: Sequence[Unit]) -> None:
+        """Refuse to keep the whole model. Local.
+
+        Raises:
+            UserError: Always.
+        """
+        raise UserError("a resident model needs one-sided fetches, got a model over collectives: shard it over windows")

@@ -1,0 +1,41 @@
+import threading
+
+from odc_mpi.runtime.progress import Progress
+
+
+def test_all_tasks_run_and_tell_whether_there_was_anything_to_do() -> None:
+    progress, calls = Progress(), []
+
+    def task(name: str, found: bool) -> bool:
+        calls.append(name)
+        return found
+
+    assert not progress.serve()
+    first, second = (lambda: task("first", True)), (lambda: task("second", False))
+    progress.add(first)
+    progress.add(second)
+    assert progress.serve() and calls == ["first", "second"]
+    progress.remove(first)
+    assert not progress.serve() and calls[2:] == ["second"]
+
+
+def test_one_thread_at_a_time_and_none_after_removal() -> None:
+    progress, begun, go_on = Progress(), threading.Event(), threading.Event()
+
+    def task() -> bool:
+        begun.set()
+        return go_on.wait(10)
+
+    progress.add(task)
+    server = threading.Thread(target=progress.serve)
+    server.start()
+    assert begun.wait(10)
+    assert not progress.serve(), "another thread is at it"
+    remover = threading.Thread(target=progress.remove, args=(task,))
+    remover.start()
+    assert remover.is_alive(), "the task still runs"
+    go_on.set()
+    for thread in (server, remover):
+        thread.join(10)
+    begun.clear()
+    assert not progress.serve() and not begun.is_set()
