@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -49,19 +49,19 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
     most = max(MOST_RANKS, os.cpu_count() or 1)
     if ranks > most:
         raise UserError(f"--ranks {ranks}: expected at most {most} on this node; to have more, start mpiexec yourself")
-    process = subprocess.Popen(
-        [mpiexec(), "-n", str(ranks), sys.executable, "-m", "odc_mpi", *arguments],
-        env=_OPEN_MPI | os.environ,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C reaches this process alone, which then ends mpiexec in good order
-    )
-    try:
-        with _terminated_as_interrupted():
+    with _terminated_as_interrupted(), ExitStack() as stack:
+        with _interrupts_deferred():  # raised within Popen, an interrupt would leave mpiexec running
+            process = subprocess.Popen(
+                [mpiexec(), "-n", str(ranks), sys.executable, "-m", "odc_mpi", *arguments],
+                env=_OPEN_MPI | os.environ,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends mpiexec in good order
+            )
+            stack.callback(_end, process)
+        try:
             code = process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"{ranks} ranks did not end within {timeout_s:g} s: raise --timeout-s") from None
-    finally:
-        _end(process)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{ranks} ranks did not end within {timeout_s:g} s: raise --timeout-s") from None
     return code if code >= 0 else 128 - code
 
 
@@ -90,6 +90,21 @@ def _terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a SIGINT or SIGTERM at the end of the block instead of within it."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        if received:
+            raise KeyboardInterrupt
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -125,3 +125,19 @@ def is_alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_an_interrupt_while_mpiexec_starts_ends_it(mpiexec, tmp_path, monkeypatch):
+    mpiexec(f"echo $$ > {tmp_path}/pid; while :; do sleep 0.1; done")
+    popen = subprocess.Popen
+
+    def interrupted(*arguments, **options):
+        process = popen(*arguments, **options)
+        until((tmp_path / "pid").exists)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(launch.subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch.run(2, [], timeout_s=60)
+    assert not is_alive(int((tmp_path / "pid").read_text()))
