@@ -33,6 +33,7 @@ from gpu_windows import MAX_OPERATIONS, MAX_UNITS, SAMPLE_S, UNITS_BYTES, in_mem
 from odc_mpi.bench.measure import entries, seconds
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.kernels import native
+from odc_mpi.simulate.events import quartiles
 
 SLOTS = 4
 PIECES = 12
@@ -173,8 +174,12 @@ def measure_size(device: Device, num_bytes: int, repeats: int, with_kernels: boo
 
 def task_entries(moved_bytes: Mapping[str, int], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return the entry `tasks` of a size, from bytes of an operation and its seconds in each round, by name. Local."""
-    found = entries(times, moved_bytes, of_copy=lambda _: COPY, of_torch=lambda name: name + TORCH)
-    return {name: {"moved_bytes": moved_bytes[name], **entry} for name, entry in found.items()}
+    per_byte = {name: [one / moved_bytes[name] for one in own] for name, own in times.items()}
+    found = entries(per_byte, 1, of_copy=lambda _: COPY, of_torch=lambda name: name + TORCH)
+    return {
+        name: {"moved_bytes": moved_bytes[name], **entry, "seconds": quartiles(times[name])}
+        for name, entry in found.items()
+    }
 
 
 def _sample(device: Device, task: Task, times: int) -> float:

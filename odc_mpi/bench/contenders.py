@@ -85,12 +85,12 @@ def run_rounds(
     Returns:
         The rounds of each contender, the first one included; the same on every rank.
     """
-
-    def tell(turn: int, name: str) -> None:
-        report(f"round {turn} of {repeats}: {name}" if turn else f"warming up: {name}")
-
     runs = {name: partial(_round, world, contender, name, steps, synchronize) for name, contender in contenders.items()}
-    return interleaved(runs, repeats + 1, tell)
+    return interleaved(
+        runs,
+        repeats + 1,
+        lambda turn, name: report(f"round {turn} of {repeats}: {name}" if turn else f"warming up: {name}"),
+    )
 
 
 def _round(world: World, contender: Contender, name: str, steps: int, synchronize: Callable[[], object]) -> Round:

@@ -64,28 +64,27 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
 
 
 def entries(
-    times: Mapping[str, Sequence[float]], num_bytes: Mapping[str, int] | int, **references: Callable[[str], str | None]
+    times: Mapping[str, Sequence[float]], num_bytes: int, **references: Callable[[str], str | None]
 ) -> dict[str, dict[str, Any]]:
     """Return the entries of variants in the JSON object. Local.
 
     Args:
         times: Seconds of an operation in each round, by variant.
-        num_bytes: Of an operation: of each variant, or one number for all.
+        num_bytes: Of an operation.
         references: By the name of a figure: returns the variant that another one's speed is compared with.
 
     Returns:
         By variant `seconds` and `gb_per_s`, the quartiles over its rounds, and its speed as a multiple of each
         reference's, the median over rounds; None where that was not measured.
     """
-    sizes = num_bytes if isinstance(num_bytes, Mapping) else dict.fromkeys(times, num_bytes)
 
     def multiple(name: str, other: str | None) -> float | None:
-        return ratio(times[other], times[name]) * sizes[name] / sizes[other] if other and other in times else None
+        return ratio(times[other], times[name]) if other and other in times else None
 
     return {
         name: {
             "seconds": quartiles(own),
-            "gb_per_s": quartiles([sizes[name] / one / 1e9 for one in own]),
+            "gb_per_s": quartiles([num_bytes / one / 1e9 for one in own]),
             **{figure: multiple(name, reference(name)) for figure, reference in references.items()},
         }
         for name, own in times.items()

@@ -94,16 +94,15 @@ def _schedule(result: Mapping[str, Any]) -> Report:
         )
     else:
         lead.append("Simulated by odc-mpi simulate, not measured")
-    timeline = result.get("timeline")
-    notes = [] if timeline else ["There is no timeline in this file: measure again for the picture of who waits when."]
-    figures = [_first_minibatch(result, timeline, baseline, on_demand)] if timeline else []
     gain = result["speedup"][on_demand]
     best = "on demand" if measured else "on demand, as simulated"
     title = f"{gain:.2f} times as fast {best}: {on_demand} beside {baseline}"
-    return report_on(result, title, lead, [*figures, _speedups(result, baseline, on_demand)], notes=notes)
+    figures = [_first_minibatch(result, baseline, on_demand), _speedups(result, baseline, on_demand)]
+    return report_on(result, title, lead, figures)
 
 
-def _first_minibatch(result: Mapping[str, Any], timeline: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
+def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
+    timeline = result["timeline"]
     names = [name for name in (baseline, on_demand, SPLIT) if name in timeline]
     ends = {name: max((own[-1][1] for own in timeline[name] if own), default=0.0) for name in names}
     if ends.get(SPLIT, math.inf) > (1 - SHOWN) * ends[on_demand]:
@@ -158,7 +157,7 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
     columns = [
         Column(f"speed-up over {baseline}", result["speedup"], ".2f", 1.0, others),
         Column("part of the ranks' time in which they wait", wait, ".0%"),
-        Column("s / step", result.get("step_s", {}), ".2f", is_drawn=False),
+        Column("s / step", result["step_s"], ".2f", is_drawn=False),
     ]
     names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *BOUNDS]
     title = f"Ranks wait {wait[baseline]:.0%} of the time with {baseline}, {wait[on_demand]:.0%} with {on_demand}"
@@ -168,18 +167,17 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
         if is_rl
         else _floor(result)
     )
-    return side_by_side("speedups", title, columns, {name: name for name in names}, caption)
+    return side_by_side("speedups", title, columns, names, caption)
 
 
 def _floor(result: Mapping[str, Any]) -> str:
     """Say what sets the floor, and what the paper has for a scenario like this one."""
     told = (
         "The floor is what no schedule of whole sequences can exceed: the longest sequence alone, or all work shared "
-        "out evenly, which is the even share."
+        f"out evenly, which is the even share. It is the longest sequence in {result['longest_rules']:.0%} of the "
+        "minibatches."
     )
-    if "longest_rules" in result:
-        told += f" It is the longest sequence in {result['longest_rules']:.0%} of the minibatches."
-    paper = result.get("paper")
+    paper = result["paper"]
     if paper and not paper["same"]:
         figures = ", ".join(f"{name} {value:.2f}" for name, value in paper["speedup"].items())
         told += f" The paper has, for {paper['ranks']} ranks with {paper['per_rank']} sequences each: {figures}."
@@ -196,7 +194,6 @@ def _train(result: Mapping[str, Any]) -> Report:
     columns += [
         Column(f"as a multiple of {title}", result[f"ratio_to_{name}"], ".2f", 1.0)
         for name, title in references.items()
-        if f"ratio_to_{name}" in result
     ]
     ours = {name: value for name, value in result["ratio_to_fsdp2"].items() if name.startswith("window/")}
     best = max(ours, key=lambda name: ours[name])
@@ -205,7 +202,7 @@ def _train(result: Mapping[str, Any]) -> Report:
         "Medians over rounds. The ceiling is one process alone on all of the data, by as many as there are ranks. "
         "Apart: as many processes at once, which exchange nothing."
     )
-    figures = [side_by_side("speeds", title, columns, {name: name for name in speeds}, caption)]
+    figures = [side_by_side("speeds", title, columns, speeds, caption)]
     losses = result["losses"]
     losses_title = (
         f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"

@@ -1,6 +1,6 @@
 """Variants of a benchmark side by side: as a picture of bars for pages, and as a table for terminals. Local."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,39 +38,34 @@ class Column:
     beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     is_drawn: bool = True
 
-    def bars(self, labels: Mapping[str, str]) -> list[Bar]:
+    def bars(self, names: Iterable[str]) -> list[Bar]:
         """Return a bar for each of some variants that has a figure. Local."""
         bars = []
-        for name, label in labels.items():
+        for name in names:
             if name in self.figures:
                 figure = self.figures[name]
                 value, spread = figure, None
                 if isinstance(figure, Mapping):
                     value, spread = figure["median"], (figure["low"], figure["high"])
                 beside = {source: values[name] for source, values in self.beside.items() if name in values}
-                look = _LOOKS.get(name.split("/")[0], PLAIN)
-                bars.append(Bar(label, value, look, spread, beside))
+                bars.append(Bar(name, value, _LOOKS.get(name.split("/")[0], PLAIN), spread, beside))
         return bars
 
 
-def side_by_side(
-    name: str, title: str, columns: Sequence[Column], labels: Mapping[str, str], caption: str = ""
-) -> Figure:
+def side_by_side(name: str, title: str, columns: Sequence[Column], names: Iterable[str], caption: str = "") -> Figure:
     """Show figures of variants side by side. Local."""
-    panels: dict[str, list[Bar]] = {}
+    panels = {column.heading: column.bars(names) for column in columns}
     cells: dict[str, dict[str, str]] = {}
     for column in columns:
-        bars = column.bars(labels)
+        bars = panels[column.heading]
         cells[column.heading] = {bar.label: _bar_text(bar, column.form) for bar in bars}
         for source in dict.fromkeys(source for bar in bars for source in bar.beside):
             cells[source] = {bar.label: format(bar.beside[source], column.form) for bar in bars if source in bar.beside}
-        if column.is_drawn:
-            panels[column.heading] = bars
-    shown = [label for label in labels.values() if any(label in own for own in cells.values())]
-    rows = [[label, *(own.get(label, "") for own in cells.values())] for label in shown]
+    rows = [[label, *(own.get(label, "") for own in cells.values())] for label in names]
     drawn = [column for column in columns if column.is_drawn]
-    forms, lines = [column.form for column in drawn], [column.line for column in drawn]
-    return Figure(picture("bars", name, title, panels, forms, lines), caption, [Table("", ["", *cells], rows)])
+    parts = [{c.heading: panels[c.heading] for c in drawn}, [c.form for c in drawn], [c.line for c in drawn]]
+    table = Table("", ["", *cells], [row for row in rows if any(row[1:])])
+    return Figure(picture("bars", name, title, *parts), caption, [table])
 
 
 def _bar_text(bar: Bar, form: str) -> str:
@@ -79,25 +74,20 @@ def _bar_text(bar: Bar, form: str) -> str:
 
 
 def report_on(
-    result: Entry,
-    title: str,
-    lead: Sequence[str],
-    figures: Sequence[Figure],
-    tables: Sequence[Table] = (),
-    notes: Sequence[str] = (),
+    result: Entry, title: str, lead: Sequence[str], figures: Sequence[Figure], tables: Sequence[Table] = ()
 ) -> Report:
     """Return a report with what all benchmarks' objects may have: load, what was left out, goals. Local."""
     if "load_average" in result:
         lead = [*lead, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
     left_out = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]
-    return Report(title, lead, [*notes, *left_out], figures, [*tables, *_goals(result)])
+    return Report(title, lead, left_out, figures, [*tables, *_goals(result)])
 
 
 def _goals(result: Entry) -> list[Table]:
     rows = [
         [
-            " ".join(word.replace("_", " ") for word in (goal["goal"], goal.get("variant", ""))).strip(),
-            "" if goal.get("size_bytes") is None else format_size(goal["size_bytes"]),
+            f"{goal['goal']} {goal['variant']}".replace("_", " "),
+            format_size(goal["size_bytes"]),
             f"{goal['figure']:.3g}",
             f"{goal['expected']:g}",
             "yes" if goal["reached"] else "no",

@@ -244,16 +244,6 @@ def test_split_sequences_are_drawn_below_where_they_gain(tmp_path):
     with_split = written(tmp_path / "a.json", found, picture="gantt")
     assert "The longest sequences split, window/split" in with_split and ", split " in with_split
     assert "window/split" not in written(tmp_path / "b.json", schedule_result(), picture="gantt")
-    for kind in ("timeline", "speedup", "idle_fraction", "step_s"):
-        del found[kind]["window/split"]
-    assert "window/split" not in written(tmp_path / "older.json", found)
-
-
-def test_schedules_without_a_timeline(tmp_path):
-    result = schedule_result()
-    del result["timeline"]
-    page = written(tmp_path / "old.json", result)
-    assert len(pictures_of(page)) == 1 and "There is no timeline" in page
 
 
 def test_a_rank_without_work_waits(tmp_path):
