@@ -17,7 +17,7 @@ from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.comm.collective import Collectives
 from odc_mpi.comm.compose import MakeReduction, reductions, window_transport
 from odc_mpi.comm.reduce.accumulate import Reduction
-from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.runtime.world import World
@@ -205,7 +205,7 @@ class Units:
         for i in self._units:
             transport.parameters.shard(i).copy_(self._own[i])
         transport.publish_parameters()
-        about = {"gloo": "gloo_all_gather", "moves": transport.parameters.copies, "one_sided": True}
+        about = {"gloo": "gloo_all_gather", "moves": transport.parameters.access is Access.COPY, "one_sided": True}
         return fetches(transport, self._layout, self.num_units, **about)
 
     def _gather(self, all_gather: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:

@@ -1,10 +1,4 @@
-"""The transports there are, each put together from a group, a parameter store and a gradient store.
-
-    window       shards in windows on the host                     the model computes on the host
-    staged       as window, and pinned memory between              ... on a device
-    device       shards in windows on the device                   ... on a device
-    alone        one rank, its shards in memory of the device      ... on a device
-    collective   shards in private memory                          ... on the host; for `odc-mpi bench` only
+"""The transports there are (`comm.transport`), put together from a group, a parameter store and a gradient store.
 
 Making one is local; `Transport.allocate` is collective. Each is closed with its world at the latest.
 """

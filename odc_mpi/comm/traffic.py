@@ -8,7 +8,7 @@ import functools
 from dataclasses import dataclass
 
 from odc_mpi.comm.host import owned_parts
-from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.transport import Access, Transport
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Traffic:
     def add_fetch(self, index: int) -> None:
         """Count a fetch of an array. Local."""
         parameters = self._transport.parameters
-        if parameters.copies:
+        if parameters.access is Access.COPY:
             numel, itemsize = parameters.layouts[index].numel, parameters.dtype_of(index).itemsize
             self.fetched += self._by_owner(index, 0, numel, itemsize)
 

@@ -10,16 +10,31 @@ A `Transport` holds one of each and leads them past the ordering points. Between
     N  group.norm           only to clip by the norm
     B  publish_parameters   all parameter shards are written, all gradient shards cleared; fetches and pushes may begin
 
-and within a minibatch there are only one-sided fetches and pushes, which need nothing of their owners. (The one
-exception, `one_sided = False`, is the baseline that all this is measured against: `comm.collective`.)
+and within a minibatch there are only one-sided fetches and pushes, which need nothing of their owners.
+
+The transports that `comm.compose` puts together:
+
+    transport    shards are in             model is on   access         travels   threads   one_sided
+    window       windows on the host       host          COPY or VIEW   yes       yes       yes
+    staged       windows on the host       device        COPY           yes       yes       yes
+    device       windows on the device     device        COPY           yes       yes       yes
+    alone        memory of the device      device        KEEP           no        no        yes
+    collective   private memory            host          COPY           yes       no        no
+
+    access      how a fetch gives access to an array (`Access`). Of windows on the host: VIEW or KEEP with zero-copy
+                where all ranks are on one node, else COPY
+    travels     a push leaves this rank; if not, a sum at home is what it makes already
+    threads     several threads may fetch and push at a time, if MPI grants MPI_THREAD_MULTIPLE
+    one_sided   fetches and pushes need nothing of other ranks; if not, they are collective: the baseline of the
+                benchmarks (`comm.collective`)
 
 The memory that the shards lie in belongs to a `comm.host.Host`, often the store itself. A store that only changes the
 way of the bytes, such as `comm.device.staged`, stands before another store and leaves that one's host as it is.
-`comm.compose` puts the parts together.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 import numpy as np
 import torch
@@ -33,6 +48,14 @@ PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: What may be summed at the target: MPI knows no bf16, and would add its bytes as integers. Integers are fixed-point
 #: numbers (`shard.elements.fixed_point`), of which a transport knows no more than how to add them.
 REDUCE_DTYPES = (torch.float32, torch.float64, torch.int64)
+
+
+class Access(Enum):
+    """How a fetch gives access to an array."""
+
+    COPY = "bytes move into a buffer, which is used again after the release"
+    VIEW = "nothing moves: a view of memory that goes with the transport, whoever still looks at it"
+    KEEP = "nothing moves: a view that stays valid until B and whose memory is never reused, so graphs may keep it"
 
 
 class Group(ABC):
@@ -105,11 +128,8 @@ class ParameterStore(ABC):
         buffers: Its peak tells the parameter memory beyond the shards.
     """
 
-    #: Whether a fetch moves bytes; if not, it is a view of memory that is there already, and nothing is fetched ahead.
-    copies: bool = True
-    #: Whether what was fetched may be looked at until B, and its memory for ever, given back or not: then a graph may
-    #: keep it.
-    stays: bool = False
+    #: How a fetch gives access to an array.
+    access: Access = Access.COPY
 
     def __init__(self, dtype: torch.dtype, buffers: BufferPool | None = None) -> None:
         self.dtype = dtype
@@ -131,7 +151,7 @@ class ParameterStore(ABC):
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
         """Start to fill `buffer`, `[numel]` of `dtype_of(index)`, which was handed over, with a whole array. One-sided.
 
-        Only for stores whose fetches move bytes (`copies`).
+        Only for stores whose fetches move bytes.
         """
         raise NotImplementedError(f"{type(self).__name__} fetches in place")
 
@@ -170,7 +190,7 @@ class GradientStore(ABC):
         dtype: Of gradients on the way and in the shards.
     """
 
-    #: Whether a push goes anywhere; if not, a sum at home is what it makes already.
+    #: Whether a push leaves this rank.
     travels: bool = True
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from odc_mpi.comm.traffic import Traffic
-from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls
 from odc_mpi.shard.boundary import Boundary, Phase, Spans
 from odc_mpi.shard.elements import FixedPoint, make_elements
@@ -232,7 +232,7 @@ class ShardedModel:
         Raises:
             UserError: `comm.parameter_cache_bytes` does not hold all units but the root, or fetches are collective.
         """
-        if self._transport.parameters.copies:
+        if self._transport.parameters.access is Access.COPY:
             self.cache_needs.require_whole_model(self.cache_bytes)
             self._ready.require_all(self.units)
         plain = nullcontext() if gradients else plain_parameters(self._places, self.units, self._ready, self._calls)

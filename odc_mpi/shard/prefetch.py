@@ -5,8 +5,8 @@
     push thread    one push after the other; a thread of its own, so that no fetch queues behind a long push
 
 Threads run nothing but operations of the transport, on buffers that nobody else touches until the operation was waited
-for. A transport says whether it can be called like that (`threads`), and whether fetching ahead is of any use
-(`copies`).
+for. A transport says whether it can be called like that (`threads`), and whether fetches move bytes (`access`), without
+which fetching ahead is of no use.
 """
 
 from collections.abc import Callable, Hashable

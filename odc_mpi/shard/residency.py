@@ -23,7 +23,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.errors import UserError
 from odc_mpi.shard.units.unit import Unit
 
@@ -101,7 +101,7 @@ class Needs:
         ]
         trained = [layout for unit in units for layout in unit.layouts if layout.trainable]
         sums = [layout.numel * gradients.dtype.itemsize for layout in trained]
-        kept = kept if parameters.copies and transport.one_sided else []
+        kept = kept if parameters.access is Access.COPY and transport.one_sided else []
         sums = sums if gradients.travels and transport.one_sided else []
         return cls(Budgets(sum(kept), sum(sums)), Budgets(min(kept, default=0), min(sums, default=0)))
 

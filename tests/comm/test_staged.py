@@ -11,6 +11,7 @@ from ranks import LateTransport
 from odc_mpi.comm.compose import staged
 from odc_mpi.comm.device.device import find_device
 from odc_mpi.comm.pending import Done, Fetch
+from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -20,7 +21,7 @@ HOSTS = pytest.mark.parametrize("kind", ["copies", "views", "late"])
 class ViewTransport(LocalTransport):
     """Its fetches are the memory in which the shards are, as over shared windows."""
 
-    copies = False
+    access = Access.VIEW
 
     def fetch(self, index):
         shards = [self._group.parameters[owner][index] for owner in range(self.size)]

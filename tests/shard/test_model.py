@@ -15,6 +15,7 @@ from torch import nn, optim
 from zoo import WIDTH, Block, Drawn, Layer, Stack, Transformer
 
 from odc_mpi.comm.pending import Done, Fetch
+from odc_mpi.comm.transport import Access
 from odc_mpi.shard.model import ShardedModel
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -260,7 +261,7 @@ class Changing(nn.Module):
 class InPlace(RecordingTransport):
     """Fetches the one rank's window itself, as with zero-copy."""
 
-    copies = False
+    access = Access.VIEW
 
     def fetch(self, index: int) -> Fetch:
         return Fetch(self.parameters.shard(index)[: self.layouts[index].numel], Done())

@@ -17,6 +17,7 @@ from zoo import WIDTH, Layer, Stack
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.traffic import Bytes
+from odc_mpi.comm.transport import Access
 from odc_mpi.errors import UserError
 from odc_mpi.shard.autograd import SavedTensors
 from odc_mpi.shard.model import ShardedModel
@@ -430,12 +431,12 @@ def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetc
     assert train.model.peak_parameter_bytes <= shards + wanted + in_use
 
 
-@pytest.mark.parametrize("copies", [True, False])
-def test_forwards_without_gradients_see_plain_parameters(copies: bool) -> None:
+@pytest.mark.parametrize("access", [Access.COPY, Access.VIEW])
+def test_forwards_without_gradients_see_plain_parameters(access: Access) -> None:
     module = Stack(3).double()
 
     def work(transport: RecordingTransport) -> None:
-        transport.parameters.copies = copies
+        transport.parameters.access = access
         train = Train(transport, PLENTY, module)
         model = train.model
         for _ in range(2):
@@ -468,7 +469,7 @@ def test_forwards_without_gradients_see_plain_parameters(copies: bool) -> None:
 def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport, one_sided: bool) -> None:
     transport.one_sided = one_sided
     train = Train(transport, Budgets(), Stack(2).double())
-    transport.parameters.copies = not one_sided
+    transport.parameters.access = Access.VIEW if one_sided else Access.COPY
     assert train.model.cache_needs.all.parameters == 0
     train.model.cache_bytes = PLENTY
     assert train.model.cache_bytes == Budgets(0, 1 << 30 if one_sided else 0)

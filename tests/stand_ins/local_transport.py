@@ -10,7 +10,7 @@ import torch
 
 from odc_mpi.comm.host import Footprint, Host, Layout
 from odc_mpi.comm.pending import Done, Fetch, Pending
-from odc_mpi.comm.transport import GradientStore, Group, ParameterStore, Transport
+from odc_mpi.comm.transport import Access, GradientStore, Group, ParameterStore, Transport
 
 
 @dataclass
@@ -42,7 +42,7 @@ class LocalTransport(Transport, Group):
         reduce_dtype: As for any transport.
     """
 
-    copies = True
+    access = Access.COPY
     threads = True
     one_sided = True
 
@@ -156,7 +156,7 @@ class LocalParameters(ParameterStore):
     def __init__(self, transport: LocalTransport, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self._transport = transport
-        self.copies = transport.copies
+        self.access = transport.access
 
     @property
     def layouts(self) -> Sequence[Layout]:

@@ -10,7 +10,7 @@ import torch
 from odc_mpi.comm.device.device import Device, zeros
 from odc_mpi.comm.host import Host
 from odc_mpi.comm.pending import Done, Fetch, Pending
-from odc_mpi.comm.transport import GradientStore, ParameterStore
+from odc_mpi.comm.transport import Access, GradientStore, ParameterStore
 
 
 class OwnParameters(Host, ParameterStore):
@@ -21,8 +21,7 @@ class OwnParameters(Host, ParameterStore):
         device: Has the memory.
     """
 
-    copies = False
-    stays = True
+    access = Access.KEEP
 
     def __init__(self, dtype: torch.dtype, device: Device) -> None:
         super().__init__(dtype)

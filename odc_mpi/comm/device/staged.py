@@ -28,7 +28,7 @@ from odc_mpi.comm.device.device import Device, Mark, Marks
 from odc_mpi.comm.device.device_stores import DeviceGradients
 from odc_mpi.comm.host import Host, Layout
 from odc_mpi.comm.pending import Fetch, Later, Pending
-from odc_mpi.comm.transport import GradientStore, ParameterStore
+from odc_mpi.comm.transport import Access, GradientStore, ParameterStore
 
 
 class PinnedMemory(Host):
@@ -96,7 +96,7 @@ class StagedParameters(ParameterStore):
     def _bring(self, fetch: Fetch, buffer: torch.Tensor, after: Mark) -> None:
         """Bring what is fetched to the host on to the device."""
         whole = fetch.wait()
-        if self._inner.copies or self._pinned.is_pinned(whole):
+        if self._inner.access is Access.COPY or self._pinned.is_pinned(whole):
             self._device.copy(buffer, whole, after).synchronize()
         else:
             # It is the windows' own memory, which the driver did not take: only the processor can copy from it.

@@ -14,7 +14,7 @@ import torch
 
 from odc_mpi.comm.host import Footprint, Host, Layout, owned_parts
 from odc_mpi.comm.pending import Done, Fetch, Pending
-from odc_mpi.comm.transport import ParameterStore
+from odc_mpi.comm.transport import Access, ParameterStore
 from odc_mpi.comm.windows.rma import COPIES_WHAT_IS_SEEN, Window, WindowKind, flush_later
 from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.runtime.world import World
@@ -92,14 +92,11 @@ class WindowParameters(ParameterStore):
         self._windows = windows
 
     @property
-    def copies(self) -> bool:  # type: ignore[override]
-        """Whether any array is not seen in one piece. Local."""
-        return not self._windows.are_whole
-
-    @property
-    def stays(self) -> bool:  # type: ignore[override]
-        """Whether all arrays are seen in one piece, and who still looks at a freed one gets a copy. Local."""
-        return self._windows.are_whole and COPIES_WHAT_IS_SEEN
+    def access(self) -> Access:  # type: ignore[override]
+        """By copies, unless all arrays are seen in one piece. Local."""
+        if not self._windows.are_whole:
+            return Access.COPY
+        return Access.KEEP if COPIES_WHAT_IS_SEEN else Access.VIEW
 
     @property
     def layouts(self) -> Sequence[Layout]:  # noqa: D102
@@ -109,7 +106,7 @@ class WindowParameters(ParameterStore):
         return self._windows[index].tensor
 
     def fetch(self, index: int) -> Fetch:  # noqa: D102
-        if self.copies:
+        if self.access is Access.COPY:
             return super().fetch(index)
         self._windows.world.progress.serve()
         whole = self._windows[index].whole
@@ -117,7 +114,7 @@ class WindowParameters(ParameterStore):
         return Fetch(whole[: self.layouts[index].numel], Done())
 
     def release(self, fetched: torch.Tensor) -> None:  # noqa: D102
-        if self.copies:
+        if self.access is Access.COPY:
             super().release(fetched)
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102

@@ -8,7 +8,7 @@ import torch
 
 from odc_mpi.comm.pending import Fetch
 from odc_mpi.comm.traffic import Traffic
-from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.shard.boundary import Spans
 from odc_mpi.shard.prefetch import CommunicationThread, FetchOrder
 from odc_mpi.shard.residency import Residency
@@ -51,7 +51,7 @@ class ReadyUnits:
         self._transport = transport
         self._spans = spans or Spans()
         self._traffic = traffic or Traffic(transport)
-        self._prefetch = prefetch if transport.parameters.copies and transport.threads else 0
+        self._prefetch = prefetch if transport.parameters.access is Access.COPY and transport.threads else 0
         self._max_others = max(MAX_READY_UNITS - 1, self._prefetch) if max_others is None else max_others
         self._thread = CommunicationThread("odc_mpi-fetch") if self._prefetch else None
         self._order: FetchOrder[Unit] = FetchOrder()
@@ -70,7 +70,7 @@ class ReadyUnits:
         Where all units are ready, nothing is fetched any more, and nothing makes room.
         """
         parameters = self._transport.parameters
-        return parameters.stays or len(self._by_pointer) == len(parameters.layouts)
+        return parameters.access is Access.KEEP or len(self._by_pointer) == len(parameters.layouts)
 
     def require(self, unit: Unit) -> None:
         """Make a unit ready, and start to fetch those that come next. One-sided."""
@@ -130,7 +130,7 @@ class ReadyUnits:
     def require_all(self, units: Sequence[Unit]) -> None:
         """Make units ready that the budget holds all at once. One-sided."""
         missing = [unit for unit in units if not (unit.is_root or unit in self.residency)]
-        if missing and self._transport.parameters.copies:
+        if missing and self._transport.parameters.access is Access.COPY:
             # In buffers of their own size: one that is larger would take a part of the budget.
             self.clear()
             for unit in units:
@@ -175,7 +175,7 @@ class ReadyUnits:
     def _complete(self, unit: Unit, fetch: Callable[[int], Fetch] | None = None) -> None:
         """Wait for the fetch of a unit, which `fetch` starts if it is not on its way."""
         self._held.pop(unit, None)  # until it is there: a fetch may fail
-        if self._transport.parameters.copies:
+        if self._transport.parameters.access is Access.COPY:
             self.activity.tell("fetching", unit.name)
         start = time.perf_counter()
         if fetch is not None:

@@ -24,7 +24,7 @@ from enum import Enum
 import torch
 
 from odc_mpi.comm.pending import Fetch
-from odc_mpi.comm.transport import Transport
+from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.shard.layout import FlatLayout, Slot
 
 
@@ -95,7 +95,7 @@ class Unit:
         """Give the whole parameters up. Local."""
         assert self.state is UnitState.READY
         arrays, self._arrays = self._arrays, []
-        if transport.parameters.copies:
+        if transport.parameters.access is Access.COPY:
             self._handed_out = {}  # they keep the buffer; what is a view is in the same place the next time
         self.state = UnitState.SHARDED
         for array in arrays:

@@ -11,6 +11,7 @@ from units import assert_pushed, assert_reports_and_sums, stretches
 from odc_mpi.comm.compose import window_transport
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.transport import Access
 from odc_mpi.comm.windows import rma
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.comm.windows.shared_window import SharedWindow
@@ -132,7 +133,7 @@ def test_a_zero_copy_fetch_is_the_owners_memory(make, world, zero_copy):
     transport = make([1000])
     write_own_parameters(transport, [torch.zeros(1000)])
     fetched = transport.parameters.fetch(0).wait()
-    assert transport.parameters.copies == (not zero_copy)
+    assert (transport.parameters.access is Access.COPY) == (not zero_copy)
     transport.complete_gradients(np.zeros(1))
     write_own_parameters(transport, [torch.arange(1000.0)])
     assert torch.equal(fetched, torch.arange(1000.0) if zero_copy else torch.zeros(1000))

@@ -113,8 +113,6 @@ def test_a_run_has_windows_on_its_device_where_a_doctor_has_proved_them(world, d
 
     decision = api.decide_for(world, device="cuda", window_device="cpu")
     assert isinstance(transport_for(world, decision).parameters, StagedParameters)
-    decision = api.decide_for(world, device="cuda", transport="collective")
-    assert isinstance(transport_for(world, decision).parameters, StagedParameters)
     assert api.decide_for(world).window_device is None
 
 

@@ -17,6 +17,7 @@ from zoo import WIDTH, Layer, Stack
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.pending import Done, Pending
+from odc_mpi.comm.transport import Access
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.prefetch import CommunicationThread, FetchOrder
 from odc_mpi.shard.units.ready import ReadyUnits
@@ -280,12 +281,14 @@ def threads_of(ready: ReadyUnits) -> int:
     return 0 if ready._thread is None else len(ready._thread._executor._threads)
 
 
-@pytest.mark.parametrize(("copies", "threads", "prefetch"), [(True, True, 0), (False, True, 2), (True, False, 2)])
+@pytest.mark.parametrize(
+    ("access", "threads", "prefetch"), [(Access.COPY, True, 0), (Access.VIEW, True, 2), (Access.COPY, False, 2)]
+)
 @on_ranks(1)
 def test_no_thread_where_none_is_of_use_or_allowed(
-    transport: RecordingTransport, copies: bool, threads: bool, prefetch: int
+    transport: RecordingTransport, access: Access, threads: bool, prefetch: int
 ) -> None:
-    transport.parameters.copies, transport.threads = copies, threads
+    transport.parameters.access, transport.threads = access, threads
     model = ShardedModel(Stack(3).double(), transport, units=[Layer], prefetch=prefetch)
     for _ in range(2):
         with model.minibatch():
