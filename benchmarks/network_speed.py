@@ -1,9 +1,9 @@
 """How fast two hosts train beside one, and what crosses the network between them. For a person, as root.
 
-    python tests/hosts/network_speed.py                                # the quick start's model, ten minutes
-    python tests/hosts/network_speed.py --link "netem rate 1gbit delay 500us"
-    python tests/hosts/network_speed.py --larger                       # a Llama of 9 million parameters
-    python tests/hosts/network_speed.py --cache-bytes 2M               # also with so much for each of the two caches
+    python benchmarks/network_speed.py                                # the quick start's model, ten minutes
+    python benchmarks/network_speed.py --link "netem rate 1gbit delay 500us"
+    python benchmarks/network_speed.py --larger                       # a Llama of 9 million parameters
+    python benchmarks/network_speed.py --cache-bytes 2M               # also with so much for each of the two caches
 
 One rank on each of two hosts, then two ranks on one host, in turn. In each such job, in rounds: training by plain torch
 that exchanges nothing (`apart`), and ours with the caches of `comm.parameter_cache_bytes` and
@@ -25,8 +25,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parent / "launch")]
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path += [str(TESTS / "hosts"), str(TESTS / "launch")]
 import mpi_launch  # noqa: E402
 from machine import LINK  # noqa: E402
 from two_hosts import launch, missing  # noqa: E402
@@ -130,6 +130,7 @@ def run(hosts, arguments):
 
 
 def main():
+    """Run the jobs and print the speeds as multiples of `apart`."""
     parser = argparse.ArgumentParser(description="Train on one host and on two, and compare.")
     parser.add_argument("--jobs", type=int, default=2, help="on one host, and as many on two")
     parser.add_argument("--rounds", type=int, default=5, help="of each job")
