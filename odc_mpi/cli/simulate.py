@@ -5,9 +5,11 @@ import argparse
 from odc_mpi.bench.measure import show
 from odc_mpi.cli.scenario import add_option, add_scenario, scenario_of
 from odc_mpi.errors import UserError
-from odc_mpi.simulate.options import GENERATION, LENGTHS, RANKS, TICKET_S, usual_minibatches
+from odc_mpi.simulate.options import GENERATION, LENGTHS, RANKS, SCENARIO, TICKET_S
 
 HELP = "what schedules would achieve"
+#: At most about so many sequences are drawn by default: a thousand ranks then take ten seconds.
+DRAWN_SEQUENCES = 16_384
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, field) is not None and not is_grpo:
             raise UserError(f"{option.name}: expected --workload grpo, too, got {arguments.workload}")
     if arguments.num_minibatches is None:
-        completions = arguments.completions or GENERATION["completions"].default
-        each = arguments.per_rank * (completions if is_grpo else 1)
-        arguments.num_minibatches = usual_minibatches(arguments.ranks, each)
+        completions = (arguments.completions or GENERATION["completions"].default) if is_grpo else 1
+        each = max(1, arguments.ranks * arguments.per_rank * completions)
+        arguments.num_minibatches = max(1, min(SCENARIO["num_minibatches"].default, DRAWN_SEQUENCES // each))
     if is_grpo:
         outcome = simulate_rollouts(scenario_of(arguments, Rollouts))
     else:

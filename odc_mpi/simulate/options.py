@@ -47,8 +47,6 @@ def check(options: Mapping[str, Option], given: Any) -> None:
 LENGTHS = "longalign, swesmith, aime, equal or the path of a data set"
 RANKS = Option("--ranks", 8, 1, 10**5, "number of ranks")
 TICKET_S = Option("--ticket-s", 0.0, 0, MOST_S, "seconds to draw a ticket")
-#: `odc-mpi simulate` draws at most about so many sequences by default: a thousand ranks then take ten seconds.
-DRAWN_SEQUENCES = 16_384
 #: Of a scenario, besides ranks, lengths, tickets and caches.
 SCENARIO = {
     "per_rank": Option("--per-rank", 8, 1, 10**5, "sequences per rank and minibatch"),
@@ -80,9 +78,3 @@ GENERATION = {
     "decode_step_s": Option("--decode-step-s", 2e-3, 0, MOST_S, "seconds of a decode step, besides its sequences"),
     "decode_sequence_s": Option("--decode-sequence-s", 8.6e-5, 0, MOST_S, "seconds of each sequence in a decode step"),
 }
-
-
-def usual_minibatches(ranks: int, sequences: int) -> int:
-    """Return how many minibatches are drawn by default, each of so many sequences on each rank. Local."""
-    usual: int = SCENARIO["num_minibatches"].default
-    return max(1, min(usual, DRAWN_SEQUENCES // max(1, ranks * sequences)))

@@ -14,7 +14,6 @@ from odc_mpi.data.plan.pieces import Split
 from odc_mpi.report.bench_report import describe
 from odc_mpi.simulate.advice import advice
 from odc_mpi.simulate.events import apart, drawn, layered, lockstep, merged
-from odc_mpi.simulate.options import usual_minibatches
 from odc_mpi.simulate.scenario import REFERENCE_OVERHEAD_S, Scenario, Trial
 from odc_mpi.simulate.simulate import SCHEDULES, floor_s, plan, simulate, timing
 
@@ -302,13 +301,6 @@ def test_the_command_prints_one_object(capsys):
     assert said["floor"] == said["speedup"]["floor"]
     assert said["scenario"]["ranks"] == 4 and said["scenario"]["num_minibatches"] == 3
     assert set(said["idle_fraction"]) == set(said["speedup"])
-
-
-@pytest.mark.parametrize(
-    ("ranks", "sequences", "count"), [(8, 8, 30), (64, 8, 30), (1024, 8, 2), (10**5, 1, 1), (0, 8, 30), (-1, -1, 30)]
-)
-def test_of_large_minibatches_fewer_are_drawn(ranks, sequences, count):
-    assert usual_minibatches(ranks, sequences) == count
 
 
 @pytest.mark.parametrize(("workload", "count"), [("sft", 16), ("grpo", 2)])

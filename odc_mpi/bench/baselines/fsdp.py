@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from odc_mpi.bench.baselines.gloo import Gloo
-from odc_mpi.bench.baselines.plain import run_microbatches, whole_model, whole_optimizer
-from odc_mpi.data.loader import Loader
+from odc_mpi.bench.baselines.plain import Whole, run_microbatches
+from odc_mpi.data.loader import Loader, Minibatch
 from odc_mpi.runtime.world import World
 from odc_mpi.train.settings import Config
 
 
-class Fsdp:
+class Fsdp(Whole):
     """Training with FSDP2. Making one, and each step, is collective.
 
     Args:
@@ -27,39 +27,25 @@ class Fsdp:
 
     def __init__(self, world: World, config: Config, loader: Loader) -> None:
         self._world = world
-        self._max_norm = config.optim.max_grad_norm
-        self._loader = loader
         self._gloo = Gloo(world)
-        self._model = _sharded(whole_model(config), world.size)
-        self._optimizer = whole_optimizer(config.optim, self._model)
-
-    def step(self) -> tuple[float, int]:
-        """Train on the next minibatch. Collective.
-
-        Returns:
-            This rank's part of its loss, and the tokens of all ranks that went through the model.
-        """
-        minibatch = next(self._loader)
-        # FSDP takes the mean over ranks.
-        loss = run_microbatches(self._model, minibatch, minibatch, factor=self._world.size)
-        run_microbatches(self._model, minibatch, minibatch.padding(), factor=0.0)
-        if self._max_norm:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._max_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss, minibatch.num_input_tokens
+        super().__init__(config, loader)
 
     def close(self) -> None:
         """End the process group. Collective."""
         self._gloo.close()
 
+    def _prepare(self, model: nn.Module) -> nn.Module:
+        """Shard in the units that `shard_model` takes by default."""
+        mesh = init_device_mesh("cpu", (self._world.size,))
+        units = set(getattr(model, "_no_split_modules", None) or ())
+        for part in model.modules():
+            if type(part).__name__ in units:
+                fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
 
-def _sharded(module: nn.Module, size: int) -> nn.Module:
-    """Shard in the units that `shard_model` takes by default."""
-    mesh = init_device_mesh("cpu", (size,))
-    units = set(getattr(module, "_no_split_modules", None) or ())
-    for part in module.modules():
-        if type(part).__name__ in units:
-            fully_shard(part, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    return module
+    def _run(self, minibatch: Minibatch) -> float:
+        # FSDP takes the mean over ranks.
+        loss = run_microbatches(self._model, minibatch, minibatch, factor=self._world.size)
+        run_microbatches(self._model, minibatch, minibatch.padding(), factor=0.0)
+        return loss

@@ -12,7 +12,7 @@ from torch import nn
 
 from odc_mpi.data.loader import Batch, Loader, Minibatch
 from odc_mpi.train.inputs import build_model
-from odc_mpi.train.settings import Config, OptimConfig
+from odc_mpi.train.settings import Config
 from odc_mpi.train.update import make_optimizer
 
 HOST = torch.device("cpu")
@@ -39,23 +39,12 @@ def whole_model(config: Config, device: torch.device = HOST) -> nn.Module:
     return cast(Any, module).to(device).train()  # buffers, which stay of the type that they are of
 
 
-def whole_optimizer(config: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer of a run over a module's own parameters. Local.
-
-    Args:
-        config: Its settings; the learning rate stays at its peak.
-        module: Whose parameters have their whole shapes, as DTensors also have.
-    """
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    return make_optimizer(config, named, {name: tuple(p.shape) for name, p in named})
-
-
 class Whole:
-    """Training without communication: this process runs all microbatches of each minibatch. Local.
+    """Training without communication: this process runs its microbatches of each minibatch. Local.
 
     Args:
-        config: Of the run.
-        loader: A loader of its own, which takes this process for the only one.
+        config: Of the run; the learning rate stays at its peak.
+        loader: A loader of its own.
         device: Where it computes and optimizes.
     """
 
@@ -63,23 +52,31 @@ class Whole:
         self._max_norm = config.optim.max_grad_norm
         self._loader = loader
         self._device = device
-        self._model = whole_model(config, device)
-        self._optimizer = whole_optimizer(config.optim, self._model)
+        self._model = self._prepare(whole_model(config, device))
+        named = [(name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad]
+        self._optimizer = make_optimizer(config.optim, named, {name: tuple(p.shape) for name, p in named})
 
     def step(self) -> tuple[float, int]:
         """Train on the next minibatch. Local; the device may still work on the end of it.
 
         Returns:
-            Its loss and the tokens that went through the model.
+            This process's part of its loss, and the tokens of all ranks that went through the model.
         """
         minibatch = next(self._loader)
-        loss = run_microbatches(self._model, minibatch, minibatch, device=self._device)
+        loss = self._run(minibatch)
         if self._max_norm:
             optimized = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
             nn.utils.clip_grad_norm_(optimized, self._max_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss, minibatch.num_input_tokens
+
+    def _prepare(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def _run(self, minibatch: Minibatch) -> float:
+        """Run forward and backward of this process's microbatches; return their part of the loss."""
+        return run_microbatches(self._model, minibatch, minibatch, device=self._device)
 
 
 def run_microbatches(
