@@ -40,17 +40,6 @@ class Later:
 
 
 @dataclass
-class Condition:
-    """A condition to wait for with `runtime.deadline.complete`, as for a request of MPI.
-
-    Attributes:
-        Test: Tells whether the condition holds; has the name of the method of a request.
-    """
-
-    Test: Callable[[], bool]
-
-
-@dataclass
 class Fetch:
     """A fetch on its way."""
 

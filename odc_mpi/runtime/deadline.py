@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 #: A wait polls without pause for this long (a boundary among punctual ranks takes tens of microseconds) ...
 SPIN_S = 200e-6
@@ -69,26 +69,21 @@ class Watchdog(Generic[W]):
                 return
 
 
-class Request(Protocol):
-    """An operation of MPI on its way."""
-
-    def Test(self) -> bool:  # noqa: N802 - MPI's own name
-        """Tell whether the operation is complete. Local."""
-
-
-def complete(request: Request, meanwhile: Callable[[], object] = lambda: None, patience_s: float = math.inf) -> bool:
-    """Poll an operation until it is complete, or patience is at its end. Local.
+def wait_until(
+    holds: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None, patience_s: float = math.inf
+) -> bool:
+    """Poll until a condition holds, or patience is at its end. Local.
 
     Args:
-        request: The request of the operation.
+        holds: Returns whether the condition holds, such as `Test` of a request of MPI.
         meanwhile: Called again and again.
         patience_s: The most seconds; by default any.
 
     Returns:
-        Whether the operation is complete.
+        Whether the condition holds.
     """
     start = time.perf_counter()
-    while not request.Test():
+    while not holds():
         meanwhile()
         passed = time.perf_counter() - start
         if passed > patience_s:

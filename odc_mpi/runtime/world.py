@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.errors import AgreedError, UserError, unusable
-from odc_mpi.runtime.deadline import complete
+from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import Wait
 from odc_mpi.runtime.library import library_name
@@ -117,11 +117,6 @@ class World(Topology, AbstractContextManager["World"]):
         return self.job.progress
 
     @property
-    def num_windows(self) -> int:
-        """Windows that the transports of this process hold; libraries limit their number. Local."""
-        return self.job.num_windows
-
-    @property
     def mpi_library(self) -> str:
         """Name and version of the MPI library, in one short line. Local."""
         return library_name(MPI.Get_library_version())
@@ -184,7 +179,7 @@ class World(Topology, AbstractContextManager["World"]):
             what: The operation in words that follow "while", such as "allocating a window".
         """
         with self.job.arrival(what, self._members):
-            complete(self.comm.Ibarrier(), self.progress.serve)
+            wait_until(self.comm.Ibarrier().Test, self.progress.serve)
             yield
 
     def wait(self, request: MPI.Request, what: str) -> None:
@@ -198,12 +193,12 @@ class World(Topology, AbstractContextManager["World"]):
             what: The operation in words that follow "while".
         """
         with self.deadline(what):
-            complete(request, self.progress.serve)
+            wait_until(request.Test, self.progress.serve)
 
     def meet(self, request: MPI.Request, what: str) -> None:
         """Wait for a non-blocking collective operation as `wait` does; a `meeting` as well. Collective."""
         with self.job.arrival(what, self._members):
-            complete(request, self.progress.serve)
+            wait_until(request.Test, self.progress.serve)
 
     def agree(self, function: Callable[[], T]) -> T:
         """Call a local function on every rank and fail together. Collective.
@@ -335,5 +330,5 @@ class World(Topology, AbstractContextManager["World"]):
     def _meet_before_leaving(self) -> None:
         with self.job.leaving() as check_stranded:
             request = self.comm.Ibarrier()
-            while not complete(request, self.progress.serve, patience_s=STRANDED_LOOK_S):
+            while not wait_until(request.Test, self.progress.serve, patience_s=STRANDED_LOOK_S):
                 check_stranded()

@@ -71,17 +71,18 @@ class UnitCalls:
     Args:
         ready: Fetches units.
         push: Pushes gradients.
-
-    Attributes:
-        suspended: Whether forwards are no calls of units, as modules hold plain parameters: see `shard.plain`.
     """
 
     def __init__(self, ready: ReadyUnits, push: Push) -> None:
-        self.suspended = False
         self._ready = ready
         self._push = push
         self._anchor = torch.zeros(0, requires_grad=True)
         self._current: dict[Unit, dict[tuple[bool, bool], dict[str, torch.Tensor]]] = {}
+
+    @property
+    def suspended(self) -> bool:
+        """Whether forwards are no calls of units, as modules hold plain parameters (`shard.plain`). Local."""
+        return self._ready.are_plain
 
     @contextmanager
     def call(self, unit: Unit) -> Iterator[None]:

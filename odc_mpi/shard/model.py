@@ -102,7 +102,7 @@ class ShardedModel:
         self._elements = make_elements(transport.gradients.dtype, self.layouts)
         self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic, self._elements)
         self._resources.callback(self._pusher.close)
-        self._calls = calls = UnitCalls(self._ready, self._pusher.push)
+        calls = UnitCalls(self._ready, self._pusher.push)
         saved = SavedTensors(self._ready)
         self._slices.load(weights or ModuleWeights(parts, transport.group))
         replicate(module, transport)
@@ -235,7 +235,7 @@ class ShardedModel:
         if self._transport.parameters.access is Access.COPY:
             self.cache_needs.require_whole_model(self.cache_bytes)
             self._ready.require_all(self.units)
-        plain = nullcontext() if gradients else plain_parameters(self._places, self.units, self._ready, self._calls)
+        plain = nullcontext() if gradients else plain_parameters(self._places, self.units, self._ready)
         with plain:
             yield
 

@@ -1,7 +1,7 @@
 """Plain parameters in place of those on demand, for many forwards in a row that need no gradients.
 
 A parameter on demand costs some microseconds of Python at each call of its unit, a part of a decode step that counts.
-While a model lends its parameters, modules hold tensors, and a forward costs what it costs an unsharded module.
+Meanwhile modules hold tensors here, and a forward costs what it costs an unsharded module.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,16 +10,13 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from odc_mpi.shard.autograd import UnitCalls
 from odc_mpi.shard.partition import Place, names_by_module
 from odc_mpi.shard.units.ready import ReadyUnits
 from odc_mpi.shard.units.unit import Unit
 
 
 @contextmanager
-def plain_parameters(
-    places: Sequence[Place], units: Sequence[Unit], ready: ReadyUnits, calls: UnitCalls
-) -> Iterator[None]:
+def plain_parameters(places: Sequence[Place], units: Sequence[Unit], ready: ReadyUnits) -> Iterator[None]:
     """Put whole parameters without gradients into the modules in the enclosed code. One-sided; fetches what is missing.
 
     Nothing may release units meanwhile. Does nothing inside itself.
@@ -27,13 +24,12 @@ def plain_parameters(
     Args:
         places: Of the sharded parameters.
         units: That hold them; all of them are ready at once, or look into memory that stays.
-        ready: Fetches them.
-        calls: Told that forwards are no calls of units.
+        ready: Fetches them; forwards are no calls of units meanwhile (`UnitCalls.suspended`).
 
     Raises:
         RuntimeError: A parameter was changed in place.
     """
-    if calls.suspended:
+    if ready.are_plain:
         yield
         return
     whole: dict[str, nn.Parameter] = {}
@@ -41,14 +37,12 @@ def plain_parameters(
         for unit in units:
             ready.require(unit)
             whole |= {name: nn.Parameter(unit.parameter(name), requires_grad=False) for name in unit.slots}
-    with ExitStack() as back, ready.lent():
+    with ExitStack() as back, ready.plain():
         for module, keys in names_by_module(places).items():
             on_demand = module._parameters
             back.callback(module.__dict__.__setitem__, "_parameters", on_demand)
             plain = {key: whole[keys[key]] if key in keys else other for key, other in on_demand.items()}
             module.__dict__["_parameters"] = plain
-        calls.suspended = True
-        back.callback(setattr, calls, "suspended", False)
         yield
     for unit in units:
         unit.check_unchanged()

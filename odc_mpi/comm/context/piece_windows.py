@@ -8,10 +8,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from odc_mpi.comm.pending import Condition
-from odc_mpi.comm.windows.rma import Window, aligned
+from odc_mpi.comm.windows.rma import ReadableWindow, Window, aligned
 from odc_mpi.comm.windows.shared_window import SharedWindow
-from odc_mpi.runtime.deadline import complete
+from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
 #: The kinds of flags.
@@ -79,7 +78,7 @@ class PieceWindows:
         self.world, self.sizes = world, sizes
         world.require_shared_memory(sizes.num_bytes, "keys and values of pieces of sequences")
         make = SharedWindow if in_place else Window
-        self._memory: SharedWindow | Window = make(world, sizes.num_bytes, torch.uint8)
+        self._memory: ReadableWindow = make(world, sizes.num_bytes, torch.uint8)
         self._flags = Window(world, len(_NAMES) * world.size, torch.int64)
         self._arrived = self._flags.tensor.numpy()
         # What the last Put of each flag carried: untouched until that is flushed.
@@ -190,5 +189,5 @@ class PieceWindows:
         if not is_raised():
             began = time.perf_counter()
             with self.world.deadline(f"waiting for the {_NAMES[kind]} of {what}", [rank]):
-                complete(Condition(is_raised), self.world.progress.poke)
+                wait_until(is_raised, self.world.progress.poke)
             self.waited_s += time.perf_counter() - began

@@ -34,12 +34,12 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.host import Footprint, Layout
-from odc_mpi.comm.pending import Condition, Later, Pending
+from odc_mpi.comm.pending import Later, Pending
 from odc_mpi.comm.reduce.accumulate import Reduction
 from odc_mpi.comm.reduce.slots import Header, HostSlots
 from odc_mpi.comm.windows.rma import Memory, Window, aligned
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.deadline import complete
+from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
 #: Makes what knows where the shards and the slots of a mailbox are, for elements of a type.
@@ -181,7 +181,7 @@ class MailboxReduction(Reduction):
         while push.numel:
             owner = next(ring.owner for ring in self._rings.values() if any(p.push is push for p in ring.pieces))
             with self.world.deadline(f"waiting for room to push the gradient of unit {push.name}", [owner]):
-                complete(Condition(self._put_what_fits), self._help_owners)
+                wait_until(self._put_what_fits, self._help_owners)
 
     def _help_owners(self) -> None:
         # The owner must hear of what is there before it can make room.

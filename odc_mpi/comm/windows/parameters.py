@@ -15,8 +15,7 @@ import torch
 from odc_mpi.comm.host import Footprint, Host, Layout, owned_parts
 from odc_mpi.comm.pending import Done, Fetch, Pending
 from odc_mpi.comm.transport import Access, ParameterStore
-from odc_mpi.comm.windows.rma import COPIES_WHAT_IS_SEEN, Window, WindowKind, flush_later
-from odc_mpi.comm.windows.shared_window import SharedWindow
+from odc_mpi.comm.windows.rma import COPIES_WHAT_IS_SEEN, ReadableWindow, WindowKind, flush_later
 from odc_mpi.runtime.world import World
 
 
@@ -36,10 +35,10 @@ class ParameterWindows(Host):
         self.dtype = dtype
         self.world = world
         self._kind = kind
-        self._windows: list[Window | SharedWindow] = []
+        self._windows: list[ReadableWindow] = []
         self.are_whole = False
 
-    def __getitem__(self, index: int) -> Window | SharedWindow:
+    def __getitem__(self, index: int) -> ReadableWindow:
         return self._windows[index]
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102

@@ -14,7 +14,7 @@ uses it: for the way from other nodes into a `SharedWindow`.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -38,6 +38,25 @@ ALIGNMENT = 64
 #: Whether tensors that look at a window's memory can be given memory of their own when it is freed: not by older
 #: versions of torch.
 COPIES_WHAT_IS_SEEN = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+class ReadableWindow(Protocol):
+    """What all windows have in common: a shard on every rank, which others read.
+
+    Attributes:
+        tensor: This rank's shard.
+        whole: All shards as one array, where this rank sees it in place; else None.
+    """
+
+    tensor: torch.Tensor
+    whole: torch.Tensor | None
+
+    def near(self, target: int) -> torch.Tensor | None: ...  # noqa: D102
+    def in_place(self) -> list[torch.Tensor]: ...  # noqa: D102
+    def get(self, target: int, buffer: Memory, start: int = 0) -> None: ...  # noqa: D102
+    def flush(self) -> None: ...  # noqa: D102
+    def sync(self) -> None: ...  # noqa: D102
+    def free(self) -> None: ...  # noqa: D102
 
 
 class Window:

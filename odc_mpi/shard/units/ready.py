@@ -1,4 +1,20 @@
-"""The units that are ready: the root, the few used last, those expected next, and as many as a budget holds."""
+"""The units that are ready: the root, the few used last, those expected next, and as many as a budget holds.
+
+From `module.weight` to a tensor:
+
+    modules.OnDemandParameters      looks up the parameter's dotted name
+    autograd.UnitCalls.parameter    within one call of a unit always the same tensors; at the first of them:
+    ReadyUnits.require              sharded: make room, start the fetch, wait; on its way: wait; ready: nothing. Then
+                                    units that are expected next are fetched in a thread (`shard.prefetch`)
+    Unit.start_fetch, Unit.wait     a `comm.pending.Fetch` of each flat array of the unit
+    ParameterStore.fetch            a view; or `take`, a buffer, and `start_fetch`, which fills it: in the thread this
+                                    part alone
+    autograd.WholeParameters        a node of the graph; its outputs are tensors over the arrays (`Unit.parameter`)
+
+Autograd asks for saved parameters by `autograd.SavedTensors`, which calls `require`, too, and gradients leave from
+`WholeParameters.backward` to `gradients.GradientPusher`. Two contexts change this: where modules hold plain parameters
+(`shard.plain`, `are_plain`) nothing is looked up, and between A and B (`readable`) fetching is an error.
+"""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,7 +51,8 @@ class ReadyUnits:
         residency: What stays until the end of a minibatch. Nothing, where fetches move no bytes.
         activity: Tells the other ranks which unit is in use.
         generation: Counts publications: what was fetched before the last one is stale.
-        readable: Whether parameters may be fetched: not between A and B, when their owners write them.
+        readable: Whether parameters may be fetched: not between A and B, when owners write them. Set by the model.
+        are_plain: Whether modules hold the units' tensors as plain parameters, so that no unit may be released.
     """
 
     def __init__(
@@ -61,7 +78,7 @@ class ReadyUnits:
         self._by_pointer: dict[int, tuple[Unit, int]] = {}
         self.generation = 0
         self.readable = True
-        self._is_lent = False
+        self.are_plain = False
 
     @property
     def stay(self) -> bool:
@@ -106,21 +123,21 @@ class ReadyUnits:
         return self._by_pointer.get(tensor.untyped_storage().data_ptr())
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Refuse in the enclosed code to release all units: somebody else uses their tensors. Local."""
-        self._is_lent = True
+    def plain(self) -> Iterator[None]:
+        """Refuse in the enclosed code to release all units: modules hold their tensors. Local."""
+        self.are_plain = True
         try:
             yield
         finally:
-            self._is_lent = False
+            self.are_plain = False
 
     def release_all(self) -> None:
         """Release every unit, and wait for those on their way. One-sided.
 
         Raises:
-            RuntimeError: They are lent.
+            RuntimeError: Modules hold their tensors.
         """
-        if self._is_lent:
+        if self.are_plain:
             raise RuntimeError("parameters were to be released inside resident(gradients=False): leave it first")
         for unit in list(self._held):
             self._release(unit)

@@ -27,7 +27,7 @@ def kept(world):
         "hooks": len(hooks),
         "guarded parameters": len(StepGuard._guarded),
         "threads": threading.active_count(),
-        "windows": world.num_windows,
+        "windows": world.job.num_windows,
     }
 
 
@@ -79,13 +79,13 @@ def test_nothing_stays_of_tickets_and_parts_that_are_closed(world):
 
 
 def test_what_is_open_closes_with_its_world(world, decision):
-    before = world.num_windows
+    before = world.job.num_windows
     with world.split("node") as part:
         model = shard_model(torch.nn.Linear(2, 2), part, decision=decision)
         slices = model.shard_parameters()
         step_once(model)
         values = [p.tolist() for p in slices]
-        assert part.num_windows == world.num_windows > before, "one process, one limit"
+        assert part.job.num_windows == world.job.num_windows > before, "one process, one limit"
         inner = part.alone()
-    assert world.num_windows == before and [p.tolist() for p in slices] == values
+    assert world.job.num_windows == before and [p.tolist() for p in slices] == values
     assert inner._closed
