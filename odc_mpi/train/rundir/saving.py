@@ -144,9 +144,8 @@ class Saving(Participant):
         """See the last checkpoint complete, or given up. Collective if not all know that it is written, else local."""
         if self._saver.pending:
             with self._world.deadline(f"writing the checkpoint of step {self._last}"):
-                reports = self._saver.pending_reports()
-            for of_one_step in zip(*self._world.gather_objects(reports), strict=True):
-                self._saver.hear(np.array(of_one_step))
+                self._saver.wait_until_written()
+            self._saver.hear(np.array(self._world.gather_objects(self._saver.report())))
         with self._world.deadline(f"publishing the checkpoint of step {self._last}"):
             self._saver.wait_until_published()
 
