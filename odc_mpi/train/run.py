@@ -34,6 +34,7 @@ from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.errors import StoppedError, TrainingError
+from odc_mpi.models.configuration import leaves
 from odc_mpi.observe.log import Log
 from odc_mpi.observe.participant import Participant
 from odc_mpi.observe.timing import Timing, TrafficReport
@@ -289,7 +290,7 @@ def _tracking(config: Config, world: World, num_entries: int) -> Tracking:
     # The other ranks wait at the end for rank 0.
     finish_s = min(FINISH_S, world.timeout_s / 2)
     steps_per_epoch = math.ceil(num_entries / drawn_per_step(config))
-    return Tracking(names or (), Path(config.run.dir), asdict(config), steps_per_epoch, finish_s)
+    return Tracking(names or (), Path(config.run.dir), leaves(asdict(config)), steps_per_epoch, finish_s)
 
 
 def _restore(trainer: Trainer, origin: Origin, rank: int) -> None:
