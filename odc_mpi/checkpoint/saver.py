@@ -11,7 +11,6 @@ training goes on.
 
 import shutil
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,10 +35,9 @@ class Task(Generic[T]):
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self._function: Callable[[], T] | None = function
         self._ended = threading.Event()
         self.result: T | None = None
-        threading.Thread(target=self._run, name="odc_mpi-checkpoint", daemon=True).start()
+        threading.Thread(target=self._run, args=(function,), name="odc_mpi-checkpoint", daemon=True).start()
 
     @property
     def done(self) -> bool:
@@ -51,13 +49,11 @@ class Task(Generic[T]):
         while not self._ended.wait(0.1):  # so that signals are heard meanwhile
             pass
 
-    def _run(self) -> None:
-        assert self._function is not None
+    def _run(self, function: Callable[[], T]) -> None:
         try:
             with suppress(Exception):
-                self.result = self._function()
+                self.result = function()
         finally:
-            self._function = None  # it refers to the previous task, which refers to the one before ...
             self._ended.set()
 
 
@@ -69,13 +65,6 @@ class _Pending:
     writing: Task[FileRecord]
     manifest: Manifest | None
     spared: int | None
-
-    def report(self) -> tuple[float, float, float]:
-        """Return a rank's report, once its file is written or has failed: see `Saver.report`. Local."""
-        written = self.writing.result
-        if written is None:
-            return -float(self.step), 0.0, 0.0
-        return float(self.step), float(written.num_bytes), float(written.checksum)
 
 
 class Saver:
@@ -113,7 +102,7 @@ class Saver:
         self._keep = keep
         self._warn = warn
         self._check = check
-        self._pending: deque[_Pending] = deque()
+        self._pending: _Pending | None = None
         self._publishing: Task[None] | None = None
         self.num_saved = self.num_failed = 0
         self.last_failed = False
@@ -121,21 +110,21 @@ class Saver:
     @property
     def pending(self) -> bool:
         """Whether there is a checkpoint that not all ranks have reported as written; the same on every rank."""
-        return bool(self._pending)
+        return self._pending is not None
 
     @property
     def busy(self) -> bool:
         """Whether a thread of this rank is still writing or publishing."""
-        writing = bool(self._pending) and not self._pending[-1].writing.done
+        writing = self._pending is not None and not self._pending.writing.done
         return writing or (self._publishing is not None and not self._publishing.done)
 
     def wait_until_written(self) -> None:
         """Wait until this rank's thread has nothing left to write. Local; the caller sets the deadline."""
         if self._pending:
-            self._pending[-1].writing.wait()
+            self._pending.writing.wait()
 
     def start(self, step: int, entries: Sequence[Entry], manifest: Manifest | None, spared: int | None = None) -> None:
-        """Write this rank's file of a checkpoint in a thread. Local; call `wait_until_written` before.
+        """Write this rank's file of a checkpoint in a thread. Local; no other checkpoint may be pending or busy.
 
         Args:
             step: Step of the checkpoint, the same on every rank.
@@ -143,36 +132,34 @@ class Saver:
             manifest: The manifest without its files, on rank 0; None elsewhere.
             spared: A step whose checkpoint is kept beyond the newest.
         """
-        assert not self._pending or self._pending[-1].writing.done, "two checkpoints at a time"
-        self._pending.append(_Pending(step, Task(lambda: self._write(step, entries)), manifest, spared))
+        assert not self.pending and not self.busy, "two checkpoints at a time"
+        self._pending = _Pending(step, Task(lambda: self._write(step, entries)), manifest, spared)
 
     def report(self) -> tuple[float, float, float]:
-        """Return the report for the other ranks: the oldest written step, the file's bytes and checksum. Local.
+        """Return the report for the other ranks: the step that is written, the file's bytes and checksum. Local.
 
         The step is negative if the file could not be written, and 0 if there is nothing to report yet.
         """
-        if not self._pending or not self._pending[0].writing.done:
+        if self._pending is None or not self._pending.writing.done:
             return 0.0, 0.0, 0.0
-        return self._pending[0].report()
+        written = self._pending.writing.result
+        if written is None:
+            return -float(self._pending.step), 0.0, 0.0
+        return float(self._pending.step), float(written.num_bytes), float(written.checksum)
 
     def hear(self, reports: np.ndarray) -> None:
         """Take in the reports of all ranks, `[size, 3]`, the same on every rank. Local.
 
-        All ranks have the same checkpoints in the same order; one that all have reported is no longer pending.
+        A checkpoint that all have reported is no longer pending.
         """
-        steps = reports[:, 0]
-        if not self._pending or not (np.abs(steps) == self._pending[0].step).all():
+        steps, head = reports[:, 0], self._pending
+        if head is None or not (np.abs(steps) == head.step).all():
             return
-        head = self._pending.popleft()
+        self._pending = None
         if self._rank == 0:
-            before, failed = self._publishing, np.flatnonzero(steps < 0).tolist()
+            failed = np.flatnonzero(steps < 0).tolist()
             files = [FileRecord(int(num_bytes), int(checksum)) for _, num_bytes, checksum in reports]
-            self._publishing = Task(lambda: self._publish(head, files, failed, before))
-
-    def pending_reports(self) -> list[tuple[float, float, float]]:
-        """Return this rank's reports of all pending checkpoints, once written; as many on every rank. Local."""
-        self.wait_until_written()
-        return [pending.report() for pending in self._pending]
+            self._publishing = Task(lambda: self._publish(head, files, failed))
 
     def wait_until_published(self) -> None:
         """Wait until rank 0's thread has nothing left to publish. Local; the caller sets the deadline."""
@@ -196,9 +183,7 @@ class Saver:
             self._warn(f"rank {self._rank} could not write its part of the checkpoint of step {step}: {_say(error)}")
             raise
 
-    def _publish(self, head: _Pending, files: list[FileRecord], failed: list[int], before: Task[None] | None) -> None:
-        if before is not None:
-            before.wait()
+    def _publish(self, head: _Pending, files: list[FileRecord], failed: list[int]) -> None:
         directory = self._unfinished(head.step)
         try:
             if failed:

@@ -10,10 +10,7 @@ from odc_mpi.runtime.ranks import no_collections, on_ranks, start_of_mpi
 from odc_mpi.runtime.start.launch import launched_rank
 
 if TYPE_CHECKING:
-    from odc_mpi.observe.rank_log import RankLog
-    from odc_mpi.runtime.world import World
     from odc_mpi.train.settings import Config
-    from odc_mpi.train.stop import StopWish
 
 HELP = "train a model; under mpiexec on all its ranks"
 
@@ -42,22 +39,27 @@ def run(arguments: argparse.Namespace) -> int:
 
     # From here on: a scheduler may want the end of a run that has hardly begun, and libraries warn when imported.
     with StopWish() as stop, RankLog(launched_rank()) as log:
-        return _train_under(stop, log, arguments)
+        loaded = _load(arguments)
+        # Not before here: torch and transformers take seconds, for which nobody needs to wait who made a mistake. In
+        # this order: the last starts MPI, and a rank that fails to import anything after that would leave the others
+        # waiting.
+        if not isinstance(loaded, UserError):
+            with no_collections():
+                importlib.import_module("odc_mpi.models.build")
+        with start_of_mpi():
+            from odc_mpi.runtime.world import World
 
+        # With mistaken settings ranks meet only to hear so.
+        world = World() if isinstance(loaded, UserError) else World(timeout_s=loaded.comm.timeout_s)
 
-def _train_under(stop: "StopWish", log: "RankLog", arguments: argparse.Namespace) -> int:
-    loaded = _load(arguments)
-    # Not before here: torch and transformers take seconds, for which nobody needs to wait who made a mistake. In this
-    # order: the last starts MPI, and a rank that fails to import anything after that would leave the others waiting.
-    if not isinstance(loaded, UserError):
-        with no_collections():
-            importlib.import_module("odc_mpi.models.build")
-    with start_of_mpi():
-        from odc_mpi.runtime.world import World
+        def start() -> None:
+            config = world.agree(lambda: _unless_mistaken(loaded))
+            from odc_mpi.train.run import train
 
-    # With mistaken settings ranks meet only to hear so.
-    world = World() if isinstance(loaded, UserError) else World(timeout_s=loaded.comm.timeout_s)
-    return on_ranks(world, lambda: _train_as(world.agree(lambda: _unless_mistaken(loaded)), world, stop, log))
+            world.agree(lambda: log.open(config.run.log_dir, world))
+            train(config, world, stop)
+
+        return on_ranks(world, start)
 
 
 def _load(arguments: argparse.Namespace) -> "Config | UserError":
@@ -74,10 +76,3 @@ def _unless_mistaken(loaded: "Config | UserError") -> "Config":
     if isinstance(loaded, UserError):
         raise loaded
     return loaded
-
-
-def _train_as(config: "Config", world: "World", stop: "StopWish", log: "RankLog") -> None:
-    from odc_mpi.train.run import train
-
-    world.agree(lambda: log.open(config.run.log_dir, world))
-    train(config, world, stop)

@@ -7,7 +7,7 @@ variables. A library is imported when its tracker starts, in the thread that wri
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ def start(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) 
         name: One of `TRACKERS`.
         directory: For the tracker's files; it exists and is empty.
         run_name: Name of the run.
-        config: All settings, in sections.
+        config: All settings by their names.
     """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -68,7 +68,7 @@ def start(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) 
     tracker = LOGGER_TYPE_TO_CLASS[name](project, **options)
     tracker.start()
     if name != "tensorboard":  # which would show settings as a second run
-        tracker.store_init_configuration(dict(_flat(config)))
+        tracker.store_init_configuration(dict(config))
     return tracker
 
 
@@ -115,15 +115,3 @@ def _options(name: str, directory: Path, run_name: str) -> tuple[str, dict[str, 
         case _:
             mode = os.environ.get("SWANLAB_MODE", "offline")
             return PROJECT, {"experiment_name": run_name, "logdir": str(directory), "mode": mode}
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings as `section.key` and value, of the types that accelerate's trackers take."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield (
-                f"{prefix}{key}",
-                value if value is None or isinstance(value, bool | int | float | str) else str(value),
-            )

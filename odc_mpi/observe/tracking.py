@@ -47,7 +47,7 @@ class Tracking(Participant):
     Args:
         names: Of trackers; none on ranks other than 0.
         run_dir: Of the run, which has its metrics.jsonl.
-        config: All settings.
+        config: All settings by their names.
         steps_per_epoch: Steps of a pass over the data.
         finish_s: At the end a tracker gets so long to write what is left.
     """

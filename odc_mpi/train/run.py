@@ -3,12 +3,24 @@
 set up    collective: all ranks agree on configuration, data, model and checkpoint, and allocate windows
 steps     `train.loop`
 finish    collective: the last checkpoint is waited for, every rank's totals are gathered
+
+Participants of a run come to each stage of a step in this order:
+
+Objective, Update, Source           the loop's own
+Timing, TrafficReport               report what ranks worked, waited and sent
+LearnedCost, or those of rewards    learn from the step, or evaluate and show completions
+Exponents                           of gradients in fixed point
+Evaluation                          adds to the metrics of the step
+Trace, Log, Tracking                take the metrics, now complete
+SkipLimit                           may end the run for a step, whose line is then written and which is not saved
+StopWish, Saving                    save, also when the run is to stop
 """
 
 import math
 import os
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,6 +34,7 @@ from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.loader import Loader
 from odc_mpi.errors import StoppedError, TrainingError
+from odc_mpi.models.configuration import leaves
 from odc_mpi.observe.log import Log
 from odc_mpi.observe.participant import Participant
 from odc_mpi.observe.timing import Timing, TrafficReport
@@ -33,7 +46,6 @@ from odc_mpi.shard.model import ShardedModel
 from odc_mpi.stack.decision import Decision
 from odc_mpi.train.context import Pieces
 from odc_mpi.train.evaluation import Evaluation
-from odc_mpi.train.exact.arithmetic import checked_arithmetic
 from odc_mpi.train.exact.conditions import deterministic, reduce_dtype, settled
 from odc_mpi.train.exact.exponents import Exponents
 from odc_mpi.train.facts import drawn_per_step, facts_of, opening_lines
@@ -43,7 +55,7 @@ from odc_mpi.train.objectives.sft import SupervisedFineTuning
 from odc_mpi.train.rl.assemble import learn_from_rewards
 from odc_mpi.train.rundir.owner import Owner
 from odc_mpi.train.rundir.resume import Origin, PatientWeights, find_origin, open_run, say_complete
-from odc_mpi.train.rundir.saving import Saving, about_run, describe_adapters
+from odc_mpi.train.rundir.saving import Saving, about_run
 from odc_mpi.train.settings import Config, dump
 from odc_mpi.train.source import DatasetSource, LearnedCost
 from odc_mpi.train.stop import StopWish
@@ -68,53 +80,40 @@ def train(config: Config, world: World, stop: StopWish | None = None) -> dict[st
             written; raised on every rank.
         StoppedError: The run was asked to stop, and has saved what it did; raised on every rank.
     """
-    if stop is None:
-        with StopWish() as stop:
-            return train(config, world, stop)
-    world.timeout_s = config.comm.timeout_s
-    config = world.agree(lambda: settled(config))
-    with deterministic(config):
-        return _train(config, world, stop)
-
-
-def _train(config: Config, world: World, stop: StopWish) -> dict[str, Any]:
-    _set_threads(config, world)
-    world.agree(lambda: require(config.run.report_to or ()) if world.rank == 0 else None)
-    inputs = _open_inputs(config, world)
-    config = with_steps(config, inputs.dataset)
-    steps_per_epoch = math.ceil(len(inputs.dataset) / drawn_per_step(config))
-    _check_stop(stop, world)
-    origin = find_origin(config, world, inputs)
-    if origin and origin.step >= config.run.steps:
-        return say_complete(origin, config, world)
-    digest = inputs.dataset.digest()
-    adapters = describe_adapters(config, world, inputs.model, origin.about if origin else None)
-    decision = decide(config, world)
-    exact: dict[str, Any] = {}
-    if config.run.exact:
-        exact["arithmetic"] = checked_arithmetic(config.run.device, world, origin)
-    trainer = build_trainer(config, world, inputs, decision, origin)
-    opening = opening_lines(config, world, inputs, trainer.model, decision, origin)
-    trainer.participants += _evaluation(config, world, inputs, trainer.model)
-    del inputs  # the weights that it can read have been read
-    run_dir = Path(config.run.dir)
-    _check_stop(stop, world)
-    # Not earlier: whatever is wrong has to be found before anything is written.
-    owner = world.agree(lambda: open_run(run_dir, config, origin) if world.rank == 0 else None)
-    log = Log(run_dir, config.run.steps, opening, trainer.participants, speaks=world.rank == 0)
-    with trainer, owner or nullcontext(), log:
-        about = exact | about_run(config, trainer.model.module, digest, origin.path if origin else None, adapters)
+    with ExitStack() as stack:
+        stop = stop or stack.enter_context(StopWish())
+        world.timeout_s = config.comm.timeout_s
+        config = world.agree(partial(settled, config))
+        stack.enter_context(deterministic(config))
+        _set_threads(config, world)
+        inputs = _open_inputs(config, world)
+        config = with_steps(config, inputs.dataset)
+        _check_stop(stop, world)
+        origin = find_origin(config, world, inputs)
+        if origin and origin.step >= config.run.steps:
+            return say_complete(origin, config, world)
+        decision = decide(config, world)
+        about = about_run(config, world, inputs, origin)
+        trainer = stack.enter_context(build_trainer(config, world, inputs, decision, origin))
+        opening = opening_lines(config, world, inputs, trainer.model, decision, origin)
+        tracking = _tracking(config, world, len(inputs.dataset))
+        trainer.participants += _evaluation(config, world, inputs, trainer.model)
+        del inputs  # the weights that it can read have been read
+        _check_stop(stop, world)
+        # Not earlier: whatever is wrong has to be found before anything is written.
+        owner = world.agree(partial(open_run, config, origin) if world.rank == 0 else lambda: None)
+        stack.enter_context(owner or nullcontext())
+        log = stack.enter_context(
+            Log(Path(config.run.dir), config.run.steps, opening, trainer.participants, speaks=world.rank == 0)
+        )
         saving = _saving(config, world, trainer, about, stop, owner, origin)
         limit = SkipLimit(config.run.max_skipped_steps, origin.about if origin else None)
-        trace, tracking = _trace(config, world, trainer.model), _tracking(config, world, steps_per_epoch)
-        # In this order: the trace ends at B, and the log writes the line of a step before the limit ends the run for
-        # it, in which case nothing is saved any more.
-        trainer.participants += [trace, log, tracking, limit, stop, saving]
+        trainer.participants += [_trace(config, world, trainer.model), log, tracking, limit, stop, saving]
         _run_steps(trainer, config.run.steps, stop, saving)
-        # Saving comes first here: whatever becomes of the rest, the last checkpoint is not to be lost.
-        facts = exact | facts_of(config, world, decision, trainer.model)
+        facts = facts_of(config, world, decision, trainer.model)
         if config.run.exact:
-            facts["parameters_digest"] = saving.parameters_digest()
+            facts |= {"arithmetic": about["arithmetic"], "parameters_digest": saving.parameters_digest()}
+        # Saving comes first here: whatever becomes of the rest, the last checkpoint is not to be lost.
         summary = log.summarize(facts | trainer.finish())
         saving.check_end(trainer.done)
         return summary
@@ -200,6 +199,7 @@ def _set_threads(config: Config, world: World) -> None:
 
 
 def _open_inputs(config: Config, world: World) -> Inputs:
+    world.agree(lambda: require(config.run.report_to or ()) if world.rank == 0 else None)
     world.require_same(dump(config), "the configuration")
     inputs = world.agree(lambda: open_inputs(config, world.rank, world.size))
     for setting, dataset in inputs.datasets.items():
@@ -285,11 +285,12 @@ def _trace(config: Config, world: World, model: ShardedModel) -> Trace:
     return Trace(world, Path(config.run.dir), model.spans, config.run.trace_steps, max_tokens)
 
 
-def _tracking(config: Config, world: World, steps_per_epoch: int) -> Tracking:
+def _tracking(config: Config, world: World, num_entries: int) -> Tracking:
     names = config.run.report_to if world.rank == 0 else None
     # The other ranks wait at the end for rank 0.
     finish_s = min(FINISH_S, world.timeout_s / 2)
-    return Tracking(names or (), Path(config.run.dir), asdict(config), steps_per_epoch, finish_s)
+    steps_per_epoch = math.ceil(num_entries / drawn_per_step(config))
+    return Tracking(names or (), Path(config.run.dir), leaves(asdict(config)), steps_per_epoch, finish_s)
 
 
 def _restore(trainer: Trainer, origin: Origin, rank: int) -> None:

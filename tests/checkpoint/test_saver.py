@@ -65,6 +65,12 @@ class Ranks:
             saver.hear(reports)
         self.savers[0].wait_until_published()
 
+    def save(self, *steps):
+        for step in steps:
+            self.start(step)
+            self.wait()
+            self.boundary()
+
     def steps(self):
         return list(steps_in(self.directory))
 
@@ -94,33 +100,6 @@ def test_complete_only_when_all_have_told(tmp_path, monkeypatch):
     assert ranks.warnings == []
 
 
-def test_a_second_one_before_the_first_is_told(tmp_path):
-    """The first was written on all ranks after they told; the next is due before they tell again."""
-    ranks = Ranks(tmp_path, 3)
-    ranks.boundary()
-    ranks.start(1)
-    ranks.wait()
-    ranks.start(2)
-    ranks.wait()
-    ranks.boundary()
-    assert ranks.steps() == [1]
-    ranks.boundary()
-    assert ranks.steps() == [1, 2]
-
-
-def test_at_the_end_all_that_is_pending_is_told(tmp_path):
-    ranks = Ranks(tmp_path, 2)
-    for step in (1, 2):
-        ranks.wait()
-        ranks.start(step)
-    reports = [saver.pending_reports() for saver in ranks.savers]
-    for told in zip(*reports, strict=True):
-        for saver in ranks.savers:
-            saver.hear(np.array(told))
-    ranks.savers[0].wait_until_published()
-    assert ranks.steps() == [1, 2]
-
-
 def test_one_rank_cannot_write(tmp_path, monkeypatch):
     ranks, write = Ranks(tmp_path, 3), savers.write_shard
 
@@ -129,9 +108,7 @@ def test_one_rank_cannot_write(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return write(path, *rest)
 
-    ranks.start(1)
-    ranks.wait()
-    ranks.boundary()
+    ranks.save(1)
     monkeypatch.setattr(savers, "write_shard", full)
     ranks.start(2)
     ranks.wait()
@@ -142,9 +119,7 @@ def test_one_rank_cannot_write(tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".*")), "the half-written one is gone"
     assert (ranks.savers[0].num_saved, ranks.savers[0].num_failed, ranks.savers[0].last_failed) == (1, 1, True)
     monkeypatch.setattr(savers, "write_shard", write)
-    ranks.start(3)
-    ranks.wait()
-    ranks.boundary()
+    ranks.save(3)
     assert ranks.steps() == [1, 3]
     assert not ranks.savers[0].last_failed
 
@@ -156,9 +131,7 @@ def test_rank_0_cannot_publish(tmp_path, monkeypatch, which):
 
     monkeypatch.setattr(publish, which, full)
     ranks = Ranks(tmp_path, 2)
-    ranks.start(1)
-    ranks.wait()
-    ranks.boundary()
+    ranks.save(1)
     assert ranks.steps() == [] and not list(tmp_path.iterdir())
     assert "No space left on device" in ranks.warnings[0]
 
@@ -182,38 +155,28 @@ def test_nothing_has_the_name_before_the_manifest_is_there(tmp_path, monkeypatch
 
     monkeypatch.setattr(publish, "write_manifest", look)
     ranks = Ranks(tmp_path, 1)
-    ranks.start(1)
-    ranks.wait()
-    ranks.boundary()
+    ranks.save(1)
     assert seen == [(".step_00000001.t", [])]
     assert ranks.steps() == [1]
 
 
 def test_old_ones_go(tmp_path):
     ranks = Ranks(tmp_path, 1, keep=2)
-    for step in (1, 2, 3, 4):
-        ranks.start(step)
-        ranks.wait()
-        ranks.boundary()
+    ranks.save(1, 2, 3, 4)
     assert ranks.steps() == [3, 4]
     assert not list(tmp_path.glob(".*"))
 
 
 def test_one_that_is_spared_stays_beside_the_newest(tmp_path):
     ranks = Ranks(tmp_path, 1)
-    for step in (1, 2, 3, 4):
-        ranks.start(step)
-        ranks.wait()
-        ranks.boundary()
+    ranks.save(1, 2, 3, 4)
     prune(tmp_path, 1, spared=2)
     assert ranks.steps() == [2, 4]
 
 
 def test_pruning_counts_complete_ones(tmp_path):
     ranks = Ranks(tmp_path, 1)
-    ranks.start(1)
-    ranks.wait()
-    ranks.boundary()
+    ranks.save(1)
     (tmp_path / step_name(2)).mkdir()
     prune(tmp_path, 1)
     assert ranks.steps() == [1, 2], "the last complete one stays"
@@ -221,9 +184,7 @@ def test_pruning_counts_complete_ones(tmp_path):
 
 def test_leftovers_go(tmp_path):
     ranks = Ranks(tmp_path, 2)
-    ranks.start(1)
-    ranks.wait()
-    ranks.boundary()
+    ranks.save(1)
     ranks.start(2, ranks=[1])
     ranks.wait()
     (tmp_path / ".retired_step_00000000.17").mkdir()
@@ -233,9 +194,7 @@ def test_leftovers_go(tmp_path):
 
 def test_a_manifest_that_is_missing_damaged_or_newer(tmp_path, monkeypatch):
     ranks = Ranks(tmp_path, 1)
-    ranks.start(1)
-    ranks.wait()
-    ranks.boundary()
+    ranks.save(1)
     directory = tmp_path / step_name(1)
     path = directory / "manifest.json"
     intact = path.read_text()
@@ -254,9 +213,7 @@ def test_a_manifest_that_is_missing_damaged_or_newer(tmp_path, monkeypatch):
 
 def test_verify_does_not_call_another_version_damaged(tmp_path, monkeypatch):
     ranks = Ranks(tmp_path, 1)
-    ranks.start(1)
-    ranks.wait()
-    ranks.boundary()
+    ranks.save(1)
     monkeypatch.setattr(manifests, "VERSION", 7)
     (verdict, reason), number = verify(tmp_path)
     assert number == 1
@@ -273,9 +230,7 @@ def test_keys_that_are_numbers(tmp_path):
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
     """As of a bad sector, or a file server that forgot it: the rest is still looked at, and it is named."""
     ranks = Ranks(tmp_path, 3)
-    ranks.start(1)
-    ranks.wait()
-    ranks.boundary()
+    ranks.save(1)
 
     def fail(descriptor, buffers, offset):
         if str(Path(f"/proc/self/fd/{descriptor}").readlink()).endswith(("rank_00001.h5", "index.h5")):
@@ -294,9 +249,7 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
 
 def test_tensors_that_cannot_be_read(tmp_path, monkeypatch):
     ranks = Ranks(tmp_path, 1)
-    ranks.start(1)
-    ranks.wait()
-    ranks.boundary()
+    ranks.save(1)
     with Checkpoint(tmp_path / step_name(1)) as checkpoint:
         checkpoint.read("model/x", 0, 1)
 
@@ -326,9 +279,7 @@ def test_what_was_saved_is_let_go(tmp_path):
 
 def test_every_flipped_bit_of_a_checkpoint_is_found(tmp_path):
     ranks = Ranks(tmp_path, 2)
-    ranks.start(1)
-    ranks.wait()
-    ranks.boundary()
+    ranks.save(1)
     assert verify(tmp_path) == ([f"{tmp_path / step_name(1)}  intact"], 0)
     rng = np.random.default_rng(0)
     for path in sorted((tmp_path / step_name(1)).iterdir()):
@@ -342,10 +293,7 @@ def test_every_flipped_bit_of_a_checkpoint_is_found(tmp_path):
 
 def test_which_checkpoints_a_path_means(tmp_path):
     ranks = Ranks(tmp_path / "run" / "checkpoints", 1)
-    for step in (1, 2):
-        ranks.start(step)
-        ranks.wait()
-        ranks.boundary()
+    ranks.save(1, 2)
     both = [ranks.directory / step_name(step) for step in (1, 2)]
     assert directories(tmp_path / "run") == directories(ranks.directory) == both
     assert directories(both[0]) == [both[0]]
@@ -374,9 +322,7 @@ def test_a_shard_of_another_step(tmp_path):
 def test_who_may_not_write_any_more(tmp_path, monkeypatch):
     """As when another run has taken over the directory: neither published nor pruned."""
     ranks = Ranks(tmp_path, 2, keep=1)
-    ranks.start(1)
-    ranks.wait()
-    ranks.boundary()
+    ranks.save(1)
     ranks.start(2)
     ranks.wait()
 
@@ -386,9 +332,7 @@ def test_who_may_not_write_any_more(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks.savers[0], "_check", taken)
     ranks.boundary()
     assert ranks.steps() == [1]
-    ranks.start(3)
-    ranks.wait()
-    ranks.boundary()
+    ranks.save(3)
     assert ranks.steps() == [1]
     assert [line.partition(",")[0] for line in ranks.warnings] == [
         "WARNING: there is no checkpoint of step 2",

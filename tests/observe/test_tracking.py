@@ -19,7 +19,7 @@ from odc_mpi.observe.participant import Step
 from odc_mpi.observe.trackers import TRACKERS, require
 from odc_mpi.observe.tracking import Tracking, tagged
 
-CONFIG = {"run": {"steps": 8}, "model": {"path": None}}
+CONFIG = {"run.steps": 8, "model.path": None, "lora.target_modules": ["q_proj"]}
 
 
 def train(run_dir, name, done, steps, scale):

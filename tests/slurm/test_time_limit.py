@@ -23,13 +23,13 @@ SLOW = f"""#!{sys.executable}
 import sys, time
 from odc_mpi.cli import main as cli
 from odc_mpi.cli import train
-trained = train._train_as
-def train_as(*arguments):
+on_ranks = train.on_ranks
+def slowly(world, work):
     from odc_mpi.train.loop import Trainer
     step = Trainer.step
     Trainer.step = lambda self: (time.sleep({SLOW_S}), step(self))[1]
-    trained(*arguments)
-train._train_as = train_as
+    return on_ranks(world, work)
+train.on_ranks = slowly
 sys.exit(cli.main())
 """
 

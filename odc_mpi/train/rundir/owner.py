@@ -46,7 +46,7 @@ class Owner(AbstractContextManager["Owner"]):
         try:
             self._warn_of(_read(self._path), record)
             swap_text(self._path, json.dumps(record) + "\n", private=False)
-        except OSError:
+        except BaseException:
             self._held.close()
             raise
 
@@ -62,10 +62,9 @@ class Owner(AbstractContextManager["Owner"]):
             )
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
+        with self._held, suppress(OSError):
             self.require()
             self._path.unlink()
-        self._held.close()
 
     def _hold(self, patience_s: float) -> socket.socket:
         """Take the directory's name among the abstract sockets of this host (unix(7)), which no two processes share."""

@@ -122,7 +122,7 @@ def find_origin(config: Config, world: World, inputs: Inputs) -> Origin | None:
     return origin
 
 
-def open_run(run_dir: Path, config: Config, origin: Origin | None) -> Owner:
+def open_run(config: Config, origin: Origin | None) -> Owner:
     """Make the run directory ready, and this run the one that writes there. Local; for rank 0.
 
     Raises:
@@ -130,6 +130,7 @@ def open_run(run_dir: Path, config: Config, origin: Origin | None) -> Owner:
             not.
     """
     terminal_width()  # a wrong ODC_MPI_PROGRESS shows here
+    run_dir = Path(config.run.dir)
     owner = take(run_dir, config.comm.timeout_s)
     if origin and origin.own:
         reopen_run_directory(run_dir, dump(config), origin.step)

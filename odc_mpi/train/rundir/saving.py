@@ -11,7 +11,7 @@ import importlib.metadata
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,11 @@ from odc_mpi.observe.participant import Participant, Step
 from odc_mpi.runtime.allocation import slurm_job
 from odc_mpi.runtime.world import World
 from odc_mpi.shard import model as sharded
+from odc_mpi.train.exact.arithmetic import checked_arithmetic
 from odc_mpi.train.exact.digest import parameters_digest
+from odc_mpi.train.inputs import Inputs
 from odc_mpi.train.rundir.owner import Owner
+from odc_mpi.train.rundir.resume import Origin
 from odc_mpi.train.settings import Config
 from odc_mpi.train.stop import StopWish
 
@@ -144,9 +147,8 @@ class Saving(Participant):
         """See the last checkpoint complete, or given up. Collective if not all know that it is written, else local."""
         if self._saver.pending:
             with self._world.deadline(f"writing the checkpoint of step {self._last}"):
-                reports = self._saver.pending_reports()
-            for of_one_step in zip(*self._world.gather_objects(reports), strict=True):
-                self._saver.hear(np.array(of_one_step))
+                self._saver.wait_until_written()
+            self._saver.hear(np.array(self._world.gather_objects(self._saver.report())))
         with self._world.deadline(f"publishing the checkpoint of step {self._last}"):
             self._saver.wait_until_published()
 
@@ -170,47 +172,39 @@ class Saving(Participant):
         self._pause_s += time.perf_counter() - waited
 
 
-def about_run(
-    config: Config, module: Any, data_digest: str, origin: str | None, adapters: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the description of a run that a checkpoint holds besides the state, as JSON takes it. Local.
+def about_run(config: Config, world: World, inputs: Inputs, origin: Origin | None) -> dict[str, Any]:
+    """Return the description of a run that a checkpoint holds besides the state, as JSON takes it. Collective.
 
-    Args:
-        config: Of the run.
-        module: The model.
-        data_digest: Of the data set.
-        origin: The checkpoint that the run began at.
-        adapters: What `describe_adapters` returned.
+    Raises:
+        AgreedError: An exact run cannot go on here with the same arithmetic.
     """
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
-    return {
+    module = inputs.model.module
+    about: dict[str, Any] = {
         "config": asdict(config),
-        "data_digest": data_digest,
-        "origin": origin,
+        "data_digest": inputs.dataset.digest(),
+        "origin": origin.path if origin else None,
         "slurm_job_id": slurm_job().get("slurm_job_id"),
         "transformers_config": configuration_of(module),
         "architectures": [type(module).__name__],
-        **adapters,
+        **_describe_adapters(config, world, inputs.model, origin),
         "versions": {"odc_mpi": __version__, "python": platform.python_version(), **versions},
     }
+    if config.run.exact:
+        about["arithmetic"] = checked_arithmetic(config.run.device, world, origin)
+    return about
 
 
-def describe_adapters(
-    config: Config, world: World, model: BuiltModel, before: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Return the description of adapters and their base for a checkpoint; empty without adapters. Collective.
+def _describe_adapters(config: Config, world: World, model: BuiltModel, origin: Origin | None) -> dict[str, Any]:
+    """Return the description of adapters and their base; empty without adapters. Collective.
 
-    Args:
-        config: Of the run.
-        world: The ranks, each of which reads its share of the base to make its digest.
-        model: The model.
-        before: Of the checkpoint that the run begins at, whose base is known to be this one.
+    Each rank reads its share of the base to make its digest. The base of a checkpoint is known to be this one.
     """
     base = model.base
     if base is None:
         return {}
-    if before:
-        digests = before["base"]["sha256"]
+    if origin:
+        digests = origin.about["base"]["sha256"]
     else:
         shares = world.gather_objects(world.agree(lambda: part_digests(base, world.rank, world.size)))
         digests = {part: share[part] for share in shares for part in share}

@@ -184,19 +184,21 @@ WARNING_RANKS = """
 import logging, sys, warnings
 from odc_mpi.cli import main as cli
 from odc_mpi.cli import train
-imported, trained = train.importlib.import_module, train._train_as
+imported, on_ranks = train.importlib.import_module, train.on_ranks
 def import_module(name, *rest, **named):
     if name == "odc_mpi.models.build":
         warnings.warn("at the import")
     return imported(name, *rest, **named)
-def train_as(*arguments):
+def warned(world, work):
     logging.getLogger("transformers.x").warning("of the library, before the files are open")
-    try:
-        trained(*arguments)
-    finally:
-        logging.getLogger("transformers.x").warning("of the library")
-        warnings.warn("while it trained")
-train.importlib.import_module, train._train_as = import_module, train_as
+    def warn_and_work():
+        try:
+            work()
+        finally:
+            logging.getLogger("transformers.x").warning("of the library")
+            warnings.warn("while it trained")
+    return on_ranks(world, warn_and_work)
+train.importlib.import_module, train.on_ranks = import_module, warned
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -1,4 +1,6 @@
-"""What may join the loop: an objective that knows its divisor at A only, and a participant that runs the model."""
+"""The order of participants, and what may join them: an objective with its divisor at A, one that runs the model."""
+
+import re
 
 import pytest
 import torch
@@ -74,6 +76,24 @@ def test_forwards_between_steps_change_nothing(world, dataset_path):
         assert [m["loss"] for m in steps()] == pytest.approx(losses, rel=1e-5)
         assert len(set(evaluation.losses)) == config.run.steps and evaluation.losses[-1] < evaluation.losses[0]
         assert len({tuple(told) for told in world.gather_objects(evaluation.losses)}) == 1
+
+
+@pytest.mark.sizes(1)
+def test_participants_come_in_the_documented_order(world, dataset_path, shared_dir, monkeypatch):
+    table = run.__doc__.partition("in this order:\n\n")[2]
+    documented = [name for line in table.splitlines() for name in re.findall(r"[A-Z]\w+", line[:36])]
+    found = []
+
+    def look(trainer, *rest):
+        for each in trainer.participants:
+            found.append(next(kind.__name__ for kind in type(each).mro() if kind.__name__ in documented))
+        run_steps(trainer, *rest)
+
+    run_steps = run._run_steps
+    monkeypatch.setattr(run, "_run_steps", look)
+    changes = {"run.exact": "true", "data.cost": "fitted", "data.eval_path": dataset_path, "run.steps": 1}
+    run.train(configure(dataset_path, **changes, **{"run.dir": shared_dir / "ordered"}), world)
+    assert found == documented
 
 
 @pytest.mark.sizes(1)
