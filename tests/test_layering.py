@@ -60,7 +60,7 @@ SEE_ALSO = {
 KEPT_IN = {
     "mpi4py": {"runtime", "stack", "comm"},
     "torch.distributed": {"bench.baselines"},
-    "h5py": {"data.dataset", "data.prompts.file", "checkpoint"},
+    "h5py": {"data.dataset", "checkpoint"},
     "cupy": {"comm"},
     "transformers": {"models", "data.tokenizer", "rollout"},
     "peft": {"models.adapters"},

@@ -212,9 +212,7 @@ def _render(tokenizer: Any, chat: Conversation, counts: Sequence[int], *, for_ge
     if not counts:
         return []
     if not tokenizer.chat_template:
-        raise UserError(
-            f"{chat.where}: 'messages' need a chat template, and the tokenizer has none: change --tokenizer"
-        )
+        raise UserError(f"{chat.where}: 'messages' need a chat template, and the tokenizer has none: take another one")
     try:
         if 0 in counts:
             raise ValueError("expected a message, got none")

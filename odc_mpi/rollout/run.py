@@ -39,7 +39,7 @@ class Job:
         step: Of a run.
         tokenizer: Place of a tokenizer, or None.
         prompt: The only prompt, or None.
-        prompts: JSONL file of prompts, or None.
+        prompts: File of prompts, or None.
         sampling: How tokens are chosen.
         out: JSONL file to write; None: the text goes to the terminal.
         device: cpu or cuda.
