@@ -56,10 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     with RankLog(launched_rank()) as log:
         # Before MPI: a rank that fails to import anything after its start would leave the others waiting.
         with no_collections():
-            from odc_mpi.rollout.generate import Sampling
+            from odc_mpi.generation.generate import Sampling
         sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed)
         with start_of_mpi():
-            from odc_mpi.rollout.run import Job, generate_all
+            from odc_mpi.generation.run import Job, generate_all
             from odc_mpi.runtime.world import World
 
         names = ("source", "step", "tokenizer", "prompt", "prompts", "out", "device", "attn_implementation", "base")

@@ -162,7 +162,7 @@ def encode_blocks(
         The index of the source and the tokens, in the order of the blocks.
 
     Raises:
-        UserError: As of `encode_block`, at the first block for which it is raised; or a process was killed.
+        UserError: As of `encode_block`, at the first block for which it is raised; or a process has ended early.
     """
     pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (place, limits))
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()
@@ -177,7 +177,7 @@ def encode_blocks(
             yield index, future.result()
     except BrokenProcessPool as error:
         raise UserError(
-            f"a process that tokenizes was killed: is there enough memory for --num-proc {num_proc}?"
+            f"a process that tokenizes has ended early: is there enough memory for --num-proc {num_proc}?"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.data.dataset import vocabulary_digest
-from odc_mpi.data.encode import encode_prompt
+from odc_mpi.data.encode import encode_prompts
 from odc_mpi.data.examples import BadLine, Conversation, Example, prompt_of
 from odc_mpi.data.sources import Source
 from odc_mpi.errors import UserError
@@ -44,8 +44,8 @@ class PromptRow(NamedTuple):
         return not isinstance(self.prompt, str)
 
 
-def read_prompts(path: Path, setting: str) -> Iterator[tuple[Example, dict[str, Any]]]:
-    """Yield the prompts of a file, each with all fields of its record. Local.
+def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[str, Any]]]]:
+    """Yield the prompts of a file in blocks, each prompt with all fields of its record. Local.
 
     Args:
         path: JSON lines (decompressed if the name ends in .gz or .zst), or Parquet if it ends in .parquet.
@@ -56,17 +56,21 @@ def read_prompts(path: Path, setting: str) -> Iterator[tuple[Example, dict[str, 
         BadLine: A line or row has no prompt; the message names it.
     """
     expected = f"{setting}: expected a file of prompts, JSON lines or Parquet, got {path}, which"
-    if not path.is_file():
-        raise UserError(f"{expected} is none")
-    with path.open("rb") as file:
-        if file.read(len(_HDF5)) == _HDF5:
-            raise UserError(f"{expected} is HDF5: prompts are read directly, odc-mpi prepare is for sequences")
-    found = None
+    try:
+        if not path.is_file():
+            raise UserError(f"{expected} is none")
+        with path.open("rb") as file:
+            begin = file.read(len(_HDF5))
+    except OSError as error:  # somebody else's, a name too long
+        raise UserError(f"{expected} cannot be read: {error.strerror}") from error
+    if begin == _HDF5:
+        raise UserError(f"{expected} is HDF5: prompts are read directly, odc-mpi prepare is for sequences")
+    empty = True
     for block in Source(str(path), None, (path,)).read(lambda: 1, lambda _: None):
-        for where, parse in block.records():
-            found = parse()
-            yield prompt_of(found, where), found
-    if found is None:
+        empty = False
+        records = ((parse(), where) for where, parse in block.records())
+        yield [(prompt_of(record, where), record) for record, where in records]
+    if empty:
         raise UserError(f"{expected} has none")
 
 
@@ -99,11 +103,12 @@ class Prompts:
         self.places: list[str] = []
         self._tokens: list[npt.NDArray[np.int64]] = []
         self._texts: list[bytes] = []  # JSON takes less memory than its objects
-        for example, record in read_prompts(self.path, setting):
-            self.places.append(example.where)
-            self._tokens.append(np.array(encode_prompt(tokenizer, example)))
-            prompt = example.messages if isinstance(example, Conversation) else example.prompt
-            self._texts.append(_json({"prompt": prompt, "columns": _columns(record, example.where)}, example.where))
+        for block in read_prompts(self.path, setting):
+            self._tokens += map(np.array, encode_prompts(tokenizer, [example for example, _ in block]))
+            for example, record in block:
+                prompt = example.messages if isinstance(example, Conversation) else example.prompt
+                self._texts.append(_json({"prompt": prompt, "columns": _columns(record, example.where)}, example.where))
+                self.places.append(example.where)
         self.lengths: npt.NDArray[np.int64] = np.array([len(tokens) for tokens in self._tokens])
         self.max_token_id = max(int(tokens.max()) for tokens in self._tokens)
 

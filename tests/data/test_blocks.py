@@ -105,7 +105,7 @@ def test_a_killed_worker_ends_the_call(chats: Path, tokenizer_place: Path, tmp_p
     workers: list[int] = []
     killer = threading.Thread(target=kill_one)
     killer.start()
-    with pytest.raises(UserError, match=r"was killed: is there enough memory for --num-proc 2\?"):
+    with pytest.raises(UserError, match=r"has ended early: is there enough memory for --num-proc 2\?"):
         prepare([str(chats)] * 50, tmp_path / "a.h5", Options(tokenizer=tokenizer_place, bad_lines="skip", num_proc=2))
     killer.join()
     assert list(tmp_path.iterdir()) == []

@@ -80,6 +80,7 @@ def test_what_is_no_file_of_prompts(tmp_path, tokenizer):
     for path, words in (
         (tmp_path / "none.jsonl", "none.jsonl, which is none"),
         (tmp_path, "which is none"),
+        (tmp_path / ("x" * 300), "which cannot be read: File name too long"),
         (lines(tmp_path / "empty.jsonl"), "which has none"),
         (tmp_path / "d.h5", "data.eval_path: expected a file of prompts, JSON lines or Parquet, .*which is HDF5"),
     ):

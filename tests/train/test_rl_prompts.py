@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from odc_mpi.data.prompts import Prompts
-from odc_mpi.rollout.decoding import Prompt
+from odc_mpi.models.decoding import Prompt
 from odc_mpi.train.rl.prompts import PromptText
 
 

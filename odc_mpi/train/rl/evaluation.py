@@ -7,9 +7,9 @@ import numpy as np
 
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.prompts import Prompts
+from odc_mpi.models.decoding import on_this_rank
 from odc_mpi.observe.metrics import Column, Entry
 from odc_mpi.rollout.builtin_rewards import exact_match
-from odc_mpi.rollout.decoding import on_this_rank
 from odc_mpi.rollout.rewards import Reward, score
 from odc_mpi.rollout.sample import Completions, GroupSampling, sample
 from odc_mpi.runtime.world import World

@@ -8,7 +8,7 @@ from odc_mpi.data.loader import Minibatch, ShuffledEpochs
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.data.prompts import PromptRow, Prompts
 from odc_mpi.errors import UserError
-from odc_mpi.rollout.decoding import Prompt
+from odc_mpi.models.decoding import Prompt
 
 
 class PromptLoader(ShuffledEpochs):

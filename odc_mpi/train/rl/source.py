@@ -22,9 +22,9 @@ from odc_mpi.comm.exchange import Exchange, Look
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.loader import Batch, Minibatch
 from odc_mpi.data.prompts import PromptRow, Prompts
+from odc_mpi.models.decoding import on_this_rank
 from odc_mpi.observe.metrics import Column, Entry
 from odc_mpi.observe.participant import Step
-from odc_mpi.rollout.decoding import on_this_rank
 from odc_mpi.rollout.groups import RolloutGroup, batches
 from odc_mpi.rollout.rewards import Reward, Scored, score
 from odc_mpi.rollout.sample import Completions, GroupSampling, Sample, sample

@@ -14,7 +14,7 @@ from small_training import configure
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.errors import AgreedError
 from odc_mpi.models import build as built_models
-from odc_mpi.rollout.decoding import Prompt
+from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout.rewards import find_rewards, score
 from odc_mpi.rollout.sample import GroupSampling, sample
 from odc_mpi.train.inputs import open_inputs

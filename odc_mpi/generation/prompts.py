@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from odc_mpi.data.encode import encode_prompt, end_of_turn_token
+from odc_mpi.data.encode import encode_prompts, end_of_turn_token
 from odc_mpi.data.examples import Conversation, Example, Pair
 from odc_mpi.data.prompts import read_prompts
 from odc_mpi.errors import UserError
-from odc_mpi.rollout.decoding import Prompt
-from odc_mpi.rollout.generate import Completion
+from odc_mpi.generation.generate import Completion
+from odc_mpi.models.decoding import Prompt
 
 
 class Request(NamedTuple):
@@ -38,7 +38,7 @@ def read(text: str | None, path: Path | None) -> list[Example]:
             raise UserError("--prompt: expected a text, got an empty one")
         return [Pair("--prompt", text, "")]
     assert path is not None
-    return [example for example, _ in read_prompts(path, "--prompts")]
+    return [example for block in read_prompts(path, "--prompts") for example, _ in block]
 
 
 def tokenized(tokenizer: Any, asked: Sequence[Example], stop: Sequence[int]) -> list[Request]:
@@ -55,8 +55,7 @@ def tokenized(tokenizer: Any, asked: Sequence[Example], stop: Sequence[int]) -> 
     turn = end_of_turn_token(tokenizer) if any(isinstance(one, Conversation) for one in asked) else None
     ends = stop if turn is None else (*stop, turn)
     requests = []
-    for index, one in enumerate(asked):
-        tokens = encode_prompt(tokenizer, one)
+    for index, (one, tokens) in enumerate(zip(asked, encode_prompts(tokenizer, asked), strict=True)):
         own_stop = ends if isinstance(one, Conversation) else stop
         requests.append(Request(one, Prompt(index, tokens, tuple(dict.fromkeys(own_stop)))))
     return requests
