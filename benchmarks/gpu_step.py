@@ -26,7 +26,7 @@ from torch import nn
 from odc_mpi.bench.baselines.plain import Whole
 from odc_mpi.bench.contenders import Contender, Ours, Round, agreement, check_comparable, run_rounds
 from odc_mpi.comm.device.device import Device
-from odc_mpi.data.dataset import Dataset, DatasetWriter
+from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.data.loader import Loader
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
@@ -226,8 +226,7 @@ class _Contenders:
     ) -> None:
         report(f"steps, building {PLAIN}")
         inputs = open_inputs(config, rank=0, size=1)
-        assert isinstance(inputs.dataset, Dataset)
-        self._dataset = inputs.dataset
+        self._inputs = inputs
         self.by_name: dict[str, Contender] = {PLAIN: Plain(config, inputs.sequence_loader, device.torch_device)}
         self._trainers: dict[str, Trainer] = {}
         self._reductions: dict[str, str] = {}
@@ -250,4 +249,4 @@ class _Contenders:
         for trainer in self._trainers.values():
             with trainer:
                 trainer.model.close()
-        self._dataset.close()
+        self._inputs.close()

@@ -49,6 +49,12 @@ class Inputs:
             return self.loader
         raise UserError("run.objective: expected sft, to train on sequences of a data set, got grpo: change it")
 
+    def close(self) -> None:
+        """Close the data sets; prompts are in memory. Local."""
+        for data in self.datasets.values():
+            if isinstance(data, Dataset):
+                data.close()
+
 
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
     """Open the data set, build the model without its weights, and check that they fit. Local.
