@@ -85,15 +85,12 @@ run: $(READY) $(DATA)
 
 # From some examples to about half of all held-out numbers, and from there by rewards alone.
 DIGITS := runs/digits
-PROMPTS_ONLY := --tokenizer $(DIGITS)/model --prompts-only
 run-rl: $(READY)
 	$(BIN)/python jobs/digits.py $(DIGITS)
 	$(BIN)/odc-mpi prepare $(DIGITS)/examples.jsonl $(DIGITS)/examples.h5 --vocab-size 260
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/grpo_sft.yaml
 	rm -rf $(DIGITS)/model
 	$(BIN)/odc-mpi checkpoint export $(DIGITS)/sft $(DIGITS)/model
-	$(BIN)/odc-mpi prepare $(DIGITS)/prompts.jsonl $(DIGITS)/prompts.h5 $(PROMPTS_ONLY)
-	$(BIN)/odc-mpi prepare $(DIGITS)/held_out.jsonl $(DIGITS)/held_out.h5 $(PROMPTS_ONLY)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/grpo.yaml
 
 $(DATA): | $(READY)

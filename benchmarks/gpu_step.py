@@ -226,7 +226,7 @@ class _Contenders:
     ) -> None:
         report(f"steps, building {PLAIN}")
         inputs = open_inputs(config, rank=0, size=1)
-        self._dataset = inputs.dataset
+        self._inputs = inputs
         self.by_name: dict[str, Contender] = {PLAIN: Plain(config, inputs.sequence_loader, device.torch_device)}
         self._trainers: dict[str, Trainer] = {}
         self._reductions: dict[str, str] = {}
@@ -249,4 +249,4 @@ class _Contenders:
         for trainer in self._trainers.values():
             with trainer:
                 trainer.model.close()
-        self._dataset.close()
+        self._inputs.close()

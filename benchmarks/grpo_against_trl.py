@@ -96,7 +96,7 @@ def ours(folder: Path) -> None:
         for number, (loss_type, scale, masked, beta) in enumerate(CASES):
             settings = {
                 "model.path": folder / "start",
-                "data.path": folder / "prompts.h5",
+                "data.path": folder / "prompts.jsonl",
                 "data.minibatch_sequences": NUM_PROMPTS * NUM_GENERATIONS,
                 "data.max_tokens_per_microbatch": 150,
                 "run.objective": "grpo",
@@ -130,9 +130,6 @@ def _prepare(folder: Path) -> None:
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from odc_mpi.data.prepare import Options
-    from odc_mpi.data.prompts.prepare import prepare_prompts
-
     folder.mkdir(parents=True)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**MODEL))
@@ -142,7 +139,6 @@ def _prepare(folder: Path) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=str(END), pad_token=str(PAD))
     tokenizer.save_pretrained(folder / "start")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts()))
-    prepare_prompts([str(folder / "prompts.jsonl")], folder / "prompts.h5", Options(tokenizer=folder / "start"))
 
 
 def _two_steps(folder: Path, world: Any, trainer: Any) -> None:

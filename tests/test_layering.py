@@ -28,7 +28,8 @@ MAY_SEE = {
         *("api", "checkpoint", "data", "models", "observe", "rollout", "shard", "runtime"),
         *("comm.exchange", "comm.context.piece_windows", "comm.context.pieces", "comm.tickets", "stack.decision"),
     },
-    "rollout": {"api", "comm.tickets", "comm.exchange", "runtime", "shard", "data", "models", "checkpoint"},
+    "rollout": {"data", "models"},
+    "generation": {"api", "comm.tickets", "runtime", "data", "models", "checkpoint"},
     "slurm": set(),
     "simulate": {"data"},
     "report": {"simulate", "data"},
@@ -37,7 +38,7 @@ MAY_SEE = {
         *("simulate", "report"),
     },
     "cli": {
-        *("runtime", "stack", "data", "checkpoint", "models", "observe", "train", "rollout"),
+        *("runtime", "stack", "data", "checkpoint", "models", "observe", "train", "generation"),
         *("slurm", "simulate", "report", "bench"),
     },
     "__main__": {"cli"},
@@ -60,9 +61,9 @@ SEE_ALSO = {
 KEPT_IN = {
     "mpi4py": {"runtime", "stack", "comm"},
     "torch.distributed": {"bench.baselines"},
-    "h5py": {"data.dataset", "data.prompts.file", "checkpoint"},
+    "h5py": {"data.dataset", "checkpoint"},
     "cupy": {"comm"},
-    "transformers": {"models", "data.tokenizer", "rollout"},
+    "transformers": {"models", "data.tokenizer", "rollout", "generation"},
     "peft": {"models.adapters"},
     "safetensors": {"models.weights", "models.adapter_directory", "checkpoint.export"},
     "rich": {"cli", "stack.doctor", "observe.terminal", "data.prepare", "report.terminal"},
@@ -72,13 +73,13 @@ KEPT_IN = {
 }
 #: Undocumented parts of transformers and peft, and the modules that use them: docs/architecture.md says what for.
 PRIVATE = {
-    "_attn_implementation": {"rollout.decoding", "models.configuration"},
-    "_supports_sdpa": {"rollout.decoding"},
+    "_attn_implementation": {"models.decoding", "models.configuration"},
+    "_supports_sdpa": {"models.decoding"},
     "_supports_attention_backend": {"models.build"},
     "_no_split_modules": {"shard.partition", "models.compiled", "bench.baselines.fsdp"},
     "_init_weights": {"models.weights"},
     "ForCausalLMLoss": {"models.cuttable"},
-    "past_key_values": {"rollout.decoding"},
+    "past_key_values": {"models.decoding"},
     "_disable_adapters": {"train.rl.reference"},
 }
 #: Files of a folder, besides `__init__`: more are cut into folders.

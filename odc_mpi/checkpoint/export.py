@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from odc_mpi.checkpoint.manifest import TensorRecord
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL, read_tensor
-from odc_mpi.data.tokenizer import directory_beside, tokenizer_files, write_files
+from odc_mpi.data.tokenizer import tokenizer_files, write_files
 from odc_mpi.errors import UserError, in_one_line
 from odc_mpi.files import sync_directory, sync_file
 
@@ -186,17 +186,15 @@ def _in_files(record: TensorRecord, dtype: torch.dtype) -> torch.dtype:
 
 
 def tokenizer_of(config: Any, base: Path | None) -> dict[str, bytes]:
-    """Read the tokenizer's files of a run's data: from the data set, else beside it, else of the model. Local.
+    """Read the tokenizer's files of a run's data: from the data set, `rl.tokenizer`, or the model. Local.
 
     Args:
         config: Settings of the run.
         base: Where the model is now that the run began with; None: where it was.
     """
-    data = Path(config["data"]["path"])
-    places = [data, directory_beside(data)]
-    if base or config["model"]["path"]:
-        places.append(base or Path(config["model"]["path"]))
-    return next((files for files in map(tokenizer_files, places) if files), {})
+    of_prompts = config.get("rl", {}).get("tokenizer")
+    places = [config["data"]["path"], of_prompts, base or config["model"]["path"]]
+    return next((files for place in places if place and (files := tokenizer_files(Path(place)))), {})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

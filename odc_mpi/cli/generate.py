@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", metavar="N", help="of a run: this checkpoint, or best; default: the newest")
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    parser.add_argument("--prompts", metavar="FILE.jsonl", type=Path, help="lines with a prompt, or with messages")
+    parser.add_argument("--prompts", metavar="FILE", type=Path, help="JSON lines or Parquet with prompt or messages")
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="default: 0, the most likely token each time"
@@ -56,10 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     with RankLog(launched_rank()) as log:
         # Before MPI: a rank that fails to import anything after its start would leave the others waiting.
         with no_collections():
-            from odc_mpi.rollout.generate import Sampling
+            from odc_mpi.generation.generate import Sampling
         sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed)
         with start_of_mpi():
-            from odc_mpi.rollout.run import Job, generate_all
+            from odc_mpi.generation.run import Job, generate_all
             from odc_mpi.runtime.world import World
 
         names = ("source", "step", "tokenizer", "prompt", "prompts", "out", "device", "attn_implementation", "base")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from odc_mpi.cli.options import positive
+from odc_mpi.errors import UserError
 
 HELP = "turn text into tokens on disk"
 _EPILOG = """\
@@ -38,12 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "functions; with a weight: SOURCE:WEIGHT",
     )
     parser.add_argument("out", metavar="OUT.h5", type=Path, help="the data set to write")
-    parser.add_argument(
-        "--prompts-only",
-        action="store_true",
-        help="write prompts (prompt or messages) to generate from, for run.objective grpo, and all other fields as "
-        "columns for its rewards",
-    )
+    parser.add_argument("--prompts-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--tokenizer",
         type=Path,
@@ -91,18 +87,19 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: The source or an option is wrong, or something cannot be written.
     """
+    if arguments.prompts_only:
+        raise UserError(
+            "--prompts-only: training with run.objective grpo reads prompts directly: set data.path to the file of "
+            "prompts, and rl.tokenizer if model.path has no tokenizer"
+        )
     from rich.console import Console
 
     from odc_mpi.data.prepare import Options, prepare
-    from odc_mpi.data.prompts.prepare import prepare_prompts
 
     chosen = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)}
     with _tidy_at_sigterm():
-        if arguments.prompts_only:
-            made = prepare_prompts(arguments.sources, arguments.out, Options(**chosen)).describe()
-        else:
-            made = prepare(arguments.sources, arguments.out, Options(**chosen), Console(stderr=True)).describe()
-    print(made)
+        report = prepare(arguments.sources, arguments.out, Options(**chosen), Console(stderr=True))
+    print(report.describe())
     return 0
 
 

@@ -1,8 +1,21 @@
-"""From a block of records to tokens: what each process of `odc-mpi prepare` does, with the tokenizer as an argument."""
+"""From blocks of records to tokens, in this process or in several. No MPI.
+
+The processes are spawned, not forked: a fork takes neither the threads of the tokenizers library nor h5py's locks over
+in a sane state. Each has at most `_AHEAD` blocks, so memory is bounded.
+"""
 
 import hashlib
-from collections.abc import Iterator
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context, parent_process, resource_tracker
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -11,8 +24,11 @@ import numpy.typing as npt
 from odc_mpi.data.encode import Encoded, encode
 from odc_mpi.data.examples import BadLine, Example, Fields, example_of
 from odc_mpi.data.sources import Block
+from odc_mpi.data.tokenizer import load_files, load_tokenizer
+from odc_mpi.errors import UserError
 
 _BATCH_EXAMPLES = 256  # tokenised in one call: enough for its threads, little enough for its offsets
+_AHEAD = 4  # blocks of each process that are submitted before the result of the first is needed
 
 
 @dataclass(frozen=True)
@@ -129,3 +145,75 @@ def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
         return False
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
+
+
+def encode_blocks(
+    blocks: Iterable[tuple[int, Block, Fields]], place: Path | Mapping[str, bytes], limits: Limits, num_proc: int
+) -> Generator[tuple[int, EncodedBlock], None, None]:
+    """Tokenize blocks in processes of their own, which end with the generator. Local.
+
+    Args:
+        blocks: The index of the source, the block, and the names of its fields.
+        place: Directory or data set of the tokenizer, or the content of its files by name.
+        limits: Which sequences are written.
+        num_proc: Number of processes.
+
+    Yields:
+        The index of the source and the tokens, in the order of the blocks.
+
+    Raises:
+        UserError: As of `encode_block`, at the first block for which it is raised; or a process has ended early.
+    """
+    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (place, limits))
+    due: deque[tuple[int, Future[EncodedBlock]]] = deque()
+    try:
+        for index, block, fields in blocks:
+            with _interrupts_blocked():
+                due.append((index, pool.submit(_encode_in_worker, block, fields)))
+            if len(due) == _AHEAD * num_proc:
+                index, future = due.popleft()
+                yield index, future.result()
+        for index, future in due:
+            yield index, future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"a process that tokenizes has ended early: is there enough memory for --num-proc {num_proc}?"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT in the enclosed code and in the processes that it starts: Ctrl-C is for this process alone."""
+    resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+#: Of a worker process: its tokenizer and limits.
+_worker: tuple[Any, Limits]
+
+
+def _start_worker(place: Path | Mapping[str, bytes], limits: Limits) -> None:
+    global _worker
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # One thread for each process: they are as many as there are cores.
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    _worker = (load_tokenizer(place) if isinstance(place, Path) else load_files(place)), limits
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is killed; the pool's pipes stay open then."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode_in_worker(block: Block, fields: Fields) -> EncodedBlock:
+    tokenizer, limits = _worker
+    return encode_block(tokenizer, block, fields, limits)

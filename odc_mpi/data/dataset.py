@@ -14,7 +14,7 @@ options, tokenizer and versions of `prepare`) and `report` (JSON of its counts).
 them was never finished.
 
 The group `tokenizer` holds the files of the tokenizer, each as a dataset of its bytes, uint8 [num_bytes], under the
-file's name. Data sets of older versions do not have it.
+file's name.
 
 No communication. Any number of ranks may have the file open, for reading only.
 """
@@ -34,8 +34,6 @@ import numpy.typing as npt
 from odc_mpi.errors import UserError
 
 FORMAT = "odc_mpi.dataset"
-#: Of a file of `data.prompts.file`.
-PROMPTS_FORMAT = "odc_mpi.prompts"
 VERSION = 1
 
 _CHUNK = 16_384  # elements; a random read fetches whole chunks, so about 80 KB for tokens and mask
@@ -188,8 +186,8 @@ class Dataset(AbstractContextManager["Dataset"]):
             self._check_counts()
             self.vocab_size = int(self._file.attrs["vocab_size"])
             self.max_token_id = int(self._file.attrs["max_token_id"])
-            self.vocabulary = str(self._file.attrs.get("vocabulary", ""))
-            self._content = str(self._file.attrs.get("content", ""))  # the first files do not have it
+            self.vocabulary = str(self._file.attrs["vocabulary"])
+            self._content = str(self._file.attrs["content"])
         except BaseException:
             self.close()
             raise
@@ -241,7 +239,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Read the files of the tokenizer out of a data set, or out of a file of prompts. Local.
+    """Read the files of the tokenizer out of a data set. Local.
 
     Returns:
         The content of each file by name; empty if `path` is no data set, or one that holds no tokenizer.
@@ -249,7 +247,7 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
     try:
         with h5py.File(path, "r", locking=False) as file:
             group = file.get(TOKENIZER_GROUP)
-            if file.attrs.get("format") not in (FORMAT, PROMPTS_FORMAT) or not isinstance(group, h5py.Group):
+            if file.attrs.get("format") != FORMAT or not isinstance(group, h5py.Group):
                 return {}
             return {name: item[:].tobytes() for name, item in group.items() if isinstance(item, h5py.Dataset)}
     except OSError:  # not there, or not HDF5
@@ -287,17 +285,13 @@ def _open(path: Path) -> h5py.File:
     except OSError as error:
         reason = " ".join(str(error).split())
         raise UserError(
-            f"expected an HDF5 file at {str(path)!r}, got one that does not open ({reason}): change data.path"
+            f"expected an HDF5 file at {str(path)!r}, got one that does not open ({reason}): "
+            "write one with odc-mpi prepare, or change data.path"
         ) from error
 
 
 def _check_format(file: h5py.File, path: Path) -> None:
     found = file.attrs.get("format")
-    if found == PROMPTS_FORMAT:
-        raise UserError(
-            f"expected sequences to train on at {str(path)!r}, got prompts without completions: set run.objective to "
-            "grpo, or prepare the data without --prompts-only"
-        )
     if not isinstance(found, str) or found != FORMAT:
         raise UserError(
             f"expected a file of odc-mpi prepare at {str(path)!r}, got HDF5 without format={FORMAT!r}: change data.path"
@@ -315,8 +309,8 @@ def _check_shapes(file: h5py.File, path: Path) -> None:
         found = file.get(name)
         if not isinstance(found, h5py.Dataset) or found.dtype != dtype or found.ndim != 1:
             raise _damaged(path, f"{name!r} is not there as a vector of {np.dtype(dtype).name}")
-    if not {"vocab_size", "max_token_id"} <= file.attrs.keys():
-        raise _damaged(path, "vocab_size or max_token_id is missing")
+    if missing := {"vocab_size", "max_token_id", "vocabulary", "content"} - file.attrs.keys():
+        raise _damaged(path, f"{', '.join(sorted(missing))} is missing")
     if len(file["tokens"]) != len(file["loss_mask"]):
         raise _damaged(path, "tokens and loss_mask differ in length")
     if len(file["offsets"]) != len(file["num_trained_tokens"]) + 1:

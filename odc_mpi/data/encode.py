@@ -81,27 +81,30 @@ def _encode_pairs(tokenizer: Any, pairs: list[Pair]) -> list[Encoded]:
     return encoded
 
 
-def encode_prompt(tokenizer: Any, example: Example) -> list[int]:
-    """Tokenise a prompt as training data, messages through the chat template up to the assistant's turn. Local.
+def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int]]:
+    """Tokenize prompts as training data, messages through the chat template up to the assistant's turn. Local.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
-        example: A pair without a completion, or a conversation.
+        examples: Pairs without a completion, and conversations; at least one.
 
     Returns:
-        The tokens; at least one.
+        The tokens of each; at least one.
 
     Raises:
-        UserError: There is no chat template, or it refuses the messages, or the prompt is empty.
+        UserError: There is no chat template.
+        BadLine: The template refuses the messages, or a prompt is empty.
     """
-    if isinstance(example, Conversation):
-        start, text = [], render_prompt(tokenizer, example)
-    else:
-        start, text = start_tokens(tokenizer), example.prompt
-    ids = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    if not start and not ids:
-        raise BadLine(f"{example.where}: expected a prompt of at least one token, got none")
-    return [*start, *ids]
+    texts = [render_prompt(tokenizer, each) if isinstance(each, Conversation) else each.prompt for each in examples]
+    ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    start = start_tokens(tokenizer)
+    prompts = [
+        own if isinstance(each, Conversation) else [*start, *own] for each, own in zip(examples, ids, strict=True)
+    ]
+    if [] in prompts:
+        where = examples[prompts.index([])].where
+        raise BadLine(f"{where}: expected a prompt of at least one token, got none")
+    return prompts
 
 
 def end_of_turn_token(tokenizer: Any) -> int | None:
@@ -212,9 +215,7 @@ def _render(tokenizer: Any, chat: Conversation, counts: Sequence[int], *, for_ge
     if not counts:
         return []
     if not tokenizer.chat_template:
-        raise UserError(
-            f"{chat.where}: 'messages' need a chat template, and the tokenizer has none: change --tokenizer"
-        )
+        raise UserError(f"{chat.where}: 'messages' need a chat template, and the tokenizer has none: take another one")
     try:
         if 0 in counts:
             raise ValueError("expected a message, got none")

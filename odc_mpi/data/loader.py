@@ -17,7 +17,7 @@ from odc_mpi.data.plan.balance import BALANCES, Balance, Plan, check_fit
 from odc_mpi.data.plan.context import check_pieces_fit, split_longest
 from odc_mpi.data.plan.cost import Cost
 from odc_mpi.data.plan.same_cut import same_cut
-from odc_mpi.data.prompts.file import Prompts
+from odc_mpi.data.prompts import Prompts
 from odc_mpi.errors import UserError
 from odc_mpi.wording import did_you_mean
 

@@ -1,7 +1,7 @@
 """From text to a file of tokens: what `odc-mpi prepare` does.
 
 Finds the sources (`sources`), loads the tokenizer or trains one (`tokenizer`), has blocks of examples tokenised in this
-process or in several (`blocks`, `workers`), and writes a data set (`dataset`) with the tokenizer's files in it, which
+process or in several (`blocks`), and writes a data set (`dataset`) with the tokenizer's files in it, which
 appears complete or not at all; beside it another one of sequences that are held out, if that is asked for. The files
 are the same, byte for byte, for any number of processes. No communication.
 """
@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,21 +22,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from odc_mpi import __version__
-from odc_mpi.data.blocks import EncodedBlock, Limits, encode_block
+from odc_mpi.data.blocks import EncodedBlock, Limits, encode_block, encode_blocks
 from odc_mpi.data.dataset import DatasetWriter, find_counts, vocabulary_digest
 from odc_mpi.data.examples import BadLine, BadLines, Fields, Pair, example_of
 from odc_mpi.data.prepared import PrepareReport, Tally
 from odc_mpi.data.sources import Block, Source, find_sources, mix
 from odc_mpi.data.tokenizer import (
-    DIRECTORY_SUFFIX,
     MIN_VOCAB_SIZE,
     files_of,
-    find_tokenizer,
     load_tokenizer,
     tokenizer_files,
     train_tokenizer,
 )
-from odc_mpi.data.workers import Job, Workers
 from odc_mpi.errors import UserError
 from odc_mpi.files import replacing
 from odc_mpi.wording import shortened
@@ -114,7 +111,7 @@ def prepare(
     if (counts := find_counts(plan.outs, plan.request)) is not None:
         return plan.report(counts)
     with ExitStack() as stack, Progress(console=console, disable=console is None) as progress:
-        paths = [stack.enter_context(new_file(each)) for each in plan.outs]
+        paths = [stack.enter_context(_new_file(each)) for each in plan.outs]
         reader = _Reader(plan.sources, plan.options, progress)
         if plan.options.tokenizer:
             tokenizer, files = load_tokenizer(plan.place), plan.files
@@ -167,8 +164,8 @@ class _Plan:
 def _plan(words: Sequence[str], out: Path, options: Options) -> _Plan:
     options.check()
     sources = find_sources(words)
-    outs = outs_of(out, options, sources)
-    place = find_tokenizer(options.tokenizer) if options.tokenizer else out
+    outs = _outs_of(out, options, sources)
+    place = options.tokenizer or out
     files = tokenizer_files(place) if options.tokenizer else {}
     return _Plan(words, sources, options, outs, place, files, _request(sources, options, files))
 
@@ -186,7 +183,7 @@ def _request(sources: Sequence[Source], options: Options, files: Mapping[str, by
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
-def outs_of(out: Path, options: Options, sources: Sequence[Source]) -> list[Path]:
+def _outs_of(out: Path, options: Options, sources: Sequence[Source]) -> list[Path]:
     """Return the files to write, `out` and that of what is held out, before anything is read. Local.
 
     Raises:
@@ -196,15 +193,13 @@ def outs_of(out: Path, options: Options, sources: Sequence[Source]) -> list[Path
     for path in outs:
         if path.is_dir():
             raise UserError(f"expected a file to write as OUT, got the directory {str(path)!r}: change OUT")
-        if path.suffix == DIRECTORY_SUFFIX:
-            raise UserError(f"expected OUT without the suffix {DIRECTORY_SUFFIX}, got {str(path)!r}: change OUT")
         if path.exists() and any(path.samefile(file) for source in sources for file in source.files):
             raise UserError(f"expected OUT to be another file than SOURCE, got {str(path)!r} for both: change OUT")
     return outs
 
 
 @contextmanager
-def new_file(out: Path) -> Iterator[Path]:
+def _new_file(out: Path) -> Iterator[Path]:
     """Offer a path to write to, which becomes `out` at the end. Local.
 
     Raises:
@@ -235,8 +230,8 @@ def _write(
         if num_proc == 1:
             results = ((index, encode_block(tokenizer, block, fields, limits)) for index, block, fields in blocks)
         else:
-            job = Job(plan.place if options.tokenizer else dict(files), limits)
-            results = stack.enter_context(Workers(num_proc, job)).encode(blocks)
+            place = plan.place if options.tokenizer else files
+            results = stack.enter_context(closing(encode_blocks(blocks, place, limits, num_proc)))
         for index, result in results:
             tally.add(index, result)
             for writer, sequences in zip(writers, result.sequences, strict=False):

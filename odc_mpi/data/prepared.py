@@ -11,7 +11,6 @@ import numpy as np
 from odc_mpi.data.blocks import Counts, EncodedBlock
 from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.data.examples import BadLine, BadLines
-from odc_mpi.data.tokenizer import directory_beside
 
 _MOST_SHARES = 50  # sources; of more the report does not tell each one's share
 
@@ -83,9 +82,6 @@ class PrepareReport:
             held_out = f"{self.num_eval_sequences:,} sequences, {self.num_eval_trained_tokens:,} tokens that count"
             lines.insert(1 + (self.elapsed_s is None), f"{self.eval_path}: held out, {held_out}")
         lines += self._describe_shares()
-        unused = directory_beside(self.path)
-        if self.tokenizer == self.path and unused.is_dir():
-            lines.append(f"{unused}, where older versions wrote the tokenizer, is not used for this data set")
         for count, what in (
             (self.num_truncated, "truncated to --max-length"),
             (self.num_dropped, "dropped: longer than --max-length"),

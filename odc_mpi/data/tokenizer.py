@@ -16,9 +16,6 @@ from typing import Any
 from odc_mpi.data.dataset import read_tokenizer_files
 from odc_mpi.errors import UserError
 
-#: Older versions of `odc-mpi prepare` wrote a tokenizer that they had trained into this directory beside the data set.
-DIRECTORY_SUFFIX = ".tokenizer"
-_DATASET_SUFFIXES = (".h5", ".hdf5")
 _FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "*.model"),
@@ -65,28 +62,12 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> None:
         (directory / name).write_bytes(content)
 
 
-def directory_beside(dataset: Path) -> Path:
-    """Return the directory of the tokenizer of a data set that an older version prepared. Local."""
-    # data.v1 and data.v2 are two data sets, each with a directory of its own.
-    return dataset.with_name((dataset.stem if dataset.suffix in _DATASET_SUFFIXES else dataset.name) + DIRECTORY_SUFFIX)
-
-
-def find_tokenizer(place: Path) -> Path:
-    """Find the data set that holds a tokenizer named by the directory that it had in older versions. Local.
-
-    Returns:
-        The data set, if `place` is such a directory's name and not there; else `place`.
-    """
-    if place.suffix != DIRECTORY_SUFFIX or place.exists():
-        return place
-    return next((path for suffix in (*_DATASET_SUFFIXES, "") if (path := place.with_suffix(suffix)).is_file()), place)
-
-
-def load_tokenizer(place: Path) -> Any:
+def load_tokenizer(place: Path, setting: str = "--tokenizer") -> Any:
     """Load a tokenizer from a local directory or out of a data set. Local.
 
     Args:
         place: A directory that `save_pretrained` wrote, or a data set that holds a tokenizer.
+        setting: The setting or option that names it, for messages.
 
     Returns:
         A fast tokenizer of transformers.
@@ -95,32 +76,33 @@ def load_tokenizer(place: Path) -> Any:
         UserError: There is no tokenizer, its files do not load, or it has no fast implementation.
     """
     if place.is_dir():
-        return _load(place, place)
+        return _load(place, place, setting)
     files = tokenizer_files(place)
     if not files:
         raise UserError(
             f"expected a tokenizer's directory or a data set with a tokenizer, got {str(place)!r}, which is none: "
-            "change --tokenizer"
+            f"change {setting}"
         )
-    return load_files(files, place)
+    return load_files(files, place, setting)
 
 
-def load_files(files: Mapping[str, bytes], place: Path = Path()) -> Any:
+def load_files(files: Mapping[str, bytes], place: Path = Path(), setting: str = "--tokenizer") -> Any:
     """Load a tokenizer from the content of its files. Local.
 
     Args:
         files: Content by name.
         place: Where they come from, for messages.
+        setting: The setting or option that names it, for messages.
 
     Raises:
         UserError: The files do not load, or there is no fast implementation.
     """
     with tempfile.TemporaryDirectory() as name:  # transformers reads directories only
         write_files(files, Path(name))
-        return _load(Path(name), place)
+        return _load(Path(name), place, setting)
 
 
-def _load(directory: Path, place: Path) -> Any:
+def _load(directory: Path, place: Path, setting: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
@@ -128,10 +110,10 @@ def _load(directory: Path, place: Path) -> Any:
     except Exception as error:  # the library raises anything, down to bare Exception, for files it cannot use
         raise UserError(
             f"expected a tokenizer in {str(place)!r}, got files that do not load ({' '.join(str(error).split())}): "
-            "change --tokenizer"
+            f"change {setting}"
         ) from error
     if not tokenizer.is_fast:
-        raise UserError(f"expected a fast tokenizer in {str(place)!r}, got a slow one: change --tokenizer")
+        raise UserError(f"expected a fast tokenizer in {str(place)!r}, got a slow one: change {setting}")
     return tokenizer
 
 

@@ -63,13 +63,16 @@ def load_checkpoint(
     about = checkpoint.manifest.about
     if "transformers_config" not in about:
         raise UserError(f"{checkpoint.directory} is not of a transformers model: read it with h5py, see index.h5")
-    dtype = getattr(torch, about["config"]["model"]["param_dtype"])
+    model = about["config"]["model"]
+    dtype = getattr(torch, model["param_dtype"])
     if "adapter" in about:
         built = load_base(checkpoint, rank, size, attn_implementation, base)
         built = add_adapters(built, about["adapter"], about["config"]["run"]["seed"], dtype)
     else:
         _refuse_base(checkpoint.directory, base)
-        built = build.from_saved_config(about["transformers_config"], attn_implementation or _attention(checkpoint))
+        built = build.from_saved_config(
+            about["transformers_config"], attn_implementation or model["attn_implementation"]
+        )
         for parameter in built.module.parameters():
             parameter.data = parameter.data.to(dtype)
     restore_buffers(built.module, checkpoint)
@@ -96,7 +99,7 @@ def load_base(
         UserError: The base is not there, or another.
     """
     record: Mapping[str, Any] = checkpoint.manifest.about["base"]
-    attention = attn_implementation or _attention(checkpoint)
+    attention = attn_implementation or checkpoint.manifest.about["config"]["model"]["attn_implementation"]
     if record["path"] is None:
         if base is not None:
             raise UserError(
@@ -129,9 +132,3 @@ def _require_configuration(checkpoint: Checkpoint, built: build.BuiltModel, plac
             f"{checkpoint.directory} holds adapters over a base with {key} {theirs!r}, got {ours!r} in {place}: name "
             "their base with --base"
         )
-
-
-def _attention(checkpoint: Checkpoint) -> str:
-    """Return the run's model.attn_implementation; runs of before the setting had sdpa."""
-    name: str = checkpoint.manifest.about["config"]["model"].get("attn_implementation", "sdpa")
-    return name

@@ -1,1 +1,1 @@
-"""Generation: prompts in, completions out, by the model that is trained."""
+"""Rollouts to learn from: groups of completions with their rewards, as microbatches."""

@@ -21,7 +21,7 @@ import torch
 import transformers
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from odc_mpi.rollout.decoding import Prompt, decoding
+from odc_mpi.models.decoding import Prompt, decoding
 
 #: Elements of which a distribution is summed up at once, in float64.
 _MAX_ELEMENTS = 1 << 24

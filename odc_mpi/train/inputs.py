@@ -10,7 +10,7 @@ from odc_mpi.data.dataset import Dataset, vocabulary_digest
 from odc_mpi.data.loader import Loader
 from odc_mpi.data.plan.balance import check_fit
 from odc_mpi.data.plan.cost import Cost, flops_cost
-from odc_mpi.data.prompts.file import Prompts
+from odc_mpi.data.prompts import Prompts
 from odc_mpi.data.tokenizer import load_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
@@ -48,6 +48,12 @@ class Inputs:
         if isinstance(self.loader, Loader):
             return self.loader
         raise UserError("run.objective: expected sft, to train on sequences of a data set, got grpo: change it")
+
+    def close(self) -> None:
+        """Close the data sets; prompts are in memory. Local."""
+        for data in self.datasets.values():
+            if isinstance(data, Dataset):
+                data.close()
 
 
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
@@ -94,8 +100,11 @@ def remove_staged(path: str) -> None:
 
 def _open_prompts(config: Config, built: models.BuiltModel, rank: int) -> Inputs:
     """Open prompts to generate from, which leave room for completions in the model and in a microbatch."""
+    setting, place = ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
+    assert place is not None, "config.load requires one of them"
+    tokenizer = load_tokenizer(Path(place), setting)
     prompts, evaluation = (
-        None if path is None else _checked_prompts(setting, path, config, built)
+        None if path is None else _checked_prompts(setting, Prompts(path, tokenizer, setting), config, built)
         for setting, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path))
     )
     assert prompts is not None, "config.load requires data.path"
@@ -103,10 +112,10 @@ def _open_prompts(config: Config, built: models.BuiltModel, rank: int) -> Inputs
     return Inputs(prompts, built, loader, evaluation)
 
 
-def _checked_prompts(setting: str, path: str, config: Config, built: models.BuiltModel) -> Prompts:
-    prompts = Prompts(path, setting)
+def _checked_prompts(setting: str, prompts: Prompts, config: Config, built: models.BuiltModel) -> Prompts:
     _check_vocabulary(setting, prompts, config.model, built)
-    longest, length = int(prompts.lengths.max()), config.rl.max_completion_length
+    index, length = int(prompts.lengths.argmax()), config.rl.max_completion_length
+    longest = int(prompts.lengths[index])
     positions = getattr(built.module.config, "max_position_embeddings", None)
     for name, limit in (
         ("the model's max_position_embeddings", positions),
@@ -114,8 +123,8 @@ def _checked_prompts(setting: str, path: str, config: Config, built: models.Buil
     ):
         if limit is not None and longest + length > limit:
             raise UserError(
-                f"rl.max_completion_length: {path} has a prompt of {longest} tokens, with a completion of {length} "
-                f"more than {name}, {limit}: lower it, prepare with a lower --max-length, or raise the limit"
+                f"rl.max_completion_length: {prompts.places[index]}: a prompt of {longest} tokens and a completion of "
+                f"{length} are more than {name}, {limit}: lower it, leave the prompt out, or raise the limit"
             )
     return prompts
 
@@ -142,45 +151,35 @@ def _open_dataset(setting: str, path: str, model: ModelConfig, built: models.Bui
 
 
 def first_cost(config: DataConfig, built: models.BuiltModel) -> Cost:
-    """Return the cost of a sequence before anything was measured: of `fitted` that of `flops`. Local.
-
-    Raises:
-        UserError: Both coefficients of the cost `quadratic` are 0.
-    """
+    """Return the cost of a sequence before anything was measured: of `fitted` that of `flops`. Local."""
     if config.cost == "linear":
         return Cost()
-    if config.cost != "quadratic":
-        return flops_cost(built.num_multiplying, built.num_layers, built.attention_size)
-    linear, quadratic = config.cost_linear, config.cost_quadratic
-    if not linear and not quadratic:
-        raise UserError(
-            f"expected coefficients of at least 0, one of them above 0, for data.cost quadratic, got {linear} and "
-            f"{quadratic}"
-        )
-    return Cost(linear, quadratic)
+    return flops_cost(built.num_multiplying, built.num_layers, built.attention_size)
 
 
 def _check_vocabulary(setting: str, dataset: Data, model: ModelConfig, built: models.BuiltModel) -> None:
     path = model.path
     has_tokenizer = path is not None and dataset.vocabulary and (Path(path) / "tokenizer.json").is_file()
+    made, cure = "prepared", "prepare it with the model's own tokenizer"
+    if isinstance(dataset, Prompts):
+        made, cure = "tokenized", "set rl.tokenizer to the model's own tokenizer"
     # Without the model's tokenizer the numbers of tokens are all there is to compare. With it, a token that it lists
     # beyond the embedding does no harm unless the data has it.
     if dataset.vocab_size > built.vocab_size and not has_tokenizer:
         raise UserError(
-            f"{setting}: {dataset.path} was prepared with a tokenizer of {dataset.vocab_size} tokens, the model "
-            f"knows {built.vocab_size}: prepare it with the model's own tokenizer, or raise model.config.vocab_size"
+            f"{setting}: {dataset.path} was {made} with a tokenizer of {dataset.vocab_size} tokens, the model "
+            f"knows {built.vocab_size}: {cure}, or raise model.config.vocab_size"
         )
     if dataset.max_token_id >= built.vocab_size:
         raise UserError(
             f"{setting}: {dataset.path} has a token of number {dataset.max_token_id}, the model knows "
-            f"{built.vocab_size}, from 0: prepare it with the model's own tokenizer, or raise model.config.vocab_size"
+            f"{built.vocab_size}, from 0: {cure}, or raise model.config.vocab_size"
         )
     if path is None or not has_tokenizer:
         return
     if vocabulary_digest(load_tokenizer(Path(path)).get_vocab()) != dataset.vocabulary:
         raise UserError(
-            f"{setting}: {dataset.path} was prepared with another tokenizer than that in model.path: prepare it "
-            f"with --tokenizer {path}"
+            f"{setting}: {dataset.path} was {made} with another tokenizer than that in model.path, {path}: {cure}"
         )
 
 

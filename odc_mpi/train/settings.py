@@ -69,18 +69,16 @@ class ModelConfig:
 class DataConfig:
     """What the model is trained on, and how a minibatch is cut and handed out."""
 
-    path: Annotated[str, "data set in HDF5, as odc-mpi prepare writes it; grpo: prompts", _NOT_EMPTY]
+    path: Annotated[str, "data set of odc-mpi prepare; grpo: prompts as JSON lines or Parquet", _NOT_EMPTY]
     balance: Annotated[
         Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "how sequences are dealt out to ranks"
     ] = "lb_mini"
     context_parallel: Annotated[
         Literal["auto", "off"], "with balance dynamic: cut the longest sequences over ranks"
     ] = "off"
-    cost: Annotated[
-        Literal["linear", "quadratic", "flops", "fitted"], "what balances a sequence; fitted: learned from this run"
-    ] = "flops"
-    cost_linear: Annotated[float, "data.cost quadratic: of a token", NOT_NEGATIVE] = 1.0
-    cost_quadratic: Annotated[float, "data.cost quadratic: of a squared length", NOT_NEGATIVE] = 0.0
+    cost: Annotated[Literal["linear", "flops", "fitted"], "what balances a sequence; fitted: learned from this run"] = (
+        "flops"
+    )
     minibatch_sequences: Annotated[int, "sequences per step, over all ranks; grpo: completions", ONE_OR_MORE] = 16
     max_tokens_per_microbatch: Annotated[int, "tokens in one forward and backward on one rank", _TOKENS] = 4096
     eval_path: Annotated[str | None, "data set to evaluate on, held out; as data.path", _NOT_EMPTY] = None

@@ -86,6 +86,7 @@ def test_mistakes_in_training(config, tmp_path, capsys, arguments, words):
         (["prepare", "stdlib", "out.h5", "--max-length", "0"], ["--max-length"]),
         (["prepare", "stdlib", "out.h5", "--overlong", "burn"], ["--overlong", "burn"]),
         (["prepare", "stdlib", "out.h5", "--colour"], ["--colour"]),
+        (["prepare", "a.jsonl", "out.h5", "--prompts-only"], ["reads prompts directly: set data.path to the file"]),
         (["bench"], ["BENCHMARK"]),
         (["bench", "transprot"], ["transprot", "transport"]),
         (["bench", "transport", "--sizes", "1.5M"], ["--sizes", "1.5M", "64K,1M,256M"]),

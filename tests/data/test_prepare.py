@@ -19,7 +19,7 @@ from odc_mpi.data.encode import Encoded
 from odc_mpi.data.prepare import Options
 from odc_mpi.data.prepared import PrepareReport
 from odc_mpi.data.stdlib import Sample
-from odc_mpi.data.tokenizer import directory_beside, load_tokenizer, tokenizer_files, write_files
+from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k_train.jsonl.gz"
@@ -228,7 +228,6 @@ def test_mistakes_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path)
     assert "no file" in refused(str(tmp_path / "none"), out, tokenizer=tokenizer)
     assert "the directory" in refused(source, tmp_path, tokenizer=tokenizer)
     assert "another file than SOURCE" in refused(source, Path(source), tokenizer=tokenizer)
-    assert ".tokenizer" in refused("stdlib", tmp_path / "a.tokenizer")
     assert "folder that can be written" in refused(source, Path(source) / "a.h5", tokenizer=tokenizer)
     assert "--max-length" in refused(source, out, tokenizer=tokenizer, max_length=1)
     for of in ("stdlib", source):
@@ -240,25 +239,15 @@ def test_mistakes_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("few_functions")
-@pytest.mark.parametrize(
-    ("name", "directory"),
-    [
-        ("a.h5", "a.tokenizer"),
-        ("a.b.hdf5", "a.b.tokenizer"),
-        ("data.v1", "data.v1.tokenizer"),
-        ("data.v2", "data.v2.tokenizer"),
-    ],
-)
-def test_the_tokenizer_is_in_the_data_set(name: str, directory: str, tmp_path: Path) -> None:
-    report = prepare("stdlib", tmp_path / name, vocab_size=260)
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-    assert tokenizer_files(tmp_path / name).keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    assert directory_beside(tmp_path / name).name == directory, "where older versions wrote it"
-    source = write_lines(tmp_path / "a.jsonl", {"text": "x y"})
-    again = prepare(source, tmp_path / "other.h5", tokenizer=tmp_path / directory)
-    assert (again.tokenizer, again.vocab_size) == (tmp_path / name, report.vocab_size)
-    assert f"tokenizer: 260 tokens, from {tmp_path / name}, stored in {tmp_path / 'other.h5'}" in again.describe()
-    assert tokenizer_files(tmp_path / "other.h5") == tokenizer_files(tmp_path / name)
+def test_the_tokenizer_is_in_the_data_set(tmp_path: Path) -> None:
+    first, second = tmp_path / "data.v1", tmp_path / "other.h5"
+    report = prepare("stdlib", first, vocab_size=260)
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    assert tokenizer_files(first).keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    again = prepare(write_lines(tmp_path / "a.jsonl", {"text": "x y"}), second, tokenizer=first)
+    assert (again.tokenizer, again.vocab_size) == (first, report.vocab_size)
+    assert f"tokenizer: 260 tokens, from {first}, stored in {second}" in again.describe()
+    assert tokenizer_files(second) == tokenizer_files(first)
 
 
 def test_slow_libraries_are_loaded_when_they_are_used() -> None:
@@ -303,17 +292,6 @@ def test_an_interrupt_leaves_no_tokenizer(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         prepare("stdlib", tmp_path / "a.h5", vocab_size=300)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("few_functions")
-def test_a_directory_of_an_older_version_is_not_taken_for_the_new_tokenizer(tmp_path: Path) -> None:
-    out, directory = tmp_path / "a.h5", tmp_path / "a.tokenizer"
-    prepare("stdlib", out, vocab_size=300)
-    directory.mkdir()
-    write_files(tokenizer_files(out), directory)
-    report = prepare("stdlib", out, vocab_size=310)
-    assert (len(load_tokenizer(report.tokenizer)), len(load_tokenizer(directory))) == (310, 300)
-    assert f"{directory}, where older versions wrote the tokenizer, is not used for this data set" in report.describe()
 
 
 @pytest.mark.usefixtures("few_functions")

@@ -157,9 +157,6 @@ def rewarded_config(directory):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from odc_mpi.data.prepare import Options
-    from odc_mpi.data.prompts.prepare import prepare_prompts
-
     words = Tokenizer(models.WordLevel({str(i): i for i in range(60)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="59").save_pretrained(directory / "words")
@@ -167,14 +164,16 @@ def rewarded_config(directory):
     rows = [[draws.randrange(1, 59) for _ in range(draws.randrange(1, 9))] for _ in range(20)]
     lines = [json.dumps({"prompt": " ".join(map(str, row)), "start": row[-1]}) for row in rows]
     (directory / "prompts.jsonl").write_text("\n".join(lines))
-    prepare_prompts(
-        [str(directory / "prompts.jsonl")], directory / "prompts.h5", Options(tokenizer=directory / "words")
-    )
     (directory / "reward.py").write_text(REWARD)
     settings = {
         "model": {"config": MODEL},
-        "data": {"path": str(directory / "prompts.h5"), "minibatch_sequences": 24, "max_tokens_per_microbatch": 64},
-        "rl": {"reward_funcs": [f"{directory}/reward.py:rising"], "num_generations": 4, "max_completion_length": 8},
+        "data": {"path": str(directory / "prompts.jsonl"), "minibatch_sequences": 24, "max_tokens_per_microbatch": 64},
+        "rl": {
+            "tokenizer": str(directory / "words"),
+            "reward_funcs": [f"{directory}/reward.py:rising"],
+            "num_generations": 4,
+            "max_completion_length": 8,
+        },
         "optim": {"learning_rate": 0.003},
         "run": {"objective": "grpo", "threads": 1},
     }

@@ -7,8 +7,8 @@ from small_training import configure
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from odc_mpi.data.prepare import Options
-from odc_mpi.data.prompts.prepare import prepare_prompts
+from odc_mpi.data.prompts import Prompts
+from odc_mpi.data.tokenizer import load_tokenizer
 
 STEPS = 4
 NUM_PROMPTS = 14
@@ -42,8 +42,12 @@ def write_files(path):
         for i in range(NUM_PROMPTS)
     ]
     (path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    prepare_prompts([str(path / "prompts.jsonl")], path / "prompts.h5", Options(tokenizer=path / "words"))
     (path / "rewards.py").write_text(REWARDS)
+
+
+def prompts_of(path):
+    """Return the prompts."""
+    return Prompts(path / "prompts.jsonl", load_tokenizer(path / "words"))
 
 
 def settings_of(path, **changes):
@@ -52,6 +56,7 @@ def settings_of(path, **changes):
         "run.objective": "grpo",
         "rl.reward_funcs": f"['{path}/rewards.py:ends_early', '{path}/rewards.py:even']",
         "rl.reward_weights": "[0.5, 1.0]",
+        "rl.tokenizer": path / "words",
         "rl.num_generations": NUM_GENERATIONS,
         "rl.max_completion_length": MAX_LENGTH,
         "rl.max_concurrent_sequences": 2 * NUM_GENERATIONS,
@@ -60,4 +65,6 @@ def settings_of(path, **changes):
         "optim.lr_scheduler_type": "constant",
         "run.steps": STEPS,
     }
-    return configure(path / "prompts.h5", **(usual | {key.replace("__", "."): value for key, value in changes.items()}))
+    return configure(
+        path / "prompts.jsonl", **(usual | {key.replace("__", "."): value for key, value in changes.items()})
+    )

@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_generate import packed_model, plain_model
 
-from odc_mpi.rollout.decoding import Prompt
+from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout.groups import RolloutGroup, batches
 from odc_mpi.rollout.logps import token_logps
 from odc_mpi.rollout.sample import GroupSampling, _inverse, _kept, sample

@@ -20,9 +20,8 @@ from types import SimpleNamespace
 import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "mpi"))
-from grpo_job import MAX_LENGTH, NUM_GENERATIONS, NUM_PROMPTS, settings_of, write_files
+from grpo_job import MAX_LENGTH, NUM_GENERATIONS, NUM_PROMPTS, prompts_of, settings_of, write_files
 
-from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.observe.participant import Step
 from odc_mpi.rollout.rewards import Reward
 from odc_mpi.rollout.sample import Completions
@@ -91,10 +90,10 @@ class Rollouts:
         }
         config = settings_of(path, **changes)
         self._world, self._seed, self._beta = world, seed, beta
-        self._prompts = Prompts(path / "prompts.h5")
-        loader = PromptLoader(self._prompts, PROMPTS_PER_STEP, seed, world.rank)
+        prompts = prompts_of(path)
+        loader = PromptLoader(prompts, PROMPTS_PER_STEP, seed, world.rank)
         rewards = [Reward("reward", "reward", reward, 1.0)]
-        self._source = RolloutSource(config, world, _NoModel(), self._prompts, loader, rewards, engine=self._generate)
+        self._source = RolloutSource(config, world, _NoModel(), prompts, loader, rewards, engine=self._generate)
         self._whims = np.random.default_rng((seed, world.rank))
         self._step = self.num_from_others = self.num_kept = self.num_checked = 0
 

@@ -5,23 +5,20 @@ import json
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from odc_mpi.data.prepare import Options
-from odc_mpi.data.prompts.file import Prompts
-from odc_mpi.data.prompts.prepare import prepare_prompts
-from odc_mpi.rollout.decoding import Prompt
+from odc_mpi.data.prompts import Prompts
+from odc_mpi.models.decoding import Prompt
 from odc_mpi.train.rl.prompts import PromptText
 
 
 def test_rewards_get_texts_columns_and_copies_of_tokens(tmp_path):
     inner = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="60").save_pretrained(tmp_path / "words")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="60")
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "1 2", "answer": "3"}))
-    prepare_prompts([str(tmp_path / "p.jsonl")], tmp_path / "p.h5", Options(tokenizer=tmp_path / "words"))
-    with Prompts(tmp_path / "p.h5") as prompts:
-        text, row, drawn = PromptText(prompts), prompts[0], [[3, 60], [4, 5]]
-        given = text.arguments(row, drawn)
-        assert text.tokens(0, row) == Prompt(0, [1, 2], [60])
+    prompts = Prompts(tmp_path / "p.jsonl", tokenizer)
+    text, row, drawn = PromptText(prompts), prompts[0], [[3, 60], [4, 5]]
+    given = text.arguments(row, drawn)
+    assert text.tokens(0, row) == Prompt(0, [1, 2], [60])
     assert given == {
         "prompts": ["1 2", "1 2"],
         "completions": ["3", "4 5"],

@@ -32,6 +32,7 @@ def test_a_run_without_rewards_has_the_section_too(tmp_path):
     [
         ({"run__objective": "sft"}, "rl.reward_funcs goes with run.objective grpo"),
         ({"rl__reward_funcs": None}, "expected rl.reward_funcs"),
+        ({"model__path": None, "model__config__model_type": "qwen2"}, "expected the tokenizer of the prompts"),
         ({"rl__reward_weights": "[1, 2]"}, "a weight for each of rl.reward_funcs, 1, got 2"),
         ({"rl__reward_weights": "abc"}, "expected a list of numbers"),
         ({"rl__num_iterations": 2}, "strictly on-policy"),

@@ -49,4 +49,4 @@ class Collective:
     def close(self) -> None:
         """Free the model's memory and close the data set. Collective."""
         self.model.close()
-        self._inputs.dataset.close()
+        self._inputs.close()

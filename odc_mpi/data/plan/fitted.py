@@ -155,8 +155,7 @@ class FittedCost:
         """Continue from a `state_dict`, on any number of ranks. Local."""
         constant, linear, quadratic = state["cost"]
         self._cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
-        rows = [[*row, *[0.0] * (ROW_LENGTH - len(row))] for row in state["rows"]]  # an older one knows no pieces
-        self._rows = np.array(rows, dtype=np.float64).reshape(-1, ROW_LENGTH)
+        self._rows = np.array(state["rows"], dtype=np.float64).reshape(-1, ROW_LENGTH)
         self._fit_pieces()
         self._seen.clear()
         self._new.clear()

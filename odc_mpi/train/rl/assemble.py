@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from odc_mpi.data.prompts.file import Prompts
+from odc_mpi.data.prompts import Prompts
 from odc_mpi.errors import warn
 from odc_mpi.observe.participant import Participant
 from odc_mpi.rollout.rewards import find_rewards

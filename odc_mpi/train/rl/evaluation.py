@@ -6,10 +6,10 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from odc_mpi.comm.tickets import Tickets
-from odc_mpi.data.prompts.file import Prompts
+from odc_mpi.data.prompts import Prompts
+from odc_mpi.models.decoding import on_this_rank
 from odc_mpi.observe.metrics import Column, Entry
 from odc_mpi.rollout.builtin_rewards import exact_match
-from odc_mpi.rollout.decoding import on_this_rank
 from odc_mpi.rollout.rewards import Reward, score
 from odc_mpi.rollout.sample import Completions, GroupSampling, sample
 from odc_mpi.runtime.world import World
@@ -23,7 +23,7 @@ _EXACT_SHARES = 16
 
 
 class RewardEvaluation(HeldOut):
-    """The rewards of held-out prompts, which are closed with the run. Making one is collective."""
+    """The rewards of held-out prompts. Making one is collective."""
 
     columns: ClassVar = (
         Column("eval", 8, lambda line: f"{line['eval_reward']:.4f}" if line.get("eval_reward") is not None else ""),
@@ -77,10 +77,6 @@ class RewardEvaluation(HeldOut):
             "eval_exact_match": _mean(matches),
             "eval_mean_length": _mean(lengths),
         }
-
-    def close(self) -> None:
-        """Close the prompts. Local."""
-        self._prompts.close()
 
     def _tell_token(self, token: int) -> None:
         self._note(f"evaluating, token {token:,} of {self._rl.max_completion_length:,}")

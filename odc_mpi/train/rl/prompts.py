@@ -6,10 +6,9 @@ from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.encode import end_of_turn_token
 from odc_mpi.data.loader import Minibatch, ShuffledEpochs
 from odc_mpi.data.plan.balance import Plan
-from odc_mpi.data.prompts.file import PromptRow, Prompts
-from odc_mpi.data.tokenizer import load_tokenizer
+from odc_mpi.data.prompts import PromptRow, Prompts
 from odc_mpi.errors import UserError
-from odc_mpi.rollout.decoding import Prompt
+from odc_mpi.models.decoding import Prompt
 
 
 class PromptLoader(ShuffledEpochs):
@@ -37,14 +36,14 @@ class PromptText:
     """The tokenizer of prompts: what ends a completion, and what a completion reads.
 
     Args:
-        prompts: The file, which holds the tokenizer.
+        prompts: With their tokenizer.
 
     Raises:
         UserError: No token ends a completion.
     """
 
     def __init__(self, prompts: Prompts) -> None:
-        self._tokenizer: Any = load_tokenizer(prompts.path)
+        self._tokenizer: Any = prompts.tokenizer
         end, turn = self._tokenizer.eos_token_id, end_of_turn_token(self._tokenizer)
         self._stop = [token for token in (end,) if token is not None]
         self._stop_of_chat = [token for token in (end, turn) if token is not None]

@@ -22,6 +22,7 @@ class RlConfig:
         list[str] | None, "package.module:name, file.py:name or a built-in; docs/rewards.md", NAMES
     ] = None
     reward_weights: Annotated[list[float] | None, "weight of each of them; null: 1.0 each"] = None
+    tokenizer: Annotated[str | None, "of the prompts: a directory or a data set; null: that of model.path"] = None
     num_generations: Annotated[int, "completions of a prompt", _TWO_OR_MORE] = 8
     max_completion_length: Annotated[int, "the most tokens of a completion", ONE_OR_MORE] = 512
     temperature: Annotated[float, "of the softmax, in sampling and in training", POSITIVE] = 1.0
@@ -68,6 +69,10 @@ def check_rl(values: Mapping[str, Any], source: str) -> None:
         raise UserError(
             f"{source}: rl.reward_weights: expected a weight for each of rl.reward_funcs, {len(functions)}, got "
             f"{len(weights)}"
+        )
+    if not (values.get("rl.tokenizer") or values.get("model.path")):
+        raise UserError(
+            f"{source}: rl.tokenizer: expected the tokenizer of the prompts here or in model.path, got none"
         )
     _check_on_policy(values, source)
     _check_sizes(values, source)

@@ -21,10 +21,10 @@ import numpy as np
 from odc_mpi.comm.exchange import Exchange, Look
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.loader import Batch, Minibatch
-from odc_mpi.data.prompts.file import PromptRow, Prompts
+from odc_mpi.data.prompts import PromptRow, Prompts
+from odc_mpi.models.decoding import on_this_rank
 from odc_mpi.observe.metrics import Column, Entry
 from odc_mpi.observe.participant import Step
-from odc_mpi.rollout.decoding import on_this_rank
 from odc_mpi.rollout.groups import RolloutGroup, batches
 from odc_mpi.rollout.rewards import Reward, Scored, score
 from odc_mpi.rollout.sample import Completions, GroupSampling, Sample, sample
@@ -44,7 +44,6 @@ class RolloutSource(Source):
     """Prompts, generated from and trained on within one minibatch. Making one is collective.
 
     Args:
-        prompts: Closed with the source.
         engine: What generates.
 
     Attributes:
@@ -138,11 +137,7 @@ class RolloutSource(Source):
     def load_state(self, about: Mapping[str, Any]) -> None:
         """Go on at a minibatch. Local."""
         self._loader.load_state_dict(about["loader"])
-        self._lengths.load_state(about.get("completion_lengths", {}))
-
-    def close(self) -> None:
-        """Close the prompts. Local."""
-        self._prompts.close()
+        self._lengths.load_state(about["completion_lengths"])
 
     def _decode_batches(self, minibatch: Minibatch) -> list[list[int]]:
         """Return positions of prompts that are decoded together, those expected to be longest first."""

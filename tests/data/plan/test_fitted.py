@@ -148,17 +148,6 @@ def test_learns_what_pieces_take_to_their_parts(factor: float) -> None:
     assert other.cost == ranks[0].cost and errors(other.cost).max() < 0.05
 
 
-def test_a_state_that_knows_no_pieces_loads() -> None:
-    rank = FittedCost(Cost())
-    learn([rank], minibatches=5)
-    state = rank.state_dict()
-    state["rows"] = [row[:10] for row in state["rows"]]
-    other = FittedCost(Cost())
-    other.load_state_dict(state)
-    assert other.cost == rank.cost
-    learn([other], minibatches=2)
-
-
 def test_pieces_alone_change_nothing() -> None:
     """Nothing then tells how fast the rank is."""
     rank = FittedCost(Cost())

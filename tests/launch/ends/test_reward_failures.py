@@ -8,9 +8,6 @@ from mpi_launch import odc_mpi as launched
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from odc_mpi.data.prepare import Options
-from odc_mpi.data.prompts.prepare import prepare_prompts
-
 #: Rewards that fail on rank 1 alone, in its first group; if a file says so, generation there does not go on.
 REWARDS = """
 import ctypes, os, time
@@ -66,12 +63,12 @@ def launch(tmp_path):
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="60").save_pretrained(tmp_path / "words")
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} 2"}) + "\n" for i in range(8)))
-    prepare_prompts([str(tmp_path / "prompts.jsonl")], tmp_path / "prompts.h5", Options(tokenizer=tmp_path / "words"))
     (tmp_path / "rewards.py").write_text(REWARDS)
 
     def launch(function, **settings):
         usual = {
-            "data.path": "prompts.h5",
+            "data.path": "prompts.jsonl",
+            "rl.tokenizer": "words",
             "run.objective": "grpo",
             "run.dir": "run",
             "run.steps": 3,
@@ -119,7 +116,7 @@ def test_a_rank_that_waits_says_who_has_groups_in_work(launch):
 
 WAITS = [
     ("generating", "waiting for \\d+ prompt groups in work", {}),
-    ("evaluating", "gathering from all ranks", {"data.eval_path": "prompts.h5", "run.eval_on_start": "true"}),
+    ("evaluating", "gathering from all ranks", {"data.eval_path": "prompts.jsonl", "run.eval_on_start": "true"}),
 ]
 
 

@@ -93,7 +93,7 @@ def reference(train, world, **changes):
 )
 def test_the_bits_are_those_of_one_rank(world, train, grpo_dir, settings):
     if "run__eval_every" in settings:
-        settings = settings | {"data__eval_path": grpo_dir / "prompts.h5", "data__eval_sequences": 5}
+        settings = settings | {"data__eval_path": grpo_dir / "prompts.jsonl", "data__eval_sequences": 5}
     digest, lines = train("all", world, **settings)
     wanted, wanted_lines = reference(train, world, **settings)
     assert lines == wanted_lines

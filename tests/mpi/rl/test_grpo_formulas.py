@@ -7,9 +7,8 @@ import peft
 import plain
 import pytest
 import torch
-from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, settings_of
+from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, prompts_of, settings_of
 
-from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.models import build as built_models
 from odc_mpi.rollout.sample import Completions
 from odc_mpi.train.inputs import open_inputs
@@ -171,14 +170,14 @@ def test_losses_and_gradients_are_those_of_the_formulas(
     config = settings_of(grpo_dir, **changes)
     steps = train(world, config)
     if world.rank == 0:
-        with Prompts(grpo_dir / "prompts.h5") as prompts:
-            order = np.random.default_rng([config.run.seed, 0]).permutation(len(prompts)).tolist()
-            reference = plain_model(config)
-            for number, (metrics, gradient, before) in enumerate(steps):
-                indices = order[number * PROMPTS_PER_STEP : (number + 1) * PROMPTS_PER_STEP]
-                policy = plain_model(config, before)
-                wanted = formula(policy, reference, config.rl, prompts, indices, only_even)
-                check(metrics, gradient, wanted, config.rl.beta and number)
+        prompts = prompts_of(grpo_dir)
+        order = np.random.default_rng([config.run.seed, 0]).permutation(len(prompts)).tolist()
+        reference = plain_model(config)
+        for number, (metrics, gradient, before) in enumerate(steps):
+            indices = order[number * PROMPTS_PER_STEP : (number + 1) * PROMPTS_PER_STEP]
+            policy = plain_model(config, before)
+            wanted = formula(policy, reference, config.rl, prompts, indices, only_even)
+            check(metrics, gradient, wanted, config.rl.beta and number)
     world.gather_objects(None)
 
 

@@ -8,14 +8,13 @@ import numpy as np
 import plain
 import pytest
 import torch
-from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, STEPS, settings_of
+from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, STEPS, prompts_of, settings_of
 from small_training import configure
 
 from odc_mpi.checkpoint.manifest import steps_in
-from odc_mpi.data.prompts.file import Prompts
 from odc_mpi.errors import AgreedError
 from odc_mpi.models import build as built_models
-from odc_mpi.rollout.decoding import Prompt
+from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout.rewards import find_rewards, score
 from odc_mpi.rollout.sample import GroupSampling, sample
 from odc_mpi.train.inputs import open_inputs
@@ -52,8 +51,8 @@ def test_completions_and_rewards_are_those_of_a_plain_model(run, grpo_dir):
     order = np.random.default_rng([config.run.seed, 0]).permutation(14)[:6].tolist()
     sampling = GroupSampling(NUM_GENERATIONS, MAX_LENGTH, 0.9, seed=config.run.seed, step=1)
     rewards, made = find_rewards(config.rl.reward_funcs, config.rl.reward_weights), {}
-    with Prompts(grpo_dir / "prompts.h5") as prompts:
-        rows = [prompts[index] for index in order]
+    prompts = prompts_of(grpo_dir)
+    rows = [prompts[index] for index in order]
     tokens = [Prompt(index, row.tokens, (END,)) for index, row in zip(order, rows, strict=True)]
     sample(plain_model(config), tokens, sampling, made.__setitem__)
     scored = []
@@ -154,7 +153,7 @@ def test_a_run_goes_on_at_a_step_on_other_ranks_with_what_it_would_have_generate
 @pytest.mark.sizes(2)
 def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir):
     usual, _ = run("usual", **ADAM)
-    settings = ADAM | {"data__eval_path": grpo_dir / "prompts.h5", "data__eval_sequences": 5, "run__eval_every": 2}
+    settings = ADAM | {"data__eval_path": grpo_dir / "prompts.jsonl", "data__eval_sequences": 5, "run__eval_every": 2}
     found, summary = run("evaluated", **settings, run__eval_on_start="true")
     assert [line["reward"] for line in found] == pytest.approx([line["reward"] for line in usual], rel=1e-5)
     assert [line["step"] for line in found if "eval_reward" in line] == [2, 4]
@@ -162,27 +161,27 @@ def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir)
     model = plain_model(config)
     wanted, lengths = [], []
     rewards = find_rewards(config.rl.reward_funcs, config.rl.reward_weights)
-    with Prompts(grpo_dir / "prompts.h5") as prompts:
-        for index in range(5):
-            row = prompts[index]
-            ids = torch.tensor([row.tokens])
-            made = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=MAX_LENGTH,
-                do_sample=False,
-                eos_token_id=END,
-                pad_token_id=0,
-            )
-            tokens = made[0, ids.shape[1] :].tolist()
-            given = {
-                "completions": [""],
-                "prompts": [""],
-                "completion_ids": [tokens],
-                "wanted": [row.columns["wanted"]],
-            }
-            wanted.append(score(rewards, given, 0, 0, timeout_s=9.0, skip=False).total[0])
-            lengths.append(len(tokens))
+    prompts = prompts_of(grpo_dir)
+    for index in range(5):
+        row = prompts[index]
+        ids = torch.tensor([row.tokens])
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=MAX_LENGTH,
+            do_sample=False,
+            eos_token_id=END,
+            pad_token_id=0,
+        )
+        tokens = made[0, ids.shape[1] :].tolist()
+        given = {
+            "completions": [""],
+            "prompts": [""],
+            "completion_ids": [tokens],
+            "wanted": [row.columns["wanted"]],
+        }
+        wanted.append(score(rewards, given, 0, 0, timeout_s=9.0, skip=False).total[0])
+        lengths.append(len(tokens))
     assert found[0]["eval_reward_start"] == pytest.approx(np.nanmean(wanted), abs=1e-9)
     assert found[0]["eval_mean_length_start"] == np.mean(lengths) and found[0]["eval_exact_match_start"] == 0
     assert summary["eval_reward"] == found[-1]["eval_reward"]
@@ -215,12 +214,12 @@ def test_rewards_that_fail_are_left_out_and_counted(world, run, grpo_dir):
         ({"rl__max_completion_length": 60}, "more than the model's max_position_embeddings, 64"),
         ({"data__max_tokens_per_microbatch": 12}, "more than data.max_tokens_per_microbatch, 12"),
         ({"rl__reward_funcs": "nothing", "rl__reward_weights": "[1]"}, "one of exact_match"),
-        ({"run__objective": "sft", "rl__reward_funcs": None, "rl__reward_weights": None}, "set run.objective to grpo"),
+        ({"run__objective": "sft", "rl__reward_funcs": None, "rl__reward_weights": None}, "expected an HDF5 file"),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_is_written(world, grpo_dir, changes, words):
     if "run__objective" in changes:
-        config = configure(grpo_dir / "prompts.h5", **{"run.dir": grpo_dir / "refused"})
+        config = configure(grpo_dir / "prompts.jsonl", **{"run.dir": grpo_dir / "refused"})
     else:
         config = settings_of(grpo_dir, run__dir=grpo_dir / "refused", **changes)
     with pytest.raises(AgreedError, match=words):

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from odc_mpi.data.encode import encode_prompt, end_of_turn_token
-from odc_mpi.data.examples import Conversation, Example, Pair, prompt_of
-from odc_mpi.data.jsonl import read_lines
+from odc_mpi.data.encode import encode_prompts, end_of_turn_token
+from odc_mpi.data.examples import Conversation, Example, Pair
+from odc_mpi.data.prompts import read_prompts
 from odc_mpi.errors import UserError
-from odc_mpi.rollout.decoding import Prompt
-from odc_mpi.rollout.generate import Completion
+from odc_mpi.generation.generate import Completion
+from odc_mpi.models.decoding import Prompt
 
 
 class Request(NamedTuple):
@@ -25,26 +25,20 @@ class Request(NamedTuple):
 
 
 def read(text: str | None, path: Path | None) -> list[Example]:
-    """Return the one prompt of the command line, or those of a JSONL file. Local.
+    """Return the one prompt of the command line, or those of a file. Local.
 
     Raises:
         UserError: Neither or both are given, the file cannot be read, or has no prompt or a line that is none.
     """
     if (text is None) == (path is None):
         got = "neither" if text is None else "both"
-        raise UserError(f"expected one of --prompt TEXT and --prompts FILE.jsonl, got {got}")
+        raise UserError(f"expected one of --prompt TEXT and --prompts FILE, got {got}")
     if text is not None:
         if not text:
             raise UserError("--prompt: expected a text, got an empty one")
         return [Pair("--prompt", text, "")]
     assert path is not None
-    if not path.is_file():
-        raise UserError(f"--prompts: expected a file of JSON lines, got {path}, which is none")
-    blocks = read_lines(path, lambda: 1, lambda _: None)
-    asked = [prompt_of(parse(), where) for block in blocks for where, parse in block.records()]
-    if not asked:
-        raise UserError(f"--prompts: expected a line for each prompt, got {path}, which has none")
-    return asked
+    return [example for block in read_prompts(path, "--prompts") for example, _ in block]
 
 
 def tokenized(tokenizer: Any, asked: Sequence[Example], stop: Sequence[int]) -> list[Request]:
@@ -61,8 +55,7 @@ def tokenized(tokenizer: Any, asked: Sequence[Example], stop: Sequence[int]) -> 
     turn = end_of_turn_token(tokenizer) if any(isinstance(one, Conversation) for one in asked) else None
     ends = stop if turn is None else (*stop, turn)
     requests = []
-    for index, one in enumerate(asked):
-        tokens = encode_prompt(tokenizer, one)
+    for index, (one, tokens) in enumerate(zip(asked, encode_prompts(tokenizer, asked), strict=True)):
         own_stop = ends if isinstance(one, Conversation) else stop
         requests.append(Request(one, Prompt(index, tokens, tuple(dict.fromkeys(own_stop)))))
     return requests

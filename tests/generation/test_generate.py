@@ -5,9 +5,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_mpi.errors import UserError
+from odc_mpi.generation.generate import Sampling, generate, seed_of
 from odc_mpi.models import attention
-from odc_mpi.rollout.decoding import Prompt
-from odc_mpi.rollout.generate import Sampling, generate, seed_of
+from odc_mpi.models.decoding import Prompt
 
 SETTINGS = {
     "vocab_size": 61,

@@ -6,17 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from odc_mpi.data import prepare as module
 from odc_mpi.data.prepare import Options, eval_path_of, prepare
-from odc_mpi.data.workers import Workers
 from odc_mpi.errors import UserError
 
 
@@ -98,24 +97,19 @@ def test_a_second_call_finds_the_result(
 
 
 @pytest.mark.slow
-def test_a_killed_worker_ends_the_call(
-    chats: Path, tokenizer_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Any] = []
+def test_a_killed_worker_ends_the_call(chats: Path, tokenizer_place: Path, tmp_path: Path) -> None:
+    def kill_one() -> None:
+        workers.extend(_children(os.getpid(), 2))
+        os.kill(workers[1], signal.SIGKILL)
 
-    class Killed(Workers):
-        def encode(self, blocks: Any) -> Any:
-            started.extend(self._processes)
-            for number, result in enumerate(super().encode(blocks)):
-                if number == 1:
-                    self._processes[1].kill()
-                yield result
-
-    monkeypatch.setattr(module, "Workers", Killed)
-    with pytest.raises(UserError, match=r"was killed by signal 9: is there enough memory for --num-proc 2\?"):
-        prepare([str(chats)], tmp_path / "a.h5", Options(tokenizer=tokenizer_place, bad_lines="skip", num_proc=2))
+    workers: list[int] = []
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    with pytest.raises(UserError, match=r"has ended early: is there enough memory for --num-proc 2\?"):
+        prepare([str(chats)] * 50, tmp_path / "a.h5", Options(tokenizer=tokenizer_place, bad_lines="skip", num_proc=2))
+    killer.join()
     assert list(tmp_path.iterdir()) == []
-    assert [process.poll() for process in started] == [-9, -9]
+    assert not any(map(_is_running, workers))
 
 
 @pytest.mark.slow
@@ -144,11 +138,13 @@ def test_an_interrupt_or_kill_ends_all_processes(
 
 
 def _children(pid: int, count: int) -> list[int]:
+    """Wait for so many workers of a process; another child of it tracks what they share."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if len(children) == count:
-            return [int(child) for child in children]
+        workers = [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        if len(workers) == count:
+            return workers
         time.sleep(0.05)
     raise AssertionError(f"expected {count} processes")
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import TextStreamer
 
 from odc_mpi.api import decide_for, shard_model
@@ -23,10 +21,10 @@ from odc_mpi.comm.tickets import Tickets
 from odc_mpi.data.examples import Example, Pair
 from odc_mpi.errors import UserError
 from odc_mpi.files import replacing
-from odc_mpi.rollout.decoding import on_this_rank
-from odc_mpi.rollout.generate import Completion, Generate, Sampling, generate, room_for
-from odc_mpi.rollout.prompts import Request, read, tokenized, told
-from odc_mpi.rollout.source import Source, open_source
+from odc_mpi.generation.generate import Completion, Generate, Sampling, generate, room_for
+from odc_mpi.generation.prompts import Request, read, tokenized, told
+from odc_mpi.generation.source import Source, open_source
+from odc_mpi.models.decoding import on_this_rank
 from odc_mpi.runtime.world import World
 
 
@@ -39,7 +37,7 @@ class Job:
         step: Of a run.
         tokenizer: Place of a tokenizer, or None.
         prompt: The only prompt, or None.
-        prompts: JSONL file of prompts, or None.
+        prompts: File of prompts, or None.
         sampling: How tokens are chosen.
         out: JSONL file to write; None: the text goes to the terminal.
         device: cpu or cuda.
@@ -74,7 +72,7 @@ def generate_all(job: Job, world: World, engine: Generate = generate) -> list[Co
     requests = world.agree(lambda: _requests(source, asked))
     world.require_same(json.dumps([request.prompt for request in requests]), "the prompts")
     module = source.built.module
-    _freeze(module)
+    module.requires_grad_(False)
     model = shard_model(
         module,
         world,
@@ -107,13 +105,6 @@ def generate_all(job: Job, world: World, engine: Generate = generate) -> list[Co
 
 def _open(job: Job, world: World) -> Source:
     return open_source(job.source, job.step, job.tokenizer, world.rank, world.size, job.attn_implementation, job.base)
-
-
-def _freeze(module: nn.Module) -> None:
-    """Leave as little to train as a sharded model may: owners then have no gradients and no second copy."""
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    min((p for p in module.parameters() if p.is_floating_point()), key=torch.Tensor.numel).requires_grad_(True)
 
 
 def _requests(source: Source, asked: Sequence[Example]) -> list[Request]:

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from odc_mpi.errors import UserError
-from odc_mpi.rollout.decoding import Prompt, decoding
+from odc_mpi.models.decoding import Prompt, decoding
 
 
 @dataclass(frozen=True)

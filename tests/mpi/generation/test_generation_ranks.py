@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from odc_mpi.checkpoint.commands import newest
 from odc_mpi.checkpoint.export import export
 from odc_mpi.errors import AgreedError
+from odc_mpi.generation.generate import Sampling, generate, seed_of
+from odc_mpi.generation.run import Job, generate_all
+from odc_mpi.models.decoding import Prompt
 from odc_mpi.models.load import load_model
-from odc_mpi.rollout.decoding import Prompt
-from odc_mpi.rollout.generate import Sampling, generate, seed_of
-from odc_mpi.rollout.run import Job, generate_all
 from odc_mpi.train.inputs import open_inputs
 from odc_mpi.train.run import build_trainer, decide, train
 
@@ -156,8 +156,8 @@ def test_a_model_in_training_does_not_notice(world, dataset_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prompt": "1"}, "expected one of --prompt TEXT and --prompts FILE.jsonl, got both"),
-        ({"prompts": None}, "expected one of --prompt TEXT and --prompts FILE.jsonl, got neither"),
+        ({"prompt": "1"}, "expected one of --prompt TEXT and --prompts FILE, got both"),
+        ({"prompts": None}, "expected one of --prompt TEXT and --prompts FILE, got neither"),
         (
             {"prompts": None, "prompt": " ".join("1" * 300)},
             "--prompt: prompt 0: expected fewer tokens than the model's",

@@ -8,8 +8,8 @@ from odc_mpi.data.encode import encode
 from odc_mpi.data.examples import Conversation, Pair
 from odc_mpi.data.tokenizer import TURN_END, train_tokenizer
 from odc_mpi.errors import UserError
-from odc_mpi.rollout.generate import Completion
-from odc_mpi.rollout.prompts import read, tokenized, told
+from odc_mpi.generation.generate import Completion
+from odc_mpi.generation.prompts import read, tokenized, told
 
 QUESTION = {"role": "user", "content": "one two"}
 ANSWER = {"role": "assistant", "content": "three"}

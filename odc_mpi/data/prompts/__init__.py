@@ -1,1 +1,0 @@
-"""Prompts to generate from, with columns for rewards: their file, and how it is prepared."""
