@@ -29,8 +29,6 @@ MARKS   ?=
 CHOSEN   = $(if $(MARKS),-m "$(MARKS)")
 # Tests that run side by side, but for those that launch jobs: these look at times and at what is left in /dev/shm.
 JOBS    ?= 2
-# More arguments for the tests that launch jobs.
-LAUNCH  ?=
 PYTHON  ?= python3
 WHEELS  ?=
 VENV    := .venv$(if $(WHEELS),-offline)$(if $(filter mpich,$(MPI)),,-$(MPI))
@@ -69,7 +67,7 @@ FAULTS       ?= 100
 EXACT_STEPS  ?= 50
 SOAK_LIMIT_S ?= 1800
 
-.PHONY: run run-rl environment test test-rest test-all test-jobs test-serial test-launch test-commands test-ends \
+.PHONY: run run-rl environment test test-rest test-all test-library test-serial test-launch test-commands test-ends \
     test-mpi test-hosts test-slurm test-gpu wheels soak lint lock test-oldest test-newest clean
 
 # The model as it is drawn, which a learning rate of 0 leaves, shows what training makes of it.
@@ -111,10 +109,10 @@ test-all: $(READY)
 	$(MAKE) test
 	$(MAKE) test-rest
 
-# Of all tests those in which MPI runs: for a second library, with which the others would pass or fail alike.
-test-jobs: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/cli/test_main.py
-	$(MAKE) test-ends test-mpi test-hosts test-slurm
+# The tests whose outcome can depend on the MPI library, for CI with a second one.
+test-library: $(READY)
+	$(MAKE) test-ends test-slurm MARKS=library
+	$(MAKE) test-mpi test-hosts
 
 test-serial: $(READY)
 	timeout $(LIMIT_S) $(BIN)/python -m pytest tests --ignore tests/hosts --ignore tests/slurm --ignore tests/mpi \
@@ -128,7 +126,7 @@ test-commands: $(READY)
 
 # Those about deadlines and ends, or that look at what is left in /dev/shm, have the cores to themselves.
 test-ends: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch/ends $(CHOSEN) $(LAUNCH)
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch/ends $(CHOSEN)
 
 # Two hosts of network namespaces: needs root and iproute2, skips elsewhere unless ODC_MPI_REQUIRE_HOSTS=1.
 test-hosts: $(READY)
@@ -136,7 +134,7 @@ test-hosts: $(READY)
 
 # A Slurm of two nodes: needs root, slurm-wlm, munge, libpmix-dev; skips elsewhere unless ODC_MPI_REQUIRE_SLURM=1.
 test-slurm: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/slurm
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/slurm $(CHOSEN)
 
 test-mpi: $(READY)
 	set -e; for ranks in $(SIZES); do \

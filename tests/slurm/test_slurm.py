@@ -109,6 +109,7 @@ def start_wrongly(place, kind):
     return place.cluster.run(*srun, *wrong_run, cwd=place.path, timeout_s=LIMIT_S)
 
 
+@pytest.mark.library
 def test_two_nodes_find_the_losses_of_one_process(place, jobs):
     place.finish(jobs["single"])
     told = place.finish(jobs["rendered"])
@@ -148,6 +149,7 @@ def test_the_last_of_a_sweep_is_stopped_and_goes_on_alone(place, jobs):
         assert (place.path / run / "logs" / "rank-0.log").exists()
 
 
+@pytest.mark.library
 def test_ranks_of_a_node_have_cores_of_their_own(place, jobs):
     """On one node: on two nodes of two shared cores each rank is a session of its own, and MPI hardly gets on."""
     place.finish(jobs["pair"])
@@ -175,6 +177,7 @@ def test_a_job_told_to_stop_goes_on_by_itself(place, jobs):
     assert not list(place.path.glob(".*.stopped"))
 
 
+@pytest.mark.library
 def test_a_lost_rank_fails_the_job_at_once_which_then_resumes(place, jobs):
     assert jobs["losing"].result() < 20
     told = place.finish(jobs["lost"])
@@ -183,6 +186,7 @@ def test_a_lost_rank_fails_the_job_at_once_which_then_resumes(place, jobs):
     assert place.losses("lost") == pytest.approx(place.losses("rendered"), rel=1e-3)
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("kind", ["none", "other"])
 def test_a_launcher_that_the_library_does_not_know(place, kind):
     done = start_wrongly(place, kind)
@@ -192,6 +196,7 @@ def test_a_launcher_that_the_library_does_not_know(place, kind):
     assert not (place.path / kind).exists()
 
 
+@pytest.mark.library
 def test_mpiexec_and_no_launcher_within_a_job(place, jobs):
     place.finish(jobs["within"])
     assert [place.summary(run)["hosts"] for run in ("alone", "two")] == [["node0"], ["node0", "node1"]]
@@ -203,12 +208,14 @@ def test_the_benchmarks_end(place, jobs):
     assert "dynamic" in place.finish(jobs["schedule"])
 
 
+@pytest.mark.library
 def test_the_doctor_looks_at_both_nodes(place):
     report = json.loads(place.finish(place.command(f"{SRUN} doctor --json", "--nodes=2")))
     assert report["nodes"] == 2
     assert report["decision"] is not None
 
 
+@pytest.mark.library
 def test_nothing_is_left_on_the_nodes(place):
     left = place.cluster.run("srun", "--nodes=2", "--ntasks=2", "ls", "/dev/shm", timeout_s=LIMIT_S)
     assert left.code == 0

@@ -90,6 +90,7 @@ def check_get_alone_was_answered(found, how):
     assert found["decision"]["progress"]["choice"] == "thread"
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("ranks", [0, 1, 2, 3])
 def test_json(ranks):
     done = odc_mpi(ranks, "doctor", "--json")
@@ -121,6 +122,7 @@ def test_json(ranks):
     }
 
 
+@pytest.mark.library
 @pytest.mark.quick
 def test_the_table_fits_a_terminal():
     done = odc_mpi(2, "doctor", COLUMNS="80")
@@ -139,6 +141,7 @@ def test_alone_it_says_how_to_have_a_peer():
     assert "mpiexec -n 2 odc-mpi doctor" in done.out
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("fault", "how"),
@@ -162,6 +165,7 @@ def test_a_crash_in_the_table(bad_doctor):
     assert "noise" not in done.out
 
 
+@pytest.mark.library
 @pytest.mark.parametrize(("fault", "rank"), [(HANG, 1), (HANG_WITH_THE_GIL, 0)], ids=["waiting-1", "stuck-0"])
 def test_a_hang_is_an_answer(bad_doctor, fault, rank):
     done = bad_doctor(fault, "--json", rank=rank, operation_s=4)
@@ -175,6 +179,7 @@ def test_the_deadline_of_the_whole(bad_doctor):
     assert done.seconds < 20
 
 
+@pytest.mark.library
 def test_an_mpi_that_does_not_start(tmp_path):
     (tmp_path / "doctor.py").write_text(DOCTOR)
     (tmp_path / "bad.py").write_text("raise SystemExit('cannot start')")
@@ -186,6 +191,7 @@ def test_an_mpi_that_does_not_start(tmp_path):
     assert "cannot start" in done.err
 
 
+@pytest.mark.library
 def test_a_signal_ends_it_without_leftovers(bad_doctor, tmp_path):
     """As from a launcher, or a person who does not want to wait."""
     text = BAD.format(fault=HANG, rank=1, pids=tmp_path / "pids")
@@ -304,6 +310,7 @@ with World() as world:
 """
 
 
+@pytest.mark.library
 def test_a_run_in_the_same_layout_takes_what_the_doctor_found(tmp_path):
     home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     found = answer(odc_mpi(2, "doctor", "--json", **home))

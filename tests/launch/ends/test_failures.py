@@ -127,6 +127,7 @@ def script(tmp_path, text):
     return path
 
 
+@pytest.mark.library
 def test_a_late_rank_ends_the_job_at_the_deadline(tmp_path):
     done = launch(2, script(tmp_path, LATE), timeout_s=50)
     assert done.code != 0
@@ -142,6 +143,7 @@ def test_a_rank_that_is_late_among_those_of_its_node_is_named(tmp_path):
     assert "doing something else" in done.err
 
 
+@pytest.mark.library
 @pytest.mark.quick
 def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
     done = launch(2, script(tmp_path, RAISES), timeout_s=50)
@@ -182,6 +184,7 @@ def has_ended(process):
         return True
 
 
+@pytest.mark.library
 def test_ranks_end_by_themselves_where_their_launcher_does_not_answer(tmp_path):
     """MPI_Abort asks the launcher to end all ranks: one that is stuck would leave them waiting for ever."""
     job = start(2, script(tmp_path, LAUNCHER_STOPPED), tmp_path, os.getpid())
@@ -199,6 +202,7 @@ def test_ranks_end_by_themselves_where_their_launcher_does_not_answer(tmp_path):
     assert finish(job, timeout_s=30).code != 0  # what was said is lost where the launcher was to pass it on
 
 
+@pytest.mark.library
 @pytest.mark.quick
 def test_a_rank_that_leaves_does_not_hang_the_others(tmp_path):
     assert launch(2, script(tmp_path, LEAVES), timeout_s=50).code != 0
@@ -219,6 +223,7 @@ def test_leaving_while_a_unit_is_fetched_ahead(tmp_path, code):
     assert done.code == code and not done.err.count("Traceback"), done.err
 
 
+@pytest.mark.library
 @pytest.mark.quick
 def test_too_little_shared_memory_is_said_early(tmp_path):
     text = """
@@ -237,6 +242,7 @@ except odc_mpi.UserError as error:
     assert "room for the parameter and gradient windows" in done.out
 
 
+@pytest.mark.library
 def test_a_point_that_one_rank_leaves_out_is_named(tmp_path):
     """The others' numbers must not be taken for the norm: the run ends at the deadline instead of going wrong."""
     text = """
@@ -258,6 +264,7 @@ for step in range(3):
     assert "passed 1" not in done.out
 
 
+@pytest.mark.library
 def test_a_closed_world_leaves_slices_that_can_be_read(tmp_path):
     text = """
 import odc_mpi, torch
@@ -300,6 +307,7 @@ sys.exit(cli.main(["train", "--config", "{config}", "--data.path", "data.h5"]))
     assert len([line for line in done.lines if "rank 1 has another than rank 0" in line]) == 1
 
 
+@pytest.mark.library
 @pytest.mark.quick
 def test_a_launcher_of_another_mpi_is_noticed(tmp_path):
     text = "from odc_mpi import World\nWorld()\n"

@@ -223,6 +223,7 @@ def assert_line(pattern, line, at_least=2.0, at_most=20.0):
     assert at_least <= float(found.group(1)) <= at_most, line
 
 
+@pytest.mark.library
 @pytest.mark.quick
 def test_a_rank_that_sleeps_in_a_forward(tmp_path):
     line = the_line(tmp_path, SLEEPS)
@@ -246,12 +247,14 @@ def test_a_rank_that_computes_between_a_and_b(tmp_path):
     assert_line(WAITED + at_b + LAST_SEEN + "after meeting at point A, gradients complete" + LIMIT, line)
 
 
+@pytest.mark.library
 def test_a_rank_that_never_frees_its_tickets(tmp_path):
     line = the_line(tmp_path, FREES_TICKETS)
     late = "freeing the ticket counters: late is rank 1 on \\S+, "
     assert_line(WAITED + late + LAST_SEEN + ".*" + LIMIT, line)
 
 
+@pytest.mark.library
 def test_a_stopped_rank(tmp_path):
     job = Job(tmp_path, "train(odc_mpi.shard_model(module, world, units=[Block]), [Block() for _ in range(3)])\n")
     time.sleep(1.0)
@@ -267,6 +270,7 @@ def test_a_stopped_rank(tmp_path):
     assert done.seconds < 30
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank(tmp_path, victim):
     job = Job(tmp_path, "train(odc_mpi.shard_model(module, world, units=[Block]), [Block() for _ in range(3)])\n")
@@ -275,6 +279,7 @@ def test_a_killed_rank(tmp_path, victim):
     assert done.seconds < 15
 
 
+@pytest.mark.library
 def test_a_rank_that_leaves_is_noticed_at_once(tmp_path):
     lines, done = Job(tmp_path, LEAVES).end()
     left = r"odc_mpi: rank 1 on \S+ has left while others wait for it: rank [02] on \S+, "
@@ -283,6 +288,7 @@ def test_a_rank_that_leaves_is_noticed_at_once(tmp_path):
     assert done.code == 1 and done.seconds < 25
 
 
+@pytest.mark.library
 def test_a_fetch_that_does_not_complete_names_the_owners(tmp_path):
     line = the_line(tmp_path, FETCH_HANGS.replace("SHORT", "[1]"))
     owner = r"rank [02] on \S+, which was last seen \d+\.\d s ago, meeting at point A, gradients complete"
@@ -294,6 +300,7 @@ def test_who_waits_for_one_that_fetches_learns_so(tmp_path):
     assert_line(AT_A + LAST_SEEN + "in microbatch [123], fetching unit 2" + LIMIT, line)
 
 
+@pytest.mark.library
 def test_a_push_that_does_not_complete_names_the_owners(tmp_path):
     line = the_line(tmp_path, PUSH_HANGS)
     owner = r"rank [02] on \S+, which was last seen \d+\.\d s ago, meeting at point A, gradients complete"

@@ -18,6 +18,7 @@ transport.gradients.push(0, torch.ones(10_000)).wait()
 """
 
 
+@pytest.mark.library
 @pytest.mark.quick
 def test_an_owner_that_never_serves_is_named(tmp_path):
     path = tmp_path / "script.py"

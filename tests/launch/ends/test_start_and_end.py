@@ -57,6 +57,7 @@ def ended_within(process, seconds):
     return done
 
 
+@pytest.mark.library
 @pytest.mark.quick
 def test_a_rank_that_stops_before_mpi_is_up_ends_the_job():
     script = LATE_START.format(what="os.kill(os.getpid(), 19)")  # SIGSTOP
@@ -64,6 +65,7 @@ def test_a_rank_that_stops_before_mpi_is_up_ends_the_job():
     assert done.code != 0
 
 
+@pytest.mark.library
 def test_a_rank_that_is_interrupted_before_mpi_is_up_ends_the_job():
     what = "import odc_mpi.cli.train as c; c.run = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())"
     done = ended_within(start(3, "-c", LATE_START.format(what=what), ODC_MPI_START_TIMEOUT_S="60"), 40)
@@ -71,6 +73,7 @@ def test_a_rank_that_is_interrupted_before_mpi_is_up_ends_the_job():
     assert "odc-mpi: interrupted" in done.err
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
 def test_a_rank_that_is_told_to_stop_while_it_starts_stops_the_job_in_good_order(config, tmp_path, name):
     done = ended_within(start(3, "-c", STOPPED_START.format(signal=name), "train", "--config", config), 60)
@@ -89,6 +92,7 @@ def test_last_words_reach_the_terminal_if_there_is_one(before, told):
     assert told in done.err
 
 
+@pytest.mark.library
 def test_ranks_that_a_signal_could_not_reach_find_a_file(config, tmp_path):
     (tmp_path / "stop").touch()
     command = ("-m", "odc_mpi", "train", "--config", config)
@@ -98,17 +102,20 @@ def test_ranks_that_a_signal_could_not_reach_find_a_file(config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.library
 def test_a_rank_that_stops_before_it_finalizes_ends_the_job():
     done = ended_within(start(3, "-c", LATE_END), 60)
     assert done.code != 0
 
 
+@pytest.mark.library
 def test_a_start_in_time_is_not_ended_later():
     done = ended_within(start(2, "-c", LATE_START.format(what="pass"), ODC_MPI_START_TIMEOUT_S="40"), 40)
     assert done.code == 2  # what is wrong with these settings is found
     assert "expected" in done.err
 
 
+@pytest.mark.library
 @pytest.mark.quick
 @pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)"], ids=["ends", "killed"])
 def test_a_process_alone_leaves_no_name_behind(end):
@@ -153,6 +160,7 @@ print("still there", flush=True)
 """
 
 
+@pytest.mark.library
 def test_a_parameter_that_is_kept_beyond_the_end_of_its_model(tmp_path):
     """With zero-copy it lies in the window's memory, which is gone then."""
     (tmp_path / "keeps.py").write_text(KEEPS)
@@ -209,6 +217,7 @@ print("all at work", flush=True)
 """
 
 
+@pytest.mark.library
 def test_no_library_opens_the_memory_of_its_start_by_name_later(tmp_path):
     """So the names may go as soon as MPI has started (docs/windows.md)."""
     (tmp_path / "removes.py").write_text(REMOVES_AT_ONCE)
