@@ -30,6 +30,7 @@ import argparse
 import gc
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -327,3 +328,7 @@ def _configuration(options: Options, stack: ExitStack) -> Config:
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="odc_mpi-bench-"))
     path = Path(options.config) if options.config else None
     return gpu_step.configuration(path, Path(directory) / "zipf.h5", options.timeout_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
