@@ -86,11 +86,8 @@ def run_rounds(
         The rounds of each contender, the first one included; the same on every rank.
     """
     runs = {name: partial(_round, world, contender, name, steps, synchronize) for name, contender in contenders.items()}
-    return interleaved(
-        runs,
-        repeats + 1,
-        lambda turn, name: report(f"round {turn} of {repeats}: {name}" if turn else f"warming up: {name}"),
-    )
+    turns = ["warming up", *(f"round {turn} of {repeats}" for turn in range(1, repeats + 1))]
+    return interleaved(runs, repeats + 1, lambda turn, name: report(f"{turns[turn]}: {name}"))
 
 
 def _round(world: World, contender: Contender, name: str, steps: int, synchronize: Callable[[], object]) -> Round:

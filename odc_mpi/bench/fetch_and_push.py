@@ -32,10 +32,6 @@ UNITS_BYTES = 16 << 20
 MAX_UNITS = 64
 
 
-def _nothing() -> None:
-    return
-
-
 @dataclass(frozen=True)
 class Variant:
     """One way to move a unit.
@@ -56,9 +52,9 @@ class Variant:
     gloo: str | None = None
     moves: bool = True
     one_sided: bool = False
-    complete: Callable[[], object] = _nothing
-    finish: Callable[[], object] = _nothing
-    proceed: Callable[[], object] = _nothing
+    complete: Callable[[], object] = lambda: None
+    finish: Callable[[], object] = lambda: None
+    proceed: Callable[[], object] = lambda: None
 
 
 def check(world: World, variants: Mapping[str, Variant]) -> None:

@@ -66,8 +66,6 @@ MAX_OPERATIONS = 256
 ALONE_S = 0.1
 #: It begins so long after the last meeting, when the others are computing.
 SETTLE_S = 0.01
-#: What is left out where there are several nodes.
-_GLOO = ("gloo_all_gather", "gloo_reduce_scatter")
 #: At every size on one node: the goal, whose figure it is, and where that is in the variant's entry of `all_at_once`.
 GOALS: tuple[tuple[Goal, str, Callable[[Mapping[str, Any]], float | None]], ...] = (
     (Goal("fetch_of_memcpy", ">=", 0.6), "fetch_copy", itemgetter("of_memcpy")),
@@ -109,9 +107,10 @@ def measure(
     if gloo is not None:
         gloo.close()
     collectives.free()
+    gloo_variants = () if one_node else ("gloo_all_gather", "gloo_reduce_scatter")
     return {
         **header(world, "transport", load, cores_per_rank=cores, repeats=repeats, dtype="float32"),
-        "left_out": {} if one_node else dict.fromkeys(_GLOO, "for ranks of one node only"),
+        "left_out": dict.fromkeys(gloo_variants, "for ranks of one node only"),
         "sizes": results,
         "goals": [goal for result in results for goal in judge(result)] if one_node and world.size > 1 else [],
     }

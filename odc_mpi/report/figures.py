@@ -15,7 +15,6 @@ _LOOKS = {
     # What others do, and what is not ours.
     **dict.fromkeys(("apart", "ceiling", "fsdp2"), Look(SKY, "\\\\\\")),
 }
-Entry = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def _bar_text(bar: Bar, form: str) -> str:
 
 
 def report_on(
-    result: Entry, title: str, lead: Sequence[str], figures: Sequence[Figure], tables: Sequence[Table] = ()
+    result: Mapping[str, Any], title: str, lead: Sequence[str], figures: Sequence[Figure], tables: Sequence[Table] = ()
 ) -> Report:
     """Return a report with what all benchmarks' objects may have: load, what was left out, goals. Local."""
     if "load_average" in result:
@@ -83,7 +82,7 @@ def report_on(
     return Report(title, lead, left_out, figures, [*tables, *_goals(result)])
 
 
-def _goals(result: Entry) -> list[Table]:
+def _goals(result: Mapping[str, Any]) -> list[Table]:
     rows = [
         [
             f"{goal['goal']} {goal['variant']}".replace("_", " "),

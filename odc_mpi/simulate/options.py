@@ -28,7 +28,7 @@ class Option(NamedTuple):
     default: Any
     least: float
     most: float
-    meaning: str = ""
+    meaning: str
 
 
 def check(options: Mapping[str, Option], given: Any) -> None:
