@@ -242,6 +242,7 @@ class RolloutSource(Source):
         self._world.note(f"waiting for {num_open} prompt groups that other ranks generate")
         with self._world.deadline(f"waiting for {num_open} prompt groups in work", sorted(set(before.open.values()))):
             while self._exchange.look(count) == before:
+                self._world.progress.serve()  # ranks that train may push to this one
                 time.sleep(sleep_s)
                 sleep_s = min(_MAX_SLEEP_S, 1.5 * sleep_s)
         self._tally.add("rollout_wait_s", time.perf_counter() - began)

@@ -103,6 +103,31 @@ def test_who_trains_what_changes_nothing(world, run, monkeypatch):
     assert sum(line["groups_from_others"] for line in shared) > 0
 
 
+@pytest.mark.sizes(2)
+def test_a_rank_that_waits_for_groups_serves_the_other(world, run, monkeypatch):
+    waiting, served, wait, score = [], [], RolloutSource._wait, RolloutSource._score
+
+    def scored(source, *arguments):
+        time.sleep(0.3 * world.rank)  # rank 1 has begun what rank 0 then waits for
+        return score(source, *arguments)
+
+    def waits(source, *arguments):
+        waiting.append(None)
+        wait(source, *arguments)
+        waiting.pop()
+
+    def task():
+        served.extend(waiting)
+        return False
+
+    monkeypatch.setattr(RolloutSource, "_score", scored)
+    monkeypatch.setattr(RolloutSource, "_wait", waits)
+    world.progress.add(task)
+    run("waiting", run__steps=1)
+    world.progress.remove(task)
+    assert served or world.rank == 1
+
+
 def test_ranks_make_the_same_as_one(world, run, grpo_dir):
     """Against a loop of one rank: what it generates, decoded in the same batches, and what becomes of it."""
     changes = {"rl__max_concurrent_sequences": 2 * NUM_GENERATIONS, "optim__adam_epsilon": 1e-3}
