@@ -4,8 +4,7 @@ import gzip
 import json
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from number_words import number_words
 
 from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.data.prompts import Prompts
@@ -18,9 +17,7 @@ TEXT = {"prompt": "1 2 3", "answer": "6", "level": 2, "completion": "x"}
 @pytest.fixture(scope="module")
 def tokenizer():
     """A tokenizer whose words are numbers."""
-    inner = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    found = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="60")
+    found = number_words(end=60)
     found.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     return found
 

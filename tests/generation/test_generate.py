@@ -2,39 +2,16 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from packed_models import packed_model, plain_model
 
 from odc_mpi.errors import UserError
 from odc_mpi.generation.generate import Sampling, generate, seed_of
 from odc_mpi.models import attention
 from odc_mpi.models.decoding import Prompt
 
-SETTINGS = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 40,
-    "attention_dropout": 0.3,
-}
 PROMPTS = [Prompt(0, (5, 7, 9), ()), Prompt(1, tuple(range(1, 30)), ()), Prompt(2, (60,), ())]
 GREEDY = Sampling(max_new_tokens=9)
 DRAWN = Sampling(max_new_tokens=9, temperature=0.7, top_p=0.8, seed=3)
-
-
-def plain_model(**changes):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **(SETTINGS | changes))).eval()
-
-
-def packed_model(**changes):
-    """The same weights as training has them: with the attention over packed sequences, without a cache, in training."""
-    attention.register()
-    config = AutoConfig.for_model("qwen2", **(SETTINGS | changes), use_cache=False)
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.IMPLEMENTATIONS["sdpa"]).train()
 
 
 def reference(model, prompt, sampling):

@@ -3,9 +3,8 @@
 import json
 
 import numpy as np
+from number_words import number_words
 from small_training import configure
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from odc_mpi.data.prompts import Prompts
 from odc_mpi.data.tokenizer import load_tokenizer
@@ -33,9 +32,7 @@ def equal(completions, **kwargs):
 def write_files(path):
     """Write prompts of numbers, and rewards, into a new directory."""
     path.mkdir()
-    inner = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=str(END)).save_pretrained(path / "words")
+    number_words(END).save_pretrained(path / "words")
     draws = np.random.default_rng(3)
     lines = [
         {"prompt": " ".join(map(str, draws.integers(1, 60, size=draws.integers(1, 9)))), "wanted": i % 2, "answer": "1"}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_generate import packed_model, plain_model
+from packed_models import packed_model, plain_model
 
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout import logps

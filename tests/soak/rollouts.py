@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).parents[1] / "mpi"))
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("mpi", "stand_ins")]
 from grpo_job import MAX_LENGTH, NUM_GENERATIONS, NUM_PROMPTS, prompts_of, settings_of, write_files
 
 from odc_mpi.observe.participant import Step

@@ -26,7 +26,7 @@ def test_without_it_nothing_is_set() -> None:
     assert settled(config) is config
 
 
-GRPO = ["--run.objective=grpo", "--rl.reward_funcs=exact_match", "--run.exact=true"]
+GRPO = ["--run.objective=grpo", "--rl.tokenizer=words", "--rl.reward_funcs=exact_match", "--run.exact=true"]
 
 
 def test_it_goes_with_rewards() -> None:

@@ -2,8 +2,7 @@
 
 import json
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from number_words import number_words
 
 from odc_mpi.data.prompts import Prompts
 from odc_mpi.models.decoding import Prompt
@@ -11,11 +10,8 @@ from odc_mpi.train.rl.prompts import PromptText
 
 
 def test_rewards_get_texts_columns_and_copies_of_tokens(tmp_path):
-    inner = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="60")
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "1 2", "answer": "3"}))
-    prompts = Prompts(tmp_path / "p.jsonl", tokenizer)
+    prompts = Prompts(tmp_path / "p.jsonl", number_words(end=60))
     text, row, drawn = PromptText(prompts), prompts[0], [[3, 60], [4, 5]]
     given = text.arguments(row, drawn)
     assert text.tokens(0, row) == Prompt(0, [1, 2], [60])

@@ -5,8 +5,7 @@ import re
 
 import pytest
 from mpi_launch import odc_mpi as launched
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from number_words import number_words
 
 #: Rewards that fail on rank 1 alone, in its first group; if a file says so, generation there does not go on.
 REWARDS = """
@@ -59,9 +58,7 @@ MODEL += ["num_key_value_heads=2", "max_position_embeddings=64", "model_type=qwe
 
 @pytest.fixture
 def launch(tmp_path):
-    inner = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="60").save_pretrained(tmp_path / "words")
+    number_words(end=60).save_pretrained(tmp_path / "words")
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} 2"}) + "\n" for i in range(8)))
     (tmp_path / "rewards.py").write_text(REWARDS)
 

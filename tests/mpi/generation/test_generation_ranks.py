@@ -6,9 +6,9 @@ import shutil
 import plain
 import pytest
 import torch
+from number_words import number_words
 from small_training import configure, expected
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from odc_mpi.checkpoint.commands import newest
 from odc_mpi.checkpoint.export import export
@@ -44,9 +44,7 @@ def trained(world, shared_dir, dataset_path):
     config = configure(dataset_path, **settings)
     train(config, world)
     if world.rank == 0:
-        words = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
-        words.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="60")
+        tokenizer = number_words(end=60)
         tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
         tokenizer.save_pretrained(shared_dir / "words")
         lines = [{"prompt": text} for text in WORDS[:3]]
