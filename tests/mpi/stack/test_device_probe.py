@@ -48,7 +48,10 @@ def test_every_operation_is_tried_and_right(world):
 
 
 @pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize(("name", "origin"), DEVICE_OPERATIONS)
+@pytest.mark.parametrize(
+    ("name", "origin"),
+    [pytest.param(*pair, marks=[pytest.mark.slow] if index else []) for index, pair in enumerate(DEVICE_OPERATIONS)],
+)
 def test_wrong_data_is_told_of_the_memory_it_came_from(world, monkeypatch, less, name, origin):
     kind, run = operations.BY_NAME[name], operations.BY_NAME[name]._run
 

@@ -20,7 +20,7 @@ def _anew():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("checkpointing", ["false", "true"])
+@pytest.mark.parametrize("checkpointing", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_compiled_layers(world, dataset_path, monkeypatch, checkpointing):
     """As inductor traces and saves, without its kernels, which take a minute to make."""
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
