@@ -166,7 +166,7 @@ soak: $(READY)
 	OMP_NUM_THREADS=1 timeout $(SOAK_LIMIT_S) $(MPIEXEC) -n $(RANKS) $(BIN)/python tests/soak/rollouts.py --steps $(ROLLOUT_STEPS)
 	timeout $(SOAK_LIMIT_S) $(BIN)/python tests/launch/crash_soak.py --kills $(KILLS)
 	timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python tests/hosts/faults.py --faults $(FAULTS)
-	timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python tests/hosts/exact_soak.py --steps $(EXACT_STEPS)
+	timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python benchmarks/exact_soak.py --steps $(EXACT_STEPS)
 	ODC_MPI_LONG=1 timeout $(SOAK_LIMIT_S) $(BIN)/python -m pytest tests/slurm/test_time_limit.py
 
 environment: $(READY)

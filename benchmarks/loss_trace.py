@@ -1,7 +1,7 @@
 """Loss and norm of the gradient of every step, to the last bit: to compare two checkouts with each other.
 
-    python tests/soak/loss_trace.py OUT.json [--ranks N]       with the Python of a checkout's environment
-    python tests/soak/loss_trace.py --compare A.json B.json    exit code 1 if they differ
+    python benchmarks/loss_trace.py OUT.json [--ranks N]       with the Python of a checkout's environment
+    python benchmarks/loss_trace.py --compare A.json B.json    exit code 1 if they differ
 
 It trains a small model through the command line of the odc_mpi that this Python finds: from the start, from a
 checkpoint, and with many settings changed. On one rank both checkouts have to compute the same bits; on several ranks
@@ -44,6 +44,7 @@ RUNS = {
 
 
 def main():
+    """Write a trace, or compare two; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path, metavar="OUT.json", help="where to write the trace")
     parser.add_argument("--ranks", type=int, default=1, help="under mpiexec if there are several")
@@ -61,6 +62,7 @@ def main():
 
 
 def trace(ranks):
+    """Train; return by run step, loss and norm of the gradient of each step."""
     launcher = [str(Path(sys.executable).with_name("mpiexec")), "-n", str(ranks)] if ranks > 1 else []
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -77,6 +79,7 @@ def trace(ranks):
 
 
 def call(folder, arguments, launcher=()):
+    """Run a command of odc_mpi to its end."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ODC_MPI_PROGRESS": "plain"}
     command = [*launcher, sys.executable, "-m", "odc_mpi", *arguments]
     subprocess.run(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, timeout=DEADLINE_S, check=True)
@@ -95,6 +98,7 @@ def compare(first, second):
 
 
 def same(step, other, ranks):
+    """Say whether two steps agree as far as they have to."""
     if ranks == 1 or None in (*step, *other):
         return step == other
     return all(math.isclose(value, another, rel_tol=TOLERANCE) for value, another in zip(step, other, strict=True))

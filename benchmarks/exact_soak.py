@@ -1,7 +1,7 @@
 """An exact run in all the ways that it can be run: on any number of ranks, slowed, on two hosts, killed and resumed.
 
-    python tests/hosts/exact_soak.py --steps 50
-    python tests/hosts/exact_soak.py --steps 50 --only '4_*' killed     # some of the ways: names are printed
+    python benchmarks/exact_soak.py --steps 50
+    python benchmarks/exact_soak.py --steps 50 --only '4_*' killed     # some of the ways: names are printed
 
 All must end with the digest of the run on one rank, and a run that adds gradients up in fp32 must not.
 """
@@ -19,9 +19,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import two_hosts  # also makes the modules of tests/launch importable
-from crash_soak import _config, _last_step, _ranks_of
-from mpi_launch import finish, launch, start
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path += [str(TESTS / "hosts"), str(TESTS / "launch")]
+import two_hosts  # noqa: E402
+from crash_soak import _config, _last_step, _ranks_of  # noqa: E402
+from mpi_launch import finish, launch, start  # noqa: E402
 
 TIMEOUT_S = 600
 SLOWED = [__file__, "--slowed"]
@@ -45,6 +47,7 @@ class Way(NamedTuple):
     settings: dict[str, object]
 
     def run(self, arguments):
+        """Launch python with these arguments; return how it ended."""
         begin = two_hosts.launch if isinstance(self.ranks, str) else launch
         return begin(self.ranks, *arguments, timeout_s=TIMEOUT_S)
 
@@ -124,6 +127,7 @@ class Soaking:
         self._directory, self._config, self._steps = directory, write(directory), steps
 
     def command(self, way):
+        """Return the arguments of python that train in this way."""
         where = {"run.steps": self._steps, "run.dir": self._directory / way.name}
         given = [text for key, value in (where | SETTINGS | way.settings).items() for text in (f"--{key}", value)]
         return (*way.program, "train", "--config", self._config, *given)
@@ -183,6 +187,7 @@ def rewarded_config(directory):
 
 
 def matches(name, only):
+    """Say whether one of the patterns fits."""
     return any(fnmatch.fnmatch(name, pattern) for pattern in only)
 
 
@@ -199,6 +204,7 @@ def floats_differ(directory, steps):
 
 
 def main():
+    """Run all the ways that were asked for; or be a rank, with `--slowed`."""
     if sys.argv[1:2] == ["--slowed"]:
         return train_slowed(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
