@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RecordingTransport, run_ranks
+from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn
 
 from odc_mpi.shard.autograd import SavedTensors, UnitCalls, in_backward
@@ -46,10 +46,6 @@ VECTOR = ((3,), True)
 FROZEN = ((3,), False)
 
 
-def alone(work: Any) -> None:
-    run_ranks(1, work)
-
-
 @contextmanager
 def no_collection() -> Iterator[None]:
     gc.collect()
@@ -60,90 +56,78 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def test_one_call_hands_out_the_same_tensors_and_pushes_once() -> None:
-    def work(transport: RecordingTransport) -> None:
-        parts = Parts(transport, {"a": VECTOR, "b": VECTOR, "c": VECTOR})
-        (unit,) = parts.units
+@on_ranks(1)
+def test_one_call_hands_out_the_same_tensors_and_pushes_once(transport: RecordingTransport) -> None:
+    parts = Parts(transport, {"a": VECTOR, "b": VECTOR, "c": VECTOR})
+    (unit,) = parts.units
+    with parts.calls.call(unit):
+        a, b = (parts.calls.parameter(unit, name) for name in "ab")
+        assert parts.calls.parameter(unit, "a") is a
+        ((a * 2).sum() + (a * b.detach()).sum() + (b * 5).sum()).backward()
+    ((name, gradients),) = parts.pushed
+    assert name == "u0" and gradients["c"] is None
+    assert torch.equal(gradients["a"], 2 + b.detach())
+    assert torch.equal(gradients["b"], torch.full((3,), 5.0).double())
+
+
+@on_ranks(1)
+def test_each_call_pushes_by_itself(transport: RecordingTransport) -> None:
+    parts = Parts(transport, {"a": VECTOR})
+    (unit,) = parts.units
+    total = torch.zeros(3, dtype=torch.float64)
+    for factor in (2.0, 3.0):
         with parts.calls.call(unit):
-            a, b = (parts.calls.parameter(unit, name) for name in "ab")
-            assert parts.calls.parameter(unit, "a") is a
-            ((a * 2).sum() + (a * b.detach()).sum() + (b * 5).sum()).backward()
-        ((name, gradients),) = parts.pushed
-        assert name == "u0" and gradients["c"] is None
-        assert torch.equal(gradients["a"], 2 + b.detach())
-        assert torch.equal(gradients["b"], torch.full((3,), 5.0).double())
-
-    alone(work)
+            total = total + parts.calls.parameter(unit, "a") * factor
+    total.sum().backward()
+    assert sorted(float(gradients["a"][0]) for _, gradients in parts.pushed) == [2.0, 3.0]
 
 
-def test_each_call_pushes_by_itself() -> None:
-    def work(transport: RecordingTransport) -> None:
-        parts = Parts(transport, {"a": VECTOR})
-        (unit,) = parts.units
-        total = torch.zeros(3, dtype=torch.float64)
-        for factor in (2.0, 3.0):
-            with parts.calls.call(unit):
-                total = total + parts.calls.parameter(unit, "a") * factor
-        total.sum().backward()
-        assert sorted(float(gradients["a"][0]) for _, gradients in parts.pushed) == [2.0, 3.0]
-
-    alone(work)
-
-
-def test_a_call_inside_a_call_of_the_same_unit() -> None:
-    def work(transport: RecordingTransport) -> None:
-        parts = Parts(transport, {"a": VECTOR})
-        (unit,) = parts.units
+@on_ranks(1)
+def test_a_call_inside_a_call_of_the_same_unit(transport: RecordingTransport) -> None:
+    parts = Parts(transport, {"a": VECTOR})
+    (unit,) = parts.units
+    with parts.calls.call(unit):
+        outer = parts.calls.parameter(unit, "a")
         with parts.calls.call(unit):
-            outer = parts.calls.parameter(unit, "a")
-            with parts.calls.call(unit):
-                assert parts.calls.parameter(unit, "a") is not outer
-            assert parts.calls.parameter(unit, "a") is outer
-        assert parts.calls.parameter(unit, "a") is not outer
-
-    alone(work)
+            assert parts.calls.parameter(unit, "a") is not outer
+        assert parts.calls.parameter(unit, "a") is outer
+    assert parts.calls.parameter(unit, "a") is not outer
 
 
-def test_outside_of_a_call_a_parameter_stands_alone() -> None:
-    def work(transport: RecordingTransport) -> None:
-        parts = Parts(transport, {"a": VECTOR, "b": VECTOR})
-        (unit,) = parts.units
-        (parts.calls.parameter(unit, "b") * 4).sum().backward()
-        ((_, gradients),) = parts.pushed
-        assert list(gradients) == ["b"] and float(gradients["b"][0]) == 4.0
-
-    alone(work)
+@on_ranks(1)
+def test_outside_of_a_call_a_parameter_stands_alone(transport: RecordingTransport) -> None:
+    parts = Parts(transport, {"a": VECTOR, "b": VECTOR})
+    (unit,) = parts.units
+    (parts.calls.parameter(unit, "b") * 4).sum().backward()
+    ((_, gradients),) = parts.pushed
+    assert list(gradients) == ["b"] and float(gradients["b"][0]) == 4.0
 
 
-def test_frozen_parameters_have_no_history() -> None:
-    def work(transport: RecordingTransport) -> None:
-        parts = Parts(transport, {"a": VECTOR, "f": FROZEN}, {"g": FROZEN})
-        mixed, frozen = parts.units
-        with parts.calls.call(mixed), parts.calls.call(frozen):
-            a, f, g = (parts.calls.parameter(u, n) for u, n in ((mixed, "a"), (mixed, "f"), (frozen, "g")))
-            assert [t.requires_grad for t in (a, f, g)] == [True, False, False]
-            (a * f * g).sum().backward()
-        ((name, gradients),) = parts.pushed
-        assert name == "u0" and gradients["f"] is None and torch.equal(gradients["a"], f * g)
-
-    alone(work)
+@on_ranks(1)
+def test_frozen_parameters_have_no_history(transport: RecordingTransport) -> None:
+    parts = Parts(transport, {"a": VECTOR, "f": FROZEN}, {"g": FROZEN})
+    mixed, frozen = parts.units
+    with parts.calls.call(mixed), parts.calls.call(frozen):
+        a, f, g = (parts.calls.parameter(u, n) for u, n in ((mixed, "a"), (mixed, "f"), (frozen, "g")))
+        assert [t.requires_grad for t in (a, f, g)] == [True, False, False]
+        (a * f * g).sum().backward()
+    ((name, gradients),) = parts.pushed
+    assert name == "u0" and gradients["f"] is None and torch.equal(gradients["a"], f * g)
 
 
-def test_tensors_without_a_graph_do_not_serve_code_that_wants_one() -> None:
-    def work(transport: RecordingTransport) -> None:
-        parts = Parts(transport, {"a": VECTOR})
-        (unit,) = parts.units
-        with parts.calls.call(unit):
-            with torch.no_grad():
-                assert not parts.calls.parameter(unit, "a").requires_grad
-            with torch.inference_mode():
-                assert not parts.calls.parameter(unit, "a").requires_grad
-            tensor = parts.calls.parameter(unit, "a")
-            assert tensor.requires_grad and not tensor.is_inference()
-            with torch.no_grad():
-                assert not parts.calls.parameter(unit, "a").requires_grad
-
-    alone(work)
+@on_ranks(1)
+def test_tensors_without_a_graph_do_not_serve_code_that_wants_one(transport: RecordingTransport) -> None:
+    parts = Parts(transport, {"a": VECTOR})
+    (unit,) = parts.units
+    with parts.calls.call(unit):
+        with torch.no_grad():
+            assert not parts.calls.parameter(unit, "a").requires_grad
+        with torch.inference_mode():
+            assert not parts.calls.parameter(unit, "a").requires_grad
+        tensor = parts.calls.parameter(unit, "a")
+        assert tensor.requires_grad and not tensor.is_inference()
+        with torch.no_grad():
+            assert not parts.calls.parameter(unit, "a").requires_grad
 
 
 def test_in_backward() -> None:
@@ -156,82 +140,73 @@ def test_in_backward() -> None:
     assert seen == [True] and not in_backward()
 
 
-def test_what_is_saved_is_where_to_look() -> None:
+@on_ranks(1)
+def test_what_is_saved_is_where_to_look(transport: RecordingTransport) -> None:
     """The graph keeps no unit ready, and the backward fetches what it needs."""
-
-    def work(transport: RecordingTransport) -> None:
-        parts = Parts(transport, *({f"p{i}": ((3, 3), True)} for i in range(6)))
-        x = torch.ones(2, 3, dtype=torch.float64)
-        with parts.saved.active():
-            for i, unit in enumerate(parts.units):
-                with parts.calls.call(unit):
-                    x = x @ parts.calls.parameter(unit, f"p{i}").t()
-        shapes = 6 * [(3, 3)]
-        assert parts.units[0].state is UnitState.SHARDED
-        parts.ready.release_all()
-        buffers = transport.parameters.buffers
-        assert len(buffers._idle) == 2 and buffers.peak_bytes == 2 * 9 * 8  # nobody looks, all were used again
-        x.sum().backward()
-        assert [name for name, _ in parts.pushed] == ["u5", "u4", "u3", "u2", "u1", "u0"]
-        assert [tuple(g.shape) for _, gradients in parts.pushed for g in gradients.values()] == shapes
-        # The product's first factor needs no gradient, so the first weight is not needed again.
-        assert transport.names("fetch") == [f"u{i}" for i in (0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1)]
-        assert transport.parameters.buffers.peak_bytes == 2 * 9 * 8
-
-    alone(work)
+    parts = Parts(transport, *({f"p{i}": ((3, 3), True)} for i in range(6)))
+    x = torch.ones(2, 3, dtype=torch.float64)
+    with parts.saved.active():
+        for i, unit in enumerate(parts.units):
+            with parts.calls.call(unit):
+                x = x @ parts.calls.parameter(unit, f"p{i}").t()
+    shapes = 6 * [(3, 3)]
+    assert parts.units[0].state is UnitState.SHARDED
+    parts.ready.release_all()
+    buffers = transport.parameters.buffers
+    assert len(buffers._idle) == 2 and buffers.peak_bytes == 2 * 9 * 8  # nobody looks, all were used again
+    x.sum().backward()
+    assert [name for name, _ in parts.pushed] == ["u5", "u4", "u3", "u2", "u1", "u0"]
+    assert [tuple(g.shape) for _, gradients in parts.pushed for g in gradients.values()] == shapes
+    # The product's first factor needs no gradient, so the first weight is not needed again.
+    assert transport.names("fetch") == [f"u{i}" for i in (0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1)]
+    assert transport.parameters.buffers.peak_bytes == 2 * 9 * 8
 
 
-def test_views_of_parameters_come_back_as_they_were() -> None:
-    def work(transport: RecordingTransport) -> None:
-        parts = Parts(transport, {"a": ((4, 6), True)}, {"b": ((4, 6), True)}, {"c": VECTOR}, {"d": VECTOR})
-        views = [lambda t: t.t()[1:, ::2], lambda t: t[2], lambda t: t.view(2, 2, 6)[:, 1].permute(1, 0), lambda t: t]
-        for view in views:
-            x = torch.ones((), dtype=torch.float64, requires_grad=True)
-            with parts.saved.active(), parts.calls.call(parts.units[1]):
-                parameter = parts.calls.parameter(parts.units[1], "b")
-                expected = view(parameter.detach()).sum()
-                loss = (view(parameter) * x).sum()
-            del parameter
-            for unit in (parts.units[2], parts.units[3], parts.units[0]):  # others take the memory
-                parts.ready.require(unit)
-            loss.backward()
-            torch.testing.assert_close(x.grad, expected)
-
-    alone(work)
-
-
-def test_hooks_of_others_see_every_tensor() -> None:
-    def work(transport: RecordingTransport) -> None:
-        parts = Parts(transport, {"a": VECTOR})
-        (unit,) = parts.units
-        packed: list[torch.Tensor] = []
-        x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-        with (
-            parts.saved.active(),
-            torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t),
-            parts.calls.call(unit),
-            parts.saved.active(),  # nested: stands back
-        ):
-            loss = (parts.calls.parameter(unit, "a") * x).sum()
+@on_ranks(1)
+def test_views_of_parameters_come_back_as_they_were(transport: RecordingTransport) -> None:
+    parts = Parts(transport, {"a": ((4, 6), True)}, {"b": ((4, 6), True)}, {"c": VECTOR}, {"d": VECTOR})
+    views = [lambda t: t.t()[1:, ::2], lambda t: t[2], lambda t: t.view(2, 2, 6)[:, 1].permute(1, 0), lambda t: t]
+    for view in views:
+        x = torch.ones((), dtype=torch.float64, requires_grad=True)
+        with parts.saved.active(), parts.calls.call(parts.units[1]):
+            parameter = parts.calls.parameter(parts.units[1], "b")
+            expected = view(parameter.detach()).sum()
+            loss = (view(parameter) * x).sum()
+        del parameter
+        for unit in (parts.units[2], parts.units[3], parts.units[0]):  # others take the memory
+            parts.ready.require(unit)
         loss.backward()
-        assert len(packed) == 2
-
-    alone(work)
+        torch.testing.assert_close(x.grad, expected)
 
 
-def test_a_saved_parameter_of_before_a_publication_is_refused() -> None:
-    def work(transport: RecordingTransport) -> None:
-        parts = Parts(transport, {"a": VECTOR})
-        (unit,) = parts.units
-        x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-        with parts.saved.active(), parts.calls.call(unit):
-            loss = (parts.calls.parameter(unit, "a") * x).sum()
-        parts.ready.expire()
-        with pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
-            loss.backward()
-        assert parts.pushed == []
+@on_ranks(1)
+def test_hooks_of_others_see_every_tensor(transport: RecordingTransport) -> None:
+    parts = Parts(transport, {"a": VECTOR})
+    (unit,) = parts.units
+    packed: list[torch.Tensor] = []
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with (
+        parts.saved.active(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t),
+        parts.calls.call(unit),
+        parts.saved.active(),  # nested: stands back
+    ):
+        loss = (parts.calls.parameter(unit, "a") * x).sum()
+    loss.backward()
+    assert len(packed) == 2
 
-    alone(work)
+
+@on_ranks(1)
+def test_a_saved_parameter_of_before_a_publication_is_refused(transport: RecordingTransport) -> None:
+    parts = Parts(transport, {"a": VECTOR})
+    (unit,) = parts.units
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with parts.saved.active(), parts.calls.call(unit):
+        loss = (parts.calls.parameter(unit, "a") * x).sum()
+    parts.ready.expire()
+    with pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
+        loss.backward()
+    assert parts.pushed == []
 
 
 @pytest.mark.parametrize(
@@ -239,36 +214,32 @@ def test_a_saved_parameter_of_before_a_publication_is_refused() -> None:
     [torch.exp, torch.sigmoid, torch.tanh, torch.sqrt, lambda t: t.softmax(-1), lambda t: t.relu(), lambda t: t * t],
     ids=["exp", "sigmoid", "tanh", "sqrt", "softmax", "relu", "product"],
 )
-def test_a_change_in_place_is_refused_as_by_torch(function: Any) -> None:
-    def work(transport: RecordingTransport) -> None:
-        saved = Parts(transport, {"a": VECTOR}).saved
-        for through_hooks in (False, True):
-            x = torch.ones(3, requires_grad=True)
-            h = x * 2
-            with saved.active() if through_hooks else torch.enable_grad():
-                y = function(h)
-            with torch.no_grad():
-                y.add_(1.0)
-                h.add_(1.0)
-            with pytest.raises(RuntimeError, match=r"changed in place: .* version" if through_hooks else "inplace"):
-                y.sum().backward()
-
-    alone(work)
-
-
-def test_changes_in_place_that_torch_allows() -> None:
-    def work(transport: RecordingTransport) -> None:
-        saved = Parts(transport, {"a": VECTOR}).saved
-        results = []
-        for through_hooks in (False, True):
-            x = torch.tensor([-1.0, 0.5, 2.0], requires_grad=True)
-            with saved.active() if through_hooks else torch.enable_grad():
-                y = (x * 2).add_(1.0).relu_().mul(3.0).exp_()
+@on_ranks(1)
+def test_a_change_in_place_is_refused_as_by_torch(transport: RecordingTransport, function: Any) -> None:
+    saved = Parts(transport, {"a": VECTOR}).saved
+    for through_hooks in (False, True):
+        x = torch.ones(3, requires_grad=True)
+        h = x * 2
+        with saved.active() if through_hooks else torch.enable_grad():
+            y = function(h)
+        with torch.no_grad():
+            y.add_(1.0)
+            h.add_(1.0)
+        with pytest.raises(RuntimeError, match=r"changed in place: .* version" if through_hooks else "inplace"):
             y.sum().backward()
-            results.append(x.grad)
-        assert torch.equal(results[0], results[1])
 
-    alone(work)
+
+@on_ranks(1)
+def test_changes_in_place_that_torch_allows(transport: RecordingTransport) -> None:
+    saved = Parts(transport, {"a": VECTOR}).saved
+    results = []
+    for through_hooks in (False, True):
+        x = torch.tensor([-1.0, 0.5, 2.0], requires_grad=True)
+        with saved.active() if through_hooks else torch.enable_grad():
+            y = (x * 2).add_(1.0).relu_().mul(3.0).exp_()
+        y.sum().backward()
+        results.append(x.grad)
+    assert torch.equal(results[0], results[1])
 
 
 class Token:
@@ -319,5 +290,5 @@ def test_no_graph_outlives_its_output(with_backward: bool, activation_checkpoint
                 del loss
                 assert [token() for token in tokens] == [None] * len(tokens)
 
-    alone(work)
+    run_ranks(1, work)
     assert len(tokens) == 6 * (2 if with_backward and activation_checkpointing else 1)

@@ -72,7 +72,8 @@ def test_the_names_of_what_was_pushed(transport: RecordingTransport) -> None:
         assert pusher.names == {name}
 
 
-def test_whatever_form_a_gradient_has() -> None:
+@on_ranks(1, param_dtype=torch.float32, reduce_dtype=torch.float32)
+def test_whatever_form_a_gradient_has(transport: RecordingTransport) -> None:
     base = torch.randn(5, 3)
     forms = {
         "a": base.t(),
@@ -80,27 +81,23 @@ def test_whatever_form_a_gradient_has() -> None:
         "c": torch.tensor(1.25, dtype=torch.bfloat16),
         "d": torch.randn(3, 2, 2).permute(1, 2, 0),
     }
-
-    def work(transport: RecordingTransport) -> None:
-        unit, pusher = make_unit(transport), GradientPusher(transport)
-        pusher.start()
-        pusher.push(unit, list(forms), list(forms.values()))
-        pusher.push(unit, ["a"], [base.t().to_sparse()])
-        indices = torch.tensor([[0, 2, 2]])
-        values = torch.tensor([1.0, 2.0, 4.0])
-        pusher.push(unit, ["b"], [torch.sparse_coo_tensor(indices, values, (40,), check_invariants=True)])
-        pusher.finish()
-        arrived = reduced([(unit.layouts[0], transport.gradients.shard(0))])
-        assert arrived["a"].dtype == torch.float32
-        torch.testing.assert_close(arrived["a"], base.t() * 2)
-        twice_indexed = torch.full((40,), 2.5)
-        twice_indexed[0] += 1.0
-        twice_indexed[2] += 6.0
-        torch.testing.assert_close(arrived["b"], twice_indexed)
-        assert float(arrived["c"]) == 1.25
-        torch.testing.assert_close(arrived["d"], forms["d"])
-
-    run_ranks(1, work, torch.float32, torch.float32)
+    unit, pusher = make_unit(transport), GradientPusher(transport)
+    pusher.start()
+    pusher.push(unit, list(forms), list(forms.values()))
+    pusher.push(unit, ["a"], [base.t().to_sparse()])
+    indices = torch.tensor([[0, 2, 2]])
+    values = torch.tensor([1.0, 2.0, 4.0])
+    pusher.push(unit, ["b"], [torch.sparse_coo_tensor(indices, values, (40,), check_invariants=True)])
+    pusher.finish()
+    arrived = reduced([(unit.layouts[0], transport.gradients.shard(0))])
+    assert arrived["a"].dtype == torch.float32
+    torch.testing.assert_close(arrived["a"], base.t() * 2)
+    twice_indexed = torch.full((40,), 2.5)
+    twice_indexed[0] += 1.0
+    twice_indexed[2] += 6.0
+    torch.testing.assert_close(arrived["b"], twice_indexed)
+    assert float(arrived["c"]) == 1.25
+    torch.testing.assert_close(arrived["d"], forms["d"])
 
 
 def test_only_the_stretch_with_gradients_travels() -> None:

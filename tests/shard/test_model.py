@@ -336,20 +336,16 @@ def test_a_new_parameter_cannot_take_a_sharded_ones_place(transport: RecordingTr
 
 
 @SIZES
-def test_an_exception_in_a_minibatch_meets_nobody(size: int) -> None:
-    module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        before = list(transport.collectives())
-        with pytest.raises(ZeroDivisionError), model.minibatch():
-            work_once(model)
-            raise ZeroDivisionError
-        assert transport.collectives() == before
-        with pytest.raises(RuntimeError, match="inside a minibatch"):
-            model.publish()
-
-    run_ranks(size, work)
+@on_ranks()
+def test_an_exception_in_a_minibatch_meets_nobody(transport: RecordingTransport, size: int, module: nn.Module) -> None:
+    model = shard(module, transport)
+    before = list(transport.collectives())
+    with pytest.raises(ZeroDivisionError), model.minibatch():
+        work_once(model)
+        raise ZeroDivisionError
+    assert transport.collectives() == before
+    with pytest.raises(RuntimeError, match="inside a minibatch"):
+        model.publish()
 
 
 @on_ranks(1)
@@ -635,23 +631,20 @@ def test_the_module_s_own_state_and_parameters_are_refused(transport: RecordingT
 
 
 @pytest.mark.parametrize("param_dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_placeholders(param_dtype: torch.dtype) -> None:
+@on_ranks(1)
+def test_placeholders(transport: RecordingTransport, param_dtype: torch.dtype) -> None:
     module = with_buffers(tied=True)
     originals = {name: (p.shape, p.requires_grad) for name, p in module.named_parameters() if p.is_floating_point()}
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport, units=[Block])
-        stand_ins = {name: p for name, p in model.module.named_parameters() if p.is_floating_point()}
-        stand_ins.pop("head.weight", None)  # tied, and each place has a placeholder of its own
-        assert {name: (p.shape, p.requires_grad) for name, p in stand_ins.items()} == originals
-        for p in stand_ins.values():
-            assert p.dtype == param_dtype and bool(p.isnan().all())
-            assert p.untyped_storage().nbytes() == param_dtype.itemsize
-        assert transport.names("fetch") == []
-        assert not model.module.embedding.weight.isnan().any()
-        assert transport.names("fetch") == ["(root)"]
-
-    run_ranks(1, work, param_dtype, torch.float64)
+    model = shard(module, transport, units=[Block])
+    stand_ins = {name: p for name, p in model.module.named_parameters() if p.is_floating_point()}
+    stand_ins.pop("head.weight", None)  # tied, and each place has a placeholder of its own
+    assert {name: (p.shape, p.requires_grad) for name, p in stand_ins.items()} == originals
+    for p in stand_ins.values():
+        assert p.dtype == param_dtype and bool(p.isnan().all())
+        assert p.untyped_storage().nbytes() == param_dtype.itemsize
+    assert transport.names("fetch") == []
+    assert not model.module.embedding.weight.isnan().any()
+    assert transport.names("fetch") == ["(root)"]
 
 
 @SIZES
@@ -861,28 +854,24 @@ def test_sums_are_as_precise_as_reduce_dtype() -> None:
 
 
 @SIZES
-def test_closing_keeps_the_slices(size: int) -> None:
-    module = stack()
-
-    def work(transport: RecordingTransport) -> None:
-        model = shard(module, transport)
-        optimizer = adamw(model.shard_parameters())
-        with model.minibatch():
-            work_once(model)
-        optimizer.step()
-        model.publish()
-        slices = model.shard_parameters()
-        before = [p.detach().clone() for p in slices]
-        assert transport.group.rank or any(p.numel() for p in slices)
-        transport.publish_parameters()  # all have looked
-        model.close()
-        assert all(torch.equal(p.detach(), b) and p.grad is None for p, b in zip(slices, before, strict=True))
-        assert model.shard_parameters() == []
-        assert transport._group.parameters[transport.group.rank] == []
-        model.close()
-        assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in slices]
-
-    run_ranks(size, work)
+@on_ranks()
+def test_closing_keeps_the_slices(transport: RecordingTransport, size: int, module: nn.Module) -> None:
+    model = shard(module, transport)
+    optimizer = adamw(model.shard_parameters())
+    with model.minibatch():
+        work_once(model)
+    optimizer.step()
+    model.publish()
+    slices = model.shard_parameters()
+    before = [p.detach().clone() for p in slices]
+    assert transport.group.rank or any(p.numel() for p in slices)
+    transport.publish_parameters()  # all have looked
+    model.close()
+    assert all(torch.equal(p.detach(), b) and p.grad is None for p, b in zip(slices, before, strict=True))
+    assert model.shard_parameters() == []
+    assert transport._group.parameters[transport.group.rank] == []
+    model.close()
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in slices]
 
 
 @on_ranks(2)

@@ -67,24 +67,25 @@ def module() -> nn.Module:
 @PREFETCH
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@on_ranks()
 def test_no_more_than_the_root_and_two_units(
-    size: int, checkpointing: bool, prefetch: int, kind: type[RecordingTransport]
+    transport: RecordingTransport,
+    size: int,
+    checkpointing: bool,
+    prefetch: int,
+    kind: type[RecordingTransport],
+    module: nn.Module,
 ) -> None:
-    module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module, activation_checkpointing=checkpointing, prefetch=prefetch)
-        assert train.model.peak_parameter_bytes == train.shard_bytes
-        train.steps(3)
-        assert train.bound < train.shard_bytes + NUM_LAYERS / 2 * train.layout_bytes("layers.0")
-        assert train.model.peak_parameter_bytes <= train.bound
-        train.model.state_dict()
-        with torch.no_grad():
-            train.model(INPUT)
-        train.steps(2, num_microbatches=1)
-        assert train.model.peak_parameter_bytes <= train.bound
-
-    run_ranks(size, work, transport=kind)
+    train = Train(transport, module, activation_checkpointing=checkpointing, prefetch=prefetch)
+    assert train.model.peak_parameter_bytes == train.shard_bytes
+    train.steps(3)
+    assert train.bound < train.shard_bytes + NUM_LAYERS / 2 * train.layout_bytes("layers.0")
+    assert train.model.peak_parameter_bytes <= train.bound
+    train.model.state_dict()
+    with torch.no_grad():
+        train.model(INPUT)
+    train.steps(2, num_microbatches=1)
+    assert train.model.peak_parameter_bytes <= train.bound
 
 
 @PREFETCH
@@ -117,78 +118,68 @@ def test_the_bound_holds_wherever_the_root_is_touched(
 
 
 @PREFETCH
-def test_losses_that_a_user_keeps_keep_no_parameters(prefetch: int, kind: type[RecordingTransport]) -> None:
-    module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module, prefetch=prefetch)
-        with train.model.minibatch():
-            losses = [squares(train.model, (INPUT,)) for _ in range(3)]  # graphs with all that they saved
-            assert train.model.peak_parameter_bytes <= train.bound
-            for loss in losses:
-                loss.backward()
+@on_ranks(2)
+def test_losses_that_a_user_keeps_keep_no_parameters(
+    transport: RecordingTransport, prefetch: int, kind: type[RecordingTransport], module: nn.Module
+) -> None:
+    train = Train(transport, module, prefetch=prefetch)
+    with train.model.minibatch():
+        losses = [squares(train.model, (INPUT,)) for _ in range(3)]  # graphs with all that they saved
         assert train.model.peak_parameter_bytes <= train.bound
-
-    run_ranks(2, work, transport=kind)
-
-
-@PREFETCH
-def test_buffers_are_used_again(prefetch: int, kind: type[RecordingTransport]) -> None:
-    module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module, prefetch=prefetch)
-        pool = transport.parameters.buffers
-        seen: set[int] = set()
-        fetch = transport.start_fetch
-
-        def noting(index: int, buffer: torch.Tensor) -> Any:
-            seen.add(buffer.untyped_storage().data_ptr())
-            return fetch(index, buffer)
-
-        transport.start_fetch = noting  # type: ignore[method-assign]
-        train.steps(3)
-        assert len(seen) == 1 + train.num_others  # the root's and two others
-        assert not pool._lent and len(pool._idle) == 1 + train.num_others
-
-    run_ranks(2, work, transport=kind)
+        for loss in losses:
+            loss.backward()
+    assert train.model.peak_parameter_bytes <= train.bound
 
 
 @PREFETCH
-def test_gradients_on_their_way_take_two_buffers(prefetch: int, kind: type[RecordingTransport]) -> None:
-    module = Stack(NUM_LAYERS).double()
+@on_ranks(2)
+def test_buffers_are_used_again(
+    transport: RecordingTransport, prefetch: int, kind: type[RecordingTransport], module: nn.Module
+) -> None:
+    train = Train(transport, module, prefetch=prefetch)
+    pool = transport.parameters.buffers
+    seen: set[int] = set()
+    fetch = transport.start_fetch
 
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module, prefetch=prefetch)
-        train.steps(2)
-        largest = max(train.layout_bytes("(root)"), train.layout_bytes("layers.0"))
-        assert train.model._pusher._buffers.peak_bytes <= 2 * largest
+    def noting(index: int, buffer: torch.Tensor) -> Any:
+        seen.add(buffer.untyped_storage().data_ptr())
+        return fetch(index, buffer)
 
-    run_ranks(1, work, transport=kind)
+    transport.start_fetch = noting  # type: ignore[method-assign]
+    train.steps(3)
+    assert len(seen) == 1 + train.num_others  # the root's and two others
+    assert not pool._lent and len(pool._idle) == 1 + train.num_others
+
+
+@PREFETCH
+@on_ranks(1)
+def test_gradients_on_their_way_take_two_buffers(
+    transport: RecordingTransport, prefetch: int, kind: type[RecordingTransport], module: nn.Module
+) -> None:
+    train = Train(transport, module, prefetch=prefetch)
+    train.steps(2)
+    largest = max(train.layout_bytes("(root)"), train.layout_bytes("layers.0"))
+    assert train.model._pusher._buffers.peak_bytes <= 2 * largest
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_fetches_of_a_forward_and_a_backward(size: int) -> None:
-    module = Stack(NUM_LAYERS).double()
-
-    def work(transport: RecordingTransport) -> None:
-        train = Train(transport, module)
-        with train.model.minibatch():
-            transport.log.clear()
-            loss = squares(train.model, (INPUT,))
-            assert transport.names("fetch") == ["(root)", *LAYERS]
-            transport.log.clear()
-            loss.backward()
-            # The last two are still there; then each in reverse order, once.
-            assert transport.names("fetch") == LAYERS[-3::-1]
-            assert transport.names("push") == [*LAYERS[::-1], "(root)"]
-            transport.log.clear()
-            squares(train.model, (INPUT,)).backward()
-            # Those of the last backward's end are this forward's beginning. The root stayed.
-            assert transport.names("fetch") == [*LAYERS[2:], *LAYERS[-3::-1]]
-            assert sorted(transport.names("push")) == sorted([*LAYERS, "(root)"])
-
-    run_ranks(size, work)
+@on_ranks()
+def test_fetches_of_a_forward_and_a_backward(transport: RecordingTransport, size: int, module: nn.Module) -> None:
+    train = Train(transport, module)
+    with train.model.minibatch():
+        transport.log.clear()
+        loss = squares(train.model, (INPUT,))
+        assert transport.names("fetch") == ["(root)", *LAYERS]
+        transport.log.clear()
+        loss.backward()
+        # The last two are still there; then each in reverse order, once.
+        assert transport.names("fetch") == LAYERS[-3::-1]
+        assert transport.names("push") == [*LAYERS[::-1], "(root)"]
+        transport.log.clear()
+        squares(train.model, (INPUT,)).backward()
+        # Those of the last backward's end are this forward's beginning. The root stayed.
+        assert transport.names("fetch") == [*LAYERS[2:], *LAYERS[-3::-1]]
+        assert sorted(transport.names("push")) == sorted([*LAYERS, "(root)"])
 
 
 @on_ranks(1)

@@ -274,7 +274,10 @@ def test_memory_is_never_above_what_is_granted(budgets: Budgets, prefetch: int) 
 
 
 @pytest.mark.parametrize("staying", [NUM_LAYERS - 3, NUM_LAYERS + 1])
-def test_a_graph_keeps_parameters_once_all_units_are_ready(staying: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(1)
+def test_a_graph_keeps_parameters_once_all_units_are_ready(
+    transport: RecordingTransport, staying: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To look at what a forward saves, tensor by tensor, takes Python's time."""
     looks, pack = [], SavedTensors._pack
 
@@ -283,21 +286,17 @@ def test_a_graph_keeps_parameters_once_all_units_are_ready(staying: int, monkeyp
         return pack(saved, tensor)
 
     monkeypatch.setattr(SavedTensors, "_pack", counted)
-
-    def work(transport: RecordingTransport) -> None:
-        model = ShardedModel(Stack(NUM_LAYERS).double(), transport, units=(Layer,))
-        model.cache_bytes = Budgets(staying * LAYER_BYTES)
-        for _ in range(2):
-            seen = []
-            with model.minibatch():
-                for _ in range(3):
-                    looks.clear()
-                    squares(model, (INPUT,)).backward()
-                    seen.append(len(looks))
-            model.publish()
-            assert seen[0] and seen[1:] == ([0, 0] if staying > NUM_LAYERS else seen[:1] * 2)
-
-    run_ranks(1, work)
+    model = ShardedModel(Stack(NUM_LAYERS).double(), transport, units=(Layer,))
+    model.cache_bytes = Budgets(staying * LAYER_BYTES)
+    for _ in range(2):
+        seen = []
+        with model.minibatch():
+            for _ in range(3):
+                looks.clear()
+                squares(model, (INPUT,)).backward()
+                seen.append(len(looks))
+        model.publish()
+        assert seen[0] and seen[1:] == ([0, 0] if staying > NUM_LAYERS else seen[:1] * 2)
 
 
 def test_half_of_the_model_halves_the_excess() -> None:
@@ -432,36 +431,33 @@ def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetc
 
 
 @pytest.mark.parametrize("access", [Access.COPY, Access.VIEW])
-def test_forwards_without_gradients_see_plain_parameters(access: Access) -> None:
+@on_ranks(1)
+def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTransport, access: Access) -> None:
     module = Stack(3).double()
-
-    def work(transport: RecordingTransport) -> None:
-        transport.parameters.access = access
-        train = Train(transport, PLENTY, module)
-        model = train.model
-        for _ in range(2):
-            train.step(1)
-            with torch.no_grad():
-                wanted = model(INPUT)
-            on_demand = {name: layer._parameters for name, layer in model.module.named_modules()}
-            with model.resident(gradients=False), torch.no_grad():
-                found = model(INPUT)
-                for layer in model.module.modules():
-                    assert type(layer._parameters) is dict
-                    assert all(p.isfinite().all() and not p.requires_grad for p in layer.parameters())
-                transport.log.clear()
-                with model.resident(gradients=False):
-                    model(INPUT)
-                assert type(model.module.get_submodule("")._parameters) is dict, "the inner block has ended"
-                assert transport.log == []
-            assert torch.equal(found, wanted)
-            assert all(layer._parameters is on_demand[name] for name, layer in model.module.named_modules())
-        with pytest.raises(RuntimeError, match="leave it first"), model.resident(gradients=False):
-            model.cache_bytes = PLENTY
-        with pytest.raises(RuntimeError, match="was changed in place"), model.resident(gradients=False):
-            next(layer for layer in model.module.modules() if layer._parameters).weight.zero_()
-
-    run_ranks(1, work)
+    transport.parameters.access = access
+    train = Train(transport, PLENTY, module)
+    model = train.model
+    for _ in range(2):
+        train.step(1)
+        with torch.no_grad():
+            wanted = model(INPUT)
+        on_demand = {name: layer._parameters for name, layer in model.module.named_modules()}
+        with model.resident(gradients=False), torch.no_grad():
+            found = model(INPUT)
+            for layer in model.module.modules():
+                assert type(layer._parameters) is dict
+                assert all(p.isfinite().all() and not p.requires_grad for p in layer.parameters())
+            transport.log.clear()
+            with model.resident(gradients=False):
+                model(INPUT)
+            assert type(model.module.get_submodule("")._parameters) is dict, "the inner block has ended"
+            assert transport.log == []
+        assert torch.equal(found, wanted)
+        assert all(layer._parameters is on_demand[name] for name, layer in model.module.named_modules())
+    with pytest.raises(RuntimeError, match="leave it first"), model.resident(gradients=False):
+        model.cache_bytes = PLENTY
+    with pytest.raises(RuntimeError, match="was changed in place"), model.resident(gradients=False):
+        next(layer for layer in model.module.modules() if layer._parameters).weight.zero_()
 
 
 @pytest.mark.parametrize("one_sided", [True, False], ids=["in_place", "collective"])

@@ -78,41 +78,39 @@ def test_all_ranks_have_the_same_list_of_slices(size: int) -> None:
         (torch.float16, torch.float32),
     ],
 )
-def test_the_optimizer_sees_fp32_at_least(param_dtype: torch.dtype, master: torch.dtype) -> None:
-    def work(transport: RecordingTransport) -> None:
-        slices, layouts = make_slices(transport)
-        table = Drawn(ALL)
-        slices.load(table)
-        assert {own.parameter.dtype for own in slices.trainable} == {master}
+@on_ranks(2, reduce_dtype=torch.float32)
+def test_the_optimizer_sees_fp32_at_least(
+    transport: RecordingTransport, param_dtype: torch.dtype, master: torch.dtype
+) -> None:
+    slices, layouts = make_slices(transport)
+    table = Drawn(ALL)
+    slices.load(table)
+    assert {own.parameter.dtype for own in slices.trainable} == {master}
+    slices.write()
+    transport.publish_parameters()
+    for name, value in whole(transport, layouts).items():
+        assert value.dtype == param_dtype and torch.equal(value, table.values[name].to(param_dtype))
+    for own in slices.trainable:
+        # The master keeps what the window has no bits for.
+        expected = table.values[own.piece.spec.name].flatten()[own.piece.start : own.piece.stop].to(master)
+        assert torch.equal(own.parameter.detach(), expected)
+        shared = (
+            own.parameter.untyped_storage().data_ptr() == transport.parameters.shard(0).untyped_storage().data_ptr()
+        )
+        assert shared is (param_dtype == master)
+
+
+@on_ranks(2, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def test_small_steps_add_up_in_the_master(transport: RecordingTransport) -> None:
+    slices, layouts = make_slices(transport)
+    for own in slices.trainable:
+        own.parameter.data.fill_(1.0)
+    for _ in range(100):
+        for own in slices.trainable:
+            own.parameter.data.add_(1e-4)  # bf16 has steps of 2**-7 after 1
         slices.write()
-        transport.publish_parameters()
-        for name, value in whole(transport, layouts).items():
-            assert value.dtype == param_dtype and torch.equal(value, table.values[name].to(param_dtype))
-        for own in slices.trainable:
-            # The master keeps what the window has no bits for.
-            expected = table.values[own.piece.spec.name].flatten()[own.piece.start : own.piece.stop].to(master)
-            assert torch.equal(own.parameter.detach(), expected)
-            shared = (
-                own.parameter.untyped_storage().data_ptr() == transport.parameters.shard(0).untyped_storage().data_ptr()
-            )
-            assert shared is (param_dtype == master)
-
-    run_ranks(2, work, param_dtype, torch.float32)
-
-
-def test_small_steps_add_up_in_the_master() -> None:
-    def work(transport: RecordingTransport) -> None:
-        slices, layouts = make_slices(transport)
-        for own in slices.trainable:
-            own.parameter.data.fill_(1.0)
-        for _ in range(100):
-            for own in slices.trainable:
-                own.parameter.data.add_(1e-4)  # bf16 has steps of 2**-7 after 1
-            slices.write()
-        transport.publish_parameters()
-        assert float(whole(transport, layouts)["b"]) == float(torch.tensor(1.01).bfloat16())
-
-    run_ranks(2, work, torch.bfloat16, torch.float32)
+    transport.publish_parameters()
+    assert float(whole(transport, layouts)["b"]) == float(torch.tensor(1.01).bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -125,28 +123,26 @@ def test_small_steps_add_up_in_the_master() -> None:
         (torch.float64, torch.float32, True),
     ],
 )
+@on_ranks(3)
 def test_grad_shows_what_has_arrived_and_writing_clears_it(
-    param_dtype: torch.dtype, reduce_dtype: torch.dtype, casts: bool
+    transport: RecordingTransport, param_dtype: torch.dtype, reduce_dtype: torch.dtype, casts: bool
 ) -> None:
-    def work(transport: RecordingTransport) -> None:
-        slices, layouts = make_slices(transport)
-        gradient = torch.arange(float(layouts[0].numel), dtype=reduce_dtype)
-        assert all(own.parameter.grad is None for own in slices.trainable)
-        if transport.group.rank == 0:
-            transport.gradients.push(0, gradient)
-        transport.publish_parameters()
-        slices.attach_gradients([True] * len(slices.trainable), FloatingPoint(torch.float32))
-        for own, slot in zip(slices.trainable, layouts[0].slots, strict=True):
-            assert own.parameter.grad.dtype == own.parameter.dtype
-            expected = gradient[slot.start + own.piece.start : slot.start + own.piece.stop]
-            assert torch.equal(own.parameter.grad, expected.to(own.parameter.dtype))
-            window = transport.gradients.shard(own.index)
-            shared = own.parameter.grad.untyped_storage().data_ptr() == window.untyped_storage().data_ptr()
-            assert shared is not casts
-        slices.write()
-        assert not transport.gradients.shard(0).any()
-
-    run_ranks(3, work, param_dtype, reduce_dtype)
+    slices, layouts = make_slices(transport)
+    gradient = torch.arange(float(layouts[0].numel), dtype=reduce_dtype)
+    assert all(own.parameter.grad is None for own in slices.trainable)
+    if transport.group.rank == 0:
+        transport.gradients.push(0, gradient)
+    transport.publish_parameters()
+    slices.attach_gradients([True] * len(slices.trainable), FloatingPoint(torch.float32))
+    for own, slot in zip(slices.trainable, layouts[0].slots, strict=True):
+        assert own.parameter.grad.dtype == own.parameter.dtype
+        expected = gradient[slot.start + own.piece.start : slot.start + own.piece.stop]
+        assert torch.equal(own.parameter.grad, expected.to(own.parameter.dtype))
+        window = transport.gradients.shard(own.index)
+        shared = own.parameter.grad.untyped_storage().data_ptr() == window.untyped_storage().data_ptr()
+        assert shared is not casts
+    slices.write()
+    assert not transport.gradients.shard(0).any()
 
 
 @on_ranks(3)
@@ -174,15 +170,13 @@ def test_detached_slices_keep_their_values_and_let_the_windows_go(transport: Rec
 
 
 @SIZES
-def test_module_weights_are_rank_0_s(size: int) -> None:
-    def work(transport: RecordingTransport) -> None:
-        transport.allocate([])
-        parameter = nn.Parameter(torch.full((3, 4), float(transport.group.rank)) + torch.arange(4.0))
-        transposed = nn.Parameter(torch.full((2, 3), float(transport.group.rank)).t())
-        unit = UnitParameters("u", {"p": parameter, "t": transposed})
-        weights = ModuleWeights([unit], transport.group)
-        start, stop = 2 + transport.group.rank, 7 + transport.group.rank  # each rank its own part
-        assert torch.equal(weights.read("p", start, stop), torch.arange(4.0).repeat(3)[start:stop])
-        assert torch.equal(weights.read("t", 0, 0), torch.empty(0))
-
-    run_ranks(size, work)
+@on_ranks()
+def test_module_weights_are_rank_0_s(transport: RecordingTransport, size: int) -> None:
+    transport.allocate([])
+    parameter = nn.Parameter(torch.full((3, 4), float(transport.group.rank)) + torch.arange(4.0))
+    transposed = nn.Parameter(torch.full((2, 3), float(transport.group.rank)).t())
+    unit = UnitParameters("u", {"p": parameter, "t": transposed})
+    weights = ModuleWeights([unit], transport.group)
+    start, stop = 2 + transport.group.rank, 7 + transport.group.rank  # each rank its own part
+    assert torch.equal(weights.read("p", start, stop), torch.arange(4.0).repeat(3)[start:stop])
+    assert torch.equal(weights.read("t", 0, 0), torch.empty(0))

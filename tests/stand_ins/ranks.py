@@ -186,12 +186,17 @@ def run_ranks(
     return [results[rank] for rank in range(size)]
 
 
-def on_ranks(size: int, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test on every rank, each with its transport as first argument; settings as for `run_ranks`."""
+def on_ranks(size: int = 0, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on every rank, each with its transport as first argument; settings as for `run_ranks`.
+
+    A test that has parameters `size`, `param_dtype` and `reduce_dtype`, or `kind` for the transport, runs with those.
+    """
+    names = {"param_dtype": "param_dtype", "reduce_dtype": "reduce_dtype", "kind": "transport"}
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def on_all(**arguments: Any) -> None:
-            run_ranks(size, lambda transport: test(transport, **arguments), **settings)
+            own = {names[name]: value for name, value in arguments.items() if name in names}
+            run_ranks(size or arguments["size"], lambda transport: test(transport, **arguments), **settings | own)
 
         functools.update_wrapper(on_all, test)
         own = inspect.signature(test)

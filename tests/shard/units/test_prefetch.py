@@ -192,18 +192,16 @@ def use(ready: ReadyUnits, units: list[Unit], which: str) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_next_unit_comes_while_this_one_is_used(size: int) -> None:
-    def work(transport: LateTransport) -> None:
-        units, ready = ahead(transport, 4, 1)
-        use(ready, units, "01234")
-        ready.release_all()
-        assert states(units) == "sssss"
-        transport.log.clear()
-        assert use(ready, units, "01234") == ["rfsss", "rrfss", "rsrfs", "rssrf", "rssrr"]
-        assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3"]
-        ready.close()
-
-    run_ranks(size, work, transport=LateTransport)
+@on_ranks(transport=LateTransport)
+def test_the_next_unit_comes_while_this_one_is_used(transport: LateTransport, size: int) -> None:
+    units, ready = ahead(transport, 4, 1)
+    use(ready, units, "01234")
+    ready.release_all()
+    assert states(units) == "sssss"
+    transport.log.clear()
+    assert use(ready, units, "01234") == ["rfsss", "rrfss", "rsrfs", "rssrf", "rssrr"]
+    assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3"]
+    ready.close()
 
 
 @on_ranks(1, transport=LateTransport)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from ranks import RecordingTransport, on_ranks, run_ranks
+from ranks import RecordingTransport, on_ranks
 from torch import nn
 
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
@@ -50,20 +50,17 @@ def states(units: Sequence[Unit]) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_ready_unit_has_every_parameter_whole(size: int) -> None:
+@on_ranks()
+def test_a_ready_unit_has_every_parameter_whole(transport: RecordingTransport, size: int) -> None:
     shapes = [(), (0, 3), (5, 7), (33,), (2, 3, 4)]
-
-    def work(transport: RecordingTransport) -> None:
-        (unit,) = host(transport, [("u", [specs("t", *shapes), specs("f", (3,), (40,), trainable=False)])])
-        ReadyUnits(transport).require(unit)
-        assert list(unit.slots) == ["t.0", "t.1", "t.2", "t.3", "t.4", "f.0", "f.1"]
-        for name, (_, slot) in unit.slots.items():
-            parameter = unit.parameter(name)
-            expected = (torch.arange(slot.spec.numel) + value_of(name)).double().view(slot.spec.shape)
-            assert torch.equal(parameter, expected)
-            assert parameter.is_contiguous() and not parameter.requires_grad and parameter.grad_fn is None
-
-    run_ranks(size, work)
+    (unit,) = host(transport, [("u", [specs("t", *shapes), specs("f", (3,), (40,), trainable=False)])])
+    ReadyUnits(transport).require(unit)
+    assert list(unit.slots) == ["t.0", "t.1", "t.2", "t.3", "t.4", "f.0", "f.1"]
+    for name, (_, slot) in unit.slots.items():
+        parameter = unit.parameter(name)
+        expected = (torch.arange(slot.spec.numel) + value_of(name)).double().view(slot.spec.shape)
+        assert torch.equal(parameter, expected)
+        assert parameter.is_contiguous() and not parameter.requires_grad and parameter.grad_fn is None
 
 
 @on_ranks(2)
