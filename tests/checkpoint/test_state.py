@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from saved import assert_same, build, load, make_adamw, save
+from saved import assert_same, build, load, save
 
 from odc_mpi.checkpoint import shard_file
 from odc_mpi.checkpoint.commands import digest_line
@@ -199,7 +199,3 @@ def test_state_that_is_not_of_elements_is_refused(tmp_path):
 
     with pytest.raises(UserError, match="keeps rows of shape"):
         save(tmp_path, 1, make=lambda p: Rows(p, lr=0.1))
-
-
-def test_adamw_is_the_default_here():
-    assert type(make_adamw([torch.zeros(1)])) is torch.optim.AdamW

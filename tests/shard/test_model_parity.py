@@ -40,13 +40,6 @@ def test_whatever_the_units(size: int, units: list[type], prefetch: int) -> None
     check_parity(Transformer(tied=True), tokens(VOCABULARY), size, units=units, loss=next_tokens, prefetch=prefetch)
 
 
-@SIZES
-def test_a_head_tied_to_the_embedding(size: int) -> None:
-    ranks = check_parity(Transformer(tied=True), tokens(VOCABULARY), size, loss=next_tokens)
-    for rank in ranks:
-        assert torch.equal(rank.state["head.weight"], rank.state["embedding.weight"])
-
-
 class Branches(nn.Module):
     """Calls its layers as told: any number of times, in any order."""
 
@@ -185,18 +178,12 @@ def test_frozen_parameters(size: int, frozen: tuple[str, ...], activation_checkp
     trained = {(name.rpartition(".linear")[0] or "(root)") for name, p in module.named_parameters() if p.requires_grad}
     for rank in ranks:
         assert all(torch.equal(rank.state[name], value) for name, value in before.items())
+        named = {name for name, _ in rank.model.named_shard_parameters()}
+        assert named == {name for name, p in module.named_parameters() if p.requires_grad}
         pushed = rank.transport.names("push")
         assert set(pushed) <= trained
         assert len(pushed) == len(rank.losses) * len(trained)
     assert {name for rank in ranks for name in rank.transport.names("push")} == trained
-
-
-@SIZES
-def test_the_slices_are_those_of_trainable_parameters(size: int) -> None:
-    module = freeze(Stack(2), "layers.0.linear.bias", "first")
-    for rank in check_parity(module, vectors(4, WIDTH), size, units=[Layer]):
-        named = [name for name, _ in rank.model.named_shard_parameters()]
-        assert sorted(named) == sorted(name for name, p in module.named_parameters() if p.requires_grad)
 
 
 # Modules of torch's own
@@ -283,10 +270,6 @@ class Expanded(nn.Module):
         return x @ self.weight.t() + self.bias.sum() + self.cube.permute(2, 0, 1).reshape(8, 3).sum(0)
 
 
-def spectral(*layers: nn.Module) -> nn.Module:
-    return nn.Sequential(*(nn.utils.parametrizations.spectral_norm(layer) for layer in layers))
-
-
 def weight_normed(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(*(nn.utils.parametrizations.weight_norm(layer) for layer in layers))
 
@@ -323,8 +306,6 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[Any]]] = {
     "weight_norm_units": (lambda: weight_normed(linear(), linear()), (4, WIDTH), [nn.Linear]),
     "weight_norm_around": (lambda: nn.Sequential(weight_normed(linear()), linear()), (4, WIDTH), [nn.Sequential]),
 }
-#: Modules whose forward changes buffers that the next forward uses: the ranks' copies go their own ways.
-ALONE = {"spectral_norm": (lambda: spectral(linear(), linear()), (4, WIDTH), [nn.Linear])}
 
 
 @pytest.mark.parametrize(
@@ -345,19 +326,17 @@ def test_zoo(name: str, size: int, activation_checkpointing: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_attention_as_a_unit(size: int) -> None:
-    check_parity(SelfAttention(), vectors(2, 5, WIDTH), size, units=[nn.MultiheadAttention])
+@pytest.mark.parametrize(("size", "checkpointing"), [(1, False), (2, True), (3, False)], ids=["1", "2r", "3"])
+def test_attention_as_a_unit(size: int, checkpointing: bool) -> None:
+    """Also recomputed it sees that its three arguments are one."""
+    units = [nn.MultiheadAttention]
+    check_parity(SelfAttention(), vectors(2, 5, WIDTH), size, units=units, activation_checkpointing=checkpointing)
 
 
-def test_checkpointed_attention_sees_that_its_arguments_are_one() -> None:
-    check_parity(SelfAttention(), vectors(2, 5, WIDTH), 2, units=[nn.MultiheadAttention], activation_checkpointing=True)
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_zoo_on_one_rank(name: str) -> None:
-    make, shape, units = ALONE[name]
-    check_parity(make(), vectors(*shape), 1, units=units, with_buffers=True)
+def test_spectral_norm_on_one_rank() -> None:
+    """Its forward changes buffers that the next forward uses: the copies of several ranks go their own ways."""
+    module = nn.Sequential(*(nn.utils.parametrizations.spectral_norm(linear()) for _ in range(2)))
+    check_parity(module, vectors(4, WIDTH), 1, units=[nn.Linear], with_buffers=True)
 
 
 def old_weight_norm() -> nn.Module:
@@ -433,7 +412,7 @@ def test_users_checkpoint_inside_units(size: int, use_reentrant: bool) -> None:
     check_parity(module, with_input_gradient((4, WIDTH)), size, units=[InsideLayer])
 
 
-@pytest.mark.parametrize("units", [[Block], [nn.Linear]], ids=["blocks", "leaves"])
+@pytest.mark.parametrize("units", [[Block], [nn.Linear], [Block, nn.Sequential]], ids=["blocks", "leaves", "nested"])
 @SIZES
 def test_activation_checkpointing(size: int, units: list[type]) -> None:
     check_parity(
@@ -442,17 +421,6 @@ def test_activation_checkpointing(size: int, units: list[type]) -> None:
         size,
         loss=next_tokens,
         units=units,
-        activation_checkpointing=True,
-    )
-
-
-def test_activation_checkpointing_of_nested_units() -> None:
-    check_parity(
-        Transformer(),
-        tokens(VOCABULARY),
-        2,
-        loss=next_tokens,
-        units=[Block, nn.Sequential],
         activation_checkpointing=True,
     )
 

@@ -7,6 +7,7 @@ import re
 
 import pytest
 from mpi_launch import finish, launch, odc_mpi, start
+from small_run import losses
 
 from odc_mpi.train import settings as configuration
 
@@ -49,10 +50,6 @@ LINE = {
 }
 
 
-def read_losses(run_dir):
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("ranks", [0, 3])
 def test_a_run_and_what_it_leaves(config, tmp_path, ranks):
@@ -66,9 +63,9 @@ def test_a_run_and_what_it_leaves(config, tmp_path, ranks):
     assert summary["collectives_per_minibatch"] == 3
     assert summary["loss_last"] < summary["loss_first"]
     assert {name for text in (run / "metrics.jsonl").read_text().splitlines() for name in json.loads(text)} == LINE
-    losses = read_losses(run)
-    assert len(losses) == 8
-    assert [losses[0], losses[-1]] == [summary["loss_first"], summary["loss_last"]]
+    found = losses(run)
+    assert len(found) == 8
+    assert [found[0], found[-1]] == [summary["loss_first"], summary["loss_last"]]
     assert configuration.load(run / "config.yaml") == configuration.load(config)
     assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "trace.json", "summary.json"}
     assert len(re.findall(r"^\s*\d/8 ", done.out, re.M)) == 8, "a line per step, from one rank"
@@ -132,8 +129,8 @@ def test_a_second_run_keeps_the_first_ones_records(config, tmp_path):
     run = tmp_path / "run"
     for _ in range(2):
         assert odc_mpi(0, "train", "--config", config, "--run.steps", 3).code == 0
-    assert len(read_losses(run)) == 3
-    assert read_losses(run / "earlier-1") == read_losses(run)
+    assert len(losses(run)) == 3
+    assert losses(run / "earlier-1") == losses(run)
 
 
 def mistake(done, *words):
