@@ -128,10 +128,3 @@ def assert_same(actual, wanted):
     for path, value in wanted.items():
         assert actual[path].dtype == value.dtype, path
         assert torch.equal(actual[path], value), path
-
-
-def flip(path, position):
-    """Change one bit of a file."""
-    content = bytearray(path.read_bytes())
-    content[position] ^= 4
-    path.write_bytes(content)

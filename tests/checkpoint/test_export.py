@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from damage import flip
 from ranks import run_ranks
 from safetensors import SafetensorError
 
@@ -122,9 +123,7 @@ def test_a_full_disk_is_told_in_one_line(saved, tmp_path, monkeypatch):
 def test_nothing_is_left_of_an_export_that_failed(saved, tmp_path):
     directory, *_ = saved
     shard = next(directory.glob("*rank_00001.h5"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(shard, shard.stat().st_size // 2)
     before = sorted(tmp_path.iterdir())
     with Checkpoint(directory) as checkpoint, pytest.raises(UserError, match=r"rank_00001\.h5 is damaged"):
         export(checkpoint, tmp_path / "out")

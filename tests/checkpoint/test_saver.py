@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from saved import flip, load, save
+from damage import flip
+from saved import load, save
 
 from odc_mpi.checkpoint import manifest as manifests
 from odc_mpi.checkpoint import publish

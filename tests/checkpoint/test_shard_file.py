@@ -5,7 +5,7 @@ import zlib
 import h5py
 import numpy as np
 import pytest
-from saved import flip
+from damage import flip
 
 from odc_mpi.checkpoint import shard_file
 from odc_mpi.checkpoint.shard_file import Entry, ShardFile, write_shard

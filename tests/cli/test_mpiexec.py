@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import is_running
 
 from odc_mpi.cli import mpiexec as launch
 from odc_mpi.errors import UserError
@@ -81,7 +82,7 @@ def test_beyond_its_time_everything_is_ended(mpiexec, tmp_path):
     mpiexec(f"echo $$ > {tmp_path}/pid; exec sleep 60")
     with pytest.raises(TimeoutError, match="2 ranks did not end within"):
         launch.run(2, [], timeout_s=0.5)
-    assert not is_alive(int((tmp_path / "pid").read_text()))
+    assert not is_running(int((tmp_path / "pid").read_text()))
 
 
 def test_what_does_not_want_to_end_is_killed(mpiexec, tmp_path, monkeypatch):
@@ -89,7 +90,7 @@ def test_what_does_not_want_to_end_is_killed(mpiexec, tmp_path, monkeypatch):
     mpiexec(f"trap '' TERM; echo $$ > {tmp_path}/pid; while :; do sleep 0.1; done")
     with pytest.raises(TimeoutError):
         launch.run(2, [], timeout_s=0.5)
-    assert not is_alive(int((tmp_path / "pid").read_text()))
+    assert not is_running(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -110,7 +111,7 @@ def test_an_interrupt_ends_mpiexec(mpiexec, tmp_path, number):
         process.kill()
     assert "KeyboardInterrupt" in err
     assert (tmp_path / "asked").exists()
-    assert not is_alive(int((tmp_path / "pid").read_text()))
+    assert not is_running(int((tmp_path / "pid").read_text()))
 
 
 def until(condition):
@@ -118,13 +119,6 @@ def until(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_an_interrupt_while_mpiexec_starts_ends_it(mpiexec, tmp_path, monkeypatch):
@@ -140,4 +134,4 @@ def test_an_interrupt_while_mpiexec_starts_ends_it(mpiexec, tmp_path, monkeypatc
     monkeypatch.setattr(launch.subprocess, "Popen", interrupted)
     with pytest.raises(KeyboardInterrupt):
         launch.run(2, [], timeout_s=60)
-    assert not is_alive(int((tmp_path / "pid").read_text()))
+    assert not is_running(int((tmp_path / "pid").read_text()))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import descendants, is_running
 from rich.console import Console
 
 from odc_mpi.data import prepare as module
@@ -109,7 +110,7 @@ def test_a_killed_worker_ends_the_call(chats: Path, tokenizer_place: Path, tmp_p
         prepare([str(chats)] * 50, tmp_path / "a.h5", Options(tokenizer=tokenizer_place, bad_lines="skip", num_proc=2))
     killer.join()
     assert list(tmp_path.iterdir()) == []
-    assert not any(map(_is_running, workers))
+    assert not any(map(is_running, workers))
 
 
 @pytest.mark.slow
@@ -132,28 +133,20 @@ def test_an_interrupt_or_kill_ends_all_processes(
         assert process.returncode == 130 and "odc-mpi: interrupted" in told and "Traceback" not in told
         assert list(tmp_path.iterdir()) == []
     deadline = time.monotonic() + 60
-    while any(_is_running(worker) for worker in workers) and time.monotonic() < deadline:
+    while any(is_running(worker) for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(_is_running(worker) for worker in workers)
+    assert not any(is_running(worker) for worker in workers)
 
 
 def _children(pid: int, count: int) -> list[int]:
     """Wait for so many workers of a process; another child of it tracks what they share."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        workers = [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        workers = [child for child, words in descendants(pid).items() if "spawn_main" in " ".join(words)]
         if len(workers) == count:
             return workers
         time.sleep(0.05)
     raise AssertionError(f"expected {count} processes")
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_little_text_is_tokenised_by_one_process(chats: Path, tmp_path: Path, tokenizer_place: Path) -> None:

@@ -26,6 +26,7 @@ sys.path += [str(HERE), str(HERE.parent / "launch")]  # for a run by hand
 import crash_soak  # noqa: E402
 import mpi_launch  # noqa: E402
 import two_hosts  # noqa: E402
+from processes import descendants  # noqa: E402
 from small_run import losses  # noqa: E402
 
 from odc_mpi.checkpoint.commands import verify  # noqa: E402
@@ -109,12 +110,11 @@ class Run:
         found = {}
 
         def all_are_there():
-            for pid in crash_soak._descendants(self._process.pid):
+            for pid, words in descendants(self._process.pid).items():
                 with suppress(OSError):
-                    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                     told = Path(f"/proc/{pid}/environ").read_bytes()
                     rank = re.search(rb"(?:^|\0)(?:PMI_RANK|OMPI_COMM_WORLD_RANK)=(\d+)", told)
-                    if rank and words[1:3] == [b"-m", b"odc_mpi"]:
+                    if rank and words[1:3] == ["-m", "odc_mpi"]:
                         found[int(rank[1])] = pid
             return len(found) == count
 

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import mpi_launch
+from processes import descendants, is_python
 
 from odc_mpi.checkpoint.commands import verify
 from odc_mpi.checkpoint.manifest import steps_in
@@ -73,30 +74,11 @@ def _ranks_of(launcher, count):
     """The ranks' processes, children of the launcher or of a helper of its."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        found = [pid for pid in _descendants(launcher) if _is_python(pid)]
+        found = [pid for pid, words in descendants(launcher).items() if is_python(words)]
         if len(found) == count:
             return found
         time.sleep(0.05)
     raise AssertionError(f"{count} ranks did not start")
-
-
-def _descendants(pid):
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue
-        if parent == pid:
-            child = int(path.parent.name)
-            yield child
-            yield from _descendants(child)
-
-
-def _is_python(pid):
-    try:
-        return b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
-    except OSError:
-        return False
 
 
 def _wait_for_step(process, step):

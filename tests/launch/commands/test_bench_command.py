@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from mpi_launch import finish, odc_mpi, start
+from processes import descendants, is_python
 
 #: Few operations of each kind; and units of which the last rank owns nothing, 25 elements.
 SMALL = ("bench", "transport", "--sizes", "2M", "--repeats", 2)
@@ -97,28 +98,13 @@ def test_too_large_units_are_told_and_the_exit_code_passes_through():
     assert "Traceback" not in done.err
 
 
-def ranks_of(process):
-    """The Python processes below a launcher of ours: its ranks."""
-    found, parents = [], {process.pid}
-    for stat in sorted(Path("/proc").glob("[0-9]*/stat"), key=lambda path: int(path.parent.name)):
-        try:
-            name, rest = stat.read_text().partition("(")[2].rsplit(")", 1)
-        except OSError:
-            continue
-        if int(rest.split()[1]) in parents:
-            pid = int(stat.parent.name)
-            parents.add(pid)
-            found += [pid] if name.startswith("python") else []
-    return found
-
-
 def running(ranks):
     """Start a benchmark that takes long, and return it with its ranks once it measures."""
     process = start(0, "-m", "odc_mpi", "bench", "transport", "--ranks", ranks, "--sizes", "1M", "--repeats", 100000)
     for line in process.stderr:
         if "measuring" in line:
             break
-    pids = ranks_of(process)
+    pids = [pid for pid, words in descendants(process.pid).items() if is_python(words)]
     assert len(pids) == ranks
     return process, pids
 

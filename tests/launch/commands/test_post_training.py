@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from mpi_launch import ROOT, environment, finish
+from processes import descendants, is_python
 from transformers import AutoModelForCausalLM
 
 from odc_mpi.cli.main import main
@@ -64,21 +65,13 @@ class Shell:
         return done.out
 
 
-def descendants(pid):
-    """Process ids and command lines of what a process has started, the last ones last."""
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            yield int(child), Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-            yield from descendants(child)
-
-
 def kill_a_rank(process, metrics, step):
     """Kill a rank once the run has written a step; the launcher ends the others."""
     end = time.monotonic() + 90
     while not metrics.exists() or len(metrics.read_bytes().splitlines()) < step:
         assert process.poll() is None and time.monotonic() < end, process.communicate()
         time.sleep(0.02)
-    ranks = [pid for pid, words in descendants(process.pid) if b"python" in words[0] and b"train" in words]
+    ranks = [pid for pid, words in descendants(process.pid).items() if is_python(words) and "train" in words]
     os.kill(ranks[-1], signal.SIGKILL)
     return finish(process)
 

@@ -11,6 +11,7 @@ import h5py
 import pytest
 import yaml
 from crash_soak import crash
+from damage import flip
 from mpi_launch import MPIEXEC, end_all, finish, odc_mpi, start
 from small_run import losses, write_config
 
@@ -245,9 +246,7 @@ def test_verify_names_what_is_damaged(trained, tmp_path):
     shard = copy / "step_00000002" / "step_00000002_rank_00001.h5"
     with h5py.File(shard) as file:
         position = file["optimizer/exp_avg/model.layers.0.mlp.up_proj.weight"].id.get_offset()
-    content = bytearray(shard.read_bytes())
-    content[position] ^= 1
-    shard.write_bytes(content)
+    flip(shard, position)
     done = odc_mpi(0, "checkpoint", "verify", copy)
     assert done.code == 1
     assert "rank_00001.h5" in done.out and "optimizer/exp_avg/model.layers.0.mlp.up_proj.weight" in done.out
@@ -260,9 +259,7 @@ def test_a_flipped_byte_ends_a_resume_in_one_line(trained, tmp_path):
     shard = next((copy / "checkpoints" / "step_00000004").glob("*rank_00001.h5"))
     with h5py.File(shard) as file:
         position = file["model/model.layers.0.mlp.up_proj.weight"].id.get_offset()
-    content = bytearray(shard.read_bytes())
-    content[position] ^= 1
-    shard.write_bytes(content)
+    flip(shard, position)
     again = ("train", "--config", trained.parent / "config.yaml", "--run.dir", copy, "--run.steps", 6)
     done = odc_mpi(3, *again)
     assert done.code == 2

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from mpi_launch import finish, launch, odc_mpi, start
+from processes import is_running
 
 from odc_mpi.stack.report import OPERATIONS, Report
 
@@ -43,13 +44,6 @@ HANG = "time.sleep(3600)"
 HANG_WITH_THE_GIL = "ctypes.PyDLL(None).sleep(3600)"
 ABORT = "probe.MPI.COMM_WORLD.Abort(3)"
 RAISE = "raise RuntimeError('made to fail')"
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture

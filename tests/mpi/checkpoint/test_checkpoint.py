@@ -8,6 +8,7 @@ import time
 import h5py
 import numpy as np
 import pytest
+from damage import flip
 from small_training import configure
 
 from odc_mpi.checkpoint import saver
@@ -234,12 +235,6 @@ def test_a_tensor_is_damaged(run, world, part):
         assert verify(run.base / "run")[1] == 0, f"{name} is as it was"
     world.gather_objects(None)
     assert len(run("run")) == STEPS
-
-
-def flip(path, position):
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 def test_steps_that_are_shorter_than_writing(run, world, monkeypatch):

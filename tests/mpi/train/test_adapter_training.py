@@ -11,6 +11,7 @@ import pytest
 import small_training
 import torch
 import transformers
+from damage import flip
 from small_training import QWEN2
 
 from odc_mpi.api import shard_model
@@ -327,9 +328,7 @@ def test_another_base_is_refused(world, saved, dataset_path):
     path = base / "model.safetensors"
     world.gather_objects(None)
     if world.rank == 0:
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+        flip(path, -1)
     world.gather_objects(None)
     with pytest.raises(AgreedError, match=r"expected the base that the adapters were trained over, .*safetensors"):
         train(configure(dataset_path, **(settings | {"run.steps": 9})), world)
@@ -337,6 +336,5 @@ def test_another_base_is_refused(world, saved, dataset_path):
         load_model(run_dir)
     world.gather_objects(None)
     if world.rank == 0:
-        content[-1] ^= 1
-        path.write_bytes(content)
+        flip(path, -1)
     world.gather_objects(None)

@@ -1,0 +1,27 @@
+"""What a process has started, and whether it still runs."""
+
+from contextlib import suppress
+from pathlib import Path
+
+
+def is_running(pid):
+    """Say whether a process is there, and not one that has ended and that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def descendants(pid):
+    """Return by process id what a process has started, and what that has: the words of their command lines."""
+    found = {}
+    with suppress(OSError):  # ended meanwhile
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, task.read_text().split()):
+                found[child] = Path(f"/proc/{child}/cmdline").read_text(errors="replace").split("\0")
+                found |= descendants(child)
+    return found
+
+
+def is_python(words):
+    return Path(words[0]).name.startswith("python")
