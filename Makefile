@@ -8,7 +8,7 @@
 # make wheels DIR=... FOR_PYTHON=3.12   download the packages that a machine without a registry lacks, for WHEELS=DIR
 # make soak   pushes and fetches against exact sums, rollouts trained once each, runs killed and resumed, random faults on
 #             two hosts (root), a time limit, exact runs in all ways: make soak MINIBATCHES=500 FAULTS=100 EXACT_STEPS=50
-# make lint   ruff, mypy, and the wording of docstrings
+# make lint   ruff, mypy, and the wording of docstrings, comments and Markdown
 # make lock   update constraints.txt after a change of dependencies in setup.cfg; UPGRADE=1: take today's newest versions
 # make test-oldest, make test-newest   `make test` with the lowest versions of direct dependencies that setup.cfg allows,
 #             and with the newest ones; torch stays

@@ -1,65 +1,230 @@
-"""What a machine can check of the wording of docstrings; part of `make lint`.
+"""Check the wording of docstrings, comments and Markdown; part of `make lint`.
 
-    python tests/lint_wording.py
+    python tests/lint_wording.py                                  the package and the project's Markdown
+    python tests/lint_wording.py odc_mpi/comm docs/windows.md     only these files and folders
+    python tests/lint_wording.py --count                          occurrences of all idioms, also of those that may stay
 
-A public function or method says who takes part: a sentence of its docstring begins with Collective, One-sided or Local.
-Exempt are properties, which are local, and docstrings that refer to another one: "See `Device`."; methods that
-override have none.
+Docstrings, comments and Markdown may not contain the idioms of `wording_idioms`. Names, string literals and code in
+backticks or fences are not checked. Docstrings begin with a verb or a noun (`OPENERS`), and so do their entries.
+
+The docstring of a public function or method of the package has a sentence that begins with Collective or One-sided if
+the function's own body makes a call that communicates (`COMMUNICATING`). Exempt are properties and overrides.
 """
 
+import argparse
 import ast
+import io
 import re
 import sys
-from collections.abc import Iterator
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-PACKAGE = Path(__file__).parents[1] / "odc_mpi"
+from wording_idioms import COUNTED, ENTRIES, FORBIDDEN, OPENERS, POINTS, POINTS_DEFINED_IN, SPELLINGS
 
-_PARTICIPANTS = re.compile(r"(?:^\s*|[.:?!] )(?:Collective|One-sided|Local)\b", re.MULTILINE)
-_REFERENCE = re.compile(r"See `[\w.]+`")
-_RIDDLE = re.compile(r"Return (?:what|which|why|when|whether it)\b")
-_EMPTY_ENTRY = re.compile(r"^\s*\w+: (?:They|Them|It|It is not|Those|This|That|The same)\.$", re.MULTILINE)
+ROOT = Path(__file__).resolve().parents[1]
+MARKDOWN = ("*.md", "docs/**/*.md", "jobs/**/*.md", "benchmarks/**/*.md")
+#: The columns of `--count`; the first two are checked where no paths are given.
+COLUMNS = {"package": ("odc_mpi/**/*.py",), "Markdown": MARKDOWN, "tests": ("tests/**/*.py",)}
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_COLLECTIVES = (
+    "Allgather Allgatherv Allreduce Alltoall Barrier Bcast Gather Reduce_scatter_block Scatter Iallgather Iallreduce "
+    "Ibarrier Ibcast Ireduce_scatter allgather allreduce barrier bcast gather scatter Create Dup Free Split Split_type"
+)
+#: The word to use; the calls; their receivers, by last name without underscores. "" is a call without a receiver.
+COMMUNICATING = (
+    ("Collective", "collective wait_collective run_on_all gather_objects broadcast", "world node group self"),
+    ("Collective", "require_same require_shared_memory cores_per_rank split", "world"),
+    ("Collective", "gradients_complete norm parameters_published", "group"),
+    ("Collective", "complete_gradients publish_parameters", "transport"),
+    ("Collective", "World Window DeviceWindow SharedWindow", ""),
+    ("Collective", _COLLECTIVES, "comm node_comm"),
+    ("Collective", "Allocate Allocate_shared Create", "Win"),
+    ("One-sided", "put get accumulate flush", "window inbox store memory elements slots flags returns"),
+    ("One-sided", "fetch_and_add compare_and_swap atomic_read atomic_store", "window board"),
+    ("One-sided", "atomic_read_all atomic_store_all", "window board"),
+    ("One-sided", "Put Get Rget Accumulate Get_accumulate Fetch_and_op Compare_and_swap Flush Flush_all", "win"),
+    ("One-sided", "fetch start_fetch", "parameters inner"),
+    ("One-sided", "push", "gradients inner"),
+    ("One-sided", "draw", "tickets"),
+    ("One-sided", "claim publish snapshot mark_done", "queue work_queue"),
+)
+_WORD_OF = {
+    (call, on): word for word, calls, names in COMMUNICATING for call in calls.split() for on in names.split(" ")
+}
+
+Documented = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def definitions(node: ast.AST, is_public: bool = True) -> Iterator[tuple[Definition, bool]]:
-    """Yield functions, methods and classes, each with whether it is public; what is defined in a function is not."""
+class Passage(NamedTuple):
+    """A docstring, a block of comments or a Markdown file."""
+
+    line: int  # of the file, from 1
+    is_docstring: bool
+    raw: str
+    text: str  # of the same length: code and names of entries are replaced by underscores
+
+
+def faults(source: str, path: str = "odc_mpi/module.py") -> Iterator[tuple[int, str]]:
+    """Yield line and message of each fault of a file, whose path is relative to the root of the project."""
+    for passage in passages(source, path):
+        for pattern, instead in _rules(passage, path).items():
+            for line, found in _find(pattern, passage):
+                yield line, f"{found!r} -> {instead}"
+    if path.startswith("odc_mpi/"):
+        for node in _public_functions(ast.parse(source)):
+            text, words = ast.get_docstring(node) or "", _words_of_calls(node)
+            # A collective function may make one-sided calls, too.
+            expected = "Collective" if "Collective" in words else "Collective|One-sided"
+            missing = words and not re.search(rf"(?:^\s*|[.:;?!)]\s+)(?:{expected})\b", text, re.MULTILINE)
+            if missing and text and not re.match(r"See `[\w.]+`", text):  # ruff demands the docstring
+                yield node.lineno, f"{node.name}: expected a sentence that begins with {expected.replace('|', ' or ')}"
+
+
+def count(sources: Iterable[tuple[str, str]]) -> Counter[str]:
+    """Return the number of occurrences of each pattern in files, which are given as path and content."""
+    counts: Counter[str] = Counter()
+    for path, source in sources:
+        for passage in passages(source, path):
+            for pattern in (*_rules(passage, path), *COUNTED):
+                counts[pattern] += len(list(_find(pattern, passage)))
+    return counts
+
+
+def passages(source: str, path: str) -> Iterator[Passage]:
+    """Yield the docstrings and blocks of comments of a Python file, or the text of a Markdown file."""
+    if path.endswith(".md"):
+        text = re.sub(r"^( *)(```+|~~~+).*?^\1\2|\]\([^)\n]*\)", _blank, source, flags=re.MULTILINE | re.DOTALL)
+        yield Passage(1, False, source, _without_code(text))
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, Documented) and (raw := ast.get_docstring(node, clean=False)) is not None:
+            text = re.sub(r"^[ \t]+\*{0,2}\w+(?=(?: \([^)\n]*\))?: )", _blank, raw, flags=re.MULTILINE)
+            yield Passage(node.body[0].lineno, True, raw, _without_code(text))
+    block: list[tokenize.TokenInfo] = []
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    for token in (token for token in tokens if token.type == tokenize.COMMENT):
+        if block and not _continues(block[-1], token):
+            yield _comment(block)
+            block = []
+        block.append(token)
+    if block:
+        yield _comment(block)
+
+
+def _continues(comment: tokenize.TokenInfo, following: tokenize.TokenInfo) -> bool:
+    line, column = comment.start
+    same_kind = comment.string.startswith("#:") == following.string.startswith("#:")
+    return same_kind and following.start == (line + 1, column)
+
+
+def _comment(block: list[tokenize.TokenInfo]) -> Passage:
+    raw = "\n".join([block[0].string.removeprefix("#"), *(token.string.lstrip("#:") for token in block[1:])])
+    return Passage(block[0].start[0], False, raw, _without_code(raw))
+
+
+def _rules(passage: Passage, path: str) -> dict[str, str]:
+    points = {} if path == POINTS_DEFINED_IN else POINTS
+    # A `#:` comment documents a name as an entry of a list does. Its text begins with the colon.
+    openers = OPENERS if passage.is_docstring else ENTRIES if passage.text.startswith(":") else {}
+    return FORBIDDEN | points | SPELLINGS | openers
+
+
+def _find(pattern: str, passage: Passage) -> Iterator[tuple[int, str]]:
+    for match in _compiled(pattern).finditer(passage.text):
+        begin = match.end() - len(match[0].lstrip(" \t\n.:;?!)"))
+        yield passage.line + passage.text.count("\n", 0, begin), " ".join(passage.raw[begin : match.end()].split())
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    if pattern in OPENERS:
+        return re.compile(pattern, re.MULTILINE)
+    return re.compile(rf"(?<![\w.])(?:{pattern})(?![\w(])".replace(" ", r"\s+"), re.IGNORECASE)
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"(`+)(?:(?!\n\s*\n|\1).)+\1", _blank, text, flags=re.DOTALL)
+
+
+def _blank(match: re.Match[str]) -> str:
+    return re.sub(r"\S", "_", match[0])
+
+
+def _public_functions(node: ast.AST) -> Iterator[Function]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, Definition):
-            is_child_public = is_public and not child.name.startswith("_")
-            yield child, is_child_public
-            yield from definitions(child, is_child_public and isinstance(child, ast.ClassDef))
-        else:
-            yield from definitions(child, is_public)
-
-
-def complaints(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and fault of each docstring of a module that breaks a rule."""
-    for node, is_public in definitions(ast.parse(source)):
-        text = ast.get_docstring(node)
-        if text is None:  # ruff demands those that have to be there
+        if isinstance(child, Function | ast.ClassDef) and child.name.startswith("_"):
             continue
-        if _RIDDLE.match(text):
-            yield node.lineno, f"{node.name}: say the noun: {text.splitlines()[0]!r}"
-        for entry in _EMPTY_ENTRY.findall(text):
-            yield node.lineno, f"{node.name}: an entry that says nothing: {entry.strip()!r}"
-        if is_public and _must_say_who(node) and not (_PARTICIPANTS.search(text) or _REFERENCE.match(text)):
-            yield node.lineno, f"{node.name}: expected a sentence that begins Collective, One-sided or Local"
+        if not isinstance(child, Function):
+            yield from _public_functions(child)
+        elif not any(re.search(r"property$|\boverride$|\.setter$", ast.unparse(name)) for name in child.decorator_list):
+            yield child
 
 
-def _must_say_who(node: Definition) -> bool:
-    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-    return not isinstance(node, ast.ClassDef) and not any(name.endswith("property") for name in decorators)
+def _words_of_calls(function: Function) -> set[str]:
+    """Return Collective, One-sided or both for the calls of a function's own body, without functions within it."""
+    words: set[str] = set()
+    nodes: list[ast.AST] = [*function.body]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Call):
+            words.add(_WORD_OF.get(_call_and_receiver(node.func), ""))
+        if not isinstance(node, Function | ast.Lambda | ast.ClassDef):
+            nodes.extend(ast.iter_child_nodes(node))
+    return words - {""}
+
+
+def _call_and_receiver(called: ast.expr) -> tuple[str, str]:
+    if isinstance(called, ast.Name):
+        return called.id, ""
+    receiver = getattr(called, "value", None)
+    name = getattr(receiver, "attr", getattr(receiver, "id", "?"))
+    return getattr(called, "attr", "?"), name.lstrip("_")
+
+
+def _read(patterns: Iterable[str]) -> list[tuple[str, str]]:
+    paths = sorted({path for each in patterns for path in ROOT.glob(each) if path.suffix in {".py", ".md"}})
+    return [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _patterns(path: Path) -> list[str]:
+    name = path.resolve().relative_to(ROOT).as_posix()
+    return [f"{name}/**/*.{kind}" for kind in ("py", "md")] if path.is_dir() else [name]
+
+
+def _print_counts() -> None:
+    columns = {name: count(_read(patterns)) for name, patterns in COLUMNS.items()}
+    print(*(f"{name:>8}" for name in columns), "             pattern")
+    for pattern in (*FORBIDDEN, *POINTS, *SPELLINGS, *OPENERS, *COUNTED):
+        print(*(f"{column[pattern]:8}" for column in columns.values()), end="  ")
+        print("counted  " if pattern in COUNTED else "forbidden", pattern, sep="  ")
+    forbidden = [each.total() - sum(each[pattern] for pattern in COUNTED) for each in columns.values()]
+    print(*(f"{number:8}" for number in forbidden), "  forbidden  in total")
 
 
 def main() -> int:
-    """Print all complaints; 1 if there are any."""
+    """Print all faults, or the counts; 1 if there are faults."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", type=Path)
+    parser.add_argument("--count", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.count:
+        _print_counts()
+        return 0
+    given = [pattern for path in arguments.paths for pattern in _patterns(path)]
+    files = _read(given or [*COLUMNS["package"], *COLUMNS["Markdown"]])
+    if not files:
+        parser.error("no Python or Markdown file in these paths")
     found = 0
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for line, fault in complaints(path.read_text(encoding="utf-8")):
-            print(f"{path.relative_to(PACKAGE.parent)}:{line}: {fault}")
+    for path, source in files:
+        for line, fault in sorted(faults(source, path)):
+            print(f"{path}:{line}: {fault}")
             found += 1
+    print(f"{found} faults", file=sys.stderr)
     return min(found, 1)
 
 

@@ -1,28 +1,40 @@
-"""The lint for docstrings finds what it is to find, and nothing else."""
+"""The lint of the wording finds each kind of fault, and accepts plain text, names, strings and code."""
 
 import pytest
-from lint_wording import complaints
+from lint_wording import COMMUNICATING, count, faults
+from wording_idioms import COUNTED, FORBIDDEN, OPENERS, POINTS, SPELLINGS
 
 GOOD = '''
-def f():
-    """Fetch a unit. One-sided.
+"""A module, as `whoever.told`."""
+
+told = file.tell()  # calls `told`, and file.told(1)
+#: Local gradients; see "Of" in the middle.
+ANEW = "told anew: Of which"
+
+
+def f(told, meanwhile):
+    """Fetch a unit from the window of its owner. One-sided.
 
     Args:
-        x: They are many.
+        told: The numbers of N ranks. They are read after N steps.
+        x: Local values. It is so large that a copy would be slow.
     """
     def inner():
         """Add one."""
+        world.gather_objects(1)
 
 
 def g():
-    """Copy a slice.
-
-    Local: no rank waits.
-    """
+    """Return the value of a key."""
+    names.get("put")
+    queue.put(1)
+    stack.push(1)
+    return lambda: world.gather_objects(1)
 
 
 def _private():
     """Close the file."""
+    world.gather_objects(1)
 
 
 class A:
@@ -31,35 +43,113 @@ class A:
     @property
     def size(self):
         """Number of bytes."""
+        return self._world.gather_objects(1)
 
+    @override
     def use(self):
-        """See `Device`."""
+        """Use the file."""
+        self._world.gather_objects(1)
 
-    def overrides(self):  # noqa: D102
-        return 1
+    def shared(self):
+        """See `Device`."""
+        self._world.gather_objects(1)
 
 
 class _Hidden:
     def close(self):
         """Close the file."""
+        self._world.gather_objects(1)
 '''
+GOOD_MARKDOWN = """
+# Title
+
+Use `told`, ``anew or told`` and [this](docs/whoever.md).
+
+```
+told anew
+```
+
+It reads the local shard after N steps, so much is clear; nobody sees `at A`.
+"""
 
 
-def test_good_docstrings_pass():
-    assert list(complaints(GOOD)) == []
+def test_good_text_passes():
+    assert list(faults(GOOD)) == []
+    assert list(faults(GOOD_MARKDOWN, "docs/windows.md")) == []
 
 
 @pytest.mark.parametrize(
     ("docstring", "words"),
     [
-        ("Fetch a unit.", "expected a sentence"),
-        ("Fetch a unit of the local shard.", "expected a sentence"),
-        ("Return what is fetched. Local.", "say the noun"),
-        ("Return whether it is fetched. Local.", "say the noun"),
-        ("Fetch. Local.\n\n    Returns:\n        units: They.\n    ", "'units: They.'"),
+        ("Fetch a unit. Local.", "'Local'"),
+        ("Fetch a unit. Local, from any thread.", "'Local'"),
+        ("Fetch a unit.\n\n    Local from any thread.\n    ", "'Local'"),
+        ("Fetch a unit (once). Local; takes long.", "'Local'"),
+        ("Return what is fetched.", "'Return what'"),
+        ("Return whether it is fetched.", "'Return whether it'"),
+        ("Whether it is fetched.", "'Whether'"),
+        ("Where it is fetched.", "'Where'"),
+        ("Fetch.\n\n    Returns:\n        units: They.\n    ", "'units: They.'"),
+        ("Fetch.\n\n    Args:\n        dtype: Of the units.\n    ", "'dtype: Of'"),
+        ("Fetch.\n\n    Args:\n        **dtypes: Of the units.\n    ", "'**dtypes: Of'"),
+        ("Fetch.\n\n    Args:\n        dtypes (list): Of the units.\n    ", "'dtypes (list): Of'"),
+        ("Fetch what is\n    told.", "'told'"),
+        ("Learn about sums at\n    home.", "'at home'"),
+        ("Fetch. Making one is local.", "'Making one is local'"),
+        ("Fetch at N, not after N steps.", "'at N'"),
+        ("Tokenise the text.", "'Tokenise'"),
     ],
 )
-@pytest.mark.parametrize("head", ["def f():", "class A:\n  def f():", "if True:\n  async def f():"])
-def test_faults_are_found(docstring, words, head):
-    [(_, fault)] = complaints(f'{head}\n    """{docstring}"""')
+@pytest.mark.parametrize("head", ["def f():", "class A:\n  def f():", "if True:\n  async def _f():", "class A:", ""])
+def test_faults_of_docstrings_are_found(docstring, words, head):
+    [(_, fault)] = faults(f'{head}\n    """{docstring}"""' if head else f'"""{docstring}"""')
     assert words in fault
+
+
+def test_faults_of_docstrings_are_found_at_their_line():
+    source = 'def f():\n    """Fetch.\n\n    Args:\n        x: Of the units,\n            anew.\n    """\n'
+    assert [line for line, _ in sorted(faults(source))] == [5, 6]
+
+
+@pytest.mark.parametrize("pattern", COMMUNICATING)
+def test_communicating_functions_have_to_say_so(pattern):
+    word, calls, receivers = pattern
+    for call in calls.split():
+        for receiver in receivers.split(" "):
+            body = f"with self._{receiver}.{call}(1): pass" if receiver else f"x = [{call}(1)]"
+            source = 'class A:\n  def f(self):\n    """Do it{}."""\n    ' + body
+            assert [line for line, _ in faults(source.format(""))] == [2], body
+            assert list(faults(source.format(f". {word}"))) == []
+            assert list(faults(source.format(". Collective"))) == []
+            assert len(list(faults(source.format(f" in {word} ways")))) == 1
+            assert (list(faults(source.format(". One-sided"))) == []) == (word == "One-sided")
+            assert list(faults(source.format(""), "tests/test_it.py")) == []
+
+
+def test_faults_of_comments_are_found_at_their_line():
+    source = "x = 1  # fine\n\n# The sum\n# at\n# home.\n#: Of units, at\n#: home.\ny = 2  # anew\n"
+    assert [line for line, _ in sorted(faults(source))] == [4, 6, 6, 8]
+
+
+def test_comments_that_document_a_name_are_not_marked_local():
+    assert [fault[:7] for _, fault in faults("#: Local. Returns the size.\nx = 1  # Local. Checked elsewhere.\n")] == [
+        "'Local'"
+    ]
+
+
+def test_faults_of_markdown_are_found_at_their_line():
+    source = "# Told\n\n```\ntold\n```\n\nA `name` in\nvain, before A.\n"
+    assert [line for line, _ in sorted(faults(source, "docs/windows.md"))] == [1, 7, 8]
+    assert [line for line, _ in sorted(faults(source, "docs/ordering.md"))] == [1, 7]
+
+
+def test_every_rule_has_what_to_write_and_none_is_forbidden_and_counted():
+    rules = [*FORBIDDEN, *POINTS, *SPELLINGS, *OPENERS, *COUNTED]
+    assert len(rules) == len(set(rules))
+    assert all({**FORBIDDEN, **POINTS, **SPELLINGS, **OPENERS}.values())
+
+
+def test_counts():
+    found = count([("a.py", '"""Told by nobody."""\n# nobody\nnobody = "nobody"\n'), ("b.md", "Nobody `nobody`")])
+    assert found[next(pattern for pattern in COUNTED if "nobody" in pattern)] == 3
+    assert found["told"] == 1
