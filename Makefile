@@ -126,7 +126,7 @@ test-commands: $(READY)
 
 # Those about deadlines and ends, or that look at what is left in /dev/shm, have the cores to themselves.
 test-ends: $(READY)
-	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch/ends $(CHOSEN)
+	timeout $(LIMIT_S) $(BIN)/python -m pytest tests/launch/shutdown $(CHOSEN)
 
 # Two hosts of network namespaces: needs root and iproute2, skips elsewhere unless ODC_MPI_REQUIRE_HOSTS=1.
 test-hosts: $(READY)
@@ -163,7 +163,7 @@ wheels:
 
 soak: $(READY)
 	OMP_NUM_THREADS=1 timeout $(SOAK_LIMIT_S) $(MPIEXEC) -n $(RANKS) $(BIN)/python tests/soak/soak.py --minibatches $(MINIBATCHES)
-	OMP_NUM_THREADS=1 timeout $(SOAK_LIMIT_S) $(MPIEXEC) -n $(RANKS) $(BIN)/python tests/soak/rollouts.py --steps $(ROLLOUT_STEPS)
+	OMP_NUM_THREADS=1 timeout $(SOAK_LIMIT_S) $(MPIEXEC) -n $(RANKS) $(BIN)/python tests/soak/rollout_soak.py --steps $(ROLLOUT_STEPS)
 	timeout $(SOAK_LIMIT_S) $(BIN)/python tests/launch/crash_soak.py --kills $(KILLS)
 	timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python tests/hosts/faults.py --faults $(FAULTS)
 	timeout $$((2 * $(SOAK_LIMIT_S))) $(BIN)/python benchmarks/exact_soak.py --steps $(EXACT_STEPS)

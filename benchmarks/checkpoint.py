@@ -45,12 +45,12 @@ from torch import nn
 from odc_mpi.api import shard_model
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.measure import Goal, interleaved, parse_sizes, ratio
-from odc_mpi.bench.together import header, slowest, slowest_s
+from odc_mpi.bench.rank_timing import header, slowest, slowest_s
 from odc_mpi.checkpoint.manifest import step_name
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver
 from odc_mpi.checkpoint.state import CheckpointWeights, TrainingState
-from odc_mpi.runtime.ranks import on_ranks
+from odc_mpi.runtime.ranks import run_on_all_ranks
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
 
@@ -85,14 +85,14 @@ def main() -> int:
         if world.rank == 0:
             print(json.dumps(result), flush=True)
 
-    return on_ranks(world, work)
+    return run_on_all_ranks(world, work)
 
 
 class _Drawn:
     """Parameters that are nobody's: numbers as random as trained ones."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `shard.slices.Weights`."""
+        """See `shard.local_shards.WeightSource`."""
         return torch.randn(stop - start)
 
 
@@ -139,7 +139,7 @@ class State:
         saver.start(1, entries, self._state.describe(1, {}) if world.rank == 0 else None)
         self.pauses_s.append(perf_counter() - began)
         saver.wait_until_written()
-        saver.hear(np.array(world.gather_objects(saver.report())))
+        saver.receive_reports(np.array(world.gather_objects(saver.report())))
         saver.wait_until_published()
 
     def write_dcp(self) -> None:
@@ -234,7 +234,7 @@ def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str
             name: {"seconds": quartiles(times), "gb_per_s": state.num_bytes / 1e9 / median(times)}
             for name, times in seconds.items()
         },
-        "goals": [goal.judge(ratio(seconds[a], seconds[b])) for goal, a, b in GOALS if a in seconds],
+        "goals": [goal.evaluate(ratio(seconds[a], seconds[b])) for goal, a, b in GOALS if a in seconds],
     }
 
 

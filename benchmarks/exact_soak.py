@@ -55,9 +55,9 @@ class Way(NamedTuple):
 def train_slowed(arguments):
     """The program of a rank: a training in which each microbatch, and each generation, may take longer."""
     from odc_mpi.cli.main import main as odc_mpi
-    from odc_mpi.train.objectives.grpo import Grpo
-    from odc_mpi.train.objectives.sft import SupervisedFineTuning
-    from odc_mpi.train.rl.source import RolloutSource
+    from odc_mpi.training.objectives.grpo import GRPOObjective
+    from odc_mpi.training.objectives.sft import SFTObjective
+    from odc_mpi.training.rl.source import RolloutSource
 
     def slow(of, name):
         method = getattr(of, name)
@@ -68,8 +68,8 @@ def train_slowed(arguments):
 
         setattr(of, name, late)
 
-    slow(SupervisedFineTuning, "after_microbatch")
-    slow(Grpo, "after_microbatch")
+    slow(SFTObjective, "after_microbatch")
+    slow(GRPOObjective, "after_microbatch")
     slow(RolloutSource, "_generate")
     return odc_mpi(arguments)
 

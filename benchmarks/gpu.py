@@ -45,24 +45,24 @@ import torch
 
 from odc_mpi.api import decide_for
 from odc_mpi.bench.fetch_and_push import REDUCTIONS
-from odc_mpi.bench.measure import parse_sizes, speaker
-from odc_mpi.bench.together import header
+from odc_mpi.bench.measure import make_progress_printer, parse_sizes
+from odc_mpi.bench.rank_timing import header
 from odc_mpi.comm.device.device import Device, find_device
-from odc_mpi.comm.kernels.native import why_no_kernels
-from odc_mpi.errors import AgreedError, UserError
-from odc_mpi.runtime.ranks import on_ranks
+from odc_mpi.comm.kernels.native import kernels_unavailable_reason
+from odc_mpi.errors import AllRanksUserError, UserError
+from odc_mpi.formatting import format_size
+from odc_mpi.probe.device_decision import summarize
+from odc_mpi.probe.device_probe import allocation_error, load_device_report
+from odc_mpi.probe.probe import environment_report
+from odc_mpi.probe.report import ProbeReport
+from odc_mpi.runtime.ranks import run_on_all_ranks
 from odc_mpi.runtime.world import World
-from odc_mpi.stack.device_decision import prove
-from odc_mpi.stack.device_probe import kept_verdict, memory_trouble
-from odc_mpi.stack.probe import bare_report
-from odc_mpi.stack.report import Report
-from odc_mpi.train.settings import Config
-from odc_mpi.wording import format_size
+from odc_mpi.training.settings import Config
 
 #: What can be measured alone.
 PARTS = ("bandwidths", "kernels", "step")
 #: Without room for so much a GPU has none for windows.
-_LEAST_BYTES = 1 << 20
+_MIN_BYTES = 1 << 20
 #: Why there are no windows on GPUs where nobody wants them.
 SET = "set by --window-device"
 #: Called with the result so far and a line on what is measured next.
@@ -109,14 +109,14 @@ def main() -> int:
         if world.rank == 0 and (result["sizes"] or result["kernels"] or result["step"]):
             print(json.dumps(result), flush=True)
         if doing:
-            speaker(world.rank)(doing)
+            make_progress_printer(world.rank)(doing)
 
     def work() -> None:
-        device = world.agree(lambda: _find(world.host_rank))
+        device = world.run_on_all(lambda: _find(world.host_rank))
         options = Options(**{**vars(given), "sizes": parse_sizes(given.sizes)})
         tell(measure(world, device, options, tell))
 
-    return on_ranks(world, work)
+    return run_on_all_ranks(world, work)
 
 
 def _find(host_rank: int) -> Device:
@@ -124,7 +124,7 @@ def _find(host_rank: int) -> Device:
         raise UserError(f"expected a GPU that torch sees, torch {torch.__version__} sees none")
     device = find_device("cuda", host_rank)
     assert device is not None
-    device.use()
+    device.set_current()
     return device
 
 
@@ -151,7 +151,7 @@ def measure(
     devices = sorted(set(world.gather_objects(device.name)))
     with ExitStack() as stack:
         wanted = world.rank == 0 and "step" in options.parts
-        config = world.agree(lambda: _configuration(options, stack) if wanted else None)
+        config = world.run_on_all(lambda: _configuration(options, stack) if wanted else None)
         part = _Parts(world, device, options, config, tell)
         part.result = {
             **header(world, "gpu", before, repeats=options.repeats, devices=devices, torch=torch.__version__),
@@ -176,21 +176,21 @@ def measure(
 
 def against_reductions(world: World, device: Device, wish: str) -> dict[str, str]:
     """Return the reductions not to measure with windows on devices, each with the reason. Collective."""
-    kept = kept_verdict(world, device)
-    against = judge(kept if kept is not None else bare_report(world), wish)
+    kept = load_device_report(world, device)
+    against = judge(kept if kept is not None else environment_report(world), wish)
     if len(against) == len(REDUCTIONS):
         return against
-    troubles = [trouble for trouble in world.gather_objects(memory_trouble(device, _LEAST_BYTES)) if trouble]
+    troubles = [trouble for trouble in world.gather_objects(allocation_error(device, _MIN_BYTES)) if trouble]
     return dict.fromkeys(REDUCTIONS, troubles[0]) if troubles else against
 
 
-def judge(report: Report, wish: str) -> dict[str, str]:
+def judge(report: ProbeReport, wish: str) -> dict[str, str]:
     """Return the reductions not to measure with windows on devices, each with the reason. Local."""
     if wish == "cpu":
         return dict.fromkeys(REDUCTIONS, SET)
     if wish == "auto":
-        proof = prove(report)
-        return dict.fromkeys(REDUCTIONS, proof.against) if proof.against else dict(proof.against_reductions)
+        proof = summarize(report)
+        return dict.fromkeys(REDUCTIONS, proof.objection) if proof.objection else dict(proof.reduction_objections)
     # Asked for in any case; but the benchmark itself ends where something arrives wrongly.
     against = {}
     for kind in report.kinds:
@@ -236,7 +236,7 @@ class _Parts:
 
     def kernels(self) -> None:
         """Measure the kernels on rank 0. Collective."""
-        reason = why_no_kernels(self._device.torch_device)
+        reason = kernels_unavailable_reason(self._device.torch_device)
         if reason is not None:
             self.result["left_out"]["kernels"] = reason
         for num_bytes in self._options.sizes:
@@ -269,7 +269,7 @@ class _Parts:
         """Return the entry `step` and the reason for a part that was left out; None for either. Local."""
         assert self._config is not None
         names = [gpu_step.HOST, *([gpu_step.DEVICE] if on_device else [])]
-        with self._world.alone() as alone:
+        with self._world.self_world() as alone:
             if on_device and (reason := self._against_step(alone)):
                 return None, reason
             options = self._options
@@ -282,8 +282,8 @@ class _Parts:
                     alone, self._config, self._device, names, options.steps, options.repeats, say
                 ), None
             except torch.OutOfMemoryError as error:
-                told = str(error).split(". ")[0]
-                return None, f"the GPU's memory does not hold all models ({told}): give a smaller one with --config"
+                errors = str(error).split(". ")[0]
+                return None, f"the GPU's memory does not hold all models ({errors}): give a smaller one with --config"
 
     def _against_step(self, alone: World) -> str | None:
         """Return the reason not to have the windows of a single rank on its device, None if there is none. Local."""
@@ -295,9 +295,9 @@ class _Parts:
             return str(error)
         made = decision.window_device
         assert made is not None
-        if made.choice == "cpu":
+        if made.value == "cpu":
             return f"on one rank: {made.reason}"
-        return memory_trouble(self._device, _LEAST_BYTES)
+        return allocation_error(self._device, _MIN_BYTES)
 
     def _on_first(self, work: Callable[[], Any]) -> Any:
         """Let rank 0 work while the others wait, and give all what came of it. Collective.
@@ -311,10 +311,10 @@ class _Parts:
                 done = work()
             except UserError as raised:
                 error = str(raised)
-        self._world.meet(self._world.comm.Ibarrier(), "waiting for what rank 0 measures alone")
+        self._world.wait_collective(self._world.comm.Ibarrier(), "waiting for what rank 0 measures alone")
         done, error = self._world.gather_objects((done, error))[0]
         if error is not None:
-            raise AgreedError(error)
+            raise AllRanksUserError(error)
         return done
 
     def _free(self) -> None:

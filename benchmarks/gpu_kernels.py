@@ -79,7 +79,7 @@ class Tasks:
         self._numel = num_bytes // 4
         self._num_shards = max(1, min(MAX_UNITS, UNITS_BYTES // num_bytes))
         ours = [""] if with_kernels else []
-        adds = {TORCH: native.add_slots_with_torch, "": native.add_slots}
+        adds = {TORCH: native.add_segments_with_torch_, "": native.add_segments_}
         lays = {TORCH: native.flatten_with_torch, "": native.flatten}
         self.by_name: dict[str, Task] = {COPY: self._copy()}
         for kind, dtype in TYPES.items():
@@ -92,7 +92,7 @@ class Tasks:
     def _shards(self, value: float) -> list[torch.Tensor]:
         return [torch.full((self._numel,), value, device=self._device) for _ in range(self._num_shards)]
 
-    def _pieces(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[native.Piece]:
+    def _pieces(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[native.Segment]:
         """Make pieces of ones, of twos and so on: exact in bf16, too, and so are all sums that come up."""
         return [
             (start, torch.full((numel,), i + 1.0, dtype=dtype, device=self._device))
@@ -104,7 +104,7 @@ class Tasks:
         copies = [partial(target.copy_, source) for target, source in zip(targets, sources, strict=True)]
         return Task(copies, 8 * self._numel, lambda: bool((targets[0] == 3).all()))
 
-    def _add(self, slots: Sequence[Sequence[native.Piece]], add: Callable[..., object]) -> Task:
+    def _add(self, slots: Sequence[Sequence[native.Segment]], add: Callable[..., object]) -> Task:
         shards = self._shards(0.0)
         added = [0] * self._num_shards
 
@@ -118,7 +118,7 @@ class Tasks:
         moved = 8 * self._numel + _bytes(slots[0])
         return Task([partial(operation, i) for i in range(self._num_shards)], moved, is_right)
 
-    def _flatten(self, gradients: Sequence[Sequence[native.Piece]], flatten: Callable[..., torch.Tensor]) -> Task:
+    def _flatten(self, gradients: Sequence[Sequence[native.Segment]], flatten: Callable[..., torch.Tensor]) -> Task:
         flats = self._shards(-1.0)
         largest: list[torch.Tensor] = []
 
@@ -135,7 +135,7 @@ class Tasks:
         return Task([partial(operation, i) for i in range(self._num_shards)], moved, is_right)
 
 
-def _bytes(pieces: Sequence[native.Piece]) -> int:
+def _bytes(pieces: Sequence[native.Segment]) -> int:
     return sum(piece.nbytes for _, piece in pieces)
 
 
@@ -183,4 +183,4 @@ def task_entries(moved_bytes: Mapping[str, int], times: Mapping[str, Sequence[fl
 
 
 def _sample(device: Device, task: Task, times: int) -> float:
-    return seconds(task.operations, times, lambda: device.mark().synchronize())
+    return seconds(task.operations, times, lambda: device.record_event().synchronize())

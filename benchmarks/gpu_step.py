@@ -23,18 +23,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from odc_mpi.bench.baselines.plain import Whole
-from odc_mpi.bench.contenders import Contender, Ours, Round, agreement, check_comparable, run_rounds
+from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
+from odc_mpi.bench.contenders import Contender, OdcContender, Round, agreement, check_comparable, run_rounds
 from odc_mpi.comm.device.device import Device
 from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.data.loader import Loader
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
-from odc_mpi.train.inputs import open_inputs
-from odc_mpi.train.loop import Trainer
-from odc_mpi.train.run import build_trainer, decide
-from odc_mpi.train.settings import CommConfig, Config, DataConfig, ModelConfig, load
-from odc_mpi.train.update import make_optimizer
+from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.loop import Trainer
+from odc_mpi.training.run import build_trainer, decide
+from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfig, load
+from odc_mpi.training.update import make_optimizer
 
 PLAIN, HOST, DEVICE = "plain", "host_windows", "device_windows"
 #: Where the shards are, by contender.
@@ -144,16 +144,16 @@ def measure(
         steps,
         repeats,
         lambda line: report(f"steps, {line}"),
-        lambda: device.mark().synchronize(),
+        lambda: device.record_event().synchronize(),
     )
-    facts = contenders.facts()
+    fields = contenders.describe()
     contenders.close()
     tolerance = TOLERANCE[config.model.param_dtype]
     apart = agreement(rounds, PLAIN, tolerance)
     return {
         "steps": steps,
         "param_dtype": config.model.param_dtype,
-        **facts,
+        **fields,
         **figures(rounds),
         "loss_deviation": {name: apart[name] for name in names},
         "tolerance": tolerance,
@@ -177,7 +177,7 @@ def figures(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
     }
 
 
-class Plain(Whole):
+class Plain(UnshardedBaseline):
     """Plain torch that rounds where a run of ours rounds, and keeps 18 bytes per parameter under AdamW in bf16.
 
     With `model.param_dtype: bfloat16` both compute in bf16, add gradients in fp32 and optimize fp32 masters.
@@ -189,8 +189,10 @@ class Plain(Whole):
         self._narrow: list[torch.Tensor] = []
         dtype = getattr(torch, config.model.param_dtype)
         if dtype.itemsize < 4:
-            named = self._keep_masters(dtype)
-            self._optimizer = make_optimizer(config.optim, named, {name: tuple(p.shape) for name, p in named})
+            named_parameters = self._keep_masters(dtype)
+            self._optimizer = make_optimizer(
+                config.optim, named_parameters, {name: tuple(p.shape) for name, p in named_parameters}
+            )
 
     def step(self) -> tuple[float, int]:
         """Train on the next minibatch, and cast the masters into the model."""
@@ -235,11 +237,11 @@ class _Contenders:
             own: Any = WINDOW_DEVICE[name]
             placed = replace(config, comm=replace(config.comm, window_device=own))
             inputs, decision = open_inputs(placed, rank=0, size=1), decide(placed, alone)
-            self._reductions[name] = decision.reduction.choice
+            self._reductions[name] = decision.reduction.value
             self._trainers[name] = build_trainer(placed, alone, inputs, decision)
-            self.by_name[name] = Ours(self._trainers[name], rank=0)
+            self.by_name[name] = OdcContender(self._trainers[name], rank=0)
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the size of the model and the reduction of each contender. Local."""
         shapes = next(iter(self._trainers.values())).model.parameter_shapes().values()
         return {"model_numel": sum(map(math.prod, shapes)), "reduction": self._reductions}

@@ -25,9 +25,9 @@ import torch
 
 from odc_mpi.bench.fetch_and_push import REDUCTIONS, Variant, check, fetches, pushes, require_host_memory, unit_layout
 from odc_mpi.bench.measure import entries, interleaved, seconds
-from odc_mpi.bench.together import slowest
-from odc_mpi.comm.compose import device_transport, staged, window_transport
-from odc_mpi.comm.device.device import Device, Mark
+from odc_mpi.bench.rank_timing import slowest
+from odc_mpi.comm.device.device import Device, Event
+from odc_mpi.comm.factory import device_transport, staged, window_transport
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
@@ -72,12 +72,12 @@ class DeviceUnits:
         self._owned = last - first
         self.crossing_bytes = num_bytes - 4 * self._owned
         self._transports: list[Transport] = []
-        self._last: Mark = device.mark()
+        self._last: Event = device.record_event()
         unit = 4 * world.size * self._layout.shard_numel
         # Each rank: two of pinned memory for each unit, and two to land in. All together: parameters and gradients of
         # two transports, a mailbox's slots.
         require_host_memory(world, world.local_size * (2 * self.num_units + 2) * unit + 5 * self.num_units * unit)
-        self.variants = world.agree(lambda: in_memory(self._copies))
+        self.variants = world.run_on_all(lambda: in_memory(self._copies))
         self.links: dict[str, str] = {}
         for name, reduction in REDUCTIONS.items():
             in_place = name == "mailbox"
@@ -94,15 +94,15 @@ class DeviceUnits:
 
     def _copies(self) -> dict[str, Variant]:
         device = self._device
-        sources, targets = ([self._flat(device.memory) for _ in range(self.num_units)] for _ in range(2))
-        pinned, landed = ([self._flat(device.pinned) for _ in range(self.num_units)] for _ in range(2))
+        sources, targets = ([self._flat(device.empty) for _ in range(self.num_units)] for _ in range(2))
+        pinned, landed = ([self._flat(device.empty_pinned) for _ in range(self.num_units)] for _ in range(2))
         for i in range(self.num_units):
             sources[i].fill_(1.0)
             pinned[i].fill_(2.0)
             targets[i].zero_()
             landed[i].zero_()
         # A mark behind what fills them; what is copied from here on only follows its own stream.
-        filled = device.mark()
+        filled = device.record_event()
         return {
             COPY: self._copy(targets, sources, 1.0, filled),
             _TO_DEVICE: self._copy(targets, pinned, 2.0, filled),
@@ -113,7 +113,7 @@ class DeviceUnits:
         return memory(self._layout.numel * 4).view(torch.float32)
 
     def _copy(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], value: float, after: Mark
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], value: float, after: Event
     ) -> Variant:
         def copy(i: int) -> None:
             self._last = self._device.copy(targets[i], sources[i], after)
@@ -144,14 +144,14 @@ class DeviceUnits:
     def _push(self, transport: Transport) -> Variant:
         units = range(self.num_units)
         # Each in memory of its own, as a model's are: what is handed over is known by where it begins.
-        gradients = self._world.agree(
-            lambda: in_memory(lambda: [self._flat(transport.gradients.memory) for _ in units])
+        gradients = self._world.run_on_all(
+            lambda: in_memory(lambda: [self._flat(transport.gradients.empty) for _ in units])
         )
         for gradient in gradients:
             gradient.fill_(1.0)
 
         def push(i: int) -> None:
-            transport.gradients.hand_over(gradients[i])
+            transport.gradients.record_event(gradients[i])
             transport.gradients.push(i, gradients[i]).wait()
 
         return pushes(transport, self.num_units, push, self._owned)
@@ -230,14 +230,14 @@ def in_memory(allocate: Callable[[], Any]) -> Any:
     try:
         return allocate()
     except torch.OutOfMemoryError as error:
-        told = str(error).split(". ")[0]
+        errors = str(error).split(". ")[0]
         raise UserError(
-            f"the GPU's memory does not hold the units ({told}): free some of it, or choose smaller --sizes"
+            f"the GPU's memory does not hold the units ({errors}): free some of it, or choose smaller --sizes"
         ) from None
 
 
 def _sample(world: World, variant: Variant, times: int) -> float:
-    world.meet(world.comm.Ibarrier(), "beginning a row of operations")
+    world.wait_collective(world.comm.Ibarrier(), "beginning a row of operations")
     taken = seconds(variant.operations, times, variant.finish)
     variant.proceed()
     return taken

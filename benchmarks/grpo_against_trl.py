@@ -75,18 +75,18 @@ def ours(folder: Path) -> None:
     import numpy as np
     import torch
 
-    from odc_mpi.rollout.sample import Completions
+    from odc_mpi.rollout.sample import PromptCompletions
     from odc_mpi.runtime.world import World
-    from odc_mpi.train.inputs import open_inputs
-    from odc_mpi.train.rl.source import RolloutSource
-    from odc_mpi.train.run import build_trainer, decide
-    from odc_mpi.train.settings import load
+    from odc_mpi.training.inputs import open_inputs
+    from odc_mpi.training.rl.source import RolloutSource
+    from odc_mpi.training.run import build_trainer, decide
+    from odc_mpi.training.settings import load
 
     def give(module: Any, asked: Any, sampling: Any, deliver: Any, progress: Any) -> None:
         for i, prompt in enumerate(asked):
             tokens = completions(prompt.number)
             logps = [np.zeros(len(own), np.float32) for own in tokens]
-            deliver(i, Completions(tokens, logps, [own[-1] == END for own in tokens], 0.0))
+            deliver(i, PromptCompletions(tokens, logps, [own[-1] == END for own in tokens], 0.0))
 
     with World() as world:
         torch.set_num_threads(1)
@@ -116,9 +116,9 @@ def ours(folder: Path) -> None:
                 "optim.max_grad_norm": 1e9,
             }
             config = load(None, [f"--{key}={value}" for key, value in settings.items()])
-            inputs = world.agree(lambda config=config: open_inputs(config, world.rank, world.size))
+            inputs = world.run_on_all(lambda config=config: open_inputs(config, world.rank, world.size))
             with build_trainer(config, world, inputs, decide(config, world)) as trainer:
-                source = next(each for each in trainer.participants if isinstance(each, RolloutSource))
+                source = next(each for each in trainer.callbacks if isinstance(each, RolloutSource))
                 source._engine = give
                 _two_steps(folder / f"case_{number}", world, trainer)
             trainer.model.close()

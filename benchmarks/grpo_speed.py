@@ -84,14 +84,14 @@ def show(rounds: list[dict[str, Any]]) -> None:
                 statistics.median(each[key] or 0.0 for each in found)
                 for key in ("tokens_per_s", "tokens_per_cpu_s", "generate_fraction")
             )
-            told = f"{generated:.0%} generation, {len(found)} rounds; {found[-1]['versions']}"
-            print(f"{way:6} {speed:7,.0f} tokens/s, {cpu:7,.0f} per second of a processor, {told}")
+            output = f"{generated:.0%} generation, {len(found)} rounds; {found[-1]['versions']}"
+            print(f"{way:6} {speed:7,.0f} tokens/s, {cpu:7,.0f} per second of a processor, {output}")
     for way, other in RATIOS:
         both = [(each[way], each[other]) for each in rounds if way in each and other in each]
         for key in ("tokens_per_s", "tokens_per_cpu_s") if both else ():
             ratios = sorted(one[key] / two[key] for one, two in both)
-            told = f"{statistics.median(ratios):.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f}"
-            print(f"{key:16} {way} / {other}: {told}")
+            output = f"{statistics.median(ratios):.2f}, from {ratios[0]:.2f} to {ratios[-1]:.2f}"
+            print(f"{key:16} {way} / {other}: {output}")
 
 
 def with_odc_mpi(way: str, steps: int) -> None:
@@ -101,18 +101,18 @@ def with_odc_mpi(way: str, steps: int) -> None:
     import transformers
 
     from odc_mpi.runtime.world import World
-    from odc_mpi.train.inputs import open_inputs
-    from odc_mpi.train.run import build_trainer, decide
-    from odc_mpi.train.settings import load
+    from odc_mpi.training.inputs import open_inputs
+    from odc_mpi.training.run import build_trainer, decide
+    from odc_mpi.training.settings import load
 
     torch.set_num_threads(1)
     with World() as world:
         alone = way == "apart"
-        ranks, share, seed = (world.alone(), 128, world.rank) if alone else (world, 256, 0)
+        ranks, share, seed = (world.self_world(), 128, world.rank) if alone else (world, 256, 0)
         given = {"--rl.log_completions": 0, "--data.minibatch_sequences": share, "--run.seed": seed}
         config = load(CONFIG, [str(word) for pair in given.items() for word in pair])
         config = replace(config, data=replace(config.data, eval_path=None))
-        inputs = ranks.agree(lambda: open_inputs(config, ranks.rank, ranks.size))
+        inputs = ranks.run_on_all(lambda: open_inputs(config, ranks.rank, ranks.size))
         with build_trainer(config, ranks, inputs, decide(config, ranks)) as trainer:
             trainer.start()
             trainer.step()
@@ -140,17 +140,17 @@ def with_trl(way: str, steps: int) -> None:
     sys.path.insert(0, "jobs")
     from digits import right_digits
 
-    told: dict[str, Any] = {"tokens": 0, "ends": []}
+    output: dict[str, Any] = {"tokens": 0, "ends": []}
 
     def exact_match(
         completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any
     ) -> list[float]:
-        told["tokens"] += sum(map(len, completion_ids)) if told["ends"] else 0
+        output["tokens"] += sum(map(len, completion_ids)) if output["ends"] else 0
         return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]
 
     class Ends(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            told["ends"].append((time.perf_counter(), time.process_time()))
+            output["ends"].append((time.perf_counter(), time.process_time()))
 
     torch.set_num_threads(1)
     settings = trl.GRPOConfig(
@@ -180,9 +180,9 @@ def with_trl(way: str, steps: int) -> None:
         callbacks=[Ends()],
     )
     trainer.train()
-    seconds, cpu_s = (last - first for first, last in zip(told["ends"][0], told["ends"][-1], strict=True))
+    seconds, cpu_s = (last - first for first, last in zip(output["ends"][0], output["ends"][-1], strict=True))
     versions = f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-    report(told["tokens"], seconds, cpu_s, None, versions)
+    report(output["tokens"], seconds, cpu_s, None, versions)
 
 
 def report(tokens: int, seconds: float, cpu_s: float, generate_fraction: float | None, versions: str) -> None:

@@ -47,7 +47,7 @@ WARM_UP = 2
 
 def configuration(arguments):
     """Return what is trained: settings of the quick start, for as long as it is asked for."""
-    from odc_mpi.train.settings import load
+    from odc_mpi.training.settings import load
 
     config = load(mpi_launch.ROOT / "jobs/quickstart.yaml")
     model = config.model.config | (LARGER if arguments.larger else {})
@@ -62,7 +62,7 @@ def configuration(arguments):
 
 def caches(config, size):
     """Return the configuration with so many bytes for each of the two caches."""
-    from odc_mpi.train.checks import Size
+    from odc_mpi.training.setting_types import Size
 
     each = Size(size)
     return replace(config, comm=replace(config.comm, parameter_cache_bytes=each, gradient_cache_bytes=each))
@@ -70,26 +70,26 @@ def caches(config, size):
 
 def train(world, name, config, steps):
     """Train anew for some steps; return tokens per second, and per minibatch and rank bytes and microbatches."""
-    from odc_mpi.bench.baselines.plain import Whole
-    from odc_mpi.bench.together import slowest_s
-    from odc_mpi.train.inputs import open_inputs
-    from odc_mpi.train.run import build_trainer, decide
+    from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
+    from odc_mpi.bench.rank_timing import slowest_s
+    from odc_mpi.training.inputs import open_inputs
+    from odc_mpi.training.run import build_trainer, decide
 
     inputs = open_inputs(config, world.rank, world.size)
-    told = []
+    output = []
     if name == APART:
-        whole = Whole(config, inputs.sequence_loader)
+        whole = UnshardedBaseline(config, inputs.sequence_loader)
         step, close = (lambda: {"num_input_tokens": whole.step()[1]}), (lambda: None)
     else:
         trainer = build_trainer(config, world, inputs, decide(config, world))
         step, close = trainer.step, trainer.model.close
     for _ in range(WARM_UP):
         step()
-    seconds = slowest_s(world, name, lambda: told.extend(step() for _ in range(steps)))
+    seconds = slowest_s(world, name, lambda: output.extend(step() for _ in range(steps)))
     close()
-    over = [line.get("bytes_fetched_other_nodes", 0) + line.get("bytes_pushed_other_nodes", 0) for line in told]
-    microbatches = [(line.get("microbatches_min", 0) + line.get("microbatches_max", 0)) / 2 for line in told]
-    speed = sum(line["num_input_tokens"] for line in told) / seconds
+    over = [line.get("bytes_fetched_other_nodes", 0) + line.get("bytes_pushed_other_nodes", 0) for line in output]
+    microbatches = [(line.get("microbatches_min", 0) + line.get("microbatches_max", 0)) / 2 for line in output]
+    speed = sum(line["num_input_tokens"] for line in output) / seconds
     return speed, statistics.mean(over), statistics.mean(microbatches)
 
 
@@ -98,8 +98,8 @@ def job(arguments):
     import torch
 
     from odc_mpi.bench.measure import interleaved
+    from odc_mpi.formatting import parse_size
     from odc_mpi.runtime.world import World
-    from odc_mpi.wording import parse_size
 
     with World(timeout_s=arguments.timeout_s) as world:
         config = configuration(arguments)

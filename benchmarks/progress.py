@@ -63,18 +63,18 @@ from progress_pushes import measure_pushes
 from torch import nn
 
 from odc_mpi.bench.fetch_and_push import require_host_memory, unit_layout
-from odc_mpi.bench.measure import Goal, interleaved, parse_sizes, speaker
-from odc_mpi.bench.together import header, slowest_s
-from odc_mpi.comm.compose import window_transport
+from odc_mpi.bench.measure import Goal, interleaved, make_progress_printer, parse_sizes
+from odc_mpi.bench.rank_timing import header, slowest_s
+from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.progress import ProgressThread
-from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxReduction
+from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES, MailboxGradientStore
 from odc_mpi.comm.windows.rma import Window
-from odc_mpi.errors import AgreedError
-from odc_mpi.runtime.ranks import on_ranks
+from odc_mpi.errors import AllRanksUserError
+from odc_mpi.formatting import format_size
+from odc_mpi.probe.repeat import repeat_for
+from odc_mpi.runtime.ranks import run_on_all_ranks
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
-from odc_mpi.stack.repeat import each_for
-from odc_mpi.wording import format_size
 
 GET_DELAY, SLOW_DOWN = Goal("get_delay_s", "<=", 5e-3), Goal("slow_down", "<=", 0.05)
 MAILBOX_OF_PUT = Goal("mailbox_of_put", ">=", 0.25)
@@ -102,11 +102,11 @@ def main() -> int:
 
     def work() -> None:
         sizes, push_sizes = parse_sizes(given.sizes), parse_sizes(given.push_sizes, "--push-sizes")
-        result = measure(world, sizes, push_sizes, given.repeats, given.budget_s, speaker(world.rank))
+        result = measure(world, sizes, push_sizes, given.repeats, given.budget_s, make_progress_printer(world.rank))
         if world.rank == 0:
             print(json.dumps(result), flush=True)
 
-    return on_ranks(world, work)
+    return run_on_all_ranks(world, work)
 
 
 def measure(
@@ -169,25 +169,26 @@ def judge(read: list[dict[str, Any]], polite: dict[str, Any], pushed: list[dict[
         kinds = {name: entry["median_s"] for name, entry in size["kinds"].items()}
         idle_s = kinds.pop("idle")
         judged += [
-            GET_DELAY.judge(median_s - idle_s, size_bytes=size["size_bytes"], variant=name)
+            GET_DELAY.evaluate(median_s - idle_s, size_bytes=size["size_bytes"], variant=name)
             for name, median_s in kinds.items()
         ]
     judged += [
-        SLOW_DOWN.judge(spread["median"], size_bytes=None, variant=name) for name, spread in polite["slow_down"].items()
+        SLOW_DOWN.evaluate(spread["median"], size_bytes=None, variant=name)
+        for name, spread in polite["slow_down"].items()
     ]
     for size in pushed:
         mailbox = size["variants"].get("mailbox")
         if mailbox is not None and mailbox["of_put"] is not None:
-            judged.append(MAILBOX_OF_PUT.judge(mailbox["of_put"], size_bytes=size["size_bytes"], variant="mailbox"))
+            judged.append(MAILBOX_OF_PUT.evaluate(mailbox["of_put"], size_bytes=size["size_bytes"], variant="mailbox"))
     return judged
 
 
 def _require(world: World, sizes: list[int], push_sizes: list[int]) -> None:
     """Check what the machine has to have. Collective."""
     if world.size == 1:
-        raise AgreedError("expected two ranks or more, of which one computes, got 1")
+        raise AllRanksUserError("expected two ranks or more, of which one computes, got 1")
     if not all(world.gather_objects(window_transport(world).threads)):
-        raise AgreedError("expected MPI to grant MPI_THREAD_MULTIPLE, which a progress thread needs")
+        raise AllRanksUserError("expected MPI to grant MPI_THREAD_MULTIPLE, which a progress thread needs")
     # Of Gets: a window, and two copies. Of pushes: windows and shards of all sizes, an inbox, what is put, and copies.
     reading, inbox = 3 * max(sizes), DEFAULT_MAILBOX_BYTES
     pushing = 3 * sum(push_sizes) + inbox + 4 * max(push_sizes)
@@ -242,7 +243,7 @@ def measure_gets(world: World, target: int, sizes: list[int], repeats: int) -> l
     window.sync()
     buffer = np.empty(max(sizes) if world.rank == 0 else 0, dtype=np.uint8)
     spells = Spells(world, target)
-    progress = ProgressThread(world, serve=lambda: False)
+    progress = ProgressThread(world, make_progress=lambda: False)
     kinds: dict[str, Work] = {"idle": None, **kinds_of_work()}
     result = []
     for num_bytes in sizes:
@@ -252,7 +253,7 @@ def measure_gets(world: World, target: int, sizes: list[int], repeats: int) -> l
         result.append({"size_bytes": num_bytes, "kinds": {name: _get_entry(taken) for name, taken in samples.items()}})
     progress.close()
     spells.free()
-    with world.meeting("freeing a window"):
+    with world.collective("freeing a window"):
         window.free()
     return result
 
@@ -283,14 +284,14 @@ def measure_politeness(world: World, rounds: int, sample_s: float = SAMPLE_S) ->
     step = _training_step()
     step()  # the first is none like the others
     steps = max(world.gather_objects(ceil(sample_s / _step_s(step))))
-    mailbox = MailboxReduction(world, torch.float32)
+    mailbox = MailboxGradientStore(world, torch.float32)
     mailbox.plan([unit_layout(1, world.size)])
     mailbox.allocate()
-    serving: dict[str, Callable[[], bool]] = {"accumulate": lambda: False, "mailbox": mailbox.serve}
+    serving: dict[str, Callable[[], bool]] = {"accumulate": lambda: False, "mailbox": mailbox.make_progress}
     run = partial(_run, world, step, steps)
     variants = {name: partial(_run_with_thread, world, serve, run) for name, serve in serving.items()}
     times: dict[str, list[float]] = interleaved({WITHOUT: run, **variants}, rounds)
-    with world.meeting("freeing the windows"):
+    with world.collective("freeing the windows"):
         mailbox.free()
     return {
         "steps": steps,
@@ -316,7 +317,7 @@ def _run(world: World, step: Callable[[], object], steps: int) -> float:
 
     def compute() -> None:
         # Nothing of this rank but the thread, if there is one, is to enter MPI.
-        with world.inattentive():
+        with world.background_progress_off():
             for _ in range(steps):
                 step()
 
@@ -338,7 +339,7 @@ def _training_step() -> Callable[[], object]:
 
 def _step_s(step: Callable[[], object]) -> float:
     began = perf_counter()
-    steps = len(each_for(_TRIAL_S, step))
+    steps = len(repeat_for(_TRIAL_S, step))
     return (perf_counter() - began) / steps
 
 

@@ -109,14 +109,14 @@ class Spells:
     def free(self) -> None:
         """Free the window. Collective."""
         del self._seen
-        with self._world.meeting("freeing a window"):
+        with self._world.collective("freeing a window"):
             self._ended.free()
 
     def _compute(self, work: Callable[[], object]) -> float:
         """Compute until rank 0 has measured; return the seconds. Local."""
-        self._world.note("computing while rank 0 measures")
+        self._world.set_status("computing while rank 0 measures")
         began, computed_s = perf_counter(), 0.0
-        with self._world.inattentive(), self._world.deadline("computing while rank 0 measures", [0]):
+        with self._world.background_progress_off(), self._world.deadline("computing while rank 0 measures", [0]):
             # A plain look: MPI_Win_sync might drive MPI's progress, which only the thread is to do here.
             while self._seen[0] < self._number[0]:
                 work()
@@ -124,7 +124,7 @@ class Spells:
         return computed_s
 
     def _meet(self, what: str) -> None:
-        self._world.meet(self._world.comm.Ibarrier(), what)
+        self._world.wait_collective(self._world.comm.Ibarrier(), what)
 
 
 def find_target(world: World) -> int:

@@ -18,12 +18,12 @@ import torch
 from progress_computing import Spells, Work, kinds_of_work
 
 from odc_mpi.bench.fetch_and_push import REDUCTIONS, unit_layout
-from odc_mpi.bench.measure import around, entries
+from odc_mpi.bench.measure import entries, rotate
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.windows.rma import Window
+from odc_mpi.formatting import format_size
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import ALIGNMENT_NUMEL, FlatLayout
-from odc_mpi.wording import format_size
 
 #: What the target is busy with.
 WORK = "small_operations"
@@ -54,7 +54,7 @@ class Pushes:
             reduction.plan(self._layouts)
             reduction.allocate()
         # None but the mailbox leaves its owner a part.
-        self._progress = ProgressThread(world, world.progress.serve)
+        self._progress = ProgressThread(world, world.progress.run_tasks)
         self._gradient = torch.from_numpy(pattern(max(sizes) // 4 if world.rank == 0 else 0))
         self.ways: dict[str, Callable[[int], float]] = {PUT: self._put}
         self.ways |= {name: partial(self._push, name) for name in REDUCTIONS}
@@ -92,7 +92,7 @@ class Pushes:
 
     def free(self) -> None:
         """Free all memory. Collective."""
-        with self._world.meeting("freeing the windows"):
+        with self._world.collective("freeing the windows"):
             self._progress.close()
             for reduction in reversed(self._reductions.values()):
                 reduction.free()
@@ -115,7 +115,7 @@ class Pushes:
         return perf_counter() - began
 
     def _meet(self, what: str) -> None:
-        self._world.meet(self._world.comm.Ibarrier(), what)
+        self._world.wait_collective(self._world.comm.Ibarrier(), what)
 
 
 def measure_pushes(
@@ -177,7 +177,7 @@ def within(budget_s: float, samples: Mapping[str, Callable[[], float]], most: in
     """
     taken: dict[str, list[float]] = {name: [] for name in samples}
     for turn in range(most if samples else 0):
-        for name in around(list(samples), turn):
+        for name in rotate(list(samples), turn):
             if sum(taken[name]) <= budget_s:
                 taken[name].append(samples[name]())
     return taken

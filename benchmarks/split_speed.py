@@ -16,23 +16,23 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from odc_mpi.bench.contenders import Ours, run_rounds
-from odc_mpi.bench.train import own_configuration
+from odc_mpi.bench.contenders import OdcContender, run_rounds
+from odc_mpi.bench.train import default_configuration
 from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.data.loader import Minibatch
-from odc_mpi.data.plan.cost import Cost
-from odc_mpi.data.prepare import Options, prepare
-from odc_mpi.observe.participant import Participant, Step
+from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.data.prepare import PrepareOptions, prepare
+from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
-from odc_mpi.simulate.scenario import Trial
-from odc_mpi.simulate.simulate import timing
-from odc_mpi.train.inputs import open_inputs
-from odc_mpi.train.loop import Trainer
-from odc_mpi.train.run import build_trainer, decide
-from odc_mpi.train.settings import Config
+from odc_mpi.simulate.scenario import SimulatedMinibatch
+from odc_mpi.simulate.simulate import simulate_timing
+from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.loop import Trainer
+from odc_mpi.training.run import build_trainer, decide
+from odc_mpi.training.settings import Config
 
-#: Of the model of `own_configuration`: tokens it knows, and layers.
+#: Of the model of `default_configuration`: tokens it knows, and layers.
 VOCABULARY, NUM_UNITS = 4096, 8
 NUM_SEQUENCES = 256
 NAMES = ("dynamic", "split")
@@ -55,10 +55,10 @@ def main() -> None:
 
 def _measure(world: World, length: int, sequences: int, steps: int, num_rounds: int) -> dict[str, Any]:
     path = Path(f"runs/data/length_{length}.h5")
-    world.agree(lambda: _prepare(path, length) if world.rank == 0 else None)
+    world.run_on_all(lambda: _prepare(path, length) if world.rank == 0 else None)
     recorders = {name: _Recorder() for name in NAMES}
     trainers = {name: _trainer(world, path, sequences, name, recorders[name]) for name in NAMES}
-    ours = {name: Ours(trainer, world.rank) for name, trainer in trainers.items()}
+    ours = {name: OdcContender(trainer, world.rank) for name, trainer in trainers.items()}
     rounds = run_rounds(world, ours, steps, num_rounds, lambda line: None)
     # What whole sequences take is learned where all are whole; what pieces take, where some are cut.
     costs = {name: _learned(trainer) for name, trainer in trainers.items()}
@@ -84,23 +84,23 @@ def _measure(world: World, length: int, sequences: int, steps: int, num_rounds: 
     }
 
 
-class _Recorder(Participant):
+class _Recorder(Callback):
     """Keeps the minibatches."""
 
     def __init__(self) -> None:
         self.minibatches: list[Minibatch] = []
 
-    def after_step(self, step: Step) -> None:
+    def on_step_end(self, step: Step) -> None:
         """Take note of a minibatch. Local."""
         self.minibatches.append(step.minibatch)
 
 
-def _learned(trainer: Trainer) -> Cost:
+def _learned(trainer: Trainer) -> CostModel:
     return cast(Any, trainer)._source._loader.cost
 
 
 def _trainer(world: World, path: Path, sequences: int, name: str, recorder: _Recorder) -> Trainer:
-    config = own_configuration(world.timeout_s)
+    config = default_configuration(world.timeout_s)
     model = cast(Any, config.model.config) | {"max_position_embeddings": 4096}
     data = replace(
         config.data, path=str(path), minibatch_sequences=sequences, max_tokens_per_microbatch=4096, balance="dynamic"
@@ -111,9 +111,9 @@ def _trainer(world: World, path: Path, sequences: int, name: str, recorder: _Rec
         comm=config.comm,
         optim=config.optim,
     )
-    inputs = world.agree(lambda: open_inputs(config, world.rank, world.size))
+    inputs = world.run_on_all(lambda: open_inputs(config, world.rank, world.size))
     trainer = build_trainer(config, world, inputs, decide(config, world))
-    trainer.participants.append(recorder)
+    trainer.callbacks.append(recorder)
     return trainer
 
 
@@ -122,7 +122,7 @@ def _prepare(path: Path, length: int) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     if not length:
-        prepare(["stdlib"], path, Options(max_length=4096, vocab_size=VOCABULARY))
+        prepare(["stdlib"], path, PrepareOptions(max_length=4096, vocab_size=VOCABULARY))
         return
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (NUM_SEQUENCES, length), dtype=np.uint32)
     with DatasetWriter(path, vocab_size=VOCABULARY, tokenizer="none", source="random") as writer:
@@ -130,10 +130,10 @@ def _prepare(path: Path, length: int) -> None:
             writer.append(own, np.ones(length, dtype=np.bool_))
 
 
-def _simulated_s(ranks: int, minibatch: Minibatch, cost: Cost) -> float:
+def _simulated_s(ranks: int, minibatch: Minibatch, cost: CostModel) -> float:
     lengths = minibatch.dataset.lengths[minibatch.indices]
-    trial = Trial(lengths, cost.sequence(lengths), cost.constant, 0.0, np.ones(ranks), cost=cost)
-    return timing(trial, minibatch.plan, "window", num_units=NUM_UNITS).end_s
+    trial = SimulatedMinibatch(lengths, cost.sequence(lengths), cost.constant, 0.0, np.ones(ranks), cost=cost)
+    return simulate_timing(trial, minibatch.plan, "window", num_units=NUM_UNITS).end_s
 
 
 if __name__ == "__main__":

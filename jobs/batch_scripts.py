@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from odc_mpi.slurm.job import Job, training
+from odc_mpi.slurm.job import SlurmJob, training_script
 
 _SWEEP = """\
 
@@ -25,13 +25,13 @@ def templates() -> dict[str, str]:
         return f"sbatch jobs/{name}.sbatch --config CONFIG [--section.key value ...]"
 
     return {
-        "train": training(
-            Job(),
+        "train": training_script(
+            SlurmJob(),
             "Training: it saves before its time is up, queues again and goes on by itself.",
             usage("train"),
         ),
-        "sweep": training(
-            Job(name="sweep"),
+        "sweep": training_script(
+            SlurmJob(name="sweep"),
             "Trainings that differ in some settings, as an array of jobs, each of which saves and goes on by itself.",
             usage("sweep"),
             array="0-2%2             # so many, two at a time",

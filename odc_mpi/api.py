@@ -9,28 +9,28 @@ from typing import Literal
 import torch
 from torch import nn
 
-from odc_mpi.comm.compose import (
-    alone_transport,
+from odc_mpi.comm.device.device import Device, find_device
+from odc_mpi.comm.factory import (
     collective_transport,
     device_transport,
-    reductions,
+    gradient_store_factories,
+    single_rank_transport,
     staged,
     window_transport,
 )
-from odc_mpi.comm.device.device import Device, find_device
 from odc_mpi.comm.reduce.mailbox import DEFAULT_MAILBOX_BYTES
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError, warn
-from odc_mpi.runtime.library import any_thread_may_call, thread_level
+from odc_mpi.probe.decision import CommSettings, Decision, decide, decide_collective, refuse_wrong_data
+from odc_mpi.probe.probe import cached_or_quick_report, environment_report
+from odc_mpi.probe.report import ProbeReport
+from odc_mpi.runtime.library import has_thread_serialized, thread_level
 from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.runtime.world import World
+from odc_mpi.shard.cache_budget import CacheBytes, CacheNeeds, auto_cache_bytes
+from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
-from odc_mpi.shard.residency import Budgets, Needs, auto_budgets
-from odc_mpi.shard.slices import Weights
-from odc_mpi.stack.decision import Decision, Wishes, decide, decide_collective, refuse_wrong_data
-from odc_mpi.stack.probe import bare_report, quick_report
-from odc_mpi.stack.report import Report
 
 #: What AdamW keeps for each element that it optimizes: two moments in fp32.
 OPTIMIZER_BYTES = 8
@@ -45,7 +45,7 @@ def shard_model(
     reduce_dtype: torch.dtype | None = None,
     activation_checkpointing: bool = False,
     prefetch: int = 1,
-    weights: Weights | None = None,
+    weights: WeightSource | None = None,
     decision: Decision | None = None,
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
     parameter_cache_bytes: int | Literal["auto"] = "auto",
@@ -76,7 +76,7 @@ def shard_model(
             then run the same number of microbatches, and nothing is prefetched (docs/ordering.md).
         mailbox_bytes: Where gradients go through a mailbox: memory on this rank for gradients on their way to it.
         parameter_cache_bytes: Memory on this rank for fetched units that stay until the end of the minibatch, where the
-            model computes. By default what is free there, by the rule of docs/residency.md; ranks need not agree.
+            model computes. By default what is free there, by the rule of docs/caching.md; ranks need not agree.
         gradient_cache_bytes: The same for gradients, which are then added up and pushed once a minibatch.
         device: Where the model computes: cpu, or cuda, of a node's GPUs the one with this rank's local number. The
             shards are on the host, and a GPU holds no parameters but those of the units in use, unless `decision` has
@@ -91,10 +91,10 @@ def shard_model(
         UserError: Too little memory for the windows; no such device; windows on a GPU without CuPy; a cache
             size that is none.
     """
-    computing = world.agree(lambda: _device(device, optimizer_device, world.host_rank))
-    world.agree(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
-    reduce_dtype = reduce_dtype or _widest(module, param_dtype)
-    param_dtype, dtypes = (param_dtype, {}) if param_dtype else _own_dtypes(module)
+    computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
+    world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
+    reduce_dtype = reduce_dtype or _widest_dtype(module, param_dtype)
+    param_dtype, dtypes = (param_dtype, {}) if param_dtype else _dtypes_by_parameter(module)
     decision = decision or decide_for(world, device=device)
     transport = _transport(world, computing, param_dtype, reduce_dtype, decision, mailbox_bytes)
     model = ShardedModel(
@@ -110,9 +110,11 @@ def shard_model(
     optimizes_here = computing is None or optimizer_device == "cuda"
     free_bytes, num_ranks = _free_bytes(world, computing, model if optimizes_here else None)
     needs = model.cache_needs
-    model.cache_bytes = auto_budgets(free_bytes, num_ranks, needs.all, parameter_cache_bytes, gradient_cache_bytes)
+    model.cache_bytes = auto_cache_bytes(
+        free_bytes, num_ranks, needs.maximum, parameter_cache_bytes, gradient_cache_bytes
+    )
     if world.rank == 0:
-        _warn_of_slips(model.cache_bytes, needs)
+        _warn_about_budgets(model.cache_bytes, needs)
     return model
 
 
@@ -150,18 +152,18 @@ def decide_for(
     """
     if transport not in ("window", "collective"):
         raise UserError(f"transport: expected window or collective, got {transport}")
-    wishes = Wishes(zero_copy, reduction, progress, window_device)
+    wishes = CommSettings(zero_copy, reduction, progress, window_device)
     if transport == "collective":
-        if wishes != Wishes() or device != "cpu":
+        if wishes != CommSettings() or device != "cpu":
             raise UserError("transport: collective computes on the host and has no other choice: leave the others out")
         return decide_collective()
     # An operation that crashes here must not be tried if nothing depends on the answer.
-    report = bare_report(world) if wishes.leave_nothing_open else quick_report(world)
-    computing = world.agree(lambda: find_device(device, world.host_rank))
+    report = environment_report(world) if wishes.is_complete else cached_or_quick_report(world)
+    computing = world.run_on_all(lambda: find_device(device, world.host_rank))
     if computing is not None and window_device != "cpu":
-        report = _with_verdict(report, world, computing)
-    decision = world.agree(lambda: decide(report, wishes, on_device=computing is not None))
-    world.agree(lambda: refuse_wrong_data(report, decision, tickets=tickets))
+        report = _with_device_report(report, world, computing)
+    decision = world.run_on_all(lambda: decide(report, wishes, on_device=computing is not None))
+    world.run_on_all(lambda: refuse_wrong_data(report, decision, tickets=tickets))
     return decision
 
 
@@ -186,10 +188,10 @@ def _check_caches(parameters: object, gradients: object) -> None:
             raise UserError(f"{setting}: expected auto or a number of bytes, 0 or more, got {value!r}")
 
 
-def _warn_of_slips(given: Budgets, needs: Needs) -> None:
+def _warn_about_budgets(requested: CacheBytes, needs: CacheNeeds) -> None:
     for kind, budget, least, what in (
-        ("parameter", given.parameters, needs.least.parameters, "unit"),
-        ("gradient", given.gradients, needs.least.gradients, "unit's gradients"),
+        ("parameter", requested.parameters, needs.minimum.parameters, "unit"),
+        ("gradient", requested.gradients, needs.minimum.gradients, "unit's gradients"),
     ):
         if 0 < budget < least:
             warn(f"comm.{kind}_cache_bytes: {budget} bytes hold no {what}, the smallest takes {least}: nothing is kept")
@@ -201,7 +203,7 @@ def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None
             raise UserError(f"{setting}: expected cpu or cuda, got {value}")
     if optimizer_device == "cuda" and device == "cpu":
         raise UserError("optim.device: cuda goes with run.device cuda, got run.device cpu: set optim.device to cpu")
-    if device == "cuda" and not any_thread_may_call():
+    if device == "cuda" and not has_thread_serialized():
         raise UserError(
             "run.device: cuda needs MPI_THREAD_SERIALIZED, as torch runs a backward on a GPU in a thread of its own; "
             f"this MPI grants {thread_level()}: set it to cpu, or leave mpi4py.rc.thread_level at its default"
@@ -209,12 +211,12 @@ def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None
     return find_device(device, host_rank)
 
 
-def _with_verdict(report: Report, world: World, device: Device) -> Report:
+def _with_device_report(report: ProbeReport, world: World, device: Device) -> ProbeReport:
     """Add what a doctor found about windows on these devices. Collective."""
     # Here, so that nobody without a GPU loads it.
-    from odc_mpi.stack.device_probe import kept_verdict
+    from odc_mpi.probe.device_probe import load_device_report
 
-    kept = kept_verdict(world, device)
+    kept = load_device_report(world, device)
     if kept is None:
         return report
     problems = [problem for problem in kept.problems if problem.where[:1] in (("device",), ("from_device",))]
@@ -229,11 +231,11 @@ def _transport(
     decision: Decision,
     mailbox_bytes: int,
 ) -> Transport:
-    reduction, progress = decision.reduction.choice, decision.progress.choice == "thread"
-    zero_copy = decision.zero_copy.choice == "on"
+    reduction, progress = decision.reduction.value, decision.progress.value == "thread"
+    zero_copy = decision.zero_copy.value == "on"
     if device is not None and decision.windows_on_device:
         if zero_copy:
-            return alone_transport(world, device, param_dtype, reduce_dtype)
+            return single_rank_transport(world, device, param_dtype, reduce_dtype)
         return device_transport(
             world,
             device,
@@ -252,13 +254,13 @@ def _transport(
         param_dtype,
         reduce_dtype,
         zero_copy=zero_copy,
-        reduction=reductions(mailbox_bytes)[reduction],
+        reduction=gradient_store_factories(mailbox_bytes)[reduction],
         progress=progress,
     )
     return host if device is None else staged(host, device)
 
 
-def _widest(module: nn.Module, param_dtype: torch.dtype | None) -> torch.dtype:
+def _widest_dtype(module: nn.Module, param_dtype: torch.dtype | None) -> torch.dtype:
     """Return the wider of float32 and the type of the trainable parameters."""
     if param_dtype is not None:
         return torch.promote_types(param_dtype, torch.float32)
@@ -266,7 +268,7 @@ def _widest(module: nn.Module, param_dtype: torch.dtype | None) -> torch.dtype:
     return functools.reduce(torch.promote_types, trained, torch.float32)
 
 
-def _own_dtypes(module: nn.Module) -> tuple[torch.dtype, dict[str, torch.dtype]]:
+def _dtypes_by_parameter(module: nn.Module) -> tuple[torch.dtype, dict[str, torch.dtype]]:
     """Return the type of most elements of a module's parameters, and the types of all others by name."""
     own = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
     counts: Counter[torch.dtype] = Counter()

@@ -11,7 +11,7 @@ class UserError(ValueError):
     """
 
 
-class AgreedError(UserError):
+class AllRanksUserError(UserError):
     """A `UserError` that every rank of the job raises at the same point, so that each may end in good order."""
 
 
@@ -23,7 +23,7 @@ class StoppedError(RuntimeError):
     """A run that ends early on request, after saving; every rank raises it."""
 
 
-def unusable(error: OSError) -> UserError:
+def file_error(error: OSError) -> UserError:
     """Return an error in one line about a file that cannot be used, such as one without permission. Local.
 
     Raises:
@@ -34,7 +34,7 @@ def unusable(error: OSError) -> UserError:
     return UserError(f"expected a file or directory that can be used, got {error.filename}: {error.strerror}")
 
 
-def in_one_line(error: BaseException) -> str:
+def one_line_message(error: BaseException) -> str:
     """Fold an exception's message, which may have many lines, into one. Local."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."

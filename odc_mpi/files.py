@@ -10,7 +10,7 @@ from pathlib import Path
 from odc_mpi.errors import warn
 
 
-def replace_text(path: Path, text: str) -> None:
+def write_text_durable(path: Path, text: str) -> None:
     """Replace a file; a reader sees the old or the new content, also after a crash. Local.
 
     One process at a time may call this for a path: the temporary file beside it always has the same name.
@@ -32,7 +32,7 @@ def replace_text(path: Path, text: str) -> None:
     sync_directory(path.parent)
 
 
-def swap_text(path: Path, text: str, *, private: bool) -> None:
+def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
     """Replace a file; a reader sees the old or the new content. After a crash the file may be empty. Local.
 
     Several processes may call this for a path: each has a temporary file of its own, and the last one wins.
@@ -61,7 +61,7 @@ def swap_text(path: Path, text: str, *, private: bool) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Offer a path to write a new file to; rename that file to `path` when the body ends well. Local.
 
     The new path is in a hidden directory beside `path`, which goes on any exception, with the parent directories that
@@ -86,15 +86,15 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def keep(path: Path, text: str) -> None:
+def write_or_warn(path: Path, text: str) -> None:
     """Write a file of a run, or warn that it is lost: no such file is worth ending the run. Local."""
     try:
-        replace_text(path, text)
+        write_text_durable(path, text)
     except OSError as error:
-        warn_lost(path, error)
+        warn_write_failed(path, error)
 
 
-def warn_lost(path: Path, error: OSError) -> None:
+def warn_write_failed(path: Path, error: OSError) -> None:
     """Warn that a file, or a part of it, is lost, and that the run goes on. Local."""
     warn(f"WARNING: cannot write {path}: {error.strerror}: it is incomplete or missing; the run goes on without")
 

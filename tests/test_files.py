@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from odc_mpi import files
-from odc_mpi.files import keep, make_directory, replace_text, replacing, swap_text, sync_directory, sync_file
+from odc_mpi.files import (
+    atomic_write,
+    make_directory,
+    sync_directory,
+    sync_file,
+    write_or_warn,
+    write_text_atomic,
+    write_text_durable,
+)
 
 
 @pytest.fixture
@@ -20,7 +28,7 @@ def synced(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("write", [replace_text, lambda path, text: swap_text(path, text, private=True)])
+@pytest.mark.parametrize("write", [write_text_durable, lambda path, text: write_text_atomic(path, text, private=True)])
 def test_a_file_is_replaced_and_nothing_stays_beside_it(tmp_path, write):
     path = tmp_path / "notes.txt"
     for text in ("first", "second, ü"):
@@ -29,7 +37,7 @@ def test_a_file_is_replaced_and_nothing_stays_beside_it(tmp_path, write):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("write", [replace_text, lambda path, text: swap_text(path, text, private=True)])
+@pytest.mark.parametrize("write", [write_text_durable, lambda path, text: write_text_atomic(path, text, private=True)])
 def test_what_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch, write):
     path = tmp_path / "notes.txt"
     path.write_text("old")
@@ -45,7 +53,7 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch, write
 
 
 def test_content_is_on_the_disk_before_the_name(tmp_path, synced):
-    replace_text(tmp_path / "notes.txt", "text")
+    write_text_durable(tmp_path / "notes.txt", "text")
     assert synced == [tmp_path / "notes.txt.tmp", tmp_path]
 
 
@@ -53,14 +61,14 @@ def test_content_is_on_the_disk_before_the_name(tmp_path, synced):
 def test_who_may_read_what_was_swapped_in(tmp_path, private, mode):
     umask = os.umask(0o027)
     try:
-        swap_text(tmp_path / "page.html", "text", private=private)
+        write_text_atomic(tmp_path / "page.html", "text", private=private)
     finally:
         os.umask(umask)
     assert stat.S_IMODE((tmp_path / "page.html").stat().st_mode) == mode
 
 
 def replace(path, text):
-    with replacing(path) as new:
+    with atomic_write(path) as new:
         new.write_text(text)
     return path.read_text()
 
@@ -94,10 +102,10 @@ def test_a_failure_leaves_the_old_file_and_no_folder(tmp_path, monkeypatch, fail
 
 
 def test_a_file_that_is_lost_is_told_and_no_error(tmp_path, capsys):
-    keep(tmp_path / "nowhere" / "summary.json", "{}")
-    told = capsys.readouterr().err
-    assert told.startswith(f"odc_mpi: WARNING: cannot write {tmp_path / 'nowhere' / 'summary.json'}: ")
-    assert told.count("\n") == 1
+    write_or_warn(tmp_path / "nowhere" / "summary.json", "{}")
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"odc_mpi: WARNING: cannot write {tmp_path / 'nowhere' / 'summary.json'}: ")
+    assert errors.count("\n") == 1
 
 
 def test_a_file_and_a_directory_are_seen_on_the_disk(tmp_path, synced):

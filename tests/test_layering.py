@@ -11,22 +11,28 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = Path(__file__).parent
 
 #: Modules at the root that know nothing of the project, and that every room may import.
-ROOT = {"errors", "files", "wording", "yaml_dialect"}
+ROOT = {"errors", "files", "formatting", "yaml_dialect"}
 #: What each room may import of the others, besides `ROOT`. A module named in full is allowed alone.
 MAY_SEE = {
     **{module: set() for module in ROOT},
     "runtime": set(),
     "comm": {"runtime"},
-    "shard": {"comm.transport", "comm.pending", "comm.traffic", "comm.buffers", "comm.kernels"},
+    "shard": {"comm.transport", "comm.work", "comm.traffic", "comm.buffers", "comm.kernels"},
     "checkpoint": {"shard", "data.tokenizer"},
-    "stack": {"runtime", "comm"},
-    "api": {"stack", "shard", "comm", "runtime"},
+    "probe": {"runtime", "comm"},
+    "api": {"probe", "shard", "comm", "runtime"},
     "data": set(),
     "models": {"shard", "data", "checkpoint"},
     "observe": {"runtime", "data", "shard"},
-    "train": {
+    "training": {
         *("api", "checkpoint", "data", "models", "observe", "rollout", "shard", "runtime"),
-        *("comm.exchange", "comm.context.piece_windows", "comm.context.pieces", "comm.tickets", "stack.decision"),
+        *(
+            "comm.work_queue",
+            "comm.context_parallel.kv_windows",
+            "comm.context_parallel.kv_exchange",
+            "comm.tickets",
+            "probe.decision",
+        ),
     },
     "rollout": {"data", "models"},
     "generation": {"api", "comm.tickets", "runtime", "data", "models", "checkpoint"},
@@ -34,11 +40,11 @@ MAY_SEE = {
     "simulate": {"data"},
     "report": {"simulate", "data"},
     "bench": {
-        *("runtime", "comm", "shard", "checkpoint", "stack", "api", "data", "models", "observe", "train"),
+        *("runtime", "comm", "shard", "checkpoint", "probe", "api", "data", "models", "observe", "training"),
         *("simulate", "report"),
     },
     "cli": {
-        *("runtime", "stack", "data", "checkpoint", "models", "observe", "train", "generation"),
+        *("runtime", "probe", "data", "checkpoint", "models", "observe", "training", "generation"),
         *("slurm", "simulate", "report", "bench"),
     },
     "__main__": {"cli"},
@@ -47,29 +53,29 @@ MAY_SEE = {
 #: These know nothing of the project but `ROOT`, not even their own room.
 ALONE = {
     *("shard.layout", "data.plan.cost", "data.plan.partition", "data.stdlib", "runtime.deadline", "runtime.lateness"),
-    *("comm.buffers", "stack.report", "runtime.start.pmi", "stack.gpu", "cli.mpiexec"),
+    *("comm.buffers", "probe.report", "runtime.start.pmi", "probe.gpu", "cli.mpiexec"),
     "simulate.events",
 }
 #: These see of their own room only this: no MPI.
 SEE_ALSO = {
-    "stack.decision": {"stack.report", "stack.device_decision"},
-    "stack.device_decision": {"stack.report"},
-    "stack.cache": {"stack.report"},
+    "probe.decision": {"probe.report", "probe.device_decision"},
+    "probe.device_decision": {"probe.report"},
+    "probe.cache": {"probe.report"},
     "bench.measure": set(),
 }
 #: Libraries that only these may import.
 KEPT_IN = {
-    "mpi4py": {"runtime", "stack", "comm"},
+    "mpi4py": {"runtime", "probe", "comm"},
     "torch.distributed": {"bench.baselines"},
     "h5py": {"data.dataset", "checkpoint"},
     "cupy": {"comm"},
     "transformers": {"models", "data.tokenizer", "rollout", "generation"},
     "peft": {"models.adapters"},
-    "safetensors": {"models.weights", "models.adapter_directory", "checkpoint.export"},
-    "rich": {"cli", "stack.doctor", "observe.terminal", "data.prepare", "report.terminal"},
+    "safetensors": {"models.weights", "models.peft_directory", "checkpoint.export"},
+    "rich": {"cli", "probe.doctor", "observe.terminal", "data.prepare", "report.terminal"},
     "yaml": {"yaml_dialect"},
-    "matplotlib": {"report.pictures"},
-    **{name: {"observe.trackers", "observe.tracking"} for name in ("accelerate", "mlflow", "comet_ml")},
+    "matplotlib": {"report.plots"},
+    **{name: {"observe.trackers", "observe.tracker_callback"} for name in ("accelerate", "mlflow", "comet_ml")},
 }
 #: Undocumented parts of transformers and peft, and the modules that use them: docs/architecture.md says what for.
 PRIVATE = {
@@ -78,19 +84,19 @@ PRIVATE = {
     "_supports_attention_backend": {"models.build"},
     "_no_split_modules": {"shard.partition", "models.compiled", "bench.baselines.fsdp"},
     "_init_weights": {"models.weights"},
-    "ForCausalLMLoss": {"models.cuttable"},
+    "ForCausalLMLoss": {"models.context_parallel_check"},
     "past_key_values": {"models.decoding"},
-    "_disable_adapters": {"train.rl.reference"},
+    "_disable_adapters": {"training.rl.reference"},
 }
 #: Files of a folder, besides `__init__`: more are cut into folders.
-MOST_FILES = 13
+MAX_FILES = 13
 
 
-def name_of(path):
+def module_name(path):
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-def imports_of(path):
+def find_imports(path):
     """All imported modules, those inside functions too; names of this package without its own name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -107,15 +113,15 @@ def is_in(module, places):
 
 
 def own_modules():
-    return {f"odc_mpi.{name_of(path)}".removesuffix(".__init__") for path in MODULES} | {"odc_mpi"}
+    return {f"odc_mpi.{module_name(path)}".removesuffix(".__init__") for path in MODULES} | {"odc_mpi"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_arrows_run_one_way(path):
-    own = name_of(path)
+    own = module_name(path)
     room = own.split(".")[0]
     allowed = MAY_SEE[room] | ROOT | (set() if own in ALONE else SEE_ALSO.get(own, {room}))
-    for module in imports_of(path):
+    for module in find_imports(path):
         if module in own_modules() and module != "odc_mpi":
             target = module.removeprefix("odc_mpi.")
             # A room's name alone is its docstring: nothing comes with it.
@@ -124,10 +130,10 @@ def test_arrows_run_one_way(path):
             )
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_libraries_stay_in_their_rooms(path):
-    own = name_of(path)
-    for module in imports_of(path):
+    own = module_name(path)
+    for module in find_imports(path):
         for library, places in KEPT_IN.items():
             if is_in(module, {library}):
                 assert is_in(own, places), f"{own} may not import {library}"
@@ -141,7 +147,7 @@ def test_the_simulator_knows_no_mpi(module):
         path = PACKAGE.parent / (found.replace(".", "/") + ".py")
         assert not found.startswith(("mpi4py", "odc_mpi.runtime", "odc_mpi.comm", "torch"))
         if found not in seen and path.is_file():
-            due |= set(imports_of(path))
+            due |= set(find_imports(path))
         seen.add(found)
     assert "numpy" in seen or module == "events"
 
@@ -149,19 +155,19 @@ def test_the_simulator_knows_no_mpi(module):
 def test_the_rules_see_a_breach(tmp_path):
     breach = tmp_path / "breach.py"
     breach.write_text("def f():\n    from odc_mpi.comm.windows import rma\n    import mpi4py.MPI\n")
-    assert set(imports_of(breach)) == {"odc_mpi.comm.windows", "odc_mpi.comm.windows.rma", "mpi4py.MPI"}
+    assert set(find_imports(breach)) == {"odc_mpi.comm.windows", "odc_mpi.comm.windows.rma", "mpi4py.MPI"}
     assert not is_in("comm.windows.rma", MAY_SEE["shard"])
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=lambda path: path.name)
 def test_a_room_is_no_heap(folder):
-    assert num_files(folder) <= MOST_FILES
+    assert num_files(folder) <= MAX_FILES
     assert (folder / "__init__.py").is_file()
 
 
 def test_no_folder_of_tests_is_a_heap():
     sizes = {folder: num_files(folder) for folder in {path.parent for path in TESTS.rglob("*.py")}}
-    assert {folder: num for folder, num in sizes.items() if num > MOST_FILES + 1} == {}
+    assert {folder: num for folder, num in sizes.items() if num > MAX_FILES + 1} == {}
 
 
 def num_files(folder):
@@ -181,7 +187,7 @@ def test_private_parts_of_transformers_and_peft_are_used_in_the_listed_modules()
             words = (getattr(node, "attr", None), getattr(node, "id", None), getattr(node, "value", None))
             for word in words:
                 if isinstance(word, str) and word in used:
-                    used[word].add(name_of(path))
+                    used[word].add(module_name(path))
     assert used == PRIVATE
     table = (PACKAGE.parent / "docs" / "architecture.md").read_text().partition("## Private parts")[2]
     for name, modules in PRIVATE.items():

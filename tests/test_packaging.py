@@ -54,13 +54,13 @@ def test_a_build_has_modules_and_the_sources_of_kernels(tmp_path):
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    built = tmp_path / "built" / "odc_mpi"
-    assert files(built, "*.py") == files(ROOT / "odc_mpi", "*.py")
-    assert files(built / "src", "*") == files(ROOT / "src", "*") != set()
+    meta_model = tmp_path / "built" / "odc_mpi"
+    assert files(meta_model, "*.py") == files(ROOT / "odc_mpi", "*.py")
+    assert files(meta_model / "src", "*") == files(ROOT / "src", "*") != set()
     # And they are found there, by what was built.
     program = "from odc_mpi.comm.kernels import native; print(native.source_dir(), len(native.read_source('flatten')))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "built", capture_output=True, text=True)
-    assert done.stdout.split()[0] == str(built / "src"), done.stderr
+    assert done.stdout.split()[0] == str(meta_model / "src"), done.stderr
 
 
 def files(directory, pattern):

@@ -15,14 +15,14 @@ from functools import partial
 from typing import Protocol
 
 from odc_mpi.bench.measure import interleaved
-from odc_mpi.bench.together import slowest_s
-from odc_mpi.errors import AgreedError, UserError
+from odc_mpi.bench.rank_timing import slowest_s
+from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.runtime.world import World
-from odc_mpi.train.loop import Trainer
-from odc_mpi.train.settings import Config
+from odc_mpi.training.loop import Trainer
+from odc_mpi.training.settings import Config
 
 #: Losses below it are compared as if they were it: rounding in a cross entropy does not shrink with it.
-LEAST_LOSS = 1e-2
+MIN_LOSS = 1e-2
 
 
 class Contender(Protocol):
@@ -32,7 +32,7 @@ class Contender(Protocol):
         """Train on the next minibatch; return this rank's part of its loss, and the tokens of all ranks. Collective."""
 
 
-class Ours:
+class OdcContender:
     """Our runtime: the trainer of `odc-mpi train`.
 
     Args:
@@ -100,9 +100,9 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
 
     synchronize()
     seconds = slowest_s(world, name, train)
-    everyone = world.gather_objects(results)
-    losses = [sum(loss for loss, _ in turn) for turn in zip(*everyone, strict=True)]
-    return Round(seconds, sum(tokens for _, tokens in everyone[0]), losses)
+    results_of_ranks = world.gather_objects(results)
+    losses = [sum(loss for loss, _ in turn) for turn in zip(*results_of_ranks, strict=True)]
+    return Round(seconds, sum(tokens for _, tokens in results_of_ranks[0]), losses)
 
 
 def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
@@ -111,20 +111,22 @@ def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: 
     Raises:
         AgreedError: They differ by more than `tolerance`, or one is no number; on every rank that has the same rounds.
     """
-    apart = {name: deviation(own, rounds[reference]) for name, own in rounds.items()}
-    worst = max(apart, key=lambda name: apart[name])
-    if math.isinf(apart[worst]):
-        raise AgreedError(
+    deviations = {
+        name: deviation(rounds_of_contender, rounds[reference]) for name, rounds_of_contender in rounds.items()
+    }
+    worst = max(deviations, key=lambda name: deviations[name])
+    if math.isinf(deviations[worst]):
+        raise AllRanksUserError(
             f"expected losses that are numbers, got another from {worst} or {reference}: lower optim.learning_rate or "
             "look at the data"
         )
-    if apart[worst] > tolerance:
-        raise AgreedError(
-            f"the losses of {worst} and {reference} differ by {apart[worst]:.2g} of the loss, expected at most "
+    if deviations[worst] > tolerance:
+        raise AllRanksUserError(
+            f"the losses of {worst} and {reference} differ by {deviations[worst]:.2g} of the loss, expected at most "
             f"{tolerance:g}: they do not train the same (a model with dropout cannot be compared; a high "
             "optim.learning_rate lets rounding grow)"
         )
-    return apart
+    return deviations
 
 
 def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
@@ -132,7 +134,7 @@ def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
     pairs = [pair for a, b in zip(rounds, reference, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
     if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf
-    return max(abs(loss - other) / max(abs(other), LEAST_LOSS) for loss, other in pairs)
+    return max(abs(loss - other) / max(abs(other), MIN_LOSS) for loss, other in pairs)
 
 
 def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]], command: str) -> None:
@@ -148,7 +150,7 @@ def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]],
     """
     for name, expected in comparable.items():
         section, key = name.split(".")
-        given = getattr(getattr(config, section), key)
-        if given not in expected:
-            *allowed, given = (json.dumps(value).strip('"') for value in (*expected, given))
-            raise UserError(f"{command} compares with {name}: {' or '.join(allowed)} only, got {given}: change it")
+        actual = getattr(getattr(config, section), key)
+        if actual not in expected:
+            *allowed, actual = (json.dumps(value).strip('"') for value in (*expected, actual))
+            raise UserError(f"{command} compares with {name}: {' or '.join(allowed)} only, got {actual}: change it")

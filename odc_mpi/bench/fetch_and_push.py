@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from odc_mpi.bench.baselines.gloo import Gloo
-from odc_mpi.comm.collective import Collectives
-from odc_mpi.comm.compose import MakeReduction, reductions, window_transport
-from odc_mpi.comm.reduce.accumulate import Reduction
+from odc_mpi.comm.collective import CollectiveCommunicator
+from odc_mpi.comm.factory import GradientStoreFactory, gradient_store_factories, window_transport
+from odc_mpi.comm.reduce.accumulate import WindowGradientStore
 from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.memory import available_bytes
@@ -24,7 +24,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 #: How gradients reach their owners, by the name that `comm.reduction` has for it.
-REDUCTIONS = reductions()
+REDUCTIONS = gradient_store_factories()
 
 #: There are so many units that they hold at least so much, more than the cache of a core ...
 UNITS_BYTES = 16 << 20
@@ -69,7 +69,7 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
             raise RuntimeError(f"{name} moved something wrongly, seen by rank {right.index(False)}")
 
 
-def fetches(transport: Transport, layout: FlatLayout, num_units: int, **about: Any) -> Variant:
+def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attributes: Any) -> Variant:
     """Return the fetches through a transport whose units hold what `is_whole` looks for. Local."""
 
     def fetch(i: int) -> None:
@@ -82,7 +82,7 @@ def fetches(transport: Transport, layout: FlatLayout, num_units: int, **about: A
         return right
 
     units = range(num_units)
-    return Variant([partial(fetch, i) for i in units], lambda: all(map(arrives, units)), **about)
+    return Variant([partial(fetch, i) for i in units], lambda: all(map(arrives, units)), **attributes)
 
 
 def is_whole(array: torch.Tensor, layout: FlatLayout) -> bool:
@@ -96,7 +96,9 @@ def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatL
     return FlatLayout.build("unit", [ParameterSpec("weight", (numel,), trainable)], num_owners)
 
 
-def pushes(transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **about: Any) -> Variant:
+def pushes(
+    transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **attributes: Any
+) -> Variant:
     """Return the pushes of gradients of ones through a transport. Local.
 
     Args:
@@ -104,7 +106,7 @@ def pushes(transport: Transport, num_units: int, push: Callable[[int], object], 
         num_units: How many there are.
         push: Pushes a gradient of the unit with this index.
         numel: Elements of each unit that this rank owns.
-        about: Further attributes of the variant.
+        attributes: Further attributes of the variant.
     """
     num_pushes = np.zeros(num_units)
 
@@ -124,7 +126,7 @@ def pushes(transport: Transport, num_units: int, push: Callable[[int], object], 
         is_right,
         finish=lambda: transport.complete_gradients(np.zeros(1)),
         proceed=transport.publish_parameters,
-        **about,
+        **attributes,
     )
 
 
@@ -146,22 +148,22 @@ class Units:
         UserError: Too little memory, on every rank.
     """
 
-    def __init__(self, world: World, num_bytes: int, collectives: Collectives, gloo: Gloo | None) -> None:
+    def __init__(self, world: World, num_bytes: int, collectives: CollectiveCommunicator, gloo: Gloo | None) -> None:
         self.num_units = max(1, min(MAX_UNITS, UNITS_BYTES // num_bytes))
         self._world, self._layout = world, unit_layout(num_bytes // 4, world.size)
         self._units = range(self.num_units)
         # Each rank: all units, its shards of them, and three more units: two to land in, one for a library's own.
         # All ranks together: the parameters of each transport and the gradients, twice for a mailbox's slots.
         unit = 4 * world.size * self._layout.shard_numel
-        own, shared = (2 * self.num_units + 3) * unit, (2 + 3 * len(REDUCTIONS)) * self.num_units * unit
-        require_host_memory(world, world.local_size * own + shared)
+        local_bytes, shared_bytes = (2 * self.num_units + 3) * unit, (2 + 3 * len(REDUCTIONS)) * self.num_units * unit
+        require_host_memory(world, world.local_size * local_bytes + shared_bytes)
         first, last = self._layout.owned(world.rank)
         self._owned = last - first
         self.crossing_bytes = num_bytes - 4 * self._owned
         # All written here, so touched. Units are padded to equal shards, as the collectives want them.
         shard_numel = self._layout.shard_numel
         self._ones = torch.ones(self.num_units, world.size * shard_numel)
-        self._own = torch.full((self.num_units, shard_numel), world.rank + 1.0)
+        self._local_shards = torch.full((self.num_units, shard_numel), world.rank + 1.0)
         self._whole = torch.zeros(world.size * shard_numel)
         self._sums = torch.zeros(shard_numel)
         self._transports: list[Transport] = []
@@ -182,7 +184,7 @@ class Units:
         self.variants.clear()
         for transport in reversed(self._transports):
             transport.close()
-        self._ones = self._own = self._whole = self._sums = torch.empty(0)
+        self._ones = self._local_shards = self._whole = self._sums = torch.empty(0)
 
     def _memcpy(self) -> Variant:
         numel = self._layout.numel
@@ -199,25 +201,25 @@ class Units:
         transport = window_transport(self._world, zero_copy=zero_copy)
         self._allocate(transport, trainable=False)
         for i in self._units:
-            transport.parameters.shard(i).copy_(self._own[i])
+            transport.parameters.shard(i).copy_(self._local_shards[i])
         transport.publish_parameters()
-        about = {"gloo": "gloo_all_gather", "moves": transport.parameters.access is Access.COPY, "one_sided": True}
-        return fetches(transport, self._layout, self.num_units, **about)
+        attributes = {"gloo": "gloo_all_gather", "moves": transport.parameters.access is Access.COPY, "one_sided": True}
+        return fetches(transport, self._layout, self.num_units, **attributes)
 
     def _gather(self, all_gather: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
         def is_right() -> bool:
             self._whole.zero_()
-            all_gather(self._own[0], self._whole)
+            all_gather(self._local_shards[0], self._whole)
             return is_whole(self._whole, self._layout)
 
         return Variant(
-            [partial(all_gather, shard, self._whole) for shard in self._own], is_right, gloo="gloo_all_gather"
+            [partial(all_gather, shard, self._whole) for shard in self._local_shards], is_right, gloo="gloo_all_gather"
         )
 
-    def _push(self, reduction: MakeReduction) -> Variant:
+    def _push(self, reduction: GradientStoreFactory) -> Variant:
         transport = window_transport(self._world, reduction=reduction)
         gradients = transport.gradients
-        assert isinstance(gradients, Reduction)
+        assert isinstance(gradients, WindowGradientStore)
         self._allocate(transport, trainable=True)
         ones = self._ones[:, : self._layout.numel]
         return pushes(
@@ -247,12 +249,12 @@ class Units:
         transport.allocate([unit_layout(self._layout.numel, self._world.size, trainable=trainable)] * self.num_units)
 
 
-def require_host_memory(world: World, wanted: int, option: str = "--sizes") -> None:
+def require_host_memory(world: World, required: int, option: str = "--sizes") -> None:
     """Check that this node has so many bytes left for all of its ranks together. Collective.
 
     Args:
         world: The ranks.
-        wanted: Bytes for those of this node.
+        required: Bytes for those of this node.
         option: What a person makes smaller, for the message.
 
     Raises:
@@ -261,10 +263,10 @@ def require_host_memory(world: World, wanted: int, option: str = "--sizes") -> N
 
     def check_available() -> None:
         free = available_bytes()
-        if wanted > free:
+        if required > free:
             raise UserError(
-                f"{free >> 20} MiB of memory are available, expected at least {wanted >> 20} MiB for "
+                f"{free >> 20} MiB of memory are available, expected at least {required >> 20} MiB for "
                 f"{world.local_size} ranks on this node: choose smaller {option} or fewer --ranks"
             )
 
-    world.agree(check_available)
+    world.run_on_all(check_available)

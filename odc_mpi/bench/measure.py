@@ -11,8 +11,8 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from odc_mpi.errors import UserError
+from odc_mpi.formatting import parse_size
 from odc_mpi.simulate.events import quartiles
-from odc_mpi.wording import parse_size
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ DEFAULT_SIZES = "64K,256K,1M,4M,16M,64M,256M"
 
 
 def interleaved(
-    variants: Mapping[str, Callable[[], T]], repeats: int, tell: Callable[[int, str], None] = lambda turn, name: None
+    variants: Mapping[str, Callable[[], T]], repeats: int, on_call: Callable[[int, str], None] = lambda turn, name: None
 ) -> dict[str, list[T]]:
     """Call each variant in turn, round after round, so that a slow moment of the machine meets them all alike. Local.
 
@@ -30,20 +30,20 @@ def interleaved(
     Args:
         variants: By name.
         repeats: Rounds.
-        tell: Called with the number of the round and the name before each call.
+        on_call: Called with the number of the round and the name before each call.
 
     Returns:
         The results of each variant, in order.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
     for turn in range(repeats):
-        for name in around(list(variants), turn):
-            tell(turn, name)
+        for name in rotate(list(variants), turn):
+            on_call(turn, name)
             results[name].append(variants[name]())
     return results
 
 
-def around(names: Sequence[str], turn: int) -> list[str]:
+def rotate(names: Sequence[str], turn: int) -> list[str]:
     """Return the names in their order, beginning with another one each turn, so that none always comes first. Local."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
@@ -83,11 +83,11 @@ def entries(
 
     return {
         name: {
-            "seconds": quartiles(own),
-            "gb_per_s": quartiles([num_bytes / one / 1e9 for one in own]),
+            "seconds": quartiles(times_of_variant),
+            "gb_per_s": quartiles([num_bytes / one / 1e9 for one in times_of_variant]),
             **{figure: multiple(name, reference(name)) for figure, reference in references.items()},
         }
-        for name, own in times.items()
+        for name, times_of_variant in times.items()
     }
 
 
@@ -113,7 +113,7 @@ class Goal:
     bound: str
     expected: float
 
-    def judge(self, figure: float, **of: Any) -> dict[str, Any]:
+    def evaluate(self, figure: float, **of: Any) -> dict[str, Any]:
         """Return the entry of a figure among `goals` of the JSON object. Local.
 
         Args:
@@ -124,7 +124,7 @@ class Goal:
         return {"goal": self.name, **of, "figure": figure, "expected": self.expected, "reached": reached}
 
 
-def show(result: Mapping[str, Any], as_json: bool) -> None:
+def print_result(result: Mapping[str, Any], as_json: bool) -> None:
     """Print a benchmark's object, as one line of JSON or as tables for people. Local; for rank 0."""
     if as_json:
         print(json.dumps(result, allow_nan=False), flush=True)
@@ -132,19 +132,19 @@ def show(result: Mapping[str, Any], as_json: bool) -> None:
     # Not at the top: both take a while, and the process that starts the ranks shows nothing.
     from odc_mpi.observe.terminal import make_console
     from odc_mpi.report.bench_report import describe
-    from odc_mpi.report.terminal import rendered
+    from odc_mpi.report.terminal import render
 
-    make_console().print(rendered(describe(result)))
+    make_console().print(render(describe(result)))
 
 
-def speaker(rank: int) -> Callable[[str], None]:
+def make_progress_printer(rank: int) -> Callable[[str], None]:
     """Return a function that prints the next measurement on standard error, on rank 0 alone. Local."""
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         if rank == 0:
             print("odc-mpi: measuring", line, file=sys.stderr, flush=True)
 
-    return say
+    return print_line
 
 
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:

@@ -14,15 +14,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from odc_mpi.bench.chunk_flags import ChunkFlags
 from odc_mpi.bench.fetch_and_push import unit_layout
-from odc_mpi.bench.piece_flags import PieceFlags
-from odc_mpi.comm.compose import collective_transport, window_transport
+from odc_mpi.comm.factory import collective_transport, window_transport
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.comm.transport import Transport
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.runtime.world import World
-from odc_mpi.simulate.events import FORWARD, Intervals, merged
-from odc_mpi.simulate.scenario import Trial
+from odc_mpi.simulate.events import FORWARD, Intervals, merge_intervals
+from odc_mpi.simulate.scenario import SimulatedMinibatch
 from odc_mpi.simulate.simulate import PAUSE_S
 
 #: Elements of a unit.
@@ -30,7 +30,7 @@ UNIT_NUMEL = 1024
 
 
 @dataclass(frozen=True)
-class Sample:
+class MeasuredTiming:
     """A minibatch under one schedule, seconds of one rank.
 
     Attributes:
@@ -44,18 +44,18 @@ class Sample:
     slept: Intervals
 
 
-class Work(NamedTuple):
+class TimedMicrobatch(NamedTuple):
     """A microbatch, or a piece of a sequence, on one rank.
 
     Attributes:
         seconds: What it takes in all units together, unscaled.
-        is_padding: True for an empty microbatch.
+        is_dummy: True for an empty microbatch.
         on_step: Called with the number of units come to in forward and done with in backward so far: before each unit's
             forward, and after its backward, before its gradients are pushed.
     """
 
     seconds: float
-    is_padding: bool = False
+    is_dummy: bool = False
     on_step: Callable[[int], None] = lambda step: None
 
 
@@ -74,27 +74,27 @@ class Runner(ABC):
         self._units = range(num_units)
         self._gradient = torch.ones(UNIT_NUMEL)
 
-    def run(self, trial: Trial, plan: Plan, scale: float) -> Sample:
+    def run(self, minibatch: SimulatedMinibatch, plan: Plan, scale: float) -> MeasuredTiming:
         """Run a minibatch, begun together. Collective."""
         sleeper, busy_s = Sleeper(), 0.0
-        self._world.meet(self._world.comm.Ibarrier(), "beginning a minibatch together")
+        self._world.wait_collective(self._world.comm.Ibarrier(), "beginning a minibatch together")
         began = time.perf_counter()
-        for work in self.work(trial, plan):
+        for microbatch in self.microbatches(minibatch, plan):
             before = len(sleeper.slept)
-            self._run(sleeper, work, scale)
-            if work.is_padding:
+            self._run(sleeper, microbatch, scale)
+            if microbatch.is_dummy:
                 del sleeper.slept[before:]
             else:
-                busy_s += scale * work.seconds
+                busy_s += scale * microbatch.seconds
         self._transport.complete_gradients(np.zeros(1))
         self.prepare_next(plan)
         self._transport.publish_parameters()
         end_s = time.perf_counter() - began
         slept = (((start - began) / scale, (stop - began) / scale) for start, stop in sleeper.slept)
-        return Sample(end_s, busy_s, merged(slept, PAUSE_S))
+        return MeasuredTiming(end_s, busy_s, merge_intervals(slept, PAUSE_S))
 
     @abstractmethod
-    def work(self, trial: Trial, plan: Plan) -> Iterator[Work]:
+    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
         """Yield this rank's work, each part when the one before it is done. Local, or one-sided."""
 
     def prepare_next(self, plan: Plan) -> None:  # noqa: B027 - not everybody has to
@@ -104,15 +104,15 @@ class Runner(ABC):
         """Free the transport. Collective."""
         self._transport.close()
 
-    def _run(self, sleeper: "Sleeper", work: Work, scale: float) -> None:
-        num_units, seconds = len(self._units), scale * work.seconds
+    def _run(self, sleeper: "Sleeper", microbatch: TimedMicrobatch, scale: float) -> None:
+        num_units, seconds = len(self._units), scale * microbatch.seconds
         for unit in self._units:
-            work.on_step(unit)
+            microbatch.on_step(unit)
             self._with_unit(unit, sleeper, FORWARD * seconds / num_units)
         pushes = []
         for unit in reversed(self._units):
             self._with_unit(unit, sleeper, (1 - FORWARD) * seconds / num_units)
-            work.on_step(2 * num_units - 1 - unit)
+            microbatch.on_step(2 * num_units - 1 - unit)
             pushes.append(self._transport.gradients.push(unit, self._gradient))
         for push in pushes:
             push.wait()
@@ -129,19 +129,19 @@ class WindowRunner(Runner):
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, window_transport(world), num_units)
         self._tickets = Tickets(world)
-        self._flags = PieceFlags(world, num_units)
+        self._flags = ChunkFlags(world, num_units)
 
-    def work(self, trial: Trial, plan: Plan) -> Iterator[Work]:  # noqa: D102
+    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:  # noqa: D102
         rank, is_first = self._world.rank, True
-        for place, split in enumerate(plan.splits):
+        for position, split in enumerate(plan.splits):
             if rank in split.ranks:
                 index = split.ranks.index(rank)
-                seconds = trial.piece_s(rank, split, index, is_first=is_first)
-                yield Work(seconds, on_step=partial(self._flags.synchronize, place, split, index))
+                seconds = minibatch.chunk_s(rank, split, index, is_first=is_first)
+                yield TimedMicrobatch(seconds, on_step=partial(self._flags.synchronize, position, split, index))
                 is_first = False
-        drawn = map(plan.pool.__getitem__, self._tickets.draw(len(plan.pool)) if plan.pool else ())
-        for microbatch in chain(filter(None, plan.microbatches[rank]), drawn):
-            yield Work(trial.window_s(rank, microbatch, is_first=is_first))
+        claimed = map(plan.pool.__getitem__, self._tickets.draw(len(plan.pool)) if plan.pool else ())
+        for microbatch in chain(filter(None, plan.microbatches[rank]), claimed):
+            yield TimedMicrobatch(minibatch.window_s(rank, microbatch, is_first=is_first))
             is_first = False
 
     def prepare_next(self, plan: Plan) -> None:  # noqa: D102
@@ -160,12 +160,12 @@ class CollectiveRunner(Runner):
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, collective_transport(world), num_units)
 
-    def work(self, trial: Trial, plan: Plan) -> Iterator[Work]:  # noqa: D102
+    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:  # noqa: D102
         assert not plan.splits, "collectives share no sequence"
         rank = self._world.rank
         turns = max(map(len, plan.microbatches))
         for microbatch in islice(chain(plan.microbatches[rank], repeat(())), turns):
-            yield Work(trial.duration_s(rank, microbatch), is_padding=not microbatch)
+            yield TimedMicrobatch(minibatch.duration_s(rank, microbatch), is_dummy=not microbatch)
 
 
 class Sleeper:

@@ -7,11 +7,11 @@ Units are small for the same reason: what is measured is who waits for whom, not
     one microbatch     each unit is fetched and slept for; then, in reverse, fetched, slept for twice as long, and a
                        gradient of it pushed
     one piece          the same; before each sleep in forward it waits for the pieces before it, after each in backward
-                       for those behind it (`bench.piece_flags`)
+                       for those behind it (`bench.chunk_flags`)
     one minibatch      begun together; the slowest rank's time to point B counts
     one round          every schedule runs the same minibatch, one after the other, in an order that goes around
 
-`Outcome` is that of the simulator, with times as if nothing had been scaled.
+`SimulationResult` is that of the simulator, with times as if nothing had been scaled.
 """
 
 import os
@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from odc_mpi.bench.measure import around
-from odc_mpi.bench.runners import CollectiveRunner, Runner, Sample, WindowRunner
-from odc_mpi.bench.together import header
-from odc_mpi.errors import AgreedError
+from odc_mpi.bench.measure import rotate
+from odc_mpi.bench.rank_timing import header
+from odc_mpi.bench.runners import CollectiveRunner, MeasuredTiming, Runner, WindowRunner
+from odc_mpi.errors import AllRanksUserError
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.scenario import Scenario
-from odc_mpi.simulate.simulate import SCHEDULES, Outcome, floor_s, plan, simulate
+from odc_mpi.simulate.simulate import SCHEDULES, SimulationResult, floor_s, plan, simulate
 
 
 def measure(
@@ -41,45 +41,51 @@ def measure(
         report: Called with a line on what comes next.
 
     Returns:
-        The figures of `Outcome`, where they were measured, and on rank 0 the simulator's speed-ups, `simulated`.
+        The figures of `SimulationResult`, where they were measured, and on rank 0 the simulator's speed-ups, `simulated`.
 
     Raises:
         AgreedError: There are several nodes; on every rank.
     """
     if world.num_nodes > 1:
-        raise AgreedError(
+        raise AllRanksUserError(
             f"bench schedule measures on one node, got {world.num_nodes}: ranks that sleep serve no other node's; "
             "odc-mpi simulate takes any number of ranks"
         )
     before = os.getloadavg()[0]
-    outcome = _run_schedules(world, scenario, step_s, report)
+    result = _run_schedules(world, scenario, step_s, report)
     return {
         **header(world, "schedule", before, slept_step_s=step_s),
-        **outcome.as_json(),
+        **result.as_json(),
         "simulated": simulate(scenario).speedup if world.rank == 0 else None,
     }
 
 
-def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Callable[[str], None]) -> Outcome:
-    trials = list(scenario.trials())
-    scale = step_s / float(np.mean([floor_s(trial, scenario.max_tokens)[1] for trial in trials]))
+def _run_schedules(world: World, scenario: Scenario, step_s: float, report: Callable[[str], None]) -> SimulationResult:
+    minibatches = list(scenario.minibatches())
+    scale = step_s / float(np.mean([floor_s(minibatch, scenario.max_tokens)[1] for minibatch in minibatches]))
     runners: dict[str, Runner] = {
         "window": WindowRunner(world, scenario.num_units),
         "collective": CollectiveRunner(world, scenario.num_units),
     }
-    samples: dict[str, list[Sample]] = {name: [] for name in SCHEDULES}
-    for turn, trial in enumerate(trials):
-        report(f"minibatch {turn + 1} of {len(trials)}")
-        for name in around(SCHEDULES, turn):
+    samples: dict[str, list[MeasuredTiming]] = {name: [] for name in SCHEDULES}
+    for turn, minibatch in enumerate(minibatches):
+        report(f"minibatch {turn + 1} of {len(minibatches)}")
+        for name in rotate(SCHEDULES, turn):
             transport, balance = name.split("/")
-            samples[name].append(runners[transport].run(trial, plan(scenario, trial, balance), scale))
+            samples[name].append(runners[transport].run(minibatch, plan(scenario, minibatch, balance), scale))
     for runner in runners.values():
         runner.close()
-    everyone = world.gather_objects(samples)
-    turns = range(len(trials))
-    return Outcome.of(
+    timings_of_ranks = world.gather_objects(samples)
+    turns = range(len(minibatches))
+    return SimulationResult.from_times(
         scenario,
-        {name: [max(own[name][turn].end_s for own in everyone) / scale for turn in turns] for name in SCHEDULES},
-        {name: np.array([sum(s.busy_s for s in own[name]) for own in everyone]) / scale for name in SCHEDULES},
-        {name: [own[name][0].slept for own in everyone] for name in SCHEDULES},
+        {
+            name: [max(timings[name][turn].end_s for timings in timings_of_ranks) / scale for turn in turns]
+            for name in SCHEDULES
+        },
+        {
+            name: np.array([sum(s.busy_s for s in timings[name]) for timings in timings_of_ranks]) / scale
+            for name in SCHEDULES
+        },
+        {name: [timings[name][0].slept for timings in timings_of_ranks] for name in SCHEDULES},
     )

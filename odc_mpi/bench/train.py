@@ -17,24 +17,24 @@ from typing import Any, cast
 
 import torch
 
-from odc_mpi.bench.baselines.collective import Collective
-from odc_mpi.bench.baselines.fsdp import Fsdp
-from odc_mpi.bench.baselines.plain import Whole
-from odc_mpi.bench.contenders import Contender, Ours, Round, agreement, check_comparable, run_rounds
+from odc_mpi.bench.baselines.collective import CollectiveBaseline
+from odc_mpi.bench.baselines.fsdp import FSDPBaseline
+from odc_mpi.bench.baselines.unsharded import UnshardedBaseline
+from odc_mpi.bench.contenders import Contender, OdcContender, Round, agreement, check_comparable, run_rounds
 from odc_mpi.bench.measure import ratio
-from odc_mpi.bench.together import header
-from odc_mpi.data.prepare import Options, prepare
-from odc_mpi.errors import AgreedError
+from odc_mpi.bench.rank_timing import header
+from odc_mpi.data.prepare import PrepareOptions, prepare
+from odc_mpi.errors import AllRanksUserError
 from odc_mpi.runtime.world import World
 from odc_mpi.simulate.events import quartiles
-from odc_mpi.train.exact.conditions import settled
-from odc_mpi.train.inputs import Inputs, open_inputs
-from odc_mpi.train.run import build_trainer, decide
-from odc_mpi.train.settings import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, Size, load
+from odc_mpi.training.exact.required_settings import apply_exact_settings
+from odc_mpi.training.inputs import Inputs, open_inputs
+from odc_mpi.training.run import build_trainer, decide
+from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfig, OptimConfig, Size, load
 
 BASELINE = "fsdp2"
 CEILING = "ceiling"
-APART = "apart"
+INDEPENDENT = "apart"
 #: The balance of the contender that is `dynamic` with the longest sequences in pieces over ranks.
 SPLIT = "split"
 #: transport/balance, all on our runtime.
@@ -42,7 +42,7 @@ COLLECTIVE = "collective/lb_micro"
 OURS = ("window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic", f"window/{SPLIT}")
 #: The same with `run.exact`, where that is asked for.
 EXACT = ("exact/lb_mini", "exact/dynamic")
-CONTENDERS = (BASELINE, COLLECTIVE, *OURS, APART, CEILING)
+CONTENDERS = (BASELINE, COLLECTIVE, *OURS, INDEPENDENT, CEILING)
 #: Losses may differ by so much of the loss: fp32 sums of another order, carried on through the steps; 4e-7 was seen.
 TOLERANCE = 1e-5
 #: What all contenders do alike, by setting: those in plain torch have no other way.
@@ -97,16 +97,16 @@ def configuration(
     """
     if path is None and world.rank == 0 and not DATA.exists():
         report(f"nothing yet: preparing {DATA} first")
-        prepare(["stdlib"], DATA, Options(max_length=MAX_LENGTH))
-    world.meet(world.comm.Ibarrier(), "preparing the data set")
-    config = world.agree(lambda: load(path) if path else own_configuration(world.timeout_s, model))
+        prepare(["stdlib"], DATA, PrepareOptions(max_length=MAX_LENGTH))
+    world.wait_collective(world.comm.Ibarrier(), "preparing the data set")
+    config = world.run_on_all(lambda: load(path) if path else default_configuration(world.timeout_s, model))
     if caches:
         return config
     none = Size(0)
     return replace(config, comm=replace(config.comm, parameter_cache_bytes=none, gradient_cache_bytes=none))
 
 
-def own_configuration(timeout_s: float, model: str = "qwen2") -> Config:
+def default_configuration(timeout_s: float, model: str = "qwen2") -> Config:
     """Return the configuration that is trained unless another one is given. Local."""
     return Config(
         model=ModelConfig(config=MODELS[model]),
@@ -144,19 +144,23 @@ def measure(
         AgreedError: Settings, data and model do not fit together, or losses differ; on every rank.
     """
     if world.num_nodes > 1:
-        raise AgreedError(f"bench train compares on one node, got {world.num_nodes}")
-    world.agree(lambda: check_comparable(config, COMPARABLE, "bench train"))
+        raise AllRanksUserError(f"bench train compares on one node, got {world.num_nodes}")
+    world.run_on_all(lambda: check_comparable(config, COMPARABLE, "bench train"))
     before = os.getloadavg()[0]
     torch.set_num_threads(config.run.threads or 1)
     contenders = _Contenders(world, config, (*OURS, *EXACT) if exact else OURS)
     rounds = run_rounds(world, contenders.by_name, steps, repeats, report)
     contenders.close()
-    deviations = agreement({name: own for name, own in rounds.items() if name != APART}, BASELINE, TOLERANCE)
+    deviations = agreement(
+        {name: rounds_of_contender for name, rounds_of_contender in rounds.items() if name != INDEPENDENT},
+        BASELINE,
+        TOLERANCE,
+    )
     return {
         **header(world, "train", before, repeats=repeats, steps=steps, threads=torch.get_num_threads()),
         **_figures(rounds, world.size),
         "loss_deviation": deviations,
-        **contenders.facts(),
+        **contenders.describe(),
     }
 
 
@@ -165,31 +169,34 @@ class _Contenders:
 
     def __init__(self, world: World, config: Config, ours: Sequence[str]) -> None:
         self._world, self._config = world, config
-        in_turns, apart = self._with("window", "lb_micro"), self._with("window", "lb_mini")
-        self._fsdp = Fsdp(world, in_turns, self._inputs(in_turns).sequence_loader)
-        self._collective = Collective(world, in_turns.optim, self._inputs(in_turns))
+        in_turns, independent = self._with("window", "lb_micro"), self._with("window", "lb_mini")
+        self._fsdp = FSDPBaseline(world, in_turns, self._inputs(in_turns).sequence_loader)
+        self._collective = CollectiveBaseline(world, in_turns.optim, self._inputs(in_turns))
         configs = {name: self._with(*name.split("/")) for name in ours}
-        decisions = {name: decide(own, world) for name, own in configs.items()}
+        decisions = {name: decide(contender_config, world) for name, contender_config in configs.items()}
         self._trainers = {
-            name: build_trainer(own, world, self._inputs(own), decisions[name]) for name, own in configs.items()
+            name: build_trainer(contender_config, world, self._inputs(contender_config), decisions[name])
+            for name, contender_config in configs.items()
         }
         self._decision = decisions[OURS[-1]]
         self.by_name: Mapping[str, Contender] = {
             BASELINE: self._fsdp,
             COLLECTIVE: self._collective,
-            **{name: Ours(trainer, world.rank) for name, trainer in self._trainers.items()},
-            APART: Whole(apart, open_inputs(apart, world.rank, world.size).sequence_loader),
+            **{name: OdcContender(trainer, world.rank) for name, trainer in self._trainers.items()},
+            INDEPENDENT: UnshardedBaseline(
+                independent, open_inputs(independent, world.rank, world.size).sequence_loader
+            ),
             CEILING: self._make_ceiling(),
         }
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the size of the model and the decisions that our contenders run on. Local."""
         model = self._trainers[OURS[-1]].model
         return {
             "model_numel": sum(map(math.prod, model.parameter_shapes().values())),
-            "reduction": self._decision.reduction.choice,
-            "zero_copy": self._decision.zero_copy.choice,
-            "progress": self._decision.progress.choice,
+            "reduction": self._decision.reduction.value,
+            "zero_copy": self._decision.zero_copy.value,
+            "progress": self._decision.progress.value,
             "parameter_cache_bytes": model.cache_bytes.parameters,
             "gradient_cache_bytes": model.cache_bytes.gradients,
         }
@@ -203,18 +210,18 @@ class _Contenders:
         self._fsdp.close()
 
     def _inputs(self, config: Config) -> Inputs:
-        return self._world.agree(lambda: open_inputs(config, self._world.rank, self._world.size))
+        return self._world.run_on_all(lambda: open_inputs(config, self._world.rank, self._world.size))
 
     def _make_ceiling(self) -> Contender:
         if self._world.rank:
-            return Nothing()
+            return IdleContender()
         config = self._with("window", "lb_mini")
-        return Whole(config, open_inputs(config, rank=0, size=1).sequence_loader)
+        return UnshardedBaseline(config, open_inputs(config, rank=0, size=1).sequence_loader)
 
     def _with(self, kind: str, balance: str) -> Config:
         config, whole = self._config, balance != SPLIT
         data = replace(config.data, balance=cast(Any, balance if whole else "dynamic"))
-        return settled(
+        return apply_exact_settings(
             replace(
                 config,
                 comm=replace(config.comm, progress="off"),
@@ -225,7 +232,7 @@ class _Contenders:
         )
 
 
-class Nothing:
+class IdleContender:
     """The contender of the other ranks while the first one trains alone."""
 
     def step(self) -> tuple[float, int]:
@@ -236,17 +243,20 @@ class Nothing:
 def _figures(rounds: Mapping[str, Sequence[Round]], num_ranks: int) -> dict[str, Any]:
     """Return speeds and their ratios; the first round was to warm up."""
     ranks = {name: num_ranks if name == CEILING else 1 for name in rounds}
-    seconds = {name: [done.seconds / ranks[name] for done in own[1:]] for name, own in rounds.items()}
+    seconds = {
+        name: [done.seconds / ranks[name] for done in rounds_of_contender[1:]]
+        for name, rounds_of_contender in rounds.items()
+    }
     spreads = {
-        name: quartiles([ranks[name] * done.num_tokens / done.seconds for done in own[1:]])
-        for name, own in rounds.items()
+        name: quartiles([ranks[name] * done.num_tokens / done.seconds for done in rounds_of_contender[1:]])
+        for name, rounds_of_contender in rounds.items()
     }
     return {
         "tokens_per_s": {name: spread["median"] for name, spread in spreads.items()},
         "quartiles": {name: [spread["low"], spread["high"]] for name, spread in spreads.items()},
         **{
             f"ratio_to_{reference}": {name: ratio(seconds[reference], times) for name, times in seconds.items()}
-            for reference in (BASELINE, CEILING, APART)
+            for reference in (BASELINE, CEILING, INDEPENDENT)
         },
         "losses": [loss for done in rounds[BASELINE] for loss in done.losses],
     }

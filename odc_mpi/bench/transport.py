@@ -52,11 +52,11 @@ import torch
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.fetch_and_push import Units, Variant, check
 from odc_mpi.bench.measure import Goal, entries, interleaved, seconds
-from odc_mpi.bench.together import header, slowest
-from odc_mpi.comm.collective import Collectives
+from odc_mpi.bench.rank_timing import header, slowest
+from odc_mpi.comm.collective import CollectiveCommunicator
+from odc_mpi.formatting import format_size
+from odc_mpi.probe.repeat import repeat_for
 from odc_mpi.runtime.world import World
-from odc_mpi.stack.repeat import each_for
-from odc_mpi.wording import format_size
 
 #: A sample moves at least this much, so that beginning together and meeting at A (up to 0.4 ms) do not show in it ...
 SAMPLE_BYTES = 64 << 20
@@ -97,7 +97,7 @@ def measure(
     load = os.getloadavg()[0]
     cores = world.cores_per_rank()
     torch.set_num_threads(1)  # memcpy and the fetch's own copies by one core per rank, also where there are more
-    collectives = Collectives(world)
+    collectives = CollectiveCommunicator(world)
     one_node = world.num_nodes == 1
     gloo = Gloo(world) if one_node else None
     results = []
@@ -112,21 +112,21 @@ def measure(
         **header(world, "transport", load, cores_per_rank=cores, repeats=repeats, dtype="float32"),
         "left_out": dict.fromkeys(gloo_variants, "for ranks of one node only"),
         "sizes": results,
-        "goals": [goal for result in results for goal in judge(result)] if one_node and world.size > 1 else [],
+        "goals": [goal for result in results for goal in evaluate_goals(result)] if one_node and world.size > 1 else [],
     }
 
 
-def judge(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def evaluate_goals(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Compare the figures of an entry of `sizes` with the goals; return entries of `goals`. Local."""
     return [
-        goal.judge(found, size_bytes=result["size_bytes"], variant=variant)
+        goal.evaluate(found, size_bytes=result["size_bytes"], variant=variant)
         for goal, variant, figure in GOALS
         if (found := figure(result["all_at_once"][variant])) is not None
     ]
 
 
 def _measure_size(
-    world: World, num_bytes: int, repeats: int, collectives: Collectives, gloo: Gloo | None
+    world: World, num_bytes: int, repeats: int, collectives: CollectiveCommunicator, gloo: Gloo | None
 ) -> dict[str, Any]:
     units = Units(world, num_bytes, collectives, gloo)
     check(world, units.variants)
@@ -136,7 +136,7 @@ def _measure_size(
     alone = {}
     if world.size > 1:
         alone = {
-            name: _one_alone(world, collectives, variant)
+            name: _measure_lone_rank(world, collectives, variant)
             for name, variant in units.variants.items()
             if variant.one_sided
         }
@@ -152,7 +152,7 @@ def _measure_size(
     return result
 
 
-def _sample(collectives: Collectives, variant: Variant, num_bytes: int) -> float:
+def _sample(collectives: CollectiveCommunicator, variant: Variant, num_bytes: int) -> float:
     times = max(1, min(MAX_OPERATIONS, SAMPLE_BYTES // num_bytes)) if variant.moves else MAX_OPERATIONS
     collectives.barrier()
     taken = seconds(variant.operations, times, variant.finish)
@@ -166,12 +166,12 @@ def _entries(variants: Mapping[str, Variant], num_bytes: int, times: Mapping[str
     return {name: entry if variants[name].moves else entry | still for name, entry in found.items()}
 
 
-def _one_alone(world: World, collectives: Collectives, variant: Variant) -> dict[str, float]:
-    idle_s = _lone(world, collectives, variant, ALONE_S)
+def _measure_lone_rank(world: World, collectives: CollectiveCommunicator, variant: Variant) -> dict[str, float]:
+    idle_s = _lone_rank_times(world, collectives, variant, ALONE_S)
     budget_s = max(ALONE_S, 4 * idle_s * len(variant.operations))
     # What begins in the first half of the others' computation cannot end with it unless it waits for it.
     computing_s = SETTLE_S + 2 * budget_s
-    busy_s = _lone(world, collectives, variant, budget_s, computing_s)
+    busy_s = _lone_rank_times(world, collectives, variant, budget_s, computing_s)
     return {"idle_s": idle_s, "busy_s": busy_s, "computing_s": computing_s}
 
 
@@ -182,16 +182,18 @@ def _compute() -> None:
         torch.add(vector, 1.0)
 
 
-def _lone(world: World, collectives: Collectives, variant: Variant, budget_s: float, computing_s: float = 0.0) -> float:
+def _lone_rank_times(
+    world: World, collectives: CollectiveCommunicator, variant: Variant, budget_s: float, computing_s: float = 0.0
+) -> float:
     """Let rank 0 alone fetch or push for a while; return its median seconds to all. Collective."""
     collectives.barrier()
     times: list[float] = []
     if world.rank == 0:
         sleep(SETTLE_S)
         row = len(variant.operations)
-        times = each_for(budget_s, lambda: seconds(variant.operations, row, variant.complete))
+        times = repeat_for(budget_s, lambda: seconds(variant.operations, row, variant.complete))
     elif computing_s:
-        each_for(computing_s, _compute)
+        repeat_for(computing_s, _compute)
     # Idle ranks wait here for rank 0, in MPI: at point A, where they serve if the reduction needs it, or the barrier.
     variant.finish()
     variant.proceed()

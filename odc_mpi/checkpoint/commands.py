@@ -7,19 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from odc_mpi.checkpoint.digest import blocks, digest_of
+from odc_mpi.checkpoint.digest import blocks, compute_digest
 from odc_mpi.checkpoint.manifest import MANIFEST, TensorRecord, VersionError
-from odc_mpi.checkpoint.reader import Checkpoint, directories
+from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
 from odc_mpi.errors import UserError
 
 
-def newest(path: Path) -> Checkpoint:
+def open_newest(path: Path) -> Checkpoint:
     """Open the newest complete checkpoint of a run, or the checkpoint that the path names. Local.
 
     Raises:
         UserError: There is no checkpoint.
     """
-    found = directories(path)
+    found = checkpoint_directories(path)
     complete = [directory for directory in found if (directory / MANIFEST).exists()]
     return Checkpoint((complete or found)[-1])
 
@@ -30,13 +30,13 @@ def list_lines(path: Path) -> Iterator[str]:
     Raises:
         UserError: There are no checkpoints.
     """
-    for directory in directories(path):
+    for directory in checkpoint_directories(path):
         try:
             with Checkpoint(directory) as checkpoint:
                 num_bytes = sum(record.num_bytes for record in checkpoint.manifest.files.values())
-                saved = datetime.fromtimestamp((directory / MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
+                saved_at = datetime.fromtimestamp((directory / MANIFEST).stat().st_mtime).isoformat(" ", "seconds")
                 ranks = checkpoint.manifest.size
-                yield f"{directory}  step {checkpoint.step}, {num_bytes / 1e6:,.1f} MB, ranks {ranks}, {saved}"
+                yield f"{directory}  step {checkpoint.step}, {num_bytes / 1e6:,.1f} MB, ranks {ranks}, {saved_at}"
         except UserError as error:
             yield f"{directory}  NOT USABLE: {error}"
 
@@ -48,11 +48,11 @@ def verify(path: Path) -> tuple[list[str], int]:
         A line for each checkpoint and for each damage, and the number of checkpoints that are not known to be intact.
     """
     lines, num_damaged = [], 0
-    for directory in directories(path):
+    for directory in checkpoint_directories(path):
         verdict = "DAMAGED"
         try:
             with Checkpoint(directory) as checkpoint:
-                damage = list(checkpoint.damage())
+                damage = list(checkpoint.verify())
         except VersionError as error:
             verdict, damage = "NOT VERIFIED", [str(error)]
         except UserError as error:
@@ -64,13 +64,13 @@ def verify(path: Path) -> tuple[list[str], int]:
 
 def show_lines(path: Path) -> Iterator[str]:
     """Yield a line for each tensor of a checkpoint, with its norm. Local; reads a part of a tensor at a time."""
-    with newest(path) as checkpoint:
+    with open_newest(path) as checkpoint:
         manifest = checkpoint.manifest
         yield f"{checkpoint.directory}  step {manifest.step}, ranks {manifest.size}, optimizer {manifest.optimizer}"
-        if "base" in manifest.about:
-            adapter, base = manifest.about["adapter"], manifest.about["base"]
-            over = base["path"] or f"a model drawn with seed {base['seed']}"
-            yield f"adapters of rank {adapter['r']}, alpha {adapter['lora_alpha']}, over {over}"
+        if "base" in manifest.metadata:
+            adapter, base = manifest.metadata["adapter"], manifest.metadata["base"]
+            base_text = base["path"] or f"a model drawn with seed {base['seed']}"
+            yield f"adapters of rank {adapter['r']}, alpha {adapter['lora_alpha']}, over {base_text}"
         for name, values in manifest.scalars.items():
             low, high = min(values.values()), max(values.values())
             yield f"optimizer {name}: {low:g}" + (f" to {high:g}" if high != low else "")
@@ -82,8 +82,10 @@ def show_lines(path: Path) -> Iterator[str]:
 
 def digest_line(path: Path) -> str:
     """Return one SHA-256 over all that a checkpoint restores, and its directory. Local; reads a part at a time."""
-    with newest(path) as checkpoint:
-        return f"{digest_of(checkpoint.manifest, lambda name, _: _parts(checkpoint, name))}  {checkpoint.directory}"
+    with open_newest(path) as checkpoint:
+        return (
+            f"{compute_digest(checkpoint.manifest, lambda name, _: _parts(checkpoint, name))}  {checkpoint.directory}"
+        )
 
 
 def _parts(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:

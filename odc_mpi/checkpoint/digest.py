@@ -18,7 +18,7 @@ BLOCK_NUMEL = 1 << 22
 Read = Callable[[str, TensorRecord], Iterable[npt.NDArray]]
 
 
-def digest_of(manifest: Manifest, read: Read) -> str:
+def compute_digest(manifest: Manifest, read: Read) -> str:
     """Return the digest of what a manifest describes, as 64 hexadecimal digits. Local, but for what `read` does."""
     digest = hashlib.sha256()
     for name, record in sorted(manifest.tensors.items()):

@@ -18,14 +18,14 @@ from odc_mpi.checkpoint.manifest import TensorRecord
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import MODEL, read_tensor
 from odc_mpi.data.tokenizer import tokenizer_files, write_files
-from odc_mpi.errors import UserError, in_one_line
+from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import sync_directory, sync_file
 
 #: Bytes of weights in one file; a larger tensor has a file of its own.
 FILE_BYTES = 1 << 30
 
 
-class Exported(ABC):
+class Exporter(ABC):
     """What is written: tensors by name, each read when its file is written, and a configuration.
 
     Attributes:
@@ -51,7 +51,7 @@ class Exported(ABC):
         """Return the content of the configuration. Local."""
 
 
-class WholeModel(Exported):
+class WholeModelExporter(Exporter):
     """A model that a checkpoint holds whole.
 
     Raises:
@@ -59,29 +59,29 @@ class WholeModel(Exported):
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        about = checkpoint.manifest.about
-        if "transformers_config" not in about:
+        metadata = checkpoint.manifest.metadata
+        if "transformers_config" not in metadata:
             raise UserError(f"{checkpoint.directory} is not of a transformers model: read it with h5py, see index.h5")
-        if "base" in about:
+        if "base" in metadata:
             raise UserError(f"{checkpoint.directory} holds adapters alone: export them, or the model with --merge")
         self._checkpoint = checkpoint
-        self.dtype = about["config"]["model"]["param_dtype"]
+        self.dtype = metadata["config"]["model"]["param_dtype"]
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """See `Exported`. A tied parameter is there once, as transformers expects it."""
+        """See `Exporter`. A tied parameter is there once, as transformers expects it."""
         return {
-            path.removeprefix(f"{MODEL}/"): record.numel * _in_files(record, dtype).itemsize
+            path.removeprefix(f"{MODEL}/"): record.numel * _export_dtype(record, dtype).itemsize
             for path, record in self._checkpoint.manifest.tensors.items()
             if record.kind != "state"
         }
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """See `Exported`."""
+        """See `Exporter`."""
         whole = read_whole(self._checkpoint, name)
-        return whole.to(_in_files(self._checkpoint.record(f"{MODEL}/{name}"), dtype))
+        return whole.to(_export_dtype(self._checkpoint.record(f"{MODEL}/{name}"), dtype))
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """See `Exported`."""
+        """See `Exporter`."""
         return model_config(self._checkpoint, dtype)
 
 
@@ -89,7 +89,7 @@ def export(
     checkpoint: Checkpoint,
     out: Path,
     dtype: str | None = None,
-    exported: Exported | None = None,
+    exporter: Exporter | None = None,
     base: Path | None = None,
 ) -> list[str]:
     """Write a model such that `AutoModelForCausalLM.from_pretrained(out)` loads it. Local.
@@ -97,8 +97,8 @@ def export(
     Args:
         checkpoint: A checkpoint of `odc-mpi train`.
         out: A directory that does not exist or is empty; it appears complete or not at all.
-        dtype: Type of floating-point weights, as torch names it; by default that of `exported`.
-        exported: What of the checkpoint is written; by default the model that it holds.
+        dtype: Type of floating-point weights, as torch names it; by default that of `exporter`.
+        exporter: What of the checkpoint is written; by default the model that it holds.
         base: Where the model is now that the run began with, for its tokenizer; None: where it was.
 
     Returns:
@@ -107,26 +107,26 @@ def export(
     Raises:
         UserError: The checkpoint is damaged or of another kind of model, or `out` cannot be written.
     """
-    exported = exported or WholeModel(checkpoint)
+    exporter = exporter or WholeModelExporter(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"expected OUT to be a new directory, got {out}, which is there: choose another")
-    dtype = dtype or exported.dtype
+    dtype = dtype or exporter.dtype
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as name:
-            made = Path(name, "model")
-            made.mkdir()
-            _write_weights(exported, made, getattr(torch, dtype))
-            _write_json(made / exported.config_name, exported.config(dtype))
-            write_files(tokenizer_of(checkpoint.manifest.about["config"], base), made)
-            names = sorted(path.name for path in made.iterdir())
-            for path in made.iterdir():
+            directory = Path(name, "model")
+            directory.mkdir()
+            _write_weights(exporter, directory, getattr(torch, dtype))
+            _write_json(directory / exporter.config_name, exporter.config(dtype))
+            write_files(read_tokenizer_files(checkpoint.manifest.metadata["config"], base), directory)
+            names = sorted(path.name for path in directory.iterdir())
+            for path in directory.iterdir():
                 sync_file(path)
-            sync_directory(made)
-            made.replace(out)
+            sync_directory(directory)
+            directory.replace(out)
         sync_directory(out.parent)
     except (OSError, SafetensorError) as error:  # safetensors tells of a full disk in its own way
-        reason = getattr(error, "strerror", None) or in_one_line(error)
+        reason = getattr(error, "strerror", None) or one_line_message(error)
         raise UserError(f"expected OUT in a folder that can be written, got {out}: {reason}") from error
     return names
 
@@ -139,29 +139,29 @@ def read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 def model_config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
     """Return the content of config.json of the model of a checkpoint. Local."""
-    about = checkpoint.manifest.about
-    config = {**about["transformers_config"], "architectures": about["architectures"], "dtype": dtype}
+    metadata = checkpoint.manifest.metadata
+    config = {**metadata["transformers_config"], "architectures": metadata["architectures"], "dtype": dtype}
     config.pop("use_cache", None)  # training turns the cache off; generation needs it
     return config
 
 
-def _write_weights(exported: Exported, out: Path, dtype: torch.dtype) -> None:
-    groups = list(_groups(exported.sizes(dtype)))
+def _write_weights(exporter: Exporter, out: Path, dtype: torch.dtype) -> None:
+    groups = list(_groups(exporter.sizes(dtype)))
     weight_map: dict[str, str] = {}
     total = 0
     for number, names in enumerate(groups, 1):
         number_of = "" if len(groups) == 1 else f"-{number:05d}-of-{len(groups):05d}"
-        file = f"{exported.stem}{number_of}.safetensors"
-        total += _write_file(exported, out / file, names, dtype)
+        file = f"{exporter.stem}{number_of}.safetensors"
+        total += _write_file(exporter, out / file, names, dtype)
         weight_map |= dict.fromkeys(names, file)
     if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(out / f"{exported.stem}.safetensors.index.json", index)
+        _write_json(out / f"{exporter.stem}.safetensors.index.json", index)
 
 
-def _write_file(exported: Exported, path: Path, names: list[str], dtype: torch.dtype) -> int:
+def _write_file(exporter: Exporter, path: Path, names: list[str], dtype: torch.dtype) -> int:
     """Write the tensors of one file, return their bytes; they are freed before the next file is read."""
-    tensors = {name: exported.tensor(name, dtype).contiguous() for name in names}
+    tensors = {name: exporter.tensor(name, dtype).contiguous() for name in names}
     save_file(tensors, path, metadata={"format": "pt"})
     return sum(tensor.nbytes for tensor in tensors.values())
 
@@ -179,13 +179,13 @@ def _groups(sizes: dict[str, int]) -> Iterator[list[str]]:
     yield group
 
 
-def _in_files(record: TensorRecord, dtype: torch.dtype) -> torch.dtype:
+def _export_dtype(record: TensorRecord, dtype: torch.dtype) -> torch.dtype:
     """Return the type of a tensor in the files. Buffers keep theirs: the precision of training is of parameters."""
-    own: torch.dtype = getattr(torch, record.dtype)
-    return dtype if own.is_floating_point and record.kind != "buffer" else own
+    stored_dtype: torch.dtype = getattr(torch, record.dtype)
+    return dtype if stored_dtype.is_floating_point and record.kind != "buffer" else stored_dtype
 
 
-def tokenizer_of(config: Any, base: Path | None) -> dict[str, bytes]:
+def read_tokenizer_files(config: Any, base: Path | None) -> dict[str, bytes]:
     """Read the tokenizer's files of a run's data: from the data set, `rl.tokenizer`, or the model. Local.
 
     Args:
@@ -193,8 +193,8 @@ def tokenizer_of(config: Any, base: Path | None) -> dict[str, bytes]:
         base: Where the model is now that the run began with; None: where it was.
     """
     of_prompts = config.get("rl", {}).get("tokenizer")
-    places = [config["data"]["path"], of_prompts, base or config["model"]["path"]]
-    return next((files for place in places if place and (files := tokenizer_files(Path(place)))), {})
+    candidates = [config["data"]["path"], of_prompts, base or config["model"]["path"]]
+    return next((files for candidate in candidates if candidate and (files := tokenizer_files(Path(candidate)))), {})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from odc_mpi.checkpoint.shard_file import checksum_of_file, stored_type
 from odc_mpi.files import sync_file
 
 #: First and one past the last index in each dimension.
-Box = tuple[tuple[int, int], ...]
+Hyperslab = tuple[tuple[int, int], ...]
 #: NaN in the bits of a type that is stored as an integer.
 _NAN_BITS = {"bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
 
@@ -28,37 +28,37 @@ def write_index(directory: Path, manifest: Manifest) -> FileRecord:
     with h5py.File(path, "x", locking=False) as file:
         file.attrs.update(format=FORMAT, version=VERSION, step=manifest.step, size=manifest.size)
         for name, record in manifest.tensors.items():
-            _show(file, name, record, directory, manifest.step)
+            _create_virtual_dataset(file, name, record, directory, manifest.step)
     sync_file(path)
     return checksum_of_file(path)
 
 
-def _show(file: h5py.File, name: str, record: TensorRecord, directory: Path, step: int) -> None:
+def _create_virtual_dataset(file: h5py.File, name: str, record: TensorRecord, directory: Path, step: int) -> None:
     dtype = stored_type(record.dtype)
     if record.shape and 0 not in record.shape:
         layout = h5py.VirtualLayout(record.shape, dtype)
-        for rank, start, stop in record.pieces:
+        for rank, start, stop in record.ranges:
             source = h5py.VirtualSource(shard_name(step, rank), name, shape=(stop - start,), dtype=dtype)
-            for first, last, box in boxes(record.shape, start, stop):
-                layout[tuple(slice(*bounds) for bounds in box)] = source[first - start : last - start]
-        created = file.create_virtual_dataset(name, layout, fillvalue=_fill(record.dtype, dtype))
+            for first, last, hyperslab in hyperslabs(record.shape, start, stop):
+                layout[tuple(slice(*bounds) for bounds in hyperslab)] = source[first - start : last - start]
+        created = file.create_virtual_dataset(name, layout, fillvalue=_fill_value(record.dtype, dtype))
     else:
-        created = file.create_dataset(name, shape=record.shape, dtype=dtype, fillvalue=_fill(record.dtype, dtype))
+        created = file.create_dataset(name, shape=record.shape, dtype=dtype, fillvalue=_fill_value(record.dtype, dtype))
         # HDF5 has no virtual scalars: a copy.
-        for rank, _, _ in record.pieces:
+        for rank, _, _ in record.ranges:
             with h5py.File(directory / shard_name(step, rank), "r", locking=False) as source:
                 created[()] = source[name][0]
     created.attrs.update(dtype=record.dtype, kind=record.kind)
 
 
-def _fill(dtype: str, stored: np.dtype) -> int | float:
+def _fill_value(dtype: str, stored: np.dtype) -> int | float:
     """Return the fill value of a type: NaN, or the largest integer."""
     if stored.kind == "f":
         return np.nan
     return _NAN_BITS.get(dtype, int(np.iinfo(stored).max))
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Box]]:
+def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Hyperslab]]:
     """Cut elements `[start, stop)` of a flattened tensor into boxes, in order. Local.
 
     A range that begins and ends inside rows is the end of a row, whole rows, and the beginning of a row; the parts of
@@ -89,8 +89,8 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, in
         yield from _within_row(shape, last * row, stop)
 
 
-def _within_row(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Box]]:
+def _within_row(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Hyperslab]]:
     row = math.prod(shape[1:])
     index = start // row
-    for begin, end, box in boxes(shape[1:], start - index * row, stop - index * row):
-        yield begin + index * row, end + index * row, ((index, index + 1), *box)
+    for begin, end, hyperslab in hyperslabs(shape[1:], start - index * row, stop - index * row):
+        yield begin + index * row, end + index * row, ((index, index + 1), *hyperslab)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.errors import UserError, in_one_line
+from odc_mpi.errors import UserError, one_line_message
 
 FORMAT, VERSION = "odc_mpi.checkpoint", 2
 MANIFEST, INDEX = "manifest.json", "index.h5"
@@ -46,13 +46,13 @@ class TensorRecord:
         kind: trainable or frozen, a parameter; buffer, what is not sharded; state, of the optimizer.
         dtype: Type, as torch names it.
         shape: Shape of the whole tensor.
-        pieces: Rank, first and one past the last element of the flattened tensor; in order, none empty.
+        ranges: Rank, first and one past the last element of the flattened tensor; in order, none empty.
     """
 
     kind: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[tuple[int, int, int], ...]
+    ranges: tuple[tuple[int, int, int], ...]
 
     @property
     def numel(self) -> int:
@@ -78,7 +78,7 @@ class Manifest:
         tensors: Tensors by path of their data sets, such as model/layers.0.weight, optimizer/exp_avg/layers.0.weight.
         scalars: Optimizer state of one number for each parameter, such as its steps, by name and parameter.
         optimizer: Name of the optimizer's class.
-        about: Other values for JSON: the run's configuration, the position in the data, versions.
+        metadata: Other values for JSON: the run's configuration, the position in the data, versions.
         files: Files by name.
     """
 
@@ -87,7 +87,7 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
     scalars: Mapping[str, Mapping[str, float]]
     optimizer: str
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
 
@@ -149,7 +149,7 @@ def read_manifest(directory: Path) -> Manifest:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged: {in_one_line(error)}") from error
+        raise UserError(f"{path} is damaged: {one_line_message(error)}") from error
 
 
 def _from_json(body: Mapping[str, Any]) -> Manifest:

@@ -3,7 +3,7 @@
 Note: a crash at any moment
     A checkpoint that is replaced or pruned is first retired, under a hidden name. One that is replaced is removed only
     when the new one has the name, on the disk too. Its manifest is removed first: so a retired directory with a
-    manifest is whole, and `restore` gives it its name back if no other has it.
+    manifest is whole, and `recover_retired` gives it its name back if no other has it.
 """
 
 import os
@@ -39,7 +39,7 @@ def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
     try:
         directory.rename(goal)
     except OSError:
-        restore(goal.parent)
+        recover_retired(goal.parent)
         raise
     sync_directory(goal.parent)
     # The names of the directories above may be new as well.
@@ -48,21 +48,21 @@ def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
         _remove(retired)
 
 
-def prune(directory: Path, keep: int, spared: int | None = None) -> None:
+def prune(directory: Path, keep: int, protected_step: int | None = None) -> None:
     """Remove the oldest checkpoints until `keep` are left. Local; a checkpoint that cannot be removed stays.
 
     Args:
         directory: Of the checkpoints.
         keep: How many of the newest stay.
-        spared: A step whose checkpoint stays in any case.
+        protected_step: A step whose checkpoint stays in any case.
     """
     complete = [(step, path) for step, path in steps_in(directory).items() if (path / MANIFEST).exists()]
-    for path in (path for step, path in complete[:-keep] if step != spared):
+    for path in (path for step, path in complete[:-keep] if step != protected_step):
         with suppress(OSError):
             _remove(_retire(path))
 
 
-def restore(directory: Path) -> None:
+def recover_retired(directory: Path) -> None:
     """Give retired checkpoints their names back where a killed run has not come to use the names. Local.
 
     Call it before a search for checkpoints, as one of these may be the newest, and while no other run writes there.
@@ -88,7 +88,7 @@ def retired(directory: Path) -> dict[Path, Path]:
 
 def clean(directory: Path) -> int:
     """Remove the incomplete checkpoints of killed runs; return their number. Local; nobody may be writing there."""
-    restore(directory)
+    recover_retired(directory)
     left = [path for start in (_UNFINISHED, _RETIRED) for path in directory.glob(f"{start}*")]
     for path in left:
         shutil.rmtree(path, ignore_errors=True)

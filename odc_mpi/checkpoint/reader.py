@@ -59,7 +59,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         dtype = stored_type(record.dtype)
         parts = [
             self._file(rank).read(path, max(start, first), min(stop, last)).astype(dtype, copy=False)
-            for rank, first, last in record.pieces
+            for rank, first, last in record.ranges
             if max(start, first) < min(stop, last)
         ]
         found = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
@@ -73,7 +73,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             raise UserError(f"{self.directory} has no tensor {path}")
         return self.manifest.tensors[path]
 
-    def problem(self, ranks: Iterable[int]) -> str | None:
+    def check_files(self, ranks: Iterable[int]) -> str | None:
         """Check that these ranks' files are there, intact, and of this checkpoint; tensors are not read. Local.
 
         Returns:
@@ -87,12 +87,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             return str(error)
         return None
 
-    def damage(self) -> Iterator[str]:
+    def verify(self) -> Iterator[str]:
         """Read every byte, and yield a sentence for each damage. Local."""
         for rank in range(self.manifest.size):
             try:
                 with self._open(rank) as file:
-                    yield from file.damage()
+                    yield from file.verify()
             except UserError as error:
                 yield str(error)
         path = self.directory / INDEX
@@ -124,7 +124,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self._files[rank]
 
 
-def directories(path: Path) -> list[Path]:
+def checkpoint_directories(path: Path) -> list[Path]:
     """Return the directories of checkpoints below a path, the oldest first, complete or not. Local.
 
     Args:
@@ -135,8 +135,8 @@ def directories(path: Path) -> list[Path]:
     """
     if (path / MANIFEST).exists() or path in steps_in(path.parent).values():
         return [path]
-    for place in (path / CHECKPOINTS, path):
-        found = list(steps_in(place).values())
+    for folder in (path / CHECKPOINTS, path):
+        found = list(steps_in(folder).values())
         if found:
             return found
     raise UserError(f"expected a run directory, its checkpoints or one of them, got {path}, where there are none")

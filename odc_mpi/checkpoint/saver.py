@@ -21,13 +21,13 @@ import numpy as np
 
 from odc_mpi.checkpoint.manifest import FORMAT, VERSION, FileRecord, Manifest, shard_name, step_name
 from odc_mpi.checkpoint.publish import prune, publish
-from odc_mpi.checkpoint.shard_file import Entry, write_shard
-from odc_mpi.errors import in_one_line
+from odc_mpi.checkpoint.shard_file import ShardEntry, write_shard
+from odc_mpi.errors import one_line_message
 
 T = TypeVar("T")
 
 
-class Task(Generic[T]):
+class BackgroundTask(Generic[T]):
     """A function that runs in a daemon thread, which does not keep a program from ending; it tells its own errors.
 
     Attributes:
@@ -58,13 +58,13 @@ class Task(Generic[T]):
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _PendingCheckpoint:
     """A checkpoint that not all ranks have reported as written."""
 
     step: int
-    writing: Task[FileRecord]
+    writing: BackgroundTask[FileRecord]
     manifest: Manifest | None
-    spared: int | None
+    protected_step: int | None
 
 
 class Saver:
@@ -102,8 +102,8 @@ class Saver:
         self._keep = keep
         self._warn = warn
         self._check = check
-        self._pending: _Pending | None = None
-        self._publishing: Task[None] | None = None
+        self._pending: _PendingCheckpoint | None = None
+        self._publishing: BackgroundTask[None] | None = None
         self.num_saved = self.num_failed = 0
         self.last_failed = False
 
@@ -123,17 +123,21 @@ class Saver:
         if self._pending:
             self._pending.writing.wait()
 
-    def start(self, step: int, entries: Sequence[Entry], manifest: Manifest | None, spared: int | None = None) -> None:
+    def start(
+        self, step: int, entries: Sequence[ShardEntry], manifest: Manifest | None, protected_step: int | None = None
+    ) -> None:
         """Write this rank's file of a checkpoint in a thread. Local; no other checkpoint may be pending or busy.
 
         Args:
             step: Step of the checkpoint, the same on every rank.
             entries: Content of the file; not to be changed until it is written.
             manifest: The manifest without its files, on rank 0; None elsewhere.
-            spared: A step whose checkpoint is kept beyond the newest.
+            protected_step: A step whose checkpoint is kept beyond the newest.
         """
         assert not self.pending and not self.busy, "two checkpoints at a time"
-        self._pending = _Pending(step, Task(lambda: self._write(step, entries)), manifest, spared)
+        self._pending = _PendingCheckpoint(
+            step, BackgroundTask(lambda: self._write(step, entries)), manifest, protected_step
+        )
 
     def report(self) -> tuple[float, float, float]:
         """Return the report for the other ranks: the step that is written, the file's bytes and checksum. Local.
@@ -147,7 +151,7 @@ class Saver:
             return -float(self._pending.step), 0.0, 0.0
         return float(self._pending.step), float(written.num_bytes), float(written.checksum)
 
-    def hear(self, reports: np.ndarray) -> None:
+    def receive_reports(self, reports: np.ndarray) -> None:
         """Take in the reports of all ranks, `[size, 3]`, the same on every rank. Local.
 
         A checkpoint that all have reported is no longer pending.
@@ -159,14 +163,14 @@ class Saver:
         if self._rank == 0:
             failed = np.flatnonzero(steps < 0).tolist()
             files = [FileRecord(int(num_bytes), int(checksum)) for _, num_bytes, checksum in reports]
-            self._publishing = Task(lambda: self._publish(head, files, failed))
+            self._publishing = BackgroundTask(lambda: self._publish(head, files, failed))
 
     def wait_until_published(self) -> None:
         """Wait until rank 0's thread has nothing left to publish. Local; the caller sets the deadline."""
         if self._publishing:
             self._publishing.wait()
 
-    def _write(self, step: int, entries: Sequence[Entry]) -> FileRecord:
+    def _write(self, step: int, entries: Sequence[ShardEntry]) -> FileRecord:
         attributes: dict[str, str | int] = {
             "format": FORMAT,
             "version": VERSION,
@@ -180,22 +184,26 @@ class Saver:
             directory.mkdir(parents=True, exist_ok=True)
             return write_shard(directory / shard_name(step, self._rank), entries, attributes)
         except Exception as error:
-            self._warn(f"rank {self._rank} could not write its part of the checkpoint of step {step}: {_say(error)}")
+            self._warn(
+                f"rank {self._rank} could not write its part of the checkpoint of step {step}: {_format_error(error)}"
+            )
             raise
 
-    def _publish(self, head: _Pending, files: list[FileRecord], failed: list[int]) -> None:
+    def _publish(self, head: _PendingCheckpoint, files: list[FileRecord], failed: list[int]) -> None:
         directory = self._unfinished(head.step)
         try:
             if failed:
                 raise OSError(f"rank {', '.join(map(str, failed))} could not write")
             assert head.manifest is not None
             for rank, record in enumerate(files):
-                _check_seen(directory / shard_name(head.step, rank), record, rank)
+                _require_visible(directory / shard_name(head.step, rank), record, rank)
             self._check()
-            named = {shard_name(head.step, rank): record for rank, record in enumerate(files)}
-            publish(directory, replace(head.manifest, files=named), self._directory / step_name(head.step))
+            files_by_name = {shard_name(head.step, rank): record for rank, record in enumerate(files)}
+            publish(directory, replace(head.manifest, files=files_by_name), self._directory / step_name(head.step))
         except Exception as error:
-            self._warn(f"WARNING: there is no checkpoint of step {head.step}, {_say(error)}; training goes on without")
+            self._warn(
+                f"WARNING: there is no checkpoint of step {head.step}, {_format_error(error)}; training goes on without"
+            )
             shutil.rmtree(directory, ignore_errors=True)
             self.num_failed, self.last_failed = self.num_failed + 1, True
             return
@@ -203,13 +211,13 @@ class Saver:
         if self._keep:
             with suppress(OSError):
                 self._check()
-                prune(self._directory, self._keep, head.spared)
+                prune(self._directory, self._keep, head.protected_step)
 
     def _unfinished(self, step: int) -> Path:
         return self._directory / f".{step_name(step)}.{self._token}"
 
 
-def _check_seen(path: Path, record: FileRecord, rank: int) -> None:
+def _require_visible(path: Path, record: FileRecord, rank: int) -> None:
     if not path.is_file() or path.stat().st_size != record.num_bytes:
         raise OSError(
             f"rank 0 does not see the file that rank {rank} wrote: expected run.dir on a file system that all nodes "
@@ -217,5 +225,5 @@ def _check_seen(path: Path, record: FileRecord, rank: int) -> None:
         )
 
 
-def _say(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else in_one_line(error)
+def _format_error(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else one_line_message(error)

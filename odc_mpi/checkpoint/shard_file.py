@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_mpi.checkpoint.manifest import STORED_AS, FileRecord
-from odc_mpi.errors import UserError, in_one_line
+from odc_mpi.errors import UserError, one_line_message
 
 try:
     from isal.isal_zlib import crc32  # the same numbers, at 8 instead of 2 GB/s
@@ -39,7 +39,7 @@ _CHECKSUMS = "checksums"
 
 
 @dataclass(frozen=True)
-class Entry:
+class ShardEntry:
     """A range of a flattened tensor to store.
 
     Attributes:
@@ -57,7 +57,7 @@ class Entry:
     dtype: str
 
 
-def write_shard(path: Path, entries: Sequence[Entry], attributes: Mapping[str, str | int]) -> FileRecord:
+def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> FileRecord:
     """Write a rank's file and flush it to the disk. Local; from any thread, without h5py's lock while bytes move.
 
     Args:
@@ -70,22 +70,22 @@ def write_shard(path: Path, entries: Sequence[Entry], attributes: Mapping[str, s
     """
     offsets, table = _lay_out(path, entries, attributes)
     # In the order of the file: HDF5 does not allocate in the order of the requests.
-    places = sorted(zip(offsets, entries, strict=True), key=lambda place: place[0])
+    placements = sorted(zip(offsets, entries, strict=True), key=lambda place: place[0])
     descriptor = os.open(path, os.O_RDWR)
     try:
         checksums: list[int] = []
-        for offset, entry in places:
+        for offset, entry in placements:
             checksums += _write(descriptor, _bytes_of(entry.values), offset)
         if checksums:
             _write(descriptor, _bytes_of(np.array(checksums, dtype="<u4")), table)
         os.fsync(descriptor)
-        extents = [(offset, entry.values.nbytes) for offset, entry in places]
+        extents = [(offset, entry.values.nbytes) for offset, entry in placements]
         return FileRecord(os.fstat(descriptor).st_size, _checksum_of_rest(descriptor, extents))
     finally:
         os.close(descriptor)
 
 
-def _lay_out(path: Path, entries: Sequence[Entry], attributes: Mapping[str, str | int]) -> tuple[list[int], int]:
+def _lay_out(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> tuple[list[int], int]:
     """Make a file with room for all entries; return the offset of each entry and of the checksums."""
     offsets = []
     with h5py.File(path, "x", locking=False) as file:
@@ -106,9 +106,9 @@ def _reserve(file: h5py.File, path: str, numel: int, dtype: np.dtype) -> h5py.Da
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     group, _, name = path.rpartition("/")
-    place = file.require_group(group) if group else file
+    parent = file.require_group(group) if group else file
     space = h5py.h5s.create_simple((numel,))
-    return h5py.Dataset(h5py.h5d.create(place.id, name.encode(), h5py.h5t.py_create(dtype), space, dcpl=plan))
+    return h5py.Dataset(h5py.h5d.create(parent.id, name.encode(), h5py.h5t.py_create(dtype), space, dcpl=plan))
 
 
 def _bytes_of(values: npt.NDArray) -> memoryview:
@@ -202,7 +202,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         except UserError:
             raise
         except Exception as error:  # HDF5 reports damage by exceptions of many kinds
-            raise UserError(f"{path} is damaged, or cannot be read: {in_one_line(error)}") from error
+            raise UserError(f"{path} is damaged, or cannot be read: {one_line_message(error)}") from error
         try:
             self._checksums = self._read_checksums(table, expected)
         except BaseException:
@@ -235,7 +235,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         content = self._read_blocks(path, first, last)
         return content[begin - first * BLOCK_BYTES :][: end - begin].view(stored.dtype)
 
-    def damage(self) -> Iterator[str]:
+    def verify(self) -> Iterator[str]:
         """Read all tensors, and yield a sentence for each that is damaged. Local."""
         for path, stored in self._datasets.items():
             try:
@@ -274,9 +274,9 @@ def _look_up(path: Path) -> tuple[dict[str, _Stored], int]:
     with h5py.File(path, "r", locking=False) as file:
         file.visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Dataset) else None)
         table = found.pop(_CHECKSUMS, None)
-        places = sorted((int(item.id.get_offset()), name) for name, item in found.items())
+        offsets = sorted((int(item.id.get_offset()), name) for name, item in found.items())
         datasets, block = {}, 0
-        for offset, name in places:
+        for offset, name in offsets:
             item = found[name]
             stored = _Stored(item.dtype, len(item), int(item.attrs["start"]), offset, block)
             datasets[name] = stored

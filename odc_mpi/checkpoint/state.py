@@ -18,17 +18,17 @@ from torch import nn
 
 from odc_mpi.checkpoint.manifest import Manifest, TensorRecord
 from odc_mpi.checkpoint.reader import Checkpoint
-from odc_mpi.checkpoint.shard_file import Entry, stored_type
+from odc_mpi.checkpoint.shard_file import ShardEntry, stored_type
 from odc_mpi.errors import UserError
+from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.partition import whole_and_persistent
-from odc_mpi.shard.slices import Weights
+from odc_mpi.shard.partition import replicated_persistent_tensors
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
 @dataclass(frozen=True)
-class _Live:
+class _TensorRange:
     """A range of a tensor of the running training."""
 
     path: str
@@ -44,47 +44,47 @@ class TrainingState:
         model: The model.
         optimizer: The optimizer of all or some of its slices.
         rank: This rank.
-        over_base: Whether frozen parameters are those of a base, which a checkpoint does not hold.
+        omit_frozen_base: Whether frozen parameters are those of a base, which a checkpoint does not hold.
     """
 
     def __init__(
-        self, model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int, *, over_base: bool = False
+        self, model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int, *, omit_frozen_base: bool = False
     ) -> None:
         self._model = model
-        self._over_base = over_base
+        self._omit_frozen_base = omit_frozen_base
         self._optimizer = optimizer
         self._rank = rank
         # The memory is kept: writing to fresh pages takes longer than the copy.
         self._copies: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def snapshot(self) -> list[Entry]:
+    def snapshot(self) -> list[ShardEntry]:
         """Copy this rank's part of the state. Local; call after point B. Overwrites the result of an earlier call."""
-        return [self._copy(live) for live in self._live() if live.tensor.numel()]
+        return [self._copy(live) for live in self._tensor_ranges() if live.tensor.numel()]
 
     def parts(self) -> dict[str, tuple[int, npt.NDArray]]:
         """Return this rank's part of each tensor: its first element, and its elements in the stored type. Local.
 
         Views of what is on the host, which change from point A to B.
         """
-        live = {live.path: live for live in self._live()}
+        live = {live.path: live for live in self._tensor_ranges()}
         return {
-            path: (own.start, _stored(own.tensor.detach().cpu().contiguous()))
-            for path, own in live.items()
-            if own.tensor.numel()
+            path: (tensor_range.start, _stored(tensor_range.tensor.detach().cpu().contiguous()))
+            for path, tensor_range in live.items()
+            if tensor_range.tensor.numel()
         }
 
-    def describe(self, step: int, about: dict[str, object]) -> Manifest:
+    def describe(self, step: int, metadata: dict[str, object]) -> Manifest:
         """Return the manifest of a snapshot of the present state, without its files. Local."""
         tensors: dict[str, TensorRecord] = {}
-        pieces, kinds = self._pieces, self._kinds
-        for live in self._live():
+        ranges, kinds = self._ranges, self._kinds
+        for live in self._tensor_ranges():
             parameter = live.path.split("/", 2 if live.path.startswith(OPTIMIZER) else 1)[-1]
-            of = pieces.get(parameter, ((0, 0, live.tensor.numel()),) if live.tensor.numel() else ())
+            of = ranges.get(parameter, ((0, 0, live.tensor.numel()),) if live.tensor.numel() else ())
             kind = "state" if live.path.startswith(OPTIMIZER) else kinds.get(parameter, "buffer")
             tensors[live.path] = TensorRecord(kind, _name(live.tensor.dtype), live.shape, of)
         size = self._model.layouts[0].num_owners
-        return Manifest(step, size, tensors, self._scalars(), type(self._optimizer).__name__, about)
+        return Manifest(step, size, tensors, self._scalars(), type(self._optimizer).__name__, metadata)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer's state of this rank's slices. Local; parameters are read by `CheckpointWeights`.
@@ -95,13 +95,13 @@ class TrainingState:
         manifest = checkpoint.manifest
         require_optimizer(checkpoint, type(self._optimizer).__name__)
         keys = {path.split("/", 2)[1] for path, record in manifest.tensors.items() if record.kind == "state"}
-        own = {piece.spec.name: piece for piece, _ in self._model.slices()}
+        local_ranges = {tensor_slice.spec.name: tensor_slice for tensor_slice, _ in self._model.slices()}
         for name, parameter in self._model.named_shard_parameters():
             state: dict[str, torch.Tensor] = self._optimizer.state[parameter]
             for key in sorted(keys):
                 path = f"{OPTIMIZER}/{key}/{name}"
                 if path in manifest.tensors:
-                    stored = _resume_tensor(checkpoint, path, own[name].start, own[name].stop)
+                    stored = _resume_tensor(checkpoint, path, local_ranges[name].start, local_ranges[name].stop)
                     state[key] = stored.to(parameter.device)
             for key, values in manifest.scalars.items():
                 if name in values:
@@ -109,21 +109,23 @@ class TrainingState:
             if not state:
                 del self._optimizer.state[parameter]
 
-    def _live(self) -> Iterator[_Live]:
-        for piece, tensor in self._model.slices():
-            if piece.spec.requires_grad or not self._over_base:
-                yield _Live(f"{MODEL}/{piece.spec.name}", tensor, piece.start, piece.spec.shape)
-        pieces = {piece.spec.name: piece for piece, _ in self._model.slices()}
+    def _tensor_ranges(self) -> Iterator[_TensorRange]:
+        for tensor_slice, tensor in self._model.slices():
+            if tensor_slice.spec.requires_grad or not self._omit_frozen_base:
+                yield _TensorRange(
+                    f"{MODEL}/{tensor_slice.spec.name}", tensor, tensor_slice.start, tensor_slice.spec.shape
+                )
+        slices = {tensor_slice.spec.name: tensor_slice for tensor_slice, _ in self._model.slices()}
         for name, parameter in self._model.named_shard_parameters():
-            for key, value in self._state_of(name, parameter):
+            for key, value in self._optimizer_state(name, parameter):
                 if value.dim():
-                    piece = pieces[name]
-                    yield _Live(f"{OPTIMIZER}/{key}/{name}", value, piece.start, piece.spec.shape)
+                    tensor_slice = slices[name]
+                    yield _TensorRange(f"{OPTIMIZER}/{key}/{name}", value, tensor_slice.start, tensor_slice.spec.shape)
         if self._rank == 0:
-            for name, tensor in whole_and_persistent(self._model.module):
-                yield _Live(f"{MODEL}/{name}", tensor.detach().reshape(-1), 0, tuple(tensor.shape))
+            for name, tensor in replicated_persistent_tensors(self._model.module):
+                yield _TensorRange(f"{MODEL}/{name}", tensor.detach().reshape(-1), 0, tuple(tensor.shape))
 
-    def _state_of(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+    def _optimizer_state(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
         for key, value in self._optimizer.state.get(parameter, {}).items():
             if value is None:
                 continue
@@ -138,53 +140,53 @@ class TrainingState:
     def _scalars(self) -> dict[str, dict[str, float]]:
         scalars: dict[str, dict[str, float]] = {}
         for name, parameter in self._model.named_shard_parameters():
-            for key, value in self._state_of(name, parameter):
+            for key, value in self._optimizer_state(name, parameter):
                 if not value.dim():
                     scalars.setdefault(key, {})[name] = float(value)
         return scalars
 
     @cached_property
-    def _pieces(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
+    def _ranges(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
         """Return the ranges of every parameter, each with the rank that holds it."""
-        pieces: dict[str, list[tuple[int, int, int]]] = {}
+        ranges: dict[str, list[tuple[int, int, int]]] = {}
         for layout in self._model.layouts:
             for rank in range(layout.num_owners):
-                for piece in layout.slices(rank):
-                    own = pieces.setdefault(piece.spec.name, [])
-                    if piece.numel:
-                        own.append((rank, piece.start, piece.stop))
-        return {name: tuple(own) for name, own in pieces.items()}
+                for tensor_slice in layout.slices(rank):
+                    ranges_of_tensor = ranges.setdefault(tensor_slice.spec.name, [])
+                    if tensor_slice.numel:
+                        ranges_of_tensor.append((rank, tensor_slice.start, tensor_slice.stop))
+        return {name: tuple(ranges_of_tensor) for name, ranges_of_tensor in ranges.items()}
 
     @cached_property
     def _kinds(self) -> dict[str, str]:
         return {
             slot.spec.name: "trainable" if layout.trainable else "frozen"
             for layout in self._model.layouts
-            for slot in layout.slots
+            for slot in layout.ranges
         }
 
-    def _copy(self, live: _Live) -> Entry:
+    def _copy(self, live: _TensorRange) -> ShardEntry:
         copy = self._copies.get(live.path)
         if copy is None or copy.shape != live.tensor.shape or copy.dtype != live.tensor.dtype:
             copy = self._copies[live.path] = torch.empty_like(live.tensor, device="cpu")
         copy.copy_(live.tensor)
-        return Entry(live.path, _stored(copy), live.start, live.shape, _name(live.tensor.dtype))
+        return ShardEntry(live.path, _stored(copy), live.start, live.shape, _name(live.tensor.dtype))
 
 
 class CheckpointWeights:
-    """Initial parameters from a checkpoint: a `shard.slices.Weights`. Local; each rank reads its own slices.
+    """Initial parameters from a checkpoint: a `shard.local_shards.WeightSource`. Local; each rank reads its own slices.
 
     Args:
         checkpoint: The checkpoint; it stays open while weights are read.
         base: Where parameters come from that belong to the base of the checkpoint's adapters.
     """
 
-    def __init__(self, checkpoint: Checkpoint, base: Weights | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, base: WeightSource | None = None) -> None:
         self._checkpoint = checkpoint
         self._base = base
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `Weights`."""
+        """See `WeightSource`."""
         if self._base is not None and f"{MODEL}/{name}" not in self._checkpoint.manifest.tensors:
             return self._base.read(name, start, stop)
         return _resume_tensor(self._checkpoint, f"{MODEL}/{name}", start, stop)
@@ -193,7 +195,7 @@ class CheckpointWeights:
 @torch.no_grad()
 def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Fill the tensors that every rank has whole: persistent buffers and non-floating-point parameters. Local."""
-    for name, tensor in whole_and_persistent(module):
+    for name, tensor in replicated_persistent_tensors(module):
         tensor.copy_(_resume_tensor(checkpoint, f"{MODEL}/{name}", 0, tensor.numel()).reshape(tensor.shape))
 
 
@@ -203,20 +205,20 @@ def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
     Raises:
         UserError: Names, shapes, or which parameters are trained differ.
     """
-    wanted = {
+    expected = {
         name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()
-        if p.is_floating_point() and (p.requires_grad or "base" not in checkpoint.manifest.about)
+        if p.is_floating_point() and (p.requires_grad or "base" not in checkpoint.manifest.metadata)
     }
-    wanted |= {name: (tuple(tensor.shape), "buffer") for name, tensor in whole_and_persistent(module)}
+    expected |= {name: (tuple(tensor.shape), "buffer") for name, tensor in replicated_persistent_tensors(module)}
     found = {
         path.removeprefix(f"{MODEL}/"): (record.shape, record.kind)
         for path, record in checkpoint.manifest.tensors.items()
         if record.kind != "state"
     }
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            ours, theirs = (_say(tensors.get(name)) for tensors in (wanted, found))
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            ours, theirs = (_format_shape(tensors.get(name)) for tensors in (expected, found))
             raise UserError(
                 f"the checkpoint {checkpoint.directory} is of another model: {name} is {theirs} there, {ours} in "
                 f"this one: change model.*, or set run.resume to never, or run.dir"
@@ -236,7 +238,7 @@ def require_optimizer(checkpoint: Checkpoint, name: str) -> None:
         )
 
 
-def _say(tensor: tuple[tuple[int, ...], str] | None) -> str:
+def _format_shape(tensor: tuple[tuple[int, ...], str] | None) -> str:
     return "absent" if tensor is None else f"{tensor[1]} of shape {list(tensor[0])}"
 
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from odc_mpi.bench.measure import DEFAULT_SIZES, parse_sizes, show, speaker
+from odc_mpi.bench.measure import DEFAULT_SIZES, make_progress_printer, parse_sizes, print_result
 from odc_mpi.cli import mpiexec
-from odc_mpi.cli.options import positive, step_seconds
-from odc_mpi.cli.scenario import add_scenario, scenario_of
-from odc_mpi.errors import AgreedError
-from odc_mpi.runtime.ranks import no_collections, on_ranks, say, start_of_mpi
+from odc_mpi.cli.options import positive_int, step_seconds
+from odc_mpi.cli.scenario_options import add_scenario, build_scenario
+from odc_mpi.errors import AllRanksUserError
+from odc_mpi.runtime.ranks import gc_paused, mpi_startup, print_error, run_on_all_ranks
 from odc_mpi.runtime.start.launch import is_launched
 from odc_mpi.simulate.options import LENGTHS, RANKS
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HELP = "measure what this machine achieves"
 
 #: Prints what is measured next.
-Say = Callable[[str], None]
+ProgressPrinter = Callable[[str], None]
 
 
 class Benchmark(NamedTuple):
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         one = benchmarks.add_parser(name, help=benchmark.help, description=description, allow_abbrev=False)
         benchmark.add_arguments(one)
         one.add_argument(
-            "--timeout-s", type=positive, default=900, metavar="SECONDS", help="until all ends; default: 900"
+            "--timeout-s", type=positive_int, default=900, metavar="SECONDS", help="until all ends; default: 900"
         )
 
 
@@ -58,15 +58,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _add_rounds(parser: argparse.ArgumentParser, repeats: int) -> None:
-    parser.add_argument("--repeats", type=positive, default=repeats, metavar="N", help=f"rounds; default: {repeats}")
-    parser.add_argument("--ranks", type=positive, metavar="N", help="to start; default: 2, or mpiexec's")
+    parser.add_argument(
+        "--repeats", type=positive_int, default=repeats, metavar="N", help=f"rounds; default: {repeats}"
+    )
+    parser.add_argument("--ranks", type=positive_int, metavar="N", help="to start; default: 2, or mpiexec's")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _measure_on_ranks(
     arguments: argparse.Namespace,
     module: str,
-    measure: "Callable[[Any, World, Say], Mapping[str, Any]]",
+    measure: "Callable[[Any, World, ProgressPrinter], Mapping[str, Any]]",
     ranks: int | None = None,
 ) -> int:
     """Start the ranks, or as one of them measure and let rank 0 print; return the exit code. Collective, under mpiexec.
@@ -82,10 +84,10 @@ def _measure_on_ranks(
         try:
             return mpiexec.run(ranks or arguments.ranks or 2, arguments.words, timeout_s=arguments.timeout_s)
         except TimeoutError as error:
-            say(error)
+            print_error(error)
             return 1
     # Not before here, and MPI last: see `odc_mpi.cli.train`.
-    with no_collections(), start_of_mpi():
+    with gc_paused(), mpi_startup():
         benchmark = importlib.import_module(module)
         from odc_mpi.runtime.world import World
 
@@ -94,12 +96,14 @@ def _measure_on_ranks(
 
     def work() -> None:
         if arguments.ranks not in (None, world.size):
-            raise AgreedError(f"--ranks {arguments.ranks}: mpiexec started {world.size}, leave --ranks out under it")
-        result = measure(benchmark, world, speaker(world.rank))
+            raise AllRanksUserError(
+                f"--ranks {arguments.ranks}: mpiexec started {world.size}, leave --ranks out under it"
+            )
+        result = measure(benchmark, world, make_progress_printer(world.rank))
         if world.rank == 0:
-            show(result, arguments.json)
+            print_result(result, arguments.json)
 
-    return on_ranks(world, work)
+    return run_on_all_ranks(world, work)
 
 
 def _add_transport(parser: argparse.ArgumentParser) -> None:
@@ -128,10 +132,10 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
 def _run_schedule(arguments: argparse.Namespace) -> int:
     from odc_mpi.simulate.scenario import Scenario
 
-    scenario = scenario_of(arguments, Scenario)
+    scenario = build_scenario(arguments, Scenario)
 
-    def measure(schedule: Any, world: "World", say: Say) -> Any:
-        resized = world.agree(lambda: replace(scenario, ranks=world.size))
+    def measure(schedule: Any, world: "World", say: ProgressPrinter) -> Any:
+        resized = world.run_on_all(lambda: replace(scenario, ranks=world.size))
         return schedule.measure(world, resized, arguments.step_s, say)
 
     return _measure_on_ranks(arguments, "odc_mpi.bench.schedule", measure, scenario.ranks)
@@ -139,7 +143,7 @@ def _run_schedule(arguments: argparse.Namespace) -> int:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="of odc-mpi train; default: a small model")
-    parser.add_argument("--steps", type=positive, default=4, metavar="N", help="minibatches of a round; default: 4")
+    parser.add_argument("--steps", type=positive_int, default=4, metavar="N", help="minibatches of a round; default: 4")
     parser.add_argument("--model", choices=("qwen2", "llama"), default="qwen2", help="without --config; default: qwen2")
     parser.add_argument("--no-caches", action="store_true", help="fetch and push anew in each microbatch")
     parser.add_argument("--exact", action="store_true", help="with run.exact besides, for what it costs")
@@ -148,7 +152,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 def _run_train(arguments: argparse.Namespace) -> int:
     if is_launched():  # a library that fails to load does so before MPI starts
-        with no_collections():
+        with gc_paused():
             importlib.import_module("odc_mpi.models.build")
     return _measure_on_ranks(
         arguments,

@@ -20,8 +20,8 @@ _ACTIONS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions and their arguments. Local."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, meaning in _ACTIONS.items():
-        action = actions.add_parser(name, help=meaning, description=meaning, allow_abbrev=False)
+    for name, help_text in _ACTIONS.items():
+        action = actions.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
         action.add_argument("directory", metavar="DIR", type=Path, help="a run, its checkpoints, or one of them")
         if name == "export":
             action.add_argument("out", metavar="OUT", type=Path, help="the directory to write; a new one")
@@ -59,19 +59,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from odc_mpi.checkpoint.commands import newest
+    from odc_mpi.checkpoint.commands import open_newest
     from odc_mpi.checkpoint.export import export
 
-    with newest(arguments.directory) as checkpoint:
-        exported = None
-        if "adapter" in checkpoint.manifest.about:
-            from odc_mpi.models.exported import Adapters, Merged
+    with open_newest(arguments.directory) as checkpoint:
+        exporter = None
+        if "adapter" in checkpoint.manifest.metadata:
+            from odc_mpi.models.exporters import AdapterExporter, MergedExporter
 
-            exported = (Merged if arguments.merge else Adapters)(checkpoint, arguments.base)
+            exporter = (MergedExporter if arguments.merge else AdapterExporter)(checkpoint, arguments.base)
         elif arguments.merge:
             raise UserError(f"--merge is for adapters, {checkpoint.directory} holds a whole model: leave --merge out")
         elif arguments.base:
             raise UserError(f"--base goes with adapters, {checkpoint.directory} holds a whole model: leave --base out")
-        names = export(checkpoint, arguments.out, arguments.dtype, exported=exported, base=arguments.base)
+        names = export(checkpoint, arguments.out, arguments.dtype, exporter=exporter, base=arguments.base)
         print(f"{arguments.out}: step {checkpoint.step}, {', '.join(names)}")
     return 0

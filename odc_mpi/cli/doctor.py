@@ -13,6 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Probe the MPI stack, and return the exit code. Collective, in the children of this process."""
-    from odc_mpi.stack.doctor import doctor
+    from odc_mpi.probe.doctor import doctor
 
     return doctor(arguments.json)

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from odc_mpi.cli.options import BASE_HELP, attention, positive
-from odc_mpi.runtime.ranks import no_collections, on_ranks, start_of_mpi
+from odc_mpi.cli.options import BASE_HELP, attention_name, positive_int
+from odc_mpi.runtime.ranks import gc_paused, mpi_startup, run_on_all_ranks
 from odc_mpi.runtime.start.launch import launched_rank
 
 HELP = "what a model makes of prompts; under mpiexec on all its ranks"
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", metavar="N", help="of a run: this checkpoint, or best; default: the newest")
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     parser.add_argument("--prompts", metavar="FILE", type=Path, help="JSON lines or Parquet with prompt or messages")
-    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: 128")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="default: 0, the most likely token each time"
     )
@@ -36,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute; default: cpu")
     parser.add_argument(
         "--attn-implementation",
-        type=attention,
+        type=attention_name,
         metavar="{sdpa,eager}",
         help="eager: also with soft caps, as Gemma 2 has; default: that of the run, else sdpa",
     )
     parser.add_argument(
-        "--timeout-s", type=positive, default=3600, metavar="S", help="longest wait for another rank; default: 3600"
+        "--timeout-s", type=positive_int, default=3600, metavar="S", help="longest wait for another rank; default: 3600"
     )
 
 
@@ -55,19 +55,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     with RankLog(launched_rank()) as log:
         # Before MPI: a rank that fails to import anything after its start would leave the others waiting.
-        with no_collections():
-            from odc_mpi.generation.generate import Sampling
-        sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed)
-        with start_of_mpi():
-            from odc_mpi.generation.run import Job, generate_all
+        with gc_paused():
+            from odc_mpi.generation.generate import SamplingParams
+        sampling = SamplingParams(arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed)
+        with mpi_startup():
+            from odc_mpi.generation.run import GenerateArguments, generate_all
             from odc_mpi.runtime.world import World
 
         names = ("source", "step", "tokenizer", "prompt", "prompts", "out", "device", "attn_implementation", "base")
-        job = Job(sampling=sampling, **{name: getattr(arguments, name) for name in names})
+        job = GenerateArguments(sampling=sampling, **{name: getattr(arguments, name) for name in names})
         world = World(timeout_s=arguments.timeout_s, limit="--timeout-s")
 
         def work() -> None:
-            world.agree(lambda: log.open(None, world))
+            world.run_on_all(lambda: log.open(None, world))
             generate_all(job, world)
 
-        return on_ranks(world, work)
+        return run_on_all_ranks(world, work)

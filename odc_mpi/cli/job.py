@@ -4,16 +4,16 @@ import argparse
 import re
 from pathlib import Path
 
-from odc_mpi.cli.options import positive
+from odc_mpi.cli.options import positive_int
 from odc_mpi.errors import UserError
 from odc_mpi.slurm import job
 
 HELP = "a batch script for Slurm from a configuration"
 #: How large a job is.
 JOB = (
-    ("--nodes", job.Job.nodes, "how many"),
-    ("--ranks-per-node", job.Job.ranks_per_node, "ranks of each, as many as it has GPUs, say"),
-    ("--cores-per-rank", job.Job.cores_per_rank, "cores of each rank"),
+    ("--nodes", job.SlurmJob.nodes, "how many"),
+    ("--ranks-per-node", job.SlurmJob.ranks_per_node, "ranks of each, as many as it has GPUs, say"),
+    ("--cores-per-rank", job.SlurmJob.cores_per_rank, "cores of each rank"),
 )
 #: Options that are sbatch's own, for sites that ask for them.
 CHOICES = ("partition", "account", "gpus-per-node")
@@ -31,13 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "odc-mpi job CONFIG [options] [--SECTION.KEY VALUE ...]"
     parser.description = "Print the batch script that trains a configuration, and submit it on request."
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file that every node finds under this name")
-    for option, default, meaning in JOB:
-        parser.add_argument(option, type=positive, default=default, metavar="N", help=f"{meaning}; default: {default}")
-    limit = job.Job.time
+    for option, default, help_text in JOB:
+        parser.add_argument(
+            option, type=positive_int, default=default, metavar="N", help=f"{help_text}; default: {default}"
+        )
+    limit = job.SlurmJob.time
     parser.add_argument("--time", default=limit, help=f"limit, as sbatch takes it, 5 minutes or more; default: {limit}")
     for name in CHOICES:
         parser.add_argument(f"--{name}", metavar="VALUE", help="of sbatch; default: none")
-    parser.add_argument("--name", default=job.Job.name, help=f"of the job; default: {job.Job.name}")
+    parser.add_argument("--name", default=job.SlurmJob.name, help=f"of the job; default: {job.SlurmJob.name}")
     parser.add_argument("--stage", metavar="DIR", help="of each node: copy the data set there first")
     parser.add_argument("--mpi", metavar="TYPE", help="of srun; default: what this environment's MPI library needs")
     parser.add_argument("--submit", action="store_true", help="hand it to sbatch, too")
@@ -54,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     # Not before here: other commands need neither.
     from odc_mpi.runtime.start.pmi import srun_mpi
-    from odc_mpi.train import settings as configuration
+    from odc_mpi.training import settings as configuration
 
     if not arguments.config.exists():
         raise UserError(
@@ -63,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     config = configuration.load(arguments.config, arguments.overrides)
     choices = {name: getattr(arguments, name.replace("-", "_")) for name in CHOICES}
-    asked = job.Job(
+    requested = job.SlurmJob(
         nodes=arguments.nodes,
         ranks_per_node=arguments.ranks_per_node,
         cores_per_rank=arguments.cores_per_rank,
@@ -73,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         choices=tuple((name, _check_word(name, value)) for name, value in choices.items() if value is not None),
         stage=arguments.stage,
     )
-    script = job.for_config(asked, arguments.config, tuple(arguments.overrides), config.data.path)
+    script = job.script_for_config(requested, arguments.config, tuple(arguments.overrides), config.data.path)
     print(script, end="", flush=True)
     return job.submit(script) if arguments.submit else 0
 

@@ -15,8 +15,8 @@ from typing import NoReturn
 
 from odc_mpi import __version__
 from odc_mpi.cli import bench, checkpoint, doctor, generate, job, prepare, report, simulate, train
-from odc_mpi.errors import UserError, unusable
-from odc_mpi.runtime.ranks import say
+from odc_mpi.errors import UserError, file_error
+from odc_mpi.runtime.ranks import print_error
 from odc_mpi.runtime.start.launch import is_launched, launched_rank
 from odc_mpi.runtime.start.limits import end_by_interrupt
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         # Before MPI is up every rank makes the same mistake; one voice is enough.
         if launched_rank() == 0:
-            say(error)
+            print_error(error)
         return 2
     except OSError as error:
         if is_launched() and "mpi4py.MPI" in sys.modules:
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # What is still in the buffer has to go somewhere when Python exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
-        say(unusable(error))  # each rank: it may be this node's files alone
+        print_error(file_error(error))  # each rank: it may be this node's files alone
         return 2
     except KeyboardInterrupt:
         print("odc-mpi: interrupted", file=sys.stderr, flush=True)

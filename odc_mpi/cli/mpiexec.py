@@ -24,7 +24,7 @@ _OPEN_MPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 #: Ranks that are started on this node unless it has more cores: each is a process of its own, with torch in it.
-MOST_RANKS = 64
+MAX_RANKS = 64
 #: An mpiexec that was asked to end gets this long to end its ranks, then it is killed; ranks notice that themselves.
 GRACE_S = 10.0
 
@@ -46,9 +46,11 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
         UserError: There is no mpiexec, or there are to be more ranks than a node bears.
         TimeoutError: It took longer than `timeout_s`; nothing runs any more.
     """
-    most = max(MOST_RANKS, os.cpu_count() or 1)
-    if ranks > most:
-        raise UserError(f"--ranks {ranks}: expected at most {most} on this node; to have more, start mpiexec yourself")
+    max_ranks = max(MAX_RANKS, os.cpu_count() or 1)
+    if ranks > max_ranks:
+        raise UserError(
+            f"--ranks {ranks}: expected at most {max_ranks} on this node; to have more, start mpiexec yourself"
+        )
     with _terminated_as_interrupted(), ExitStack() as stack:
         with _interrupts_deferred():  # raised within Popen, an interrupt would leave mpiexec running
             process = subprocess.Popen(
@@ -71,8 +73,8 @@ def mpiexec() -> str:
     Raises:
         UserError: There is none.
     """
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    candidate = Path(sys.executable).with_name("mpiexec")
+    found = str(candidate) if os.access(candidate, os.X_OK) else shutil.which("mpiexec")
     if found is None:
         raise UserError(f"no mpiexec beside {sys.executable} or on the PATH: install odc_mpi[mpich] or load an MPI")
     return found

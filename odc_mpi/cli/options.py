@@ -2,23 +2,23 @@
 
 import argparse
 
-from odc_mpi.models.attention_names import SERVED, why_refused
-from odc_mpi.wording import parse_size
+from odc_mpi.formatting import parse_size
+from odc_mpi.models.attention_names import SUPPORTED, unsupported_reason
 
 #: No count and no number of seconds is larger: what is, was a slip, and not every system call takes it.
-MOST = 10**9
+MAX_VALUE = 10**9
 #: Of --base, where adapters are read.
 BASE_HELP = "adapters: the directory in which their base is now; default: where the run had it"
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     """Read a whole number above 0. Local."""
-    if not (text.isascii() and text.isdecimal() and 0 < int(text[:20]) <= MOST):
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, at most {MOST:,}, got {text!r}")
+    if not (text.isascii() and text.isdecimal() and 0 < int(text[:20]) <= MAX_VALUE):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, at most {MAX_VALUE:,}, got {text!r}")
     return int(text)
 
 
-def size(text: str) -> int:
+def size_in_bytes(text: str) -> int:
     """Read a size in bytes. Local."""
     num_bytes = parse_size(text)
     if num_bytes is None:
@@ -26,10 +26,10 @@ def size(text: str) -> int:
     return num_bytes
 
 
-def attention(text: str) -> str:
+def attention_name(text: str) -> str:
     """Read the name of an attention that is served. Local."""
-    if text not in SERVED:
-        raise argparse.ArgumentTypeError(f"expected {' or '.join(SERVED)}, got {text!r}{why_refused(text)}")
+    if text not in SUPPORTED:
+        raise argparse.ArgumentTypeError(f"expected {' or '.join(SUPPORTED)}, got {text!r}{unsupported_reason(text)}")
     return text
 
 

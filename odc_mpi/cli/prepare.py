@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from odc_mpi.cli.options import positive
+from odc_mpi.cli.options import positive_int
 from odc_mpi.errors import UserError
 
 HELP = "turn text into tokens on disk"
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-proc",
-        type=positive,
+        type=positive_int,
         metavar="N",
         help="processes that tokenise; default: the cores that this process may use, or one where there is little text",
     )
@@ -94,11 +94,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from rich.console import Console
 
-    from odc_mpi.data.prepare import Options, prepare
+    from odc_mpi.data.prepare import PrepareOptions, prepare
 
-    chosen = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)}
+    chosen = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareOptions)}
     with _tidy_at_sigterm():
-        report = prepare(arguments.sources, arguments.out, Options(**chosen), Console(stderr=True))
+        report = prepare(arguments.sources, arguments.out, PrepareOptions(**chosen), Console(stderr=True))
     print(report.describe())
     return 0
 

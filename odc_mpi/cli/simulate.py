@@ -2,14 +2,14 @@
 
 import argparse
 
-from odc_mpi.bench.measure import show
-from odc_mpi.cli.scenario import add_option, add_scenario, scenario_of
+from odc_mpi.bench.measure import print_result
+from odc_mpi.cli.scenario_options import add_option, add_scenario, build_scenario
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.options import GENERATION, LENGTHS, RANKS, SCENARIO, TICKET_S
 
 HELP = "what schedules would achieve"
 #: At most about so many sequences are drawn by default: a thousand ranks then take ten seconds.
-DRAWN_SEQUENCES = 16_384
+MAX_DEFAULT_SEQUENCES = 16_384
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sft: training; grpo: generation and training in one minibatch; default: sft",
     )
     for field, option in GENERATION.items():
-        meaning = f"of --workload grpo: {option.meaning}; default: {option.default:g}"
-        add_option(parser, field, option, default=None, help=meaning)
+        help_text = f"of --workload grpo: {option.help}; default: {option.default:g}"
+        add_option(parser, field, option, default=None, help=help_text)
     add_scenario(parser)
     parser.set_defaults(num_minibatches=None)
     add_option(parser, "ticket_s", TICKET_S)
@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: A value is wrong, or there are no such lengths.
     """
-    from odc_mpi.simulate.advice import advice
-    from odc_mpi.simulate.rollouts import Rollouts, simulate_rollouts
+    from odc_mpi.simulate.recommendation import recommend_batch_size
+    from odc_mpi.simulate.rollouts import RolloutScenario, simulate_rollouts
     from odc_mpi.simulate.scenario import Scenario
     from odc_mpi.simulate.simulate import simulate
 
@@ -52,13 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.num_minibatches is None:
         completions = (arguments.completions or GENERATION["completions"].default) if is_grpo else 1
         each = max(1, arguments.ranks * arguments.per_rank * completions)
-        arguments.num_minibatches = max(1, min(SCENARIO["num_minibatches"].default, DRAWN_SEQUENCES // each))
+        arguments.num_minibatches = max(1, min(SCENARIO["num_minibatches"].default, MAX_DEFAULT_SEQUENCES // each))
     if is_grpo:
-        outcome = simulate_rollouts(scenario_of(arguments, Rollouts))
+        result = simulate_rollouts(build_scenario(arguments, RolloutScenario))
     else:
-        scenario = scenario_of(arguments, Scenario)
-        outcome = simulate(scenario).as_json()
-    show({"benchmark": "simulate", **outcome}, arguments.json)
+        scenario = build_scenario(arguments, Scenario)
+        result = simulate(scenario).as_json()
+    print_result({"benchmark": "simulate", **result}, arguments.json)
     if not (is_grpo or arguments.json):
-        print(f"\n{advice(scenario)}")
+        print(f"\n{recommend_batch_size(scenario)}")
     return 0

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.ranks import no_collections, on_ranks, start_of_mpi
+from odc_mpi.runtime.ranks import gc_paused, mpi_startup, run_on_all_ranks
 from odc_mpi.runtime.start.launch import launched_rank
 
 if TYPE_CHECKING:
-    from odc_mpi.train.settings import Config
+    from odc_mpi.training.settings import Config
 
 HELP = "train a model; under mpiexec on all its ranks"
 
@@ -30,41 +30,41 @@ def run(arguments: argparse.Namespace) -> int:
         UserError: A setting is wrong; nothing was written.
     """
     if arguments.help:
-        from odc_mpi.train import settings
+        from odc_mpi.training import settings
 
         print("usage: odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]\n\n" + settings.help_text())
         return 0
     from odc_mpi.observe.rank_log import RankLog
-    from odc_mpi.train.stop import StopWish
+    from odc_mpi.training.stop import StopRequest
 
     # From here on: a scheduler may want the end of a run that has hardly begun, and libraries warn when imported.
-    with StopWish() as stop, RankLog(launched_rank()) as log:
+    with StopRequest() as stop, RankLog(launched_rank()) as log:
         loaded = _load(arguments)
         # Not before here: torch and transformers take seconds, for which nobody needs to wait who made a mistake. In
         # this order: the last starts MPI, and a rank that fails to import anything after that would leave the others
         # waiting.
         if not isinstance(loaded, UserError):
-            with no_collections():
+            with gc_paused():
                 importlib.import_module("odc_mpi.models.build")
-        with start_of_mpi():
+        with mpi_startup():
             from odc_mpi.runtime.world import World
 
         # With mistaken settings ranks meet only to hear so.
         world = World() if isinstance(loaded, UserError) else World(timeout_s=loaded.comm.timeout_s)
 
         def start() -> None:
-            config = world.agree(lambda: _unless_mistaken(loaded))
-            from odc_mpi.train.run import train
+            config = world.run_on_all(lambda: _unwrap(loaded))
+            from odc_mpi.training.run import train
 
-            world.agree(lambda: log.open(config.run.log_dir, world))
+            world.run_on_all(lambda: log.open(config.run.log_dir, world))
             train(config, world, stop)
 
-        return on_ranks(world, start)
+        return run_on_all_ranks(world, start)
 
 
 def _load(arguments: argparse.Namespace) -> "Config | UserError":
     """Read the settings once, as they may come from a pipe; return this rank's mistake, of which all are to hear."""
-    from odc_mpi.train import settings
+    from odc_mpi.training import settings
 
     try:
         return settings.load(arguments.config, arguments.overrides)
@@ -72,7 +72,7 @@ def _load(arguments: argparse.Namespace) -> "Config | UserError":
         return mistake
 
 
-def _unless_mistaken(loaded: "Config | UserError") -> "Config":
+def _unwrap(loaded: "Config | UserError") -> "Config":
     if isinstance(loaded, UserError):
         raise loaded
     return loaded

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 
-def host_memory(num_bytes: int) -> torch.Tensor:
+def empty_host(num_bytes: int) -> torch.Tensor:
     """Return plain host memory, `[num_bytes]` uint8, its content undefined. Local."""
     return torch.empty(num_bytes, dtype=torch.uint8)
 
@@ -21,38 +21,38 @@ class BufferPool:
     """Lends flat buffers and takes them back. Any thread may call it.
 
     Args:
-        memory: Makes memory of a number of bytes, as a uint8 tensor.
+        allocate: Makes memory of a number of bytes, as a uint8 tensor.
 
     Attributes:
         peak_bytes: The most memory that the pool ever held, lent or idle, in bytes.
     """
 
-    def __init__(self, memory: Callable[[int], torch.Tensor] = host_memory) -> None:
-        self._memory = memory
+    def __init__(self, allocate: Callable[[int], torch.Tensor] = empty_host) -> None:
+        self._allocate = allocate
         self._lock = threading.Lock()
         self._idle: list[torch.Tensor] = []
-        self._lent: dict[int, torch.Tensor] = {}
+        self._in_use: dict[int, torch.Tensor] = {}
         self._held_bytes = 0
         self.peak_bytes = 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Lend a buffer of `[numel]`, its content undefined. Local."""
         num_bytes = max(1, numel) * dtype.itemsize
         with self._lock:
-            whole = self._fitting(num_bytes)
-            if whole is None:
-                self._drop_unseen(num_bytes)
-                whole = self._memory(num_bytes)
+            block = self._pop_fitting(num_bytes)
+            if block is None:
+                self._free_unreferenced(num_bytes)
+                block = self._allocate(num_bytes)
                 self._held_bytes += num_bytes
                 self.peak_bytes = max(self.peak_bytes, self._held_bytes)
-            self._lent[whole.untyped_storage().data_ptr()] = whole
+            self._in_use[block.untyped_storage().data_ptr()] = block
         # Not a view of `whole`: autograd would track views, and two tensors over one storage are all that is meant.
-        return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), 0, (numel,), (1,))
+        return torch.empty(0, dtype=dtype, device=block.device).set_(block.untyped_storage(), 0, (numel,), (1,))
 
-    def give_back(self, buffer: torch.Tensor) -> None:
+    def release(self, buffer: torch.Tensor) -> None:
         """Take a lent buffer back. Local."""
         with self._lock:
-            self._idle.append(self._lent.pop(buffer.untyped_storage().data_ptr()))
+            self._idle.append(self._in_use.pop(buffer.untyped_storage().data_ptr()))
 
     def clear(self) -> None:
         """Let go of all idle buffers. Local."""
@@ -60,18 +60,18 @@ class BufferPool:
             self._held_bytes -= sum(whole.numel() for whole in self._idle)
             self._idle.clear()
 
-    def _fitting(self, num_bytes: int) -> torch.Tensor | None:
+    def _pop_fitting(self, num_bytes: int) -> torch.Tensor | None:
         """Take the smallest idle buffer that is large enough and that nobody looks at."""
-        fitting = [whole for whole in self._idle if whole.numel() >= num_bytes and _is_unseen(whole)]
+        fitting = [whole for whole in self._idle if whole.numel() >= num_bytes and _is_unreferenced(whole)]
         if not fitting:
             return None
         best = min(fitting, key=torch.Tensor.numel)
         self._idle = [whole for whole in self._idle if whole is not best]
         return best
 
-    def _drop_unseen(self, num_bytes: int) -> None:
+    def _free_unreferenced(self, num_bytes: int) -> None:
         """Free idle buffers that are too small, to make room for so much: units of many sizes leave none behind."""
-        for whole in [whole for whole in self._idle if _is_unseen(whole)]:
+        for whole in [whole for whole in self._idle if _is_unreferenced(whole)]:
             if num_bytes <= 0:
                 return
             self._idle = [other for other in self._idle if other is not whole]
@@ -79,8 +79,8 @@ class BufferPool:
             num_bytes -= whole.numel()
 
 
-def _is_unseen(whole: torch.Tensor) -> bool:
-    return _references(whole) <= _OWN_REFERENCES
+def _is_unreferenced(block: torch.Tensor) -> bool:
+    return _references(block) <= _POOL_REFERENCES
 
 
 def _references(tensor: torch.Tensor) -> int:
@@ -89,4 +89,4 @@ def _references(tensor: torch.Tensor) -> int:
 
 
 #: References to a storage at which only the pool looks. Counted, since torch's bookkeeping has changed before.
-_OWN_REFERENCES = _references(torch.empty(1))
+_POOL_REFERENCES = _references(torch.empty(1))

@@ -15,7 +15,7 @@ Note: the same order on all ranks
     for gathers and one for reductions, so that a rank that does something else is waited for until the deadline, which
     says what it is doing; with one communicator for all, arrays of one size would silently be taken for each other.
 
-`Collectives` has the bare calls, blocking, which the benchmark times.
+`CollectiveCommunicator` has the bare calls, blocking, which the benchmark times.
 """
 
 import functools
@@ -26,20 +26,20 @@ import torch
 from mpi4py import MPI
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.host import Host
-from odc_mpi.comm.pending import Fetch, Later, Pending
+from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.comm.transport import GradientStore, Group, ParameterStore
 from odc_mpi.comm.windows.rma import MPI_DTYPES
+from odc_mpi.comm.work import DeferredWork, FetchWork, Work
 from odc_mpi.runtime.world import World
 
 #: How elements that are only moved are described: by their size, since MPI knows no bf16. (As single bytes, a shard's
 #: count would leave the C int of many libraries at 2 GiB.)
-_MOVED = {2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+_BYTE_DTYPES = {2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 #: Arrays beyond this number share communicators with others; MPICH has about 2000 in all.
 MAX_COMMUNICATORS = 400
 
 
-class Collectives:
+class CollectiveCommunicator:
     """MPI's gather and reduce of an array of equal shards. Making and freeing one is collective.
 
     The calls block, and spin in the library: that is how it is fastest.
@@ -68,7 +68,7 @@ class Collectives:
             whole: `[size * n]` of the same; overwritten.
         """
         with self._world.deadline("gathering an array from all ranks"):
-            self._comm.Allgather(_raw(shard), _raw(whole))
+            self._comm.Allgather(_as_bytes(shard), _as_bytes(whole))
 
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
         """Sum over all ranks, and keep this rank's shard. Collective.
@@ -87,7 +87,7 @@ class Collectives:
             self._comm.Free()
 
 
-class CollectiveParameters(Host, ParameterStore):
+class CollectiveParameters(ShardStorage, ParameterStore):
     """Parameters in private memory, fetched with an all-gather. See the module's docstring. Making one is local.
 
     Fetches are collective, and so is whatever makes them: a forward, a backward, `state_dict`. Only the main thread may
@@ -105,25 +105,25 @@ class CollectiveParameters(Host, ParameterStore):
         self._shards: list[torch.Tensor] = []
 
     def allocate(self) -> None:  # noqa: D102
-        self._comms.make(len(self.layouts))
+        self._comms.create(len(self.layouts))
         self._shards = [torch.zeros(layout.shard_numel, dtype=layout.dtype or self.dtype) for layout in self.layouts]
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._shards[index]
 
-    def fetch(self, index: int) -> Fetch:
+    def fetch(self, index: int) -> FetchWork:
         """Start to gather a whole array. Collective."""
         layout = self.layouts[index]
         # The last shards reach beyond the array's end.
-        whole = self.buffers.take(self._group.size * layout.shard_numel, self.dtype_of(index))
-        return Fetch(whole[: layout.numel], self.start_fetch(index, whole))
+        whole = self.buffers.acquire(self._group.size * layout.shard_numel, self.dtype_of(index))
+        return FetchWork(whole[: layout.numel], self.start_fetch(index, whole))
 
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         """Start to gather all shards into `buffer`, `[size * shard_numel]` of `dtype`. Collective."""
-        shard, element = self._shards[index], _MOVED[self.dtype_of(index).itemsize]
+        shard, element = self._shards[index], _BYTE_DTYPES[self.dtype_of(index).itemsize]
         assert buffer.numel() == self._group.size * shard.numel()
-        request = self._comms.of_next(index).Iallgather([_raw(shard), element], [_raw(buffer), element])
-        return Later(functools.partial(self._complete, index, request, buffer))
+        request = self._comms.for_next(index).Iallgather([_as_bytes(shard), element], [_as_bytes(buffer), element])
+        return DeferredWork(functools.partial(self._complete, index, request, buffer))
 
     def free(self) -> None:  # noqa: D102
         self._comms.free()
@@ -131,10 +131,10 @@ class CollectiveParameters(Host, ParameterStore):
 
     def _complete(self, index: int, request: MPI.Request, _buffer: torch.Tensor) -> None:
         """Wait for a gather, whose buffer is kept until then: MPI holds no reference to what it fills."""
-        self._world.meet(request, f"gathering unit {self.layouts[index].name}")
+        self._world.wait_collective(request, f"gathering unit {self.layouts[index].name}")
 
 
-class CollectiveGradients(Host, GradientStore):
+class CollectiveGradients(ShardStorage, GradientStore):
     """Gradients in private memory, pushed with a reduce-scatter. See the module's docstring. Making one is local.
 
     Args:
@@ -147,17 +147,17 @@ class CollectiveGradients(Host, GradientStore):
         super().__init__(dtype)
         self._world, self._group, self._comms = world, group, _Communicators(world, group)
         self._shards: dict[int, torch.Tensor] = {}
-        self._reduces: deque[Later] = deque()
+        self._reduces: deque[DeferredWork] = deque()
         self._results = BufferPool()
 
     def allocate(self) -> None:  # noqa: D102
-        self._comms.make(len(self.layouts))
-        self._shards = {index: torch.zeros(numel, dtype=self.dtype) for index, numel in self.trained.items()}
+        self._comms.create(len(self.layouts))
+        self._shards = {index: torch.zeros(numel, dtype=self.dtype) for index, numel in self.trainable_numels.items()}
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._shards[index]
 
-    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         """Start to sum a gradient over all ranks and to add it into its owners' shards. Collective.
 
         Args:
@@ -170,11 +170,11 @@ class CollectiveGradients(Host, GradientStore):
             stop = start + gradient.numel()
             gradient = torch.nn.functional.pad(gradient, (start, layout.numel - stop))
         counts = [stop - first for first, stop in map(layout.owned, range(self._group.size))]
-        own = self._results.take(counts[self._group.rank], self.dtype)
+        own = self._results.acquire(counts[self._group.rank], self.dtype)
         given, result = [gradient.numpy(), element], [own.numpy(), element]
-        request = self._comms.of_next(index).Ireduce_scatter(given, result, counts, MPI.SUM)
-        reduce = Later(functools.partial(self._complete, index, request, own, gradient))
-        while self._reduces and self._reduces[0].done:
+        request = self._comms.for_next(index).Ireduce_scatter(given, result, counts, MPI.SUM)
+        reduce = DeferredWork(functools.partial(self._complete, index, request, own, gradient))
+        while self._reduces and self._reduces[0].is_done:
             self._reduces.popleft()
         self._reduces.append(reduce)
         return reduce
@@ -188,11 +188,11 @@ class CollectiveGradients(Host, GradientStore):
         self._shards = {}
         self._results.clear()
 
-    def _complete(self, index: int, request: MPI.Request, own: torch.Tensor, _gradient: torch.Tensor) -> None:
+    def _complete(self, index: int, request: MPI.Request, local: torch.Tensor, _gradient: torch.Tensor) -> None:
         """Add a sum, once it is there, to this rank's shard. The gradient is kept until then, as a gather's buffer."""
-        self._world.meet(request, f"reducing the gradient of unit {self.layouts[index].name}")
-        self._shards[index][: own.numel()] += own
-        self._results.give_back(own)
+        self._world.wait_collective(request, f"reducing the gradient of unit {self.layouts[index].name}")
+        self._shards[index][: local.numel()] += local
+        self._results.release(local)
 
 
 class _Communicators:
@@ -202,12 +202,12 @@ class _Communicators:
         self._world, self._group = world, group
         self._comms: list[MPI.Intracomm] = []
 
-    def make(self, num_arrays: int) -> None:
+    def create(self, num_arrays: int) -> None:
         """Make them. Collective."""
-        with self._world.meeting("duplicating the communicator"):
+        with self._world.collective("duplicating the communicator"):
             self._comms = [self._world.comm.Dup() for _ in range(min(num_arrays, MAX_COMMUNICATORS))]
 
-    def of_next(self, index: int) -> MPI.Intracomm:
+    def for_next(self, index: int) -> MPI.Intracomm:
         """Count an operation on an array, and return the communicator for it. Local."""
         self._group.num_collectives += 1
         return self._comms[index % len(self._comms)]
@@ -218,5 +218,5 @@ class _Communicators:
             self._comms.pop().Free()
 
 
-def _raw(tensor: torch.Tensor) -> np.ndarray:
+def _as_bytes(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.uint8).numpy()

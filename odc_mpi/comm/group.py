@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from odc_mpi.comm.host import Footprint, Host
 from odc_mpi.comm.progress import ProgressThread
+from odc_mpi.comm.shard_storage import Footprint, ShardStorage
 from odc_mpi.comm.transport import Group
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
@@ -28,7 +28,7 @@ class WorldGroup(Group):
     Args:
         world: The ranks.
         progress: Whether a thread serves other ranks while this one computes.
-        begin_thread: Prepares that thread, which runs it, for calling MPI.
+        prepare_thread: Prepares that thread, which runs it, for calling MPI.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class WorldGroup(Group):
         world: World,
         *,
         progress: bool = False,
-        begin_thread: Callable[[], None] = lambda: None,
+        prepare_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.size = world.rank, world.size
         self._world = world
         self._wants_progress = progress
-        self._begin_thread = begin_thread
+        self._prepare_thread = prepare_thread
         self._progress: ProgressThread | None = None
         self._num_windows = 0
 
@@ -49,7 +49,7 @@ class WorldGroup(Group):
         return rank in self._world.node_ranks
 
     def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:  # noqa: D102
-        footprint = self._world.agree(lambda: self._checked(num_arrays, plan()))
+        footprint = self._world.run_on_all(lambda: self._checked(num_arrays, plan()))
         if footprint.shared_bytes:
             self._world.require_shared_memory(footprint.shared_bytes, "the parameter and gradient windows")
         self._num_windows = footprint.num_windows
@@ -60,46 +60,46 @@ class WorldGroup(Group):
         self._close = close
         # A communicator for each point: a rank that leaves one out waits at the next, where its deadline names it,
         # instead of taking the others' numbers for what they are not.
-        with self._world.meeting("duplicating the communicator"):
-            self._at_a, self._at_n, self._at_b = (self._world.comm.Dup() for _ in range(3))
+        with self._world.collective("duplicating the communicator"):
+            self._gradients_comm, self._norm_comm, self._publish_comm = (self._world.comm.Dup() for _ in range(3))
         if self._wants_progress:
-            self._progress = ProgressThread(self._world, self._world.progress.serve, self._begin_thread)
+            self._progress = ProgressThread(self._world, self._world.progress.run_tasks, self._prepare_thread)
         self.parameters_published()
 
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
-        return self._allgather(self._at_a, report, "meeting at point A, gradients complete")
+        return self._allgather(self._gradients_comm, report, "meeting at point A, gradients complete")
 
     def norm(self, values: np.ndarray) -> np.ndarray:  # noqa: D102
         # An all-gather summed here: some libraries' all-reduce adds in an order that differs from rank to rank.
-        return self._allgather(self._at_n, values, "meeting at point N, norm").sum(axis=0)
+        return self._allgather(self._norm_comm, values, "meeting at point N, norm").sum(axis=0)
 
     def parameters_published(self) -> None:  # noqa: D102
         self.num_collectives += 1
-        self._world.meet(self._at_b.Ibarrier(), "meeting at point B, parameters published")
+        self._world.wait_collective(self._publish_comm.Ibarrier(), "meeting at point B, parameters published")
 
     def broadcast(self, tensor: torch.Tensor) -> None:  # noqa: D102
         self._world.broadcast(tensor)
 
-    def note(self, what: str, microbatch: int = 0) -> None:  # noqa: D102
-        self._world.note(what, microbatch)
+    def set_status(self, what: str, microbatch: int = 0) -> None:  # noqa: D102
+        self._world.set_status(what, microbatch)
 
-    def free(self, hosts: Sequence[Host]) -> None:  # noqa: D102
-        with self._world.meeting("freeing the windows"):
+    def free(self, storages: Sequence[ShardStorage]) -> None:  # noqa: D102
+        with self._world.collective("freeing the windows"):
             if self._progress is not None:
                 self._progress.close()
-            for host in reversed(hosts):
+            for host in reversed(storages):
                 host.free()
-            for comm in (self._at_a, self._at_n, self._at_b):
+            for comm in (self._gradients_comm, self._norm_comm, self._publish_comm):
                 comm.Free()
         self._progress = None
         self._world.job.num_windows -= self._num_windows
-        self._world.forget(self._close)
+        self._world.cancel_on_close(self._close)
 
     def _allgather(self, comm: MPI.Intracomm, values: np.ndarray, what: str) -> np.ndarray:
         self.num_collectives += 1
         values = np.ascontiguousarray(values, dtype=np.float64)
         everyone = np.empty((self.size, values.size))
-        self._world.meet(comm.Iallgather(values, everyone), what)
+        self._world.wait_collective(comm.Iallgather(values, everyone), what)
         return everyone
 
     def _checked(self, num_arrays: int, footprint: Footprint) -> Footprint:

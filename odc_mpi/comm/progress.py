@@ -5,7 +5,7 @@ for them to be done. A thread does, by asking on a communicator of its own for a
 what drives MPI's progress engine. It also does the owner's part of a reduction that leaves it one.
 
 It sleeps between looks, because a thread that spins, or blocks in a receive, takes half of a core from the rank that
-computes (docs/windows.md has the figures). Over TCP the kernel wakes it when something comes (`comm.arrivals`).
+computes (docs/windows.md has the figures). Over TCP the kernel wakes it when something comes (`comm.socket_waiter`).
 """
 
 import sys
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
-from odc_mpi.comm.arrivals import Arrivals
+from odc_mpi.comm.socket_waiter import SocketWaiter
 from odc_mpi.runtime.world import World
 
 #: Sleep between two looks when there was nothing to do. What a small operation waits at most if no socket tells of it,
@@ -26,9 +26,9 @@ IDLE_SLEEP_S = 10e-3
 #: A look that took this much of the processor found work, so more may be there: look again at once. An idle look takes
 #: 2 to 5 µs, beside a rank that computes up to 40, rarely more: where sockets tell what comes, one such look proves
 #: nothing. Not the clock on the wall: a look may wait long for Python's lock.
-BUSY_LOOK_S = 40e-6
+BUSY_POLL_S = 40e-6
 #: But so many times in a row at most: where a look itself is slow, every one would pass for work.
-MAX_LOOKS_IN_A_ROW = 100
+MAX_CONSECUTIVE_POLLS = 100
 #: After work, look more often for a while: what comes in many pieces would wait for a sleep at each.
 EAGER_SLEEP_S = 50e-6
 EAGER_S = 5e-3
@@ -44,17 +44,19 @@ class ProgressThread:
 
     Args:
         world: The ranks; must have been granted MPI_THREAD_MULTIPLE.
-        serve: The owner's part of the reduction; called at every look. Returns whether there was something to do: the
+        make_progress: The owner's part of the reduction; called at every look. Returns whether there was something to do: the
             time it takes does not tell, since looking for it alone takes 50 to 130 µs beside a rank that computes.
-        begin: Called once, in the thread, before it looks.
+        prepare: Called once, in the thread, before it looks.
     """
 
     _num_running: ClassVar[int] = 0
     _usual_switch_interval_s: ClassVar[float]
 
-    def __init__(self, world: World, serve: Callable[[], bool], begin: Callable[[], None] = lambda: None) -> None:
-        self._serve, self._begin = serve, begin
-        with world.meeting("duplicating the communicator of the progress thread"):
+    def __init__(
+        self, world: World, make_progress: Callable[[], bool], prepare: Callable[[], None] = lambda: None
+    ) -> None:
+        self._make_progress, self._prepare = make_progress, prepare
+        with world.collective("duplicating the communicator of the progress thread"):
             self._comm = world.comm.Dup()
         self._closed = threading.Event()
         if ProgressThread._num_running == 0:
@@ -76,19 +78,19 @@ class ProgressThread:
         self._comm.Free()
 
     def _run(self) -> None:
-        self._begin()
-        arrivals = Arrivals()
+        self._prepare()
+        arrivals = SocketWaiter()
         worked, looks = time.perf_counter() - IDLE_SLEEP_S / IDLE_SHARE, 0
         while not self._closed.is_set():
             began = time.thread_time()
             self._comm.Iprobe()
             took_s = time.thread_time() - began
             looks += 1
-            served = self._serve()
-            if served or took_s > BUSY_LOOK_S:
-                if served or looks > 1 or not arrivals.are_told:
+            served = self._make_progress()
+            if served or took_s > BUSY_POLL_S:
+                if served or looks > 1 or not arrivals.has_sockets:
                     worked = time.perf_counter()
-                if looks < MAX_LOOKS_IN_A_ROW:
+                if looks < MAX_CONSECUTIVE_POLLS:
                     continue
             looks = 0
             arrivals.wait(_sleep_s(time.perf_counter() - worked))

@@ -38,7 +38,7 @@ class Tickets:
         self._offsets = [[rank for rank, node in enumerate(nodes) if node == own] for own in range(world.num_nodes)]
         self._window = Window(world, 2, torch.int64)
         world.on_close(self.close)
-        world.meet(world.comm.Ibarrier(), "setting the ticket counters to zero")
+        world.wait_collective(world.comm.Ibarrier(), "setting the ticket counters to zero")
 
     def draw(self, count: int) -> Iterator[int]:
         """Yield positions that no other rank gets, for as long as there are any. One-sided, at each position.
@@ -58,7 +58,7 @@ class Tickets:
             else:
                 # Another rank may have come further meanwhile; then a node is asked once more, and has still none.
                 with self._world.deadline("noting which nodes have tickets left", [self._host(own)]):
-                    self._window.replace(self._host(own), _EMPTY, num_empty + 1)
+                    self._window.atomic_store(self._host(own), _EMPTY, num_empty + 1)
 
     def reset(self) -> None:
         """Start over. Local, on every rank: after A, when all have drawn, and before B."""
@@ -66,16 +66,16 @@ class Tickets:
         if self._world.rank == host:
             # By the same way as a draw: where network cards add, they do not look at the processor's caches.
             with self._world.deadline("setting the ticket counters to zero", [host]):
-                self._window.replace(host, _DRAWN, 0)
-                self._window.replace(host, _EMPTY, 0)
+                self._window.atomic_store(host, _DRAWN, 0)
+                self._window.atomic_store(host, _EMPTY, 0)
 
     def close(self) -> None:
         """Free the counters. Collective; a second call does nothing."""
         if self._offsets:
             self._offsets = []
-            with self._world.meeting("freeing the ticket counters"):
+            with self._world.collective("freeing the ticket counters"):
                 self._window.free()
-            self._world.forget(self.close)
+            self._world.cancel_on_close(self.close)
 
     def _next(self, node: int) -> int:
         host, offsets = self._host(node), self._offsets[node]
@@ -87,7 +87,7 @@ class Tickets:
     def _num_empty(self) -> int:
         host = self._host(self._world.node)
         with self._world.deadline("looking which nodes have tickets left", [host]):
-            return self._window.read(host, _EMPTY)
+            return self._window.atomic_read(host, _EMPTY)
 
     def _host(self, node: int) -> int:
         return self._offsets[node][0]

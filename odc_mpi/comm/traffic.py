@@ -7,25 +7,25 @@ does what is seen in place. What a library adds to a message is not counted.
 import functools
 from dataclasses import dataclass
 
-from odc_mpi.comm.host import owned_parts
+from odc_mpi.comm.shard_storage import ranges_by_owner
 from odc_mpi.comm.transport import Access, Transport
 
 
 @dataclass
-class Bytes:
+class ByteCounts:
     """Bytes so far."""
 
     same_node: int = 0
     other_nodes: int = 0
 
-    def __add__(self, other: "Bytes") -> "Bytes":
-        return Bytes(self.same_node + other.same_node, self.other_nodes + other.other_nodes)
+    def __add__(self, other: "ByteCounts") -> "ByteCounts":
+        return ByteCounts(self.same_node + other.same_node, self.other_nodes + other.other_nodes)
 
-    def __sub__(self, other: "Bytes") -> "Bytes":
-        return Bytes(self.same_node - other.same_node, self.other_nodes - other.other_nodes)
+    def __sub__(self, other: "ByteCounts") -> "ByteCounts":
+        return ByteCounts(self.same_node - other.same_node, self.other_nodes - other.other_nodes)
 
 
-class Traffic:
+class TrafficCounter:
     """Counts; for the thread that computes.
 
     Args:
@@ -38,11 +38,11 @@ class Traffic:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.fetched = Bytes()
-        self.pushed = Bytes()
-        self._taken = Bytes(), Bytes()
+        self.fetched = ByteCounts()
+        self.pushed = ByteCounts()
+        self._last = ByteCounts(), ByteCounts()
         # There are few stretches, and perhaps a thousand owners of each: no step looks at these anew.
-        self._by_owner = functools.cache(self._shared_out)
+        self._by_owner = functools.cache(self._by_location)
 
     def add_fetch(self, index: int) -> None:
         """Count a fetch of an array. Local."""
@@ -55,16 +55,16 @@ class Traffic:
         """Count a push of elements `start` to `stop` of an array. Local."""
         self.pushed += self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
-    def take(self) -> tuple[int, int, int, int]:
+    def bytes_since_last_call(self) -> tuple[int, int, int, int]:
         """Return bytes since the last call: fetched from this node and from others, pushed alike. Local."""
-        (fetched, pushed), self._taken = self._taken, (self.fetched, self.pushed)
+        (fetched, pushed), self._last = self._last, (self.fetched, self.pushed)
         fetched, pushed = self.fetched - fetched, self.pushed - pushed
         return fetched.same_node, fetched.other_nodes, pushed.same_node, pushed.other_nodes
 
-    def _shared_out(self, index: int, start: int, stop: int, itemsize: int) -> Bytes:
-        layout, group, shared = self._transport.parameters.layouts[index], self._transport.group, Bytes()
-        for owner, begin, end in owned_parts(layout, group.rank, start, stop):
+    def _by_location(self, index: int, start: int, stop: int, itemsize: int) -> ByteCounts:
+        layout, group, shared = self._transport.parameters.layouts[index], self._transport.group, ByteCounts()
+        for owner, begin, end in ranges_by_owner(layout, group.rank, start, stop):
             if owner != group.rank:
                 num_bytes = (end - begin) * itemsize
-                shared += Bytes(num_bytes, 0) if group.on_this_node(owner) else Bytes(0, num_bytes)
+                shared += ByteCounts(num_bytes, 0) if group.on_this_node(owner) else ByteCounts(0, num_bytes)
         return shared

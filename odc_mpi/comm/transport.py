@@ -12,7 +12,7 @@ A `Transport` holds one of each and leads them past the ordering points. Between
 
 and within a minibatch there are only one-sided fetches and pushes, which need nothing of their owners.
 
-The transports that `comm.compose` puts together:
+The transports that `comm.factory` puts together:
 
     transport    shards are in             model is on   access         travels   threads   one_sided
     window       windows on the host       host          COPY or VIEW   yes       yes       yes
@@ -28,7 +28,7 @@ The transports that `comm.compose` puts together:
     one_sided   fetches and pushes need nothing of other ranks; if not, they are collective: the baseline of the
                 benchmarks (`comm.collective`)
 
-The memory that the shards lie in belongs to a `comm.host.Host`, often the store itself. A store that only changes the
+The memory that the shards lie in belongs to a `comm.shard_storage.ShardStorage`, often the store itself. A store that only changes the
 way of the bytes, such as `comm.device.staged`, stands before another store and leaves that one's host as it is.
 """
 
@@ -39,14 +39,14 @@ from enum import Enum
 import numpy as np
 import torch
 
-from odc_mpi.comm.buffers import BufferPool, host_memory
-from odc_mpi.comm.host import Footprint, Host, Layout
-from odc_mpi.comm.pending import Fetch, Pending
+from odc_mpi.comm.buffers import BufferPool, empty_host
+from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage
+from odc_mpi.comm.work import FetchWork, Work
 
 #: What may travel as parameters: any floating-point type, as bytes.
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: What may be summed at the target: MPI knows no bf16, and would add its bytes as integers. Integers are fixed-point
-#: numbers (`shard.elements.fixed_point`), of which a transport knows no more than how to add them.
+#: numbers (`shard.gradient_format.fixed_point`), of which a transport knows no more than how to add them.
 REDUCE_DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
@@ -104,7 +104,7 @@ class Group(ABC):
         """Overwrite a contiguous tensor with rank 0's. Collective; for start-up."""
 
     @abstractmethod
-    def note(self, what: str, microbatch: int = 0) -> None:
+    def set_status(self, what: str, microbatch: int = 0) -> None:
         """Tell the other ranks what this one is doing, should they wait for it in vain. Local.
 
         Args:
@@ -113,7 +113,7 @@ class Group(ABC):
         """
 
     @abstractmethod
-    def free(self, hosts: Sequence["Host"]) -> None:
+    def free(self, storages: Sequence["ShardStorage"]) -> None:
         """Serve no more, meet a last time and free these hosts, the last one first. Collective."""
 
 
@@ -148,34 +148,34 @@ class ParameterStore(ABC):
     def shard(self, index: int) -> torch.Tensor:
         """Return this rank's parameters, `[shard_numel]` of `dtype_of(index)`: the memory that others fetch. Local."""
 
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         """Start to fill `buffer`, `[numel]` of `dtype_of(index)`, which was handed over, with a whole array. One-sided.
 
         Only for stores whose fetches move bytes.
         """
         raise NotImplementedError(f"{type(self).__name__} fetches in place")
 
-    def hand_over(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory is as it looks
+    def record_event(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory is as it looks
         """Tell what the next fetch into a buffer comes after. Local.
 
         To be called by the thread that computes, once it has given the device all that uses the buffer, and before
         `start_fetch`, which another thread may call.
         """
 
-    def take(self, index: int) -> torch.Tensor:
+    def acquire_buffer(self, index: int) -> torch.Tensor:
         """Return a buffer to fetch an array into, handed over already. Local, by the thread that computes."""
-        buffer = self.buffers.take(self.layouts[index].numel, self.dtype_of(index))
-        self.hand_over(buffer)
+        buffer = self.buffers.acquire(self.layouts[index].numel, self.dtype_of(index))
+        self.record_event(buffer)
         return buffer
 
-    def fetch(self, index: int) -> Fetch:
+    def fetch(self, index: int) -> FetchWork:
         """Start to fetch a whole array. One-sided."""
-        buffer = self.take(index)
-        return Fetch(buffer, self.start_fetch(index, buffer))
+        buffer = self.acquire_buffer(index)
+        return FetchWork(buffer, self.start_fetch(index, buffer))
 
     def release(self, fetched: torch.Tensor) -> None:
         """Give back what a fetch returned. Local. Tensors that still look at it keep the memory until they are gone."""
-        self.buffers.give_back(fetched)
+        self.buffers.release(fetched)
 
     @property
     def shard_bytes(self) -> int:
@@ -191,7 +191,7 @@ class GradientStore(ABC):
     """
 
     #: Whether a push leaves this rank.
-    travels: bool = True
+    pushes_to_peers: bool = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -205,7 +205,7 @@ class GradientStore(ABC):
         """
 
     @abstractmethod
-    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         """Start to add a gradient into its owners' shards. One-sided.
 
         Args:
@@ -214,11 +214,11 @@ class GradientStore(ABC):
             start: Of its first element in the flat array.
         """
 
-    def memory(self, num_bytes: int) -> torch.Tensor:
+    def empty(self, num_bytes: int) -> torch.Tensor:
         """Return memory to lay gradients out in, where the model computes: `[num_bytes]` uint8, undefined. Local."""
-        return host_memory(num_bytes)
+        return empty_host(num_bytes)
 
-    def hand_over(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory is as it looks
+    def record_event(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory is as it looks
         """Tell what the next push of a gradient comes after. Local.
 
         To be called by the thread that computes, once it has given the device all that makes the gradient, and before
@@ -233,7 +233,7 @@ class Transport:
         group: The ranks.
         parameters: Over memory of `hosts`.
         gradients: Over memory of `hosts`.
-        hosts: In the order in which their memory is made; freed in reverse.
+        storages: In the order in which their memory is made; freed in reverse.
         device: Where fetched arrays land and pushed gradients lie: where the model computes.
         threads: Whether several threads may fetch and push at a time. If not, the thread that computes does.
         one_sided: Whether fetches and pushes need nothing of other ranks. If not, they are collective: every rank makes
@@ -248,7 +248,7 @@ class Transport:
         group: Group,
         parameters: ParameterStore,
         gradients: GradientStore,
-        hosts: Sequence[Host],
+        storages: Sequence[ShardStorage],
         *,
         device: torch.device | None = None,
         threads: bool = True,
@@ -261,7 +261,7 @@ class Transport:
         self.group = group
         self.parameters = parameters
         self.gradients = gradients
-        self.hosts = tuple(hosts)
+        self.storages = tuple(storages)
         self.device = device or torch.device("cpu")
         self.threads = threads
         self.one_sided = one_sided
@@ -276,8 +276,8 @@ class Transport:
                 default, and to call it in any case.
         """
         assert not self.parameters.layouts, "a transport allocates once"
-        self.group.reserve(len(layouts), lambda: sum((host.plan(layouts) for host in self.hosts), Footprint()))
-        for host in self.hosts:
+        self.group.reserve(len(layouts), lambda: sum((host.plan(layouts) for host in self.storages), Footprint()))
+        for host in self.storages:
             host.allocate()
         # Nobody may push into memory that its owner is still clearing.
         self._sync()
@@ -294,11 +294,11 @@ class Transport:
         Returns:
             All reports, `[size, k]`.
         """
-        self.group.note("flushing gradients")
-        for host in self.hosts:
+        self.group.set_status("flushing gradients")
+        for host in self.storages:
             host.flush()
         reports = self.group.gradients_complete(report)
-        for host in self.hosts:
+        for host in self.storages:
             host.complete()
         return reports
 
@@ -313,9 +313,9 @@ class Transport:
         if not self._is_open:
             return
         self._is_open = False
-        self.group.free(self.hosts)
+        self.group.free(self.storages)
         self.parameters.buffers.clear()
 
     def _sync(self) -> None:
-        for host in self.hosts:
+        for host in self.storages:
             host.sync()

@@ -103,7 +103,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._num_buffered = 0
         self._digests = {name: hashlib.sha256() for name in _DIGESTED}
 
-    def note(self, **attributes: int | str) -> None:
+    def set_attributes(self, **attributes: int | str) -> None:
         """Add attributes to the file. Local."""
         self._attributes.update(attributes)
 
@@ -196,9 +196,9 @@ class Dataset(AbstractContextManager["Dataset"]):
         """Refuse impossible offsets and counts; the tokens themselves are not read."""
         offsets, trained = self._offsets, self.num_trained_tokens
         if offsets[0] != 0 or offsets[-1] != len(self._file["tokens"]) or (self.lengths < 2).any():
-            raise _damaged(self.path, "its offsets do not fit its tokens")
+            raise _damaged_error(self.path, "its offsets do not fit its tokens")
         if ((trained < 1) | (trained >= self.lengths)).any():
-            raise _damaged(self.path, "its counts of trained tokens do not fit its lengths")
+            raise _damaged_error(self.path, "its counts of trained tokens do not fit its lengths")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -308,16 +308,16 @@ def _check_shapes(file: h5py.File, path: Path) -> None:
     for name, dtype in _TYPES.items():
         found = file.get(name)
         if not isinstance(found, h5py.Dataset) or found.dtype != dtype or found.ndim != 1:
-            raise _damaged(path, f"{name!r} is not there as a vector of {np.dtype(dtype).name}")
+            raise _damaged_error(path, f"{name!r} is not there as a vector of {np.dtype(dtype).name}")
     if missing := {"vocab_size", "max_token_id", "vocabulary", "content"} - file.attrs.keys():
-        raise _damaged(path, f"{', '.join(sorted(missing))} is missing")
+        raise _damaged_error(path, f"{', '.join(sorted(missing))} is missing")
     if len(file["tokens"]) != len(file["loss_mask"]):
-        raise _damaged(path, "tokens and loss_mask differ in length")
+        raise _damaged_error(path, "tokens and loss_mask differ in length")
     if len(file["offsets"]) != len(file["num_trained_tokens"]) + 1:
-        raise _damaged(path, "offsets and num_trained_tokens do not fit each other")
+        raise _damaged_error(path, "offsets and num_trained_tokens do not fit each other")
     if len(file["offsets"]) == 1:
         raise UserError(f"the data set {str(path)!r} is empty: prepare it again, or change data.path")
 
 
-def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"the data set {str(path)!r} is damaged: {what}: prepare it again, or change data.path")
+def _damaged_error(path: Path, description: str) -> UserError:
+    return UserError(f"the data set {str(path)!r} is damaged: {description}: prepare it again, or change data.path")

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.examples import BadLine, Conversation, Example, Pair
-from odc_mpi.errors import UserError, in_one_line
+from odc_mpi.data.examples import Conversation, Example, InvalidRecordError, PromptCompletion
+from odc_mpi.errors import UserError, one_line_message
 
-Span = tuple[int, int]
+CharSpan = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RenderedChat:
     """
 
     text: str
-    spans: tuple[Span, ...]
+    spans: tuple[CharSpan, ...]
 
 
 def encode(tokenizer: Any, examples: Sequence[Example]) -> list[Encoded]:
@@ -58,14 +58,14 @@ def encode(tokenizer: Any, examples: Sequence[Example]) -> list[Encoded]:
             assistant's turns cannot be found in the template's text.
         BadLine: The template refuses the messages, or its text cannot be tokenised.
     """
-    pairs = [example for example in examples if isinstance(example, Pair)]
+    pairs = [example for example in examples if isinstance(example, PromptCompletion)]
     chats = [example for example in examples if isinstance(example, Conversation)]
     encoded_pairs = iter(_encode_pairs(tokenizer, pairs))
     encoded_chats = iter(_encode_chats(tokenizer, chats))
-    return [next(encoded_pairs if isinstance(example, Pair) else encoded_chats) for example in examples]
+    return [next(encoded_pairs if isinstance(example, PromptCompletion) else encoded_chats) for example in examples]
 
 
-def _encode_pairs(tokenizer: Any, pairs: list[Pair]) -> list[Encoded]:
+def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[Encoded]:
     """Tokenise prompts and completions apart, so that no token straddles the border where the loss begins."""
     if not pairs:
         return []
@@ -99,11 +99,12 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     start = start_tokens(tokenizer)
     prompts = [
-        own if isinstance(each, Conversation) else [*start, *own] for each, own in zip(examples, ids, strict=True)
+        encoded if isinstance(each, Conversation) else [*start, *encoded]
+        for each, encoded in zip(examples, ids, strict=True)
     ]
     if [] in prompts:
-        where = examples[prompts.index([])].where
-        raise BadLine(f"{where}: expected a prompt of at least one token, got none")
+        location = examples[prompts.index([])].location
+        raise InvalidRecordError(f"{location}: expected a prompt of at least one token, got none")
     return prompts
 
 
@@ -143,7 +144,7 @@ def _encode_chats(tokenizer: Any, chats: list[Conversation]) -> list[Encoded]:
     ]
 
 
-def _mask(offsets: list[Span], spans: tuple[Span, ...]) -> npt.NDArray[np.bool_]:
+def _mask(offsets: list[CharSpan], spans: tuple[CharSpan, ...]) -> npt.NDArray[np.bool_]:
     """Mark the tokens that stand for at least one character of a span.
 
     A token over a span's border counts as inside: some tokenizers glue the blank before the first word to it, others
@@ -179,14 +180,14 @@ def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...] | N
         BadLine: The template refuses the messages, or its text cannot be tokenised.
     """
     special = _special(tokenizer) if special is None else special
-    learnt = [i for i in range(len(chat.messages)) if chat.learns(i)]
-    prompts = _render(tokenizer, chat, learnt, for_generation=True)
-    turns = _render(tokenizer, chat, sorted({*(i + 1 for i in learnt), len(chat.messages)}), for_generation=False)
+    trained = [i for i in range(len(chat.messages)) if chat.message_has_loss(i)]
+    prompts = _render(tokenizer, chat, trained, for_generation=True)
+    turns = _render(tokenizer, chat, sorted({*(i + 1 for i in trained), len(chat.messages)}), for_generation=False)
     text, spans = turns[-1], []
-    for i, prompt, turn in zip(learnt, prompts, turns, strict=False):
+    for i, prompt, turn in zip(trained, prompts, turns, strict=False):
         if not (turn.startswith(prompt) and text.startswith(turn)):
             raise UserError(
-                f"{chat.where}: the chat template rewrites earlier text when message {i + 1} is added, so what the "
+                f"{chat.location}: the chat template rewrites earlier text when message {i + 1} is added, so what the "
                 "assistant says cannot be found: change the tokenizer's chat_template"
             )
         spans.append((len(prompt), end_of_turn(turn, special)))
@@ -215,7 +216,9 @@ def _render(tokenizer: Any, chat: Conversation, counts: Sequence[int], *, for_ge
     if not counts:
         return []
     if not tokenizer.chat_template:
-        raise UserError(f"{chat.where}: 'messages' need a chat template, and the tokenizer has none: take another one")
+        raise UserError(
+            f"{chat.location}: 'messages' need a chat template, and the tokenizer has none: take another one"
+        )
     try:
         if 0 in counts:
             raise ValueError("expected a message, got none")
@@ -228,8 +231,8 @@ def _render(tokenizer: Any, chat: Conversation, counts: Sequence[int], *, for_ge
         for text in texts:
             text.encode("utf-8")  # other fields than the content may have half of a surrogate pair
     except Exception as error:
-        raise BadLine(
-            f"{chat.where}: the tokenizer's chat template refuses the messages ({in_one_line(error)})"
+        raise InvalidRecordError(
+            f"{chat.location}: the tokenizer's chat template refuses the messages ({one_line_message(error)})"
         ) from error
     return texts
 

@@ -1,7 +1,7 @@
 """What a line or row of a source holds: a record, as an example to learn from.
 
 A record has one of a few forms, those of published data sets; errors name file and line. Empty texts are legal: an
-example may have nothing to learn, which its `trains` tells. Nothing here knows tokenizers, or reads a file.
+example may have nothing to learn, which its `has_loss` tells. Nothing here knows tokenizers, or reads a file.
 """
 
 import json
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from odc_mpi.errors import UserError
-from odc_mpi.wording import shortened
+from odc_mpi.formatting import truncate_text
 
 _ROLES = ("system", "user", "assistant", "tool")
 #: The roles of `conversations`, as ShareGPT and the sets that follow it name them.
-_SPEAKERS = dict.fromkeys(("human",), "user")
-_SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
-_SPEAKERS |= dict.fromkeys(("observation", "function_response"), "tool")
-_TURN = {"from": "role", "value": "content"}
-_NUM_NAMED = 3
+_SHAREGPT_ROLES = dict.fromkeys(("human",), "user")
+_SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
+_SHAREGPT_ROLES |= dict.fromkeys(("observation", "function_response"), "tool")
+_SHAREGPT_FIELDS = {"from": "role", "value": "content"}
+_MAX_EXAMPLES = 3
 
 
-class BadLine(UserError):  # noqa: N818
+class InvalidRecordError(UserError):  # noqa: N818
     """A line that cannot be used; the message names file and line."""
 
 
-class BadLines:
+class InvalidRecords:
     """The lines of the sources that cannot be used.
 
     Args:
@@ -41,7 +41,7 @@ class BadLines:
         self.num_skipped = 0
         self.first: list[str] = []
 
-    def add(self, error: BadLine) -> None:
+    def add(self, error: InvalidRecordError) -> None:
         """Count a line. Local.
 
         Raises:
@@ -50,26 +50,26 @@ class BadLines:
         if not self._skip:
             raise UserError(f"{error}; to leave such lines out: --bad-lines skip") from error
         self.num_skipped += 1
-        if len(self.first) < _NUM_NAMED:
+        if len(self.first) < _MAX_EXAMPLES:
             self.first.append(str(error))
 
 
 @dataclass(frozen=True)
-class Pair:
+class PromptCompletion:
     """A prompt and the completion to learn.
 
     Attributes:
-        where: File and line, for messages.
+        location: File and line, for messages.
         prompt: Context without loss; empty for a line with `text` only.
         completion: Text with loss.
     """
 
-    where: str
+    location: str
     prompt: str
     completion: str
 
     @property
-    def trains(self) -> bool:
+    def has_loss(self) -> bool:
         """Whether there is anything to learn. Local."""
         return bool(self.completion)
 
@@ -79,49 +79,49 @@ class Conversation:
     """Chat messages; those of the assistant are to be learnt.
 
     Attributes:
-        where: File and line, for messages.
+        location: File and line, for messages.
         messages: As in the file, without fields that are null; each has at least `role` and `content`, both strings.
         tools: What the assistant may call, for the chat template; None for nothing.
         num_context: So many messages at the start are context; nothing in them is to be learnt.
     """
 
-    where: str
+    location: str
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
     num_context: int = 0
 
     @property
-    def trains(self) -> bool:
+    def has_loss(self) -> bool:
         """Whether there is anything to learn. Local."""
-        return any(self.learns(i) for i in range(len(self.messages)))
+        return any(self.message_has_loss(i) for i in range(len(self.messages)))
 
-    def learns(self, index: int) -> bool:
+    def message_has_loss(self, index: int) -> bool:
         """Return whether a message is to be learnt. Local."""
-        return index >= self.num_context and is_learnt(self.messages[index])
+        return index >= self.num_context and has_loss(self.messages[index])
 
 
-def is_learnt(message: dict[str, Any]) -> bool:
+def has_loss(message: dict[str, Any]) -> bool:
     """Return whether a message is of the assistant, which says or calls something in it. Local."""
     return message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
 
 
-Example = Pair | Conversation
+Example = PromptCompletion | Conversation
 
 
 @dataclass(frozen=True)
-class Fields:
+class FieldNames:
     """Names of the fields that hold prompt and completion; names other than these defaults are then required."""
 
     prompt: str = "prompt"
     completion: str = "completion"
 
     @property
-    def renamed(self) -> bool:
+    def is_custom(self) -> bool:
         """Whether the user chose the names; then all other fields of a line are ignored."""
-        return self != Fields()
+        return self != FieldNames()
 
 
-def parse_json(line: bytes, where: str) -> dict[str, Any]:
+def parse_json(line: bytes, location: str) -> dict[str, Any]:
     """Decode one line into a record. Local.
 
     Raises:
@@ -130,19 +130,21 @@ def parse_json(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise BadLine(f"{where}: expected UTF-8, got byte 0x{line[error.start]:02x} at {error.start}") from error
+        raise InvalidRecordError(
+            f"{location}: expected UTF-8, got byte 0x{line[error.start]:02x} at {error.start}"
+        ) from error
     except json.JSONDecodeError as error:
-        raise BadLine(
-            f"{where}: expected a JSON object, got invalid JSON ({error.msg}, column {error.colno})"
+        raise InvalidRecordError(
+            f"{location}: expected a JSON object, got invalid JSON ({error.msg}, column {error.colno})"
         ) from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists thousands deep
-        raise BadLine(f"{where}: expected a JSON object, got invalid JSON ({error})") from error
+        raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({error})") from error
     if not isinstance(record, dict):
-        raise BadLine(f"{where}: expected a JSON object, got {_kind(record)}")
+        raise InvalidRecordError(f"{location}: expected a JSON object, got {_kind(record)}")
     return record
 
 
-def example_of(record: Mapping[str, Any], where: str, fields: Fields) -> Example:
+def parse_example(record: Mapping[str, Any], location: str, fields: FieldNames) -> Example:
     """Return the example of a record, by the first form that its fields have. Local.
 
     The forms, in this order: `messages`; `prompt` and `completion`, two texts or two lists of messages; `conversations`
@@ -151,36 +153,38 @@ def example_of(record: Mapping[str, Any], where: str, fields: Fields) -> Example
 
     Args:
         record: The fields by name.
-        where: File and line, for messages.
+        location: File and line, for messages.
         fields: Names of the prompt and completion fields; if they are renamed, all other fields are ignored.
 
     Raises:
         BadLine: The record has no such form.
     """
-    if fields.renamed or ({fields.prompt, fields.completion} <= record.keys() and "messages" not in record):
-        return _prompt_and_completion(record, where, fields)
+    if fields.is_custom or ({fields.prompt, fields.completion} <= record.keys() and "messages" not in record):
+        return _prompt_and_completion(record, location, fields)
     if "messages" in record:
-        return _conversation(record, _messages(record["messages"], "messages", where), where)
+        return _conversation(record, _messages(record["messages"], "messages", location), location)
     if "conversations" in record:
-        return _conversation(record, _messages(_spoken(record["conversations"]), "conversations", where), where)
+        return _conversation(
+            record, _messages(_from_sharegpt(record["conversations"]), "conversations", location), location
+        )
     if {"instruction", "output"} <= record.keys():
-        return _conversation(record, _instruction(record, where), where)
+        return _conversation(record, _instruction(record, location), location)
     if "text" in record:
-        return Pair(where, "", _text(record, "text", where))
-    raise BadLine(
-        f"{where}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or 'instruction' "
+        return PromptCompletion(location, "", _text(record, "text", location))
+    raise InvalidRecordError(
+        f"{location}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or 'instruction' "
         f"and 'output', or 'text', got {_names(record)}: name yours with --prompt-field and --completion-field"
     )
 
 
-def prompt_of(record: Mapping[str, Any], where: str) -> Example:
+def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     """Return the prompt of a record: messages, or the text or the messages in `prompt`. Local.
 
     The assistant's turn at the end of messages, as in a file to train on, is left out: it is what is to be generated.
 
     Args:
         record: The fields by name; others than these are ignored, but for `system` and `tools` of a conversation.
-        where: File and line, for messages.
+        location: File and line, for messages.
 
     Returns:
         A pair without a completion, or a conversation.
@@ -190,129 +194,137 @@ def prompt_of(record: Mapping[str, Any], where: str) -> Example:
     """
     for field in ("messages", "prompt"):
         if (field == "messages" and field in record) or isinstance(record.get(field), list):
-            messages = _messages(record[field], field, where)
+            messages = _messages(record[field], field, location)
             while len(messages) > 1 and messages[-1]["role"] == "assistant":
                 messages.pop()
-            return _conversation(record, messages, where)
+            return _conversation(record, messages, location)
     if "prompt" in record:
-        return Pair(where, _text(record, "prompt", where), "")
-    raise BadLine(f"{where}: expected the field 'prompt' or 'messages', got {_names(record)}")
+        return PromptCompletion(location, _text(record, "prompt", location), "")
+    raise InvalidRecordError(f"{location}: expected the field 'prompt' or 'messages', got {_names(record)}")
 
 
-def _prompt_and_completion(record: Mapping[str, Any], where: str, fields: Fields) -> Example:
+def _prompt_and_completion(record: Mapping[str, Any], location: str, fields: FieldNames) -> Example:
     """Return a pair of texts, or of two lists of messages the conversation."""
     prompt, completion = record.get(fields.prompt), record.get(fields.completion)
     if not (isinstance(prompt, list) and isinstance(completion, list)):
-        text = _text(record, fields.completion, where)
-        return Pair(where, _text(record, fields.prompt, where), text)
-    messages = _messages([*prompt, *completion], fields.prompt, where)
-    return _conversation(record, messages, where, num_context=len(prompt))
+        text = _text(record, fields.completion, location)
+        return PromptCompletion(location, _text(record, fields.prompt, location), text)
+    messages = _messages([*prompt, *completion], fields.prompt, location)
+    return _conversation(record, messages, location, num_context=len(prompt))
 
 
 def _conversation(
-    record: Mapping[str, Any], messages: list[dict[str, Any]], where: str, num_context: int = 0
+    record: Mapping[str, Any], messages: list[dict[str, Any]], location: str, num_context: int = 0
 ) -> Conversation:
     """Add what stands beside the messages: the system prompt, and the tools."""
     if record.get("system") and messages and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": _text(record, "system", where)}, *messages]
+        messages = [{"role": "system", "content": _text(record, "system", location)}, *messages]
         num_context += bool(num_context)
-    if messages and not num_context and is_learnt(messages[0]):
-        raise BadLine(f"{where}: expected a system or user message before the assistant's first, got none")
-    return Conversation(where, messages, _tools(record.get("tools"), where), num_context)
+    if messages and not num_context and has_loss(messages[0]):
+        raise InvalidRecordError(
+            f"{location}: expected a system or user message before the assistant's first, got none"
+        )
+    return Conversation(location, messages, _tools(record.get("tools"), location), num_context)
 
 
-def _instruction(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
     """Return an instruction and its output as messages."""
-    parts = [_text(record, "instruction", where)]
+    parts = [_text(record, "instruction", location)]
     if record.get("input"):
-        parts.append(_text(record, "input", where))
+        parts.append(_text(record, "input", location))
     return [
         {"role": "user", "content": "\n\n".join(parts)},
-        {"role": "assistant", "content": _text(record, "output", where)},
+        {"role": "assistant", "content": _text(record, "output", location)},
     ]
 
 
-def _spoken(turns: Any) -> Any:
+def _from_sharegpt(turns: Any) -> Any:
     """Turn `from` and `value` into `role` and `content`; messages that already have these stay as they are."""
     if not isinstance(turns, list):
         return turns
-    named = []
+    renamed = []
     for turn in turns:
         if isinstance(turn, dict) and isinstance(turn.get("from"), str):
-            turn = {_TURN.get(name, name): value for name, value in turn.items()}
-            turn["role"] = _SPEAKERS.get(turn["role"], turn["role"])
-        named.append(turn)
-    return named
+            turn = {_SHAREGPT_FIELDS.get(name, name): value for name, value in turn.items()}
+            turn["role"] = _SHAREGPT_ROLES.get(turn["role"], turn["role"])
+        renamed.append(turn)
+    return renamed
 
 
-def _tools(tools: Any, where: str) -> list[Any] | None:
+def _tools(tools: Any, location: str) -> list[Any] | None:
     """Return the list of tools; tables have it as JSON text, as not every row has the same fields."""
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise BadLine(f"{where}: expected 'tools' to be a list or JSON text of one, got {error}") from error
+            raise InvalidRecordError(
+                f"{location}: expected 'tools' to be a list or JSON text of one, got {error}"
+            ) from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadLine(f"{where}: expected 'tools' to be a list of objects, got {_kind(tools)}")
+        raise InvalidRecordError(f"{location}: expected 'tools' to be a list of objects, got {_kind(tools)}")
     return tools
 
 
-def _messages(messages: Any, field: str, where: str) -> list[dict[str, Any]]:
+def _messages(messages: Any, field: str, location: str) -> list[dict[str, Any]]:
     """Check a conversation down to the types of its contents; each content becomes one string."""
     if not isinstance(messages, list):
-        raise BadLine(f"{where}: expected {field!r} to be a list of objects, got {_kind(messages)}")
+        raise InvalidRecordError(f"{location}: expected {field!r} to be a list of objects, got {_kind(messages)}")
     checked = []
     for message in messages:
         if not isinstance(message, dict):
-            raise BadLine(f"{where}: expected each of {field!r} to be an object, got {_kind(message)}")
-        role = _text(message, "role", where)
+            raise InvalidRecordError(f"{location}: expected each of {field!r} to be an object, got {_kind(message)}")
+        role = _text(message, "role", location)
         if role not in _ROLES:
-            raise BadLine(f"{where}: expected a role among {', '.join(_ROLES)}, got {_cut(repr(role))}")
+            raise InvalidRecordError(
+                f"{location}: expected a role among {', '.join(_ROLES)}, got {_truncate(repr(role))}"
+            )
         # Tables write what a row does not have as null, and chat templates ask whether a field is there.
         present = {name: value for name, value in message.items() if value is not None}
-        checked.append(present | {"content": _content(message, where)})
+        checked.append(present | {"content": _content(message, location)})
     return checked
 
 
-def _content(message: dict[str, Any], where: str) -> str:
+def _content(message: dict[str, Any], location: str) -> str:
     """Return the text of a message: a string, a list of parts, or null, as where the assistant calls a tool."""
     content = message.get("content")
     if content is None and ("content" in message or message.get("tool_calls")):
         return ""
     if not isinstance(content, list):
-        return _text(message, "content", where)
+        return _text(message, "content", location)
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text":
-            kind = _cut(repr(part["type"])) if isinstance(part, dict) and "type" in part else _kind(part)
-            raise BadLine(f"{where}: expected parts of the type 'text' in 'content', got {kind}")
-    return "".join(_text(part, "text", where) for part in content)
+            kind = _truncate(repr(part["type"])) if isinstance(part, dict) and "type" in part else _kind(part)
+            raise InvalidRecordError(f"{location}: expected parts of the type 'text' in 'content', got {kind}")
+    return "".join(_text(part, "text", location) for part in content)
 
 
-def _text(record: Mapping[str, Any], field: str, where: str) -> str:
+def _text(record: Mapping[str, Any], field: str, location: str) -> str:
     """Return a field that must be there and must be text."""
     if field not in record:
-        raise BadLine(
-            f"{where}: expected the field {field!r}, got {_names(record)}: see --prompt-field and --completion-field"
+        raise InvalidRecordError(
+            f"{location}: expected the field {field!r}, got {_names(record)}: see --prompt-field and --completion-field"
         )
     text = record[field]
     if not isinstance(text, str):
-        raise BadLine(f"{where}: expected {field!r} to be a string, got {_kind(text)}")
+        raise InvalidRecordError(f"{location}: expected {field!r} to be a string, got {_kind(text)}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair; no tokenizer takes it
-        raise BadLine(f"{where}: expected text in {field!r}, got a lone surrogate at {error.start}") from error
+        raise InvalidRecordError(
+            f"{location}: expected text in {field!r}, got a lone surrogate at {error.start}"
+        ) from error
     return text
 
 
 def _names(record: Mapping[str, Any]) -> str:
-    return _cut(", ".join(map(repr, record))) or "no fields"
+    return _truncate(", ".join(map(repr, record))) or "no fields"
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     """Cut what a file may hold to what a message may hold."""
-    return shortened(text, 200)
+    return truncate_text(text, 200)
 
 
 def _kind(value: Any) -> str:

@@ -23,11 +23,11 @@ _BLOCK_LINES = 1024
 _PACKED_BYTES = 1 << 14
 
 #: How often a line or row is to be taken, asked once for each one in the order of the file.
-Take = Callable[[], int]
+RepeatFn = Callable[[], int]
 
 
 @dataclass(frozen=True)
-class Lines:
+class LineBlock:
     """Some lines of a file.
 
     Attributes:
@@ -43,30 +43,30 @@ class Lines:
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         """Yield the file and line for messages, and a function that returns the record or raises BadLine. Local."""
         for number, line in zip(self.numbers, self.lines, strict=True):
-            where = f"{self.name}, line {number}"
-            yield where, lambda line=line, where=where: parse_json(line, where)  # type: ignore[misc]
+            location = f"{self.name}, line {number}"
+            yield location, lambda line=line, where=location: parse_json(line, where)  # type: ignore[misc]
 
 
-def read_lines(path: Path, take: Take, advance: Callable[[int], None]) -> Iterator[Lines]:
+def read_lines(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[LineBlock]:
     """Yield the lines of a file in blocks, in its order, without blank ones. Local.
 
     Args:
         path: Decompressed here where its name ends in .gz or .zst.
-        take: Says how often to take each line; blank lines are not asked for.
-        advance: Called with the bytes of the file that were read since it was last called.
+        num_repeats: Says how often to take each line; blank lines are not asked for.
+        on_bytes_read: Called with the bytes of the file that were read since it was last called.
 
     Raises:
         UserError: The file cannot be read; the message names file and line.
     """
-    block, size = Lines(str(path), [], []), 0
-    for number, line in _numbered(path, advance):
-        for _ in range(take()):
+    block, size = LineBlock(str(path), [], []), 0
+    for number, line in _numbered(path, on_bytes_read):
+        for _ in range(num_repeats()):
             block.numbers.append(number)
             block.lines.append(line)
             size += len(line)
             if size >= _BLOCK_BYTES or len(block.lines) >= _BLOCK_LINES:
                 yield block
-                block, size = Lines(str(path), [], []), 0
+                block, size = LineBlock(str(path), [], []), 0
     if block.lines:
         yield block
 
@@ -80,7 +80,7 @@ def count_lines(path: Path) -> int:
     return sum(1 for _ in _numbered(path, lambda _: None))
 
 
-def _numbered(path: Path, advance: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
+def _numbered(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
     """Yield the number and content of each line that is not blank."""
     number = position = 0
     try:
@@ -90,12 +90,12 @@ def _numbered(path: Path, advance: Callable[[int], None]) -> Iterator[tuple[int,
                     # Editors on Windows like to begin a file with a byte order mark.
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if number % _BLOCK_LINES == 0:
-                    advance(file.tell() - position)
+                    on_bytes_read(file.tell() - position)
                     position = file.tell()
                 if not line.isspace() and line:
                     yield number, line
-            advance(file.tell() - position)
-    except _damages() as error:
+            on_bytes_read(file.tell() - position)
+    except _decompression_errors() as error:
         raise UserError(f"{path}, line {number + 1}: cannot be read ({error}): is SOURCE complete?") from error
 
 
@@ -155,7 +155,7 @@ class _ZstdText(io.RawIOBase):
         return count
 
 
-def _damages() -> tuple[type[Exception], ...]:
+def _decompression_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions for damaged data, of those libraries that are in use."""
     found: list[type[Exception]] = [OSError, EOFError, zlib.error]
     for module, name in (("isal.isal_zlib", "error"), ("zstandard", "ZstdError"), ("compression.zstd", "ZstdError")):

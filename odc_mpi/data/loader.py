@@ -13,19 +13,19 @@ import numpy.typing as npt
 import torch
 
 from odc_mpi.data.dataset import Dataset
-from odc_mpi.data.plan.balance import BALANCES, Balance, Plan, check_fit
-from odc_mpi.data.plan.context import check_pieces_fit, split_longest
-from odc_mpi.data.plan.cost import Cost
-from odc_mpi.data.plan.same_cut import same_cut
-from odc_mpi.data.prompts import Prompts
+from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, BalanceStrategy, Plan, check_fit
+from odc_mpi.data.plan.context_parallel import check_chunks_fit, split_longest
+from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.data.plan.rank_independent_packing import rank_independent_packing
+from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import UserError
-from odc_mpi.wording import did_you_mean
+from odc_mpi.formatting import did_you_mean
 
 IGNORED_LABEL = -100  # the default `ignore_index` of torch's cross entropy
 
 
 @dataclass(frozen=True)
-class Batch:
+class Microbatch:
     """A microbatch: sequences one behind the other, without padding.
 
     Attributes:
@@ -38,16 +38,16 @@ class Batch:
         num_tokens: Trained tokens: labels that are not -100.
         num_input_tokens: T.
         indices: Sequences in the data set, int64 [num_sequences].
-        is_piece: Whether it is a part of one sequence, whose other parts are on other ranks.
+        is_chunk: Whether it is a part of one sequence, whose other parts are on other ranks.
     """
 
     inputs: dict[str, Any]
     num_tokens: int
     num_input_tokens: int
     indices: npt.NDArray[np.int64]
-    is_piece: bool = False
+    is_chunk: bool = False
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device) -> "Microbatch":
         """Return the batch with its tokens on a device; the bounds of sequences stay on the host. Local."""
         if device.type == "cpu":
             return self
@@ -87,7 +87,7 @@ class Minibatch:
     dataset: Dataset
 
     @classmethod
-    def of(
+    def from_indices(
         cls, dataset: Dataset, indices: npt.NDArray[np.int64], plan: Plan, rank: int, *, data_epoch: int, position: int
     ) -> "Minibatch":
         """Return the minibatch of some sequences; nothing is read from the file yet. Local."""
@@ -99,7 +99,7 @@ class Minibatch:
         """Number of fixed microbatches of each rank, with empty ones; 0 under `dynamic`."""
         return tuple(len(microbatches) for microbatches in self.plan.microbatches)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Microbatch]:
         if self.plan.splits:
             raise UserError(
                 "a minibatch with sequences in pieces needs ranks that exchange keys and values, as in odc-mpi train: "
@@ -112,36 +112,36 @@ class Minibatch:
             )
         return self._fixed()
 
-    def _fixed(self) -> Iterator[Batch]:
+    def _fixed(self) -> Iterator[Microbatch]:
         # Ranks do not meet in microbatches, so this rank can skip an empty one.
-        for microbatch in filter(None, self.plan.microbatches[self.rank]):
-            yield read_batch(self.dataset, self.indices[list(microbatch)])
+        for positions in filter(None, self.plan.microbatches[self.rank]):
+            yield read_microbatch(self.dataset, self.indices[list(positions)])
 
-    def padding(self) -> Iterator[Batch]:
+    def dummy_microbatches(self) -> Iterator[Microbatch]:
         """Yield the shortest sequence as often as another rank has more microbatches than this one. Local.
 
         For training in which ranks meet in each microbatch; losses and gradients of the padding must not count.
         """
-        turns = [sum(map(bool, own)) for own in self.plan.microbatches]
+        turns = [sum(map(bool, microbatches)) for microbatches in self.plan.microbatches]
         shortest = int(self.dataset.lengths[self.indices].argmin())
         for _ in range(max(turns) - turns[self.rank]):
-            yield read_batch(self.dataset, self.indices[shortest : shortest + 1])
+            yield read_microbatch(self.dataset, self.indices[shortest : shortest + 1])
 
-    def batches(self, draw: Callable[[int], Iterable[int]]) -> Iterator[Batch]:
+    def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
         """Yield this rank's fixed batches, then the batches that it draws from the pool.
 
         A position is drawn only when the batch before it has been worked through. Local, but for what `draw` does.
 
         Args:
-            draw: Given the length of the pool, yields positions in it that no other rank gets (`Tickets.draw`).
+            claim: Given the length of the pool, yields positions in it that no other rank gets (`Tickets.draw`).
         """
         yield from self._fixed()
         pool = self.plan.pool
-        for position in draw(len(pool)) if pool else ():
-            yield read_batch(self.dataset, self.indices[list(pool[position])])
+        for position in claim(len(pool)) if pool else ():
+            yield read_microbatch(self.dataset, self.indices[list(pool[position])])
 
 
-def read_batch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Batch:
+def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
     """Read sequences into one microbatch. Local.
 
     Args:
@@ -161,12 +161,12 @@ def read_batch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Batch:
         "input_ids": torch.from_numpy(np.concatenate([tokens for tokens, _ in sequences]))[None],
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "labels": torch.from_numpy(flat_labels)[None],
-        **bounds_of(lengths),
+        **flash_attention_kwargs(lengths),
     }
-    return Batch(inputs, int(np.count_nonzero(flat_labels != IGNORED_LABEL)), sum(lengths), indices)
+    return Microbatch(inputs, int(np.count_nonzero(flat_labels != IGNORED_LABEL)), sum(lengths), indices)
 
 
-def read_piece(dataset: Dataset, index: int, begin: int, end: int) -> Batch:
+def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
     """Read a piece of a sequence into a microbatch, at its positions in the sequence. Local.
 
     Args:
@@ -191,12 +191,12 @@ def read_piece(dataset: Dataset, index: int, begin: int, end: int) -> Batch:
         "labels": torch.from_numpy(labels[begin:end])[None],
         "shift_labels": torch.from_numpy(shifted)[None],
         "num_items_in_batch": max(1, num_trained),
-        **bounds_of([num_tokens]),
+        **flash_attention_kwargs([num_tokens]),
     }
-    return Batch(inputs, num_trained, num_tokens, np.array([index]), is_piece=True)
+    return Microbatch(inputs, num_trained, num_tokens, np.array([index]), is_chunk=True)
 
 
-def bounds_of(lengths: Sequence[int]) -> dict[str, Any]:
+def flash_attention_kwargs(lengths: Sequence[int]) -> dict[str, Any]:
     """Return the bounds of the sequences in a row, as transformers' FlashAttentionKwargs have them. Local."""
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     longest = dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
@@ -204,7 +204,7 @@ def bounds_of(lengths: Sequence[int]) -> dict[str, Any]:
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **longest, "use_cache": False}
 
 
-class ShuffledEpochs:
+class ShuffledSampler:
     """Which sequences or prompts each minibatch has, without end. Its state is the position of the next minibatch.
 
     Each data epoch shuffles the data set anew and goes through it once; its last minibatch may be smaller. The order
@@ -212,13 +212,13 @@ class ShuffledEpochs:
 
     Args:
         dataset: The caller closes it.
-        num_drawn: Sequences or prompts in a minibatch, over all ranks.
+        num_samples: Sequences or prompts in a minibatch, over all ranks.
         seed: Of the shuffle.
     """
 
-    def __init__(self, dataset: Dataset | Prompts, num_drawn: int, seed: int) -> None:
+    def __init__(self, dataset: Dataset | PromptDataset, num_samples: int, seed: int) -> None:
         self._dataset: Any = dataset
-        self._num_drawn, self._seed = num_drawn, seed
+        self._num_samples, self._seed = num_samples, seed
         self._move_to(0, 0)
 
     def state_dict(self) -> dict[str, int]:
@@ -233,7 +233,7 @@ class ShuffledEpochs:
         """Continue at the position of a `state_dict`. Local.
 
         Args:
-            state: A `state_dict` for the same data set and seed.
+            state_dict: A `state_dict` for the same data set and seed.
 
         Raises:
             UserError: The data set has no such position, so it is not the same.
@@ -246,22 +246,22 @@ class ShuffledEpochs:
             )
         self._move_to(data_epoch, position)
 
-    def _draw(self) -> tuple[dict[str, int], npt.NDArray[np.int64]]:
+    def _next_indices(self) -> tuple[dict[str, int], npt.NDArray[np.int64]]:
         """Move on; return the position before that, and the sequences or prompts of the minibatch there."""
-        place, indices = self.state_dict(), self._order[self._position : self._position + self._num_drawn]
+        position, indices = self.state_dict(), self._order[self._position : self._position + self._num_samples]
         if self._position + len(indices) < len(self._dataset):
             self._position += len(indices)
         else:
             self._move_to(self._data_epoch + 1, 0)
-        return place, indices
+        return position, indices
 
     def _move_to(self, data_epoch: int, position: int) -> None:
         self._data_epoch, self._position = data_epoch, position
         self._order = np.random.default_rng([self._seed, data_epoch]).permutation(len(self._dataset))
 
 
-class Loader(ShuffledEpochs):
-    """An endless iterator over minibatches, in the order of `ShuffledEpochs`.
+class Loader(ShuffledSampler):
+    """An endless iterator over minibatches, in the order of `ShuffledSampler`.
 
     Attributes:
         cost: Cost of a sequence; may be set, to the same on every rank, for later minibatches.
@@ -277,8 +277,8 @@ class Loader(ShuffledEpochs):
         seed: int = 0,
         rank: int = 0,
         size: int = 1,
-        cost: Cost = Cost(),  # noqa: B008 - frozen
-        cuts: bool = False,
+        cost: CostModel = CostModel(),  # noqa: B008 - frozen
+        context_parallel: bool = False,
         exact: bool = False,
     ) -> None:
         """Check the settings against the data. Local.
@@ -287,30 +287,30 @@ class Loader(ShuffledEpochs):
             dataset: The data set; the caller closes it.
             minibatch_sequences: Sequences in a minibatch over all ranks.
             max_tokens_per_microbatch: The most tokens in a microbatch.
-            balance: A name among `BALANCES`.
+            strategy: A name among `BALANCE_STRATEGIES`.
             seed: Seed of the shuffle; at least 0, the same on every rank.
             rank: The rank whose batches the minibatches yield.
             size: Number of ranks.
-            cost: Cost of a sequence.
-            cuts: Whether sequences may be cut into pieces; with the balance `dynamic`, and not `exact`.
+            cost_model: Cost of a sequence.
+            context_parallel: Whether sequences may be cut into pieces; with the balance `dynamic`, and not `exact`.
             exact: Whether microbatches are to be the same on any number of ranks, and whatever `cost` becomes.
 
         Raises:
             UserError: A setting is out of range, or a sequence fits into no microbatch.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
-        whole = same_cut(balance, cost) if exact else _find_balance(balance)
-        self._balance = split_longest if cuts else whole
-        for setting, value, least in (
+        whole = rank_independent_packing(balance, cost) if exact else _find_strategy(balance)
+        self._strategy = split_longest if context_parallel else whole
+        for setting, value, minimum in (
             ("data.minibatch_sequences", minibatch_sequences, 1),
             ("data.max_tokens_per_microbatch", max_tokens_per_microbatch, 1),
             ("run.seed", seed, 0),
         ):
-            if value < least:
-                raise UserError(f"expected {setting} of at least {least}, got {value}")
+            if value < minimum:
+                raise UserError(f"expected {setting} of at least {minimum}, got {value}")
         # Now, not in the middle of the training.
-        if cuts:
-            check_pieces_fit(dataset.lengths, size, max_tokens_per_microbatch)
+        if context_parallel:
+            check_chunks_fit(dataset.lengths, size, max_tokens_per_microbatch)
         else:
             check_fit(dataset.lengths, max_tokens_per_microbatch)
         super().__init__(dataset, minibatch_sequences, seed)
@@ -323,14 +323,14 @@ class Loader(ShuffledEpochs):
 
     def __next__(self) -> Minibatch:
         """Draw the next minibatch and plan it; nothing is read from the file yet."""
-        place, indices = self._draw()
-        plan = self._balance(self._dataset.lengths[indices], self._size, self._max_tokens, self.cost)
-        return Minibatch.of(self._dataset, indices, plan, self._rank, **place)
+        position, indices = self._next_indices()
+        plan = self._strategy(self._dataset.lengths[indices], self._size, self._max_tokens, self.cost)
+        return Minibatch.from_indices(self._dataset, indices, plan, self._rank, **position)
 
 
-def _find_balance(name: str) -> Balance:
+def _find_strategy(name: str) -> BalanceStrategy:
     """Return the balance of a name."""
-    if name not in BALANCES:
-        hint = did_you_mean(name, BALANCES)
-        raise UserError(f"expected data.balance among {', '.join(BALANCES)}, got {name!r}{hint}")
-    return BALANCES[name]
+    if name not in BALANCE_STRATEGIES:
+        hint = did_you_mean(name, BALANCE_STRATEGIES)
+        raise UserError(f"expected data.balance among {', '.join(BALANCE_STRATEGIES)}, got {name!r}{hint}")
+    return BALANCE_STRATEGIES[name]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odc_mpi.data.jsonl import Take
-from odc_mpi.errors import UserError, in_one_line
+from odc_mpi.data.jsonl import RepeatFn
+from odc_mpi.errors import UserError, one_line_message
 
 SUFFIX = ".parquet"
 _BATCH_ROWS = 256
@@ -20,7 +20,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowBlock:
     """Some rows of a file.
 
     Attributes:
@@ -41,7 +41,7 @@ class Rows:
                 rows = [_without_nulls(row) for batch in stream for row in batch.to_pylist()]
         except (ValueError, OverflowError) as error:  # a time within a structure that Python cannot tell
             raise UserError(
-                f"{self.name}, rows {self.numbers[0]} to {self.numbers[-1]}: cannot be read ({in_one_line(error)}): "
+                f"{self.name}, rows {self.numbers[0]} to {self.numbers[-1]}: cannot be read ({one_line_message(error)}): "
                 "change SOURCE"
             ) from error
         for number, row in zip(self.numbers, rows, strict=True):
@@ -54,13 +54,13 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def read_rows(path: Path, take: Take, advance: Callable[[int], None]) -> Iterator[Rows]:
+def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[RowBlock]:
     """Yield the rows of a file in blocks, in its order. Local.
 
     Args:
         path: The file.
-        take: Says how often to take each row.
-        advance: Called with the bytes of the file that were read since it was last called, about.
+        num_repeats: Says how often to take each row.
+        on_bytes_read: Called with the bytes of the file that were read since it was last called, about.
 
     Raises:
         UserError: The file cannot be read, or pyarrow is missing.
@@ -70,12 +70,12 @@ def read_rows(path: Path, take: Take, advance: Callable[[int], None]) -> Iterato
     with _opened(path) as file:
         total = max(1, file.metadata.num_rows)
         for batch in file.iter_batches(_BATCH_ROWS, use_threads=False):
-            taken = [i for i in range(batch.num_rows) for _ in range(take())]
-            if taken:
-                text = _without_times(pyarrow, batch.take(taken))
-                yield Rows(str(path), [done + i + 1 for i in taken], _stream_of(pyarrow, text))
+            indices = [i for i in range(batch.num_rows) for _ in range(num_repeats())]
+            if indices:
+                text = _without_times(pyarrow, batch.take(indices))
+                yield RowBlock(str(path), [done + i + 1 for i in indices], _to_ipc_stream(pyarrow, text))
             done += batch.num_rows
-            advance(size * batch.num_rows // total)
+            on_bytes_read(size * batch.num_rows // total)
 
 
 def count_rows(path: Path) -> int:
@@ -96,7 +96,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
             yield file
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: cannot be read ({in_one_line(error)}): is SOURCE complete?") from error
+        raise UserError(f"{path}: cannot be read ({one_line_message(error)}): is SOURCE complete?") from error
 
 
 def _without_times(pyarrow: Any, batch: Any) -> Any:
@@ -104,7 +104,7 @@ def _without_times(pyarrow: Any, batch: Any) -> Any:
     return batch.select([i for i, field in enumerate(batch.schema) if not pyarrow.types.is_temporal(field.type)])
 
 
-def _stream_of(pyarrow: Any, batch: Any) -> bytes:
+def _to_ipc_stream(pyarrow: Any, batch: Any) -> bytes:
     sink = pyarrow.BufferOutputStream()
     with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
         stream.write_batch(batch)

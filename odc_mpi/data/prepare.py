@@ -22,29 +22,29 @@ from rich.console import Console
 from rich.progress import Progress
 
 from odc_mpi import __version__
-from odc_mpi.data.blocks import EncodedBlock, Limits, encode_block, encode_blocks
 from odc_mpi.data.dataset import DatasetWriter, find_counts, vocabulary_digest
-from odc_mpi.data.examples import BadLine, BadLines, Fields, Pair, example_of
-from odc_mpi.data.prepared import PrepareReport, Tally
-from odc_mpi.data.sources import Block, Source, find_sources, mix
+from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block, encode_blocks
+from odc_mpi.data.examples import FieldNames, InvalidRecordError, InvalidRecords, PromptCompletion, parse_example
+from odc_mpi.data.prepare_report import PrepareReport, PrepareStats
+from odc_mpi.data.sources import Block, DataSource, find_sources, mix
 from odc_mpi.data.tokenizer import (
     MIN_VOCAB_SIZE,
-    files_of,
     load_tokenizer,
+    serialize_tokenizer,
     tokenizer_files,
     train_tokenizer,
 )
 from odc_mpi.errors import UserError
-from odc_mpi.files import replacing
-from odc_mpi.wording import shortened
+from odc_mpi.files import atomic_write
+from odc_mpi.formatting import truncate_text
 
 #: Of less text than this a single process has tokenised most before others have loaded their libraries.
 _WORTH_PROCESSES = 32 << 20
-_MOST_NAMES = 3
+_MAX_NAMES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class PrepareOptions:
     """How sources become a data set.
 
     Attributes:
@@ -55,7 +55,7 @@ class Options:
         completion_field: Field of a line that holds the completion; required if it is not "completion".
         vocab_size: The most tokens of a trained tokenizer.
         bad_lines: Whether a line that cannot be used is an error, or is skipped and counted.
-        eval_fraction: About so much of the sequences is held out in a data set beside the other, `eval_path_of(out)`.
+        eval_fraction: About so much of the sequences is held out in a data set beside the other, `eval_output_path(out)`.
             Which depends on their tokens alone: equal ones stay together, and where they are when others come.
         seed: Draws which examples of sources with weights are taken.
         stopping_strategy: Where a mixture by weights ends, see `mix`.
@@ -89,16 +89,16 @@ class Options:
 
 
 def prepare(
-    words: Sequence[str], out: Path, options: Options | None = None, console: Console | None = None
+    source_specs: Sequence[str], out: Path, options: PrepareOptions | None = None, console: Console | None = None
 ) -> PrepareReport:
     """Tokenise sources into a data set, before the training. Local; starts processes and ends them.
 
     A data set that the same call has written before, from sources that have not changed since, stays as it is.
 
     Args:
-        words: Each a path of a file or folder or the word "stdlib", with a colon and a weight behind it or without.
+        source_specs: Each a path of a file or folder or the word "stdlib", with a colon and a weight behind it or without.
         out: File to write. If anything goes wrong, it stays as it was.
-        options: By default as `Options` says.
+        options: By default as `PrepareOptions` says.
         console: Console for a progress bar; None for no bar. The caller prints the report.
 
     Returns:
@@ -107,21 +107,21 @@ def prepare(
     Raises:
         UserError: The arguments, the sources or the tokenizer are wrong; nothing was written.
     """
-    plan = _plan(words, out, options or Options())
-    if (counts := find_counts(plan.outs, plan.request)) is not None:
+    plan = _plan(source_specs, out, options or PrepareOptions())
+    if (counts := find_counts(plan.output_paths, plan.request)) is not None:
         return plan.report(counts)
     with ExitStack() as stack, Progress(console=console, disable=console is None) as progress:
-        paths = [stack.enter_context(_new_file(each)) for each in plan.outs]
+        paths = [stack.enter_context(_new_file(each)) for each in plan.output_paths]
         reader = _Reader(plan.sources, plan.options, progress)
         if plan.options.tokenizer:
-            tokenizer, files = load_tokenizer(plan.place), plan.files
+            tokenizer, files = load_tokenizer(plan.tokenizer_path), plan.files
         else:
             tokenizer = train_tokenizer(reader.texts(), plan.options.vocab_size)
-            files = files_of(tokenizer)
+            files = serialize_tokenizer(tokenizer)
         return _write(plan, paths, reader, tokenizer, files)
 
 
-def eval_path_of(out: Path) -> Path:
+def eval_output_path(out: Path) -> Path:
     """Return where the sequences go that a data set leaves out for evaluation: chats.eval.h5 beside chats.h5. Local."""
     return out.with_name(f"{out.stem}.eval{out.suffix}")
 
@@ -131,46 +131,48 @@ class _Plan:
     """What is to be done, found and checked before anything is read.
 
     Attributes:
-        words: The sources as the user named them.
+        source_specs: The sources as the user named them.
         sources: As they were found.
         options: As given.
-        outs: The data set to write, and the one of what is held out.
-        place: Where the tokenizer comes from; the data set itself if one is trained.
+        output_paths: The data set to write, and the one of what is held out.
+        tokenizer_path: Where the tokenizer comes from; the data set itself if one is trained.
         files: The tokenizer's files, by name; empty if one is trained.
         request: A digest of all that the result depends on.
     """
 
-    words: Sequence[str]
-    sources: Sequence[Source]
-    options: Options
-    outs: Sequence[Path]
-    place: Path
+    source_specs: Sequence[str]
+    sources: Sequence[DataSource]
+    options: PrepareOptions
+    output_paths: Sequence[Path]
+    tokenizer_path: Path
     files: Mapping[str, bytes]
     request: str
 
     def report(self, counts: Mapping[str, Any], **run: Any) -> PrepareReport:
         """Return the report of counts. Local."""
         return PrepareReport(
-            path=self.outs[0],
-            tokenizer=self.place,
-            trained_on="" if self.options.tokenizer else ", ".join(self.words),
-            eval_path=self.outs[1] if self.options.eval_fraction else None,
+            path=self.output_paths[0],
+            tokenizer=self.tokenizer_path,
+            trained_on="" if self.options.tokenizer else ", ".join(self.source_specs),
+            eval_path=self.output_paths[1] if self.options.eval_fraction else None,
             folders=[source.describe_folder() for source in self.sources if source.is_folder],
             **counts,
             **run,
         )
 
 
-def _plan(words: Sequence[str], out: Path, options: Options) -> _Plan:
+def _plan(source_specs: Sequence[str], out: Path, options: PrepareOptions) -> _Plan:
     options.check()
-    sources = find_sources(words)
-    outs = _outs_of(out, options, sources)
-    place = options.tokenizer or out
-    files = tokenizer_files(place) if options.tokenizer else {}
-    return _Plan(words, sources, options, outs, place, files, _request(sources, options, files))
+    sources = find_sources(source_specs)
+    output_paths = _output_paths(out, options, sources)
+    tokenizer_path = options.tokenizer or out
+    files = tokenizer_files(tokenizer_path) if options.tokenizer else {}
+    return _Plan(
+        source_specs, sources, options, output_paths, tokenizer_path, files, _request_digest(sources, options, files)
+    )
 
 
-def _request(sources: Sequence[Source], options: Options, files: Mapping[str, bytes]) -> str:
+def _request_digest(sources: Sequence[DataSource], options: PrepareOptions, files: Mapping[str, bytes]) -> str:
     """Return a digest of the sources (names, sizes, times), the options, the tokenizer and the versions."""
     choices = asdict(options)
     del choices["num_proc"], choices["tokenizer"]
@@ -183,19 +185,19 @@ def _request(sources: Sequence[Source], options: Options, files: Mapping[str, by
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
-def _outs_of(out: Path, options: Options, sources: Sequence[Source]) -> list[Path]:
+def _output_paths(out: Path, options: PrepareOptions, sources: Sequence[DataSource]) -> list[Path]:
     """Return the files to write, `out` and that of what is held out, before anything is read. Local.
 
     Raises:
         UserError: One of them is a directory, or a source.
     """
-    outs = [out, eval_path_of(out)] if options.eval_fraction else [out]
-    for path in outs:
+    output_paths = [out, eval_output_path(out)] if options.eval_fraction else [out]
+    for path in output_paths:
         if path.is_dir():
             raise UserError(f"expected a file to write as OUT, got the directory {str(path)!r}: change OUT")
         if path.exists() and any(path.samefile(file) for source in sources for file in source.files):
             raise UserError(f"expected OUT to be another file than SOURCE, got {str(path)!r} for both: change OUT")
-    return outs
+    return output_paths
 
 
 @contextmanager
@@ -207,7 +209,7 @@ def _new_file(out: Path) -> Iterator[Path]:
     """
     with ExitStack() as stack:
         try:
-            path = stack.enter_context(replacing(out))
+            path = stack.enter_context(atomic_write(out))
         except OSError as error:
             raise UserError(
                 f"expected OUT in a folder that can be written, got {str(out)!r} ({error}): change OUT"
@@ -221,31 +223,33 @@ def _write(
     """Tokenise what the reader reads, into new files."""
     options, begin = plan.options, time.monotonic()
     num_proc = options.num_proc or _default_processes(plan.sources)
-    limits = Limits(options.max_length, options.overlong, options.eval_fraction)
-    tally = Tally(BadLines(options.bad_lines == "skip"), [source.name for source in plan.sources])
+    sequence_filter = SequenceFilter(options.max_length, options.overlong, options.eval_fraction)
+    stats = PrepareStats(InvalidRecords(options.bad_lines == "skip"), [source.name for source in plan.sources])
     with ExitStack() as stack:
         writers = [stack.enter_context(_writer(plan, path, tokenizer, files)) for path in paths]
         blocks = reader.blocks("tokenising", lambda: sum(writer.num_tokens for writer in writers))
         results: Iterable[tuple[int, EncodedBlock]]
         if num_proc == 1:
-            results = ((index, encode_block(tokenizer, block, fields, limits)) for index, block, fields in blocks)
+            results = (
+                (index, encode_block(tokenizer, block, fields, sequence_filter)) for index, block, fields in blocks
+            )
         else:
-            place = plan.place if options.tokenizer else files
-            results = stack.enter_context(closing(encode_blocks(blocks, place, limits, num_proc)))
+            tokenizer_source = plan.tokenizer_path if options.tokenizer else files
+            results = stack.enter_context(closing(encode_blocks(blocks, tokenizer_source, sequence_filter, num_proc)))
         for index, result in results:
-            tally.add(index, result)
+            stats.add(index, result)
             for writer, sequences in zip(writers, result.sequences, strict=False):
                 for sequence in sequences:
                     writer.append(sequence.tokens, sequence.loss_mask)
-        _check_counts([writer.num_sequences for writer in writers], plan, tally)
-        counts = tally.counts(*writers) | {"vocab_size": len(tokenizer)}
+        _check_counts([writer.num_sequences for writer in writers], plan, stats)
+        counts = stats.counts(*writers) | {"vocab_size": len(tokenizer)}
         for writer in writers:
-            writer.note(request=plan.request, report=json.dumps(counts))
-            writer.note(**{name: counts[name] for name in ("num_untrained_dropped", "num_bad_lines")})
+            writer.set_attributes(request=plan.request, report=json.dumps(counts))
+            writer.set_attributes(**{name: counts[name] for name in ("num_untrained_dropped", "num_bad_lines")})
     return plan.report(counts, elapsed_s=time.monotonic() - begin, num_proc=num_proc)
 
 
-def _default_processes(sources: Sequence[Source]) -> int:
+def _default_processes(sources: Sequence[DataSource]) -> int:
     little = sum(source.num_text_bytes for source in sources) < _WORTH_PROCESSES
     return 1 if little else len(os.sched_getaffinity(0))
 
@@ -256,17 +260,17 @@ def _writer(plan: _Plan, path: Path, tokenizer: Any, files: Mapping[str, bytes])
         path,
         vocab_size=len(tokenizer),
         vocabulary=vocabulary_digest(tokenizer.get_vocab()),
-        tokenizer=plan.place.resolve().name,
+        tokenizer=plan.tokenizer_path.resolve().name,
         tokenizer_files=files,
-        source=shortened(names, 200),
+        source=truncate_text(names, 200),
     )
 
 
-def _check_counts(counts: Sequence[int], plan: _Plan, tally: Tally) -> None:
+def _check_counts(counts: Sequence[int], plan: _Plan, stats: PrepareStats) -> None:
     """Refuse a data set without a sequence."""
     if not sum(counts):
-        names = ", ".join(map(repr, plan.words[:_MOST_NAMES]))
-        raise UserError(f"expected sequences to write from {names}, got none{tally.explain(plan.options.max_length)}")
+        names = ", ".join(map(repr, plan.source_specs[:_MAX_NAMES]))
+        raise UserError(f"expected sequences to write from {names}, got none{stats.explain(plan.options.max_length)}")
     if not all(counts):
         raise UserError(
             f"expected sequences to train on and some that are held out, got {' and '.join(map(str, counts))}: change "
@@ -277,13 +281,13 @@ def _check_counts(counts: Sequence[int], plan: _Plan, tally: Tally) -> None:
 class _Reader:
     """Reads the sources, as often as it is asked to, and shows how far it is."""
 
-    def __init__(self, sources: Sequence[Source], options: Options, progress: Progress) -> None:
+    def __init__(self, sources: Sequence[DataSource], options: PrepareOptions, progress: Progress) -> None:
         self._mixture = mix(sources, options.seed, options.stopping_strategy)
-        self._fields = Fields(options.prompt_field, options.completion_field)
+        self._fields = FieldNames(options.prompt_field, options.completion_field)
         self._bad_lines = options.bad_lines
         self._progress = progress
 
-    def blocks(self, description: str, num_tokens: Callable[[], int]) -> Iterator[tuple[int, Block, Fields]]:
+    def blocks(self, description: str, num_tokens: Callable[[], int]) -> Iterator[tuple[int, Block, FieldNames]]:
         """Yield the index of the source, a block, and the names of its fields."""
         total = self._mixture.num_bytes or None
         task, begin = self._progress.add_task(description, total=total), time.monotonic()
@@ -296,15 +300,15 @@ class _Reader:
 
     def texts(self) -> Iterator[str]:
         """Yield what a tokenizer is trained on; lines that are skipped are counted by the second reading."""
-        bad = BadLines(self._bad_lines == "skip")
+        invalid = InvalidRecords(self._bad_lines == "skip")
         for _, block, fields in self.blocks("reading for the tokenizer", lambda: 0):
-            for where, record in block.records():
+            for location, record in block.records():
                 try:
-                    example = example_of(record(), where, fields)
-                except BadLine as error:
-                    bad.add(error)
+                    example = parse_example(record(), location, fields)
+                except InvalidRecordError as error:
+                    invalid.add(error)
                     continue
-                if isinstance(example, Pair):
+                if isinstance(example, PromptCompletion):
                     yield from (example.prompt, example.completion)
                 else:
                     yield from (message["content"] for message in example.messages)

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from odc_mpi.data import jsonl, parquet, stdlib
-from odc_mpi.data.examples import Fields
-from odc_mpi.data.jsonl import Take
+from odc_mpi.data.examples import FieldNames
+from odc_mpi.data.jsonl import RepeatFn
 from odc_mpi.errors import UserError
 
 STDLIB = "stdlib"
 _BLOCK_SAMPLES = 256
-_MOST_NAMES = 6  # files of a folder that are named
-_MOST_PASSES = 1000  # over one source
+_MAX_NAMES = 6  # files of a folder that are named
+_MAX_PASSES = 1000  # over one source
 _EXPANSION = 4  # text is about so much larger than its compressed file
 
 
@@ -33,10 +33,10 @@ class Block(Protocol):
 
 
 @dataclass(frozen=True)
-class Samples:
+class StdlibBlock:
     """Some functions of the standard library."""
 
-    samples: Sequence[stdlib.Sample]
+    samples: Sequence[stdlib.StdlibFunction]
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         """Yield "stdlib" and a function that returns the record. Local."""
@@ -46,7 +46,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """A source of examples.
 
     Attributes:
@@ -67,8 +67,8 @@ class Source:
     def describe_folder(self) -> str:
         """Say which files of a folder are read. Local."""
         names = [file.name for file in self.files]
-        if len(names) > _MOST_NAMES:
-            names = [*names[: _MOST_NAMES - 1], "...", names[-1]]
+        if len(names) > _MAX_NAMES:
+            names = [*names[: _MAX_NAMES - 1], "...", names[-1]]
         return f"{self.name}: {len(self.files)} {'files' if len(self.files) > 1 else 'file'}, {', '.join(names)}"
 
     def stamps(self) -> list[tuple[str, int, int]]:
@@ -87,12 +87,12 @@ class Source:
         return sum(file.stat().st_size * (_EXPANSION if file.suffix in packed else 1) for file in self.files)
 
     @cached_property
-    def _samples(self) -> list[stdlib.Sample]:
+    def _samples(self) -> list[stdlib.StdlibFunction]:
         return list(stdlib.functions())
 
-    def fields(self, fields: Fields) -> Fields:
+    def fields(self, fields: FieldNames) -> FieldNames:
         """Return the names of the fields in its records, which the user's choice of names is not for. Local."""
-        return fields if self.files else Fields()
+        return fields if self.files else FieldNames()
 
     def count(self) -> int:
         """Return how many examples there are, of which some may turn out unusable. Local; reads compressed files."""
@@ -100,25 +100,25 @@ class Source:
             return len(self._samples)
         return sum(parquet.count_rows(file) if _is_parquet(file) else jsonl.count_lines(file) for file in self.files)
 
-    def read(self, take: Take, advance: Callable[[int], None]) -> Iterator[Block]:
+    def read(self, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
         """Yield its examples in blocks. Local.
 
         Args:
-            take: Says how often to take each example, asked once for each in order.
-            advance: Called with the bytes that were read since the last call.
+            num_repeats: Says how often to take each example, asked once for each in order.
+            on_bytes_read: Called with the bytes that were read since the last call.
 
         Raises:
             UserError: A file cannot be read.
         """
         if not self.files:
-            taken = [sample for sample in self._samples for _ in range(take())]
-            for begin in range(0, len(taken), _BLOCK_SAMPLES):
-                yield Samples(taken[begin : begin + _BLOCK_SAMPLES])
+            samples = [sample for sample in self._samples for _ in range(num_repeats())]
+            for begin in range(0, len(samples), _BLOCK_SAMPLES):
+                yield StdlibBlock(samples[begin : begin + _BLOCK_SAMPLES])
         for file in self.files:
-            yield from (parquet.read_rows if _is_parquet(file) else jsonl.read_lines)(file, take, advance)
+            yield from (parquet.read_rows if _is_parquet(file) else jsonl.read_lines)(file, num_repeats, on_bytes_read)
 
 
-def find_sources(words: Sequence[str]) -> list[Source]:
+def find_sources(specs: Sequence[str]) -> list[DataSource]:
     """Find the sources that a user named, each as a path, or as a path, a colon and a weight. Local.
 
     A file or folder whose name is the whole word, colon and all, comes before a weight.
@@ -126,7 +126,7 @@ def find_sources(words: Sequence[str]) -> list[Source]:
     Raises:
         UserError: There is no such file, a folder holds none that is known, or only some sources have a weight.
     """
-    sources = [_find(word) for word in words]
+    sources = [_find(spec) for spec in specs]
     without = [source.name for source in sources if source.weight is None]
     if without and len(without) < len(sources):
         raise UserError(
@@ -135,38 +135,38 @@ def find_sources(words: Sequence[str]) -> list[Source]:
     return sources
 
 
-def _find(word: str) -> Source:
-    name, weight = _split(word)
+def _find(spec: str) -> DataSource:
+    name, weight = _split_weight(spec)
     if name == STDLIB:
-        return Source(name, weight, ())
+        return DataSource(name, weight, ())
     path = Path(name)
     if path.is_dir():
-        return Source(name, weight, _shards(path))
+        return DataSource(name, weight, _data_files(path))
     if not path.is_file():
         raise UserError(
-            f"expected JSONL or Parquet files, folders of them or the word {STDLIB} as SOURCE, got {word!r}, "
+            f"expected JSONL or Parquet files, folders of them or the word {STDLIB} as SOURCE, got {spec!r}, "
             "which is no file"
         )
-    return Source(name, weight, (path,))
+    return DataSource(name, weight, (path,))
 
 
-def _split(word: str) -> tuple[str, float | None]:
+def _split_weight(spec: str) -> tuple[str, float | None]:
     """Return the name of a source, and its weight if it ends in one."""
-    name, colon, number = word.rpartition(":")
-    if not colon or Path(word).exists():
-        return word, None
+    name, colon, number = spec.rpartition(":")
+    if not colon or Path(spec).exists():
+        return spec, None
     try:
         weight = float(number)
     except ValueError:
-        return word, None
+        return spec, None
     if not 0 < weight < float("inf"):
-        raise UserError(f"expected a weight above 0, got {number!r} in {word!r}: change SOURCE")
+        raise UserError(f"expected a weight above 0, got {number!r} in {spec!r}: change SOURCE")
     return name, weight
 
 
-def _shards(folder: Path) -> tuple[Path, ...]:
+def _data_files(folder: Path) -> tuple[Path, ...]:
     """Return the files of a folder that are known by their names, sorted."""
-    files = tuple(sorted(path for path in folder.iterdir() if _is_known(path) and path.is_file()))
+    files = tuple(sorted(path for path in folder.iterdir() if _is_supported(path) and path.is_file()))
     if not files:
         known = ", ".join((*jsonl.SUFFIXES, parquet.SUFFIX))
         raise UserError(
@@ -176,7 +176,7 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     return files
 
 
-def _is_known(path: Path) -> bool:
+def _is_supported(path: Path) -> bool:
     if path.name.startswith("."):
         return False
     bare = path.with_suffix("") if path.suffix in jsonl.COMPRESSED else path
@@ -197,7 +197,7 @@ class Mixture:
         seed: Draws which examples of a source are taken.
     """
 
-    sources: Sequence[Source]
+    sources: Sequence[DataSource]
     counts: Sequence[tuple[int, int]] | None
     seed: int
 
@@ -206,30 +206,30 @@ class Mixture:
         """Bytes of the files, as often as they are read. Local."""
         return sum(source.num_bytes * len(self._passes(index)) for index, source in enumerate(self.sources))
 
-    def read(self, advance: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
+    def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
         """Yield the examples that are taken, in blocks: the index of the source, and the block. Local.
 
         Args:
-            advance: Called with the bytes that were read since the last call.
+            on_bytes_read: Called with the bytes that were read since the last call.
 
         Raises:
             UserError: A file cannot be read.
         """
         for index, source in enumerate(self.sources):
-            for take in self._passes(index):
-                for block in source.read(take, advance):
+            for num_repeats in self._passes(index):
+                for block in source.read(num_repeats, on_bytes_read):
                     yield index, block
 
-    def _passes(self, index: int) -> list[Take]:
+    def _passes(self, index: int) -> list[RepeatFn]:
         """Return, for each time that the files of a source are read, which examples to take."""
         if self.counts is None:
             return [_once]
         count, num_taken = self.counts[index]
         whole, rest = divmod(num_taken, count)
-        return [_once] * whole + ([_drawn(count, rest, f"{self.seed} {index}")] if rest else [])
+        return [_once] * whole + ([_sample_without_replacement(count, rest, f"{self.seed} {index}")] if rest else [])
 
 
-def mix(sources: Sequence[Source], seed: int, strategy: str) -> Mixture:
+def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
     """Decide how many examples of each source are taken. Local; with weights the sources are read to count them.
 
     Args:
@@ -253,33 +253,33 @@ def mix(sources: Sequence[Source], seed: int, strategy: str) -> Mixture:
     ratios = [count / weight for count, weight in zip(counts, weights, strict=True)]
     decisive = ratios.index(choose(ratios))
     passes = [ratios[decisive] * weight / count for count, weight in zip(counts, weights, strict=True)]
-    if max(passes) > _MOST_PASSES:
+    if max(passes) > _MAX_PASSES:
         often = weights.index(max(weights))
         raise UserError(
-            f"expected weights for which no source is read more than {_MOST_PASSES:,} times, got "
+            f"expected weights for which no source is read more than {_MAX_PASSES:,} times, got "
             f"{weights[decisive]:g} for {sources[decisive].name!r} and {weights[often]:g} for {sources[often].name!r}: "
             "change SOURCE"
         )
-    taken = [max(1, round(ratios[decisive] * weight)) for weight in weights]
-    taken[decisive] = counts[decisive]
+    counts_taken = [max(1, round(ratios[decisive] * weight)) for weight in weights]
+    counts_taken[decisive] = counts[decisive]
     if strategy == "first_exhausted":
-        taken = [min(pair) for pair in zip(taken, counts, strict=True)]
-    return Mixture(sources, list(zip(counts, taken, strict=True)), seed)
+        counts_taken = [min(pair) for pair in zip(counts_taken, counts, strict=True)]
+    return Mixture(sources, list(zip(counts, counts_taken, strict=True)), seed)
 
 
 def _once() -> int:
     return 1
 
 
-def _drawn(count: int, num_taken: int, seed: str) -> Take:
+def _sample_without_replacement(count: int, num_samples: int, seed: str) -> RepeatFn:
     """Draw so many of `count` examples, each equally likely, one after the other (Knuth, TAOCP 2, algorithm S)."""
     uniform = random.Random(seed).random  # the same on every version of Python
-    left = [count, num_taken]
+    left = [count, num_samples]
 
-    def take() -> int:
-        taken = uniform() * left[0] < left[1]
+    def num_repeats() -> int:
+        is_taken = uniform() * left[0] < left[1]
         left[0] -= 1
-        left[1] -= taken
-        return int(taken)
+        left[1] -= is_taken
+        return int(is_taken)
 
-    return take
+    return num_repeats

@@ -20,7 +20,7 @@ _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_te
 
 
 @dataclass(frozen=True)
-class Sample:
+class StdlibFunction:
     """A function in two parts.
 
     Attributes:
@@ -32,7 +32,7 @@ class Sample:
     completion: str
 
 
-def functions(root: Path | None = None) -> Iterator[Sample]:
+def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
     """Yield the functions and methods with a docstring of all Python files below a folder.
 
     The order is that of the sorted paths, and within a file that of the source. A sample that came before (backports
@@ -46,9 +46,9 @@ def functions(root: Path | None = None) -> Iterator[Sample]:
     Yields:
         Samples with a completion of at least `MIN_COMPLETION_CHARS` and at most `MAX_CHARS` characters in all.
     """
-    seen: set[Sample] = set()
+    seen: set[StdlibFunction] = set()
     for path in _python_files(Path(sysconfig.get_path("stdlib")) if root is None else root):
-        for sample in _functions_of(path):
+        for sample in _parse_functions(path):
             length = len(sample.prompt) + len(sample.completion)
             if len(sample.completion) >= MIN_COMPLETION_CHARS and length <= MAX_CHARS and sample not in seen:
                 seen.add(sample)
@@ -65,7 +65,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _functions_of(path: Path) -> Iterator[Sample]:
+def _parse_functions(path: Path) -> Iterator[StdlibFunction]:
     """Cut the functions out of one file; a file that does not parse has none."""
     try:
         with tokenize.open(path) as file:  # honours the coding line
@@ -78,12 +78,12 @@ def _functions_of(path: Path) -> Iterator[Sample]:
     lines = source.split("\n")  # not splitlines(): form feeds do not end a line for ast
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for node in sorted(nodes, key=lambda node: node.lineno):
-        sample = _cut(node, lines)
+        sample = _split_function(node, lines)
         if sample is not None:
             yield sample
 
 
-def _cut(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> Sample | None:
+def _split_function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> StdlibFunction | None:
     """Cut a function behind its docstring; None where there is no docstring, nothing after it, or all on one line."""
     if ast.get_docstring(node, clean=False) is None or len(node.body) < 2:
         return None
@@ -93,5 +93,5 @@ def _cut(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> Samp
         return None
     indent = lines[first - 1][: node.col_offset]
     dedented = [line.removeprefix(indent) for line in lines[first - 1 : node.end_lineno]]
-    cut = docstring_end - first + 1
-    return Sample("\n".join(dedented[:cut]) + "\n", "\n".join(dedented[cut:]))
+    first_body_line = docstring_end - first + 1
+    return StdlibFunction("\n".join(dedented[:first_body_line]) + "\n", "\n".join(dedented[first_body_line:]))

@@ -34,11 +34,11 @@ _CHAT_TEMPLATE = (
 )
 
 
-def tokenizer_files(place: Path) -> dict[str, bytes]:
+def tokenizer_files(location: Path) -> dict[str, bytes]:
     """Read the files of a tokenizer. Local.
 
     Args:
-        place: The tokenizer's directory, or a data set.
+        location: The tokenizer's directory, or a data set.
 
     Returns:
         The content of each file under its name; empty if there is no tokenizer.
@@ -46,13 +46,13 @@ def tokenizer_files(place: Path) -> dict[str, bytes]:
     Raises:
         OSError: A file of the directory cannot be read.
     """
-    if not place.is_dir():
-        return {name: content for name, content in read_tokenizer_files(place).items() if _is_of_tokenizer(name)}
-    paths = [path for path in sorted(place.iterdir()) if _is_of_tokenizer(path.name) and path.is_file()]
+    if not location.is_dir():
+        return {name: content for name, content in read_tokenizer_files(location).items() if _is_tokenizer_file(name)}
+    paths = [path for path in sorted(location.iterdir()) if _is_tokenizer_file(path.name) and path.is_file()]
     return {path.name: path.read_bytes() for path in paths}
 
 
-def _is_of_tokenizer(name: str) -> bool:
+def _is_tokenizer_file(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in _FILES)
 
 
@@ -62,11 +62,11 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> None:
         (directory / name).write_bytes(content)
 
 
-def load_tokenizer(place: Path, setting: str = "--tokenizer") -> Any:
+def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
     """Load a tokenizer from a local directory or out of a data set. Local.
 
     Args:
-        place: A directory that `save_pretrained` wrote, or a data set that holds a tokenizer.
+        location: A directory that `save_pretrained` wrote, or a data set that holds a tokenizer.
         setting: The setting or option that names it, for messages.
 
     Returns:
@@ -75,23 +75,23 @@ def load_tokenizer(place: Path, setting: str = "--tokenizer") -> Any:
     Raises:
         UserError: There is no tokenizer, its files do not load, or it has no fast implementation.
     """
-    if place.is_dir():
-        return _load(place, place, setting)
-    files = tokenizer_files(place)
+    if location.is_dir():
+        return _load(location, location, setting)
+    files = tokenizer_files(location)
     if not files:
         raise UserError(
-            f"expected a tokenizer's directory or a data set with a tokenizer, got {str(place)!r}, which is none: "
+            f"expected a tokenizer's directory or a data set with a tokenizer, got {str(location)!r}, which is none: "
             f"change {setting}"
         )
-    return load_files(files, place, setting)
+    return load_files(files, location, setting)
 
 
-def load_files(files: Mapping[str, bytes], place: Path = Path(), setting: str = "--tokenizer") -> Any:
+def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
     """Load a tokenizer from the content of its files. Local.
 
     Args:
         files: Content by name.
-        place: Where they come from, for messages.
+        location: Where they come from, for messages.
         setting: The setting or option that names it, for messages.
 
     Raises:
@@ -99,21 +99,21 @@ def load_files(files: Mapping[str, bytes], place: Path = Path(), setting: str = 
     """
     with tempfile.TemporaryDirectory() as name:  # transformers reads directories only
         write_files(files, Path(name))
-        return _load(Path(name), place, setting)
+        return _load(Path(name), location, setting)
 
 
-def _load(directory: Path, place: Path, setting: str) -> Any:
+def _load(directory: Path, location: Path, setting: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises anything, down to bare Exception, for files it cannot use
         raise UserError(
-            f"expected a tokenizer in {str(place)!r}, got files that do not load ({' '.join(str(error).split())}): "
+            f"expected a tokenizer in {str(location)!r}, got files that do not load ({' '.join(str(error).split())}): "
             f"change {setting}"
         ) from error
     if not tokenizer.is_fast:
-        raise UserError(f"expected a fast tokenizer in {str(place)!r}, got a slow one: change {setting}")
+        raise UserError(f"expected a fast tokenizer in {str(location)!r}, got a slow one: change {setting}")
     return tokenizer
 
 
@@ -148,7 +148,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     return tokenizer
 
 
-def files_of(tokenizer: Any) -> dict[str, bytes]:
+def serialize_tokenizer(tokenizer: Any) -> dict[str, bytes]:
     """Return the files that `save_pretrained` writes for a tokenizer. Local."""
     with tempfile.TemporaryDirectory() as name:
         tokenizer.save_pretrained(name)

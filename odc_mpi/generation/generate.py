@@ -1,6 +1,6 @@
 """One prompt in, one completion out: `generate`, by transformers. Local, or one-sided on a sharded model.
 
-The function is all that others know of generation (`Generate`), so that an inference engine can take its place. A
+The function is all that others know of generation (`GenerateFn`), so that an inference engine can take its place. A
 prompt has the same completion on any rank, whatever else the rank generates: sampling is seeded by the seed and the
 prompt's number, and each prompt is decoded by itself.
 """
@@ -14,11 +14,11 @@ import torch
 import transformers
 
 from odc_mpi.errors import UserError
-from odc_mpi.models.decoding import Prompt, decoding
+from odc_mpi.models.decoding import Prompt, generation_mode
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How tokens are chosen.
 
     Attributes:
@@ -47,7 +47,7 @@ class Sampling:
             raise UserError(f"seed: expected 0 or more, got {self.seed}")
 
 
-class Completion(NamedTuple):
+class CompletionOutput(NamedTuple):
     """What a model made of a prompt.
 
     Attributes:
@@ -62,12 +62,12 @@ class Completion(NamedTuple):
 
 
 #: What generates: `generate`, or an inference engine; takes the arguments of `generate`.
-Generate = Callable[[Any, Prompt, Sampling, Any], Completion]
+GenerateFn = Callable[[Any, Prompt, SamplingParams, Any], CompletionOutput]
 
 
 def generate(
-    module: transformers.PreTrainedModel, prompt: Prompt, sampling: Sampling, streamer: Any = None
-) -> Completion:
+    module: transformers.PreTrainedModel, prompt: Prompt, sampling: SamplingParams, streamer: Any = None
+) -> CompletionOutput:
     """Continue a prompt. Local; one-sided if the module is that of a sharded model.
 
     Args:
@@ -79,10 +79,10 @@ def generate(
     Raises:
         UserError: The prompt is empty, longer than the model's positions, or has tokens that the model does not know.
     """
-    room = room_for(module, prompt)
+    max_new_tokens = max_new_tokens_for(module, prompt)
     tokens = torch.tensor([list(prompt.tokens)])
     settings = {
-        "max_new_tokens": min(sampling.max_new_tokens, room),
+        "max_new_tokens": min(sampling.max_new_tokens, max_new_tokens),
         "do_sample": sampling.temperature > 0,
         "temperature": sampling.temperature or None,
         "top_p": sampling.top_p if sampling.temperature else None,
@@ -90,13 +90,13 @@ def generate(
         "eos_token_id": list(prompt.stop) or None,
         "pad_token_id": next(iter(prompt.stop), 0),
     }
-    with decoding(module, seed_of(sampling.seed, prompt.number)) as decode:
+    with generation_mode(module, prompt_seed(sampling.seed, prompt.number)) as decode:
         found = decode(tokens, torch.ones_like(tokens), settings, streamer=streamer)
     new: list[int] = found[0, len(prompt.tokens) :].tolist()
-    return Completion(prompt.number, new, "stop" if new[-1] in prompt.stop else "length")
+    return CompletionOutput(prompt.number, new, "stop" if new[-1] in prompt.stop else "length")
 
 
-def room_for(module: transformers.PreTrainedModel, prompt: Prompt) -> int:
+def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> int:
     """Return how many tokens the model can add to a prompt. Local.
 
     Raises:
@@ -119,6 +119,6 @@ def room_for(module: transformers.PreTrainedModel, prompt: Prompt) -> int:
     return 1 << 30 if positions is None else positions - len(prompt.tokens)
 
 
-def seed_of(seed: int, number: int) -> int:
+def prompt_seed(seed: int, number: int) -> int:
     """Return the seed of what is drawn for a prompt. Local."""
     return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 1)

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from odc_mpi.data.encode import encode_prompts, end_of_turn_token
-from odc_mpi.data.examples import Conversation, Example, Pair
-from odc_mpi.data.prompts import read_prompts
+from odc_mpi.data.examples import Conversation, Example, PromptCompletion
+from odc_mpi.data.prompt_dataset import read_prompts
 from odc_mpi.errors import UserError
-from odc_mpi.generation.generate import Completion
+from odc_mpi.generation.generate import CompletionOutput
 from odc_mpi.models.decoding import Prompt
 
 
@@ -16,15 +16,15 @@ class Request(NamedTuple):
     """A prompt as its author wrote it, and as tokens.
 
     Attributes:
-        asked: A pair without a completion, or a conversation.
+        example: A pair without a completion, or a conversation.
         prompt: The tokens.
     """
 
-    asked: Example
+    example: Example
     prompt: Prompt
 
 
-def read(text: str | None, path: Path | None) -> list[Example]:
+def read_examples(text: str | None, path: Path | None) -> list[Example]:
     """Return the one prompt of the command line, or those of a file. Local.
 
     Raises:
@@ -36,35 +36,35 @@ def read(text: str | None, path: Path | None) -> list[Example]:
     if text is not None:
         if not text:
             raise UserError("--prompt: expected a text, got an empty one")
-        return [Pair("--prompt", text, "")]
+        return [PromptCompletion("--prompt", text, "")]
     assert path is not None
     return [example for block in read_prompts(path, "--prompts") for example, _ in block]
 
 
-def tokenized(tokenizer: Any, asked: Sequence[Example], stop: Sequence[int]) -> list[Request]:
+def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -> list[Request]:
     """Tokenise prompts as training data, messages through the chat template up to the assistant's turn. Local.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
-        asked: The prompts.
+        examples: The prompts.
         stop: Tokens that end any completion; those of messages also end with the assistant's turn.
 
     Raises:
         UserError: There is no chat template, or it refuses the messages; the message names the line.
     """
-    turn = end_of_turn_token(tokenizer) if any(isinstance(one, Conversation) for one in asked) else None
+    turn = end_of_turn_token(tokenizer) if any(isinstance(example, Conversation) for example in examples) else None
     ends = stop if turn is None else (*stop, turn)
     requests = []
-    for index, (one, tokens) in enumerate(zip(asked, encode_prompts(tokenizer, asked), strict=True)):
-        own_stop = ends if isinstance(one, Conversation) else stop
-        requests.append(Request(one, Prompt(index, tokens, tuple(dict.fromkeys(own_stop)))))
+    for index, (example, tokens) in enumerate(zip(examples, encode_prompts(tokenizer, examples), strict=True)):
+        stop_tokens = ends if isinstance(example, Conversation) else stop
+        requests.append(Request(example, Prompt(index, tokens, tuple(dict.fromkeys(stop_tokens)))))
     return requests
 
 
-def told(tokenizer: Any, request: Request, completion: Completion) -> dict[str, Any]:
+def output_record(tokenizer: Any, request: Request, completion: CompletionOutput) -> dict[str, Any]:
     """Return the content of a line of the output file: the prompt, and the text without its stop token. Local."""
     text = tokenizer.decode(completion.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    asked = request.asked
-    prompt = {"messages": asked.messages} if isinstance(asked, Conversation) else {"prompt": asked.prompt}
+    example = request.example
+    prompt = {"messages": example.messages} if isinstance(example, Conversation) else {"prompt": example.prompt}
     count = {"num_tokens": len(completion.tokens), "finish_reason": completion.finish_reason}
     return {**prompt, "completion": text, **count}

@@ -18,22 +18,22 @@ from transformers import TextStreamer
 
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.comm.tickets import Tickets
-from odc_mpi.data.examples import Example, Pair
+from odc_mpi.data.examples import Example, PromptCompletion
 from odc_mpi.errors import UserError
-from odc_mpi.files import replacing
-from odc_mpi.generation.generate import Completion, Generate, Sampling, generate, room_for
-from odc_mpi.generation.prompts import Request, read, tokenized, told
-from odc_mpi.generation.source import Source, open_source
-from odc_mpi.models.decoding import on_this_rank
+from odc_mpi.files import atomic_write
+from odc_mpi.generation.generate import CompletionOutput, GenerateFn, SamplingParams, generate, max_new_tokens_for
+from odc_mpi.generation.load import GenerationModel, load_generation_model
+from odc_mpi.generation.prompts import Request, output_record, read_examples, tokenize
+from odc_mpi.models.decoding import unsharded_if_fits
 from odc_mpi.runtime.world import World
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerateArguments:
     """What is to be generated.
 
     Attributes:
-        source: See `open_source`, as `step` and `tokenizer`.
+        source: See `load_generation_model`, as `step` and `tokenizer`.
         step: Of a run.
         tokenizer: Place of a tokenizer, or None.
         prompt: The only prompt, or None.
@@ -41,7 +41,7 @@ class Job:
         sampling: How tokens are chosen.
         out: JSONL file to write; None: the text goes to the terminal.
         device: cpu or cuda.
-        attn_implementation: See `open_source`, as `base`.
+        attn_implementation: See `load_generation_model`, as `base`.
     """
 
     source: Path
@@ -49,14 +49,14 @@ class Job:
     tokenizer: Path | None
     prompt: str | None
     prompts: Path | None
-    sampling: Sampling
+    sampling: SamplingParams
     out: Path | None
     device: str
     attn_implementation: str | None = None
     base: Path | None = None
 
 
-def generate_all(job: Job, world: World, engine: Generate = generate) -> list[Completion]:
+def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn = generate) -> list[CompletionOutput]:
     """Generate, and write or show the completions. Collective.
 
     Returns:
@@ -65,55 +65,63 @@ def generate_all(job: Job, world: World, engine: Generate = generate) -> list[Co
     Raises:
         AgreedError: SOURCE, a prompt or the output cannot be used; raised on every rank.
     """
-    world.agree(lambda: _check_out(job.out) if world.rank == 0 else None)
-    asked = world.agree(lambda: read(job.prompt, job.prompts))
-    source = world.agree(lambda: _open(job, world))
+    world.run_on_all(lambda: _check_out(arguments.out) if world.rank == 0 else None)
+    examples = world.run_on_all(lambda: read_examples(arguments.prompt, arguments.prompts))
+    source = world.run_on_all(lambda: _load(arguments, world))
     world.require_same(source.name, "SOURCE")
-    requests = world.agree(lambda: _requests(source, asked))
+    requests = world.run_on_all(lambda: _requests(source, examples))
     world.require_same(json.dumps([request.prompt for request in requests]), "the prompts")
-    module = source.built.module
+    module = source.meta_model.module
     module.requires_grad_(False)
     model = shard_model(
         module,
         world,
         param_dtype=source.dtype,
-        weights=source.built.weights,
-        decision=decide_for(world, device=job.device, tickets=True),
-        device=job.device,
+        weights=source.meta_model.weights,
+        decision=decide_for(world, device=arguments.device, tickets=True),
+        device=arguments.device,
     )
     tickets = Tickets(world)
-    shown = _Terminal(source.tokenizer) if job.out is None else None
+    terminal = _Terminal(source.tokenizer) if arguments.out is None else None
     # One voice: where several ranks generate, texts appear whole, in their order, at the end.
-    at_once = shown is not None and (world.size == 1 or len(requests) == 1)
-    own = []
-    with on_this_rank(model), model.doing("generating") as note:
+    streams = terminal is not None and (world.size == 1 or len(requests) == 1)
+    outputs = []
+    with unsharded_if_fits(model), model.activity("generating") as note:
         for index in tickets.draw(len(requests)):
             note(f"generating from prompt {index + 1:,} of {len(requests):,}")
-            streamer = shown.begin(requests[index], len(requests)) if shown and at_once else None
-            own.append(engine(model.module, requests[index].prompt, job.sampling, streamer))
-    completions = sorted(one for of_rank in world.gather_objects(own) for one in of_rank)
-    if job.out is not None:
-        out = job.out
-        world.agree(lambda: _write(out, source, requests, completions) if world.rank == 0 else None)
-    elif shown and world.rank == 0 and not at_once:
+            streamer = terminal.print_prompt(requests[index], len(requests)) if terminal and streams else None
+            outputs.append(engine(model.module, requests[index].prompt, arguments.sampling, streamer))
+    completions = sorted(output for of_rank in world.gather_objects(outputs) for output in of_rank)
+    if arguments.out is not None:
+        out = arguments.out
+        world.run_on_all(lambda: _write(out, source, requests, completions) if world.rank == 0 else None)
+    elif terminal and world.rank == 0 and not streams:
         for request, completion in zip(requests, completions, strict=True):
-            shown.show(request, completion, len(requests))
+            terminal.print_completion(request, completion, len(requests))
     tickets.close()
     model.close()
     return completions
 
 
-def _open(job: Job, world: World) -> Source:
-    return open_source(job.source, job.step, job.tokenizer, world.rank, world.size, job.attn_implementation, job.base)
+def _load(arguments: GenerateArguments, world: World) -> GenerationModel:
+    return load_generation_model(
+        arguments.source,
+        arguments.step,
+        arguments.tokenizer,
+        world.rank,
+        world.size,
+        arguments.attn_implementation,
+        arguments.base,
+    )
 
 
-def _requests(source: Source, asked: Sequence[Example]) -> list[Request]:
-    requests = tokenized(source.tokenizer, asked, source.stop)
+def _requests(source: GenerationModel, examples: Sequence[Example]) -> list[Request]:
+    requests = tokenize(source.tokenizer, examples, source.stop)
     for request in requests:
         try:
-            room_for(source.built.module, request.prompt)
+            max_new_tokens_for(source.meta_model.module, request.prompt)
         except UserError as error:
-            raise UserError(f"{request.asked.where}: {error}") from error
+            raise UserError(f"{request.example.location}: {error}") from error
     return requests
 
 
@@ -128,21 +136,21 @@ def _check_out(out: Path | None) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise _unwritable(out, error) from error
+        raise _write_error(out, error) from error
 
 
-def _unwritable(out: Path, error: OSError) -> UserError:
+def _write_error(out: Path, error: OSError) -> UserError:
     return UserError(f"--out: expected a file that can be written, got {out}: {error.strerror}")
 
 
-def _write(out: Path, source: Source, requests: list[Request], completions: list[Completion]) -> None:
+def _write(out: Path, source: GenerationModel, requests: list[Request], completions: list[CompletionOutput]) -> None:
     pairs = zip(requests, completions, strict=True)
-    lines = [json.dumps(told(source.tokenizer, *pair), ensure_ascii=False) for pair in pairs]
+    lines = [json.dumps(output_record(source.tokenizer, *pair), ensure_ascii=False) for pair in pairs]
     try:
-        with replacing(out) as new:
+        with atomic_write(out) as new:
             new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     except OSError as error:
-        raise _unwritable(out, error) from error
+        raise _write_error(out, error) from error
     print(f"{out}: {len(lines):,} completions", flush=True)
 
 
@@ -152,15 +160,15 @@ class _Terminal:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def begin(self, request: Request, count: int) -> TextStreamer:
+    def print_prompt(self, request: Request, count: int) -> TextStreamer:
         """Show a prompt, and return what shows its completion as it comes."""
         if count > 1:
             print(f"[{request.prompt.number + 1} of {count}]", flush=True)
-        if isinstance(request.asked, Pair):
-            print(request.asked.prompt, end="", flush=True)
+        if isinstance(request.example, PromptCompletion):
+            print(request.example.prompt, end="", flush=True)
         return TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
 
-    def show(self, request: Request, completion: Completion, count: int) -> None:
+    def print_completion(self, request: Request, completion: CompletionOutput, count: int) -> None:
         """Show a prompt and its completion."""
-        self.begin(request, count)
-        print(told(self._tokenizer, request, completion)["completion"], flush=True)
+        self.print_prompt(request, count)
+        print(output_record(self._tokenizer, request, completion)["completion"], flush=True)

@@ -20,10 +20,10 @@ import torch
 import transformers
 from torch import nn
 
-from odc_mpi.errors import UserError, in_one_line
-from odc_mpi.models.build import BuiltModel
-from odc_mpi.models.weights import DigestedWeights
-from odc_mpi.shard.slices import Weights
+from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.models.build import MetaModel
+from odc_mpi.models.weights import HashedWeights
+from odc_mpi.shard.local_shards import WeightSource
 
 #: peft's default name of an adapter, a part of the names of parameters.
 ADAPTER = "default"
@@ -35,11 +35,11 @@ _PREFIX = "base_model.model."
 SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
 
 
-def add_adapters(built: BuiltModel, settings: Mapping[str, Any], seed: int, dtype: torch.dtype) -> BuiltModel:
+def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, dtype: torch.dtype) -> MetaModel:
     """Put LoRA adapters into a model on the meta device, and freeze everything else. Local.
 
     Args:
-        built: The base; its module is changed.
+        meta_model: The base; its module is changed.
         settings: In peft's names: r, lora_alpha, lora_dropout, target_modules (a list, or all-linear),
             modules_to_save. Others are ignored, so that a whole configuration of peft may be given.
         seed: Of the adapters' first values.
@@ -57,7 +57,7 @@ def add_adapters(built: BuiltModel, settings: Mapping[str, Any], seed: int, dtyp
         raise UserError(
             "lora: expected the package peft, which is not installed: pip install 'odc_mpi[lora]', or leave lora out"
         ) from error
-    module = built.module
+    module = meta_model.module
     _check_names(module, settings["target_modules"], settings["modules_to_save"] or ())
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -65,24 +65,24 @@ def add_adapters(built: BuiltModel, settings: Mapping[str, Any], seed: int, dtyp
     try:
         inject_adapter_in_model(config, module, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     except Exception as error:  # peft refuses with exceptions of many kinds
-        raise UserError(f"lora: peft cannot adapt {type(module).__name__}: {in_one_line(error)}") from error
-    weights, base = AdapterWeights(built.weights, module, seed), cast(DigestedWeights, built.weights)
-    return replace(built, weights=weights, adapter=_as_json(config), base=base)
+        raise UserError(f"lora: peft cannot adapt {type(module).__name__}: {one_line_message(error)}") from error
+    weights, base = AdapterWeights(meta_model.weights, module, seed), cast(HashedWeights, meta_model.weights)
+    return replace(meta_model, weights=weights, adapter=_as_json(config), base=base)
 
 
 class AdapterWeights:
-    """First values of a model with adapters: a `shard.slices.Weights`. Local.
+    """First values of a model with adapters: a `shard.local_shards.WeightSource`. Local.
 
     An adapter is seeded by the seed and its name, so that its values do not depend on the number of ranks.
     """
 
-    def __init__(self, base: Weights, module: nn.Module, seed: int) -> None:
+    def __init__(self, base: WeightSource, module: nn.Module, seed: int) -> None:
         self._base = base
         self._seed = seed
         self._shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if is_adapter(name)}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `Weights`."""
+        """See `WeightSource`."""
         if not is_adapter(name):
             return self._base.read(base_name(name), start, stop)
         whole = torch.zeros(self._shapes[name])
@@ -127,16 +127,16 @@ def _check_names(module: transformers.PreTrainedModel, targets: str | Collection
                 f"{type(modules[other]).__name__}: choose among {_last_parts(linear)}"
             )
     owners = [name for name, m in modules.items() if any(True for _ in m.parameters(recurse=False))]
-    kept = {name: _matching(modules, name) for name in saved}
-    for name, found in kept.items():
+    saved_modules = {name: _matching(modules, name) for name in saved}
+    for name, found in saved_modules.items():
         _require_found("lora.modules_to_save", name, found, owners)
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     if head is not None and head.weight is embedding.weight:
-        for setting, names in (("target_modules", chosen), ("modules_to_save", kept)):
-            for given, found in names.items():
+        for setting, names in (("target_modules", chosen), ("modules_to_save", saved_modules)):
+            for requested, found in names.items():
                 if any(modules[name] in (embedding, head) for name in found):
                     raise UserError(
-                        f"lora.{setting}: {given} shares its weights between embedding and head, which cannot be "
+                        f"lora.{setting}: {requested} shares its weights between embedding and head, which cannot be "
                         "adapted apart: leave it out"
                     )
 
@@ -145,9 +145,9 @@ def _matching(modules: Collection[str], target: str) -> list[str]:
     return [name for name in modules if name == target or name.endswith(f".{target}")]
 
 
-def _require_found(setting: str, given: str, found: Collection[str], known: Collection[str]) -> None:
+def _require_found(setting: str, requested: str, found: Collection[str], known: Collection[str]) -> None:
     if not found:
-        raise UserError(f"{setting}: no module is named {given}, expected some of {_last_parts(known)}")
+        raise UserError(f"{setting}: no module is named {requested}, expected some of {_last_parts(known)}")
 
 
 def _last_parts(names: Collection[str]) -> str:

@@ -26,15 +26,15 @@ PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MAX_TOKENS = 4096
 
 
-class UnpackableError(ValueError):
+class PackingUnsupportedError(ValueError):
     """A model asks for attention that packed sequences cannot be given."""
 
 
-class UncuttableError(ValueError):
+class ContextParallelUnsupportedError(ValueError):
     """A model asks for what a piece of a sequence cannot be given."""
 
 
-class Piece(Protocol):
+class SequenceChunk(Protocol):
     """The piece of a sequence that a microbatch is.
 
     Attributes:
@@ -65,7 +65,7 @@ def packed_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     softcap: float | None = None,
     eager: bool = False,
-    piece: Piece | None = None,
+    chunk: SequenceChunk | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend causally within each sequence; the signature is that of transformers' attention functions. Local.
@@ -82,7 +82,7 @@ def packed_attention(
         cu_seq_lens_q: `[sequences + 1]` int32, on the host, boundaries in a batch of one row.
         softcap: Most that a score can be, by a tangent; only with `eager`.
         eager: Whether to compute the scores of each sequence; else torch's kernels do.
-        piece: Given if the tokens are one piece of a sequence: attends to the earlier pieces, too.
+        chunk: Given if the tokens are one piece of a sequence: attends to the earlier pieces, too.
         **kwargs: Other arguments that transformers passes on.
 
     Returns:
@@ -91,37 +91,39 @@ def packed_attention(
     Raises:
         UnpackableError: The layer asks for more than causal attention, or the model does not pass the boundaries.
     """
-    refused = {name: kwargs.get(name) is not None for name in _UNSUPPORTED} | {
+    unsupported = {name: kwargs.get(name) is not None for name in _UNSUPPORTED} | {
         "a layer that is not causal": not kwargs.get("is_causal", getattr(module, "is_causal", True)),
         "an attention mask": attention_mask is not None and attention_mask.ndim > 0,
         "softcap, which takes attn_implementation eager": softcap is not None and not eager,
         "no boundaries of sequences (cu_seq_lens_q)": cu_seq_lens_q is None,
     }
-    _refuse(UnpackableError, "packed attention serves plain causal layers without padding", refused)
+    _refuse(PackingUnsupportedError, "packed attention serves plain causal layers without padding", unsupported)
     assert cu_seq_lens_q is not None, "refused"
     if attention_mask is not None:
         sliding_window = min(int(attention_mask), sliding_window or int(attention_mask))
-    if piece is not None:
-        refused = {
+    if chunk is not None:
+        unsupported = {
             "attn_implementation eager": eager,
             "dropout of attention weights": dropout > 0,
-            f"a window of {sliding_window} tokens": sliding_window is not None and sliding_window < piece.num_tokens,
+            f"a window of {sliding_window} tokens": sliding_window is not None and sliding_window < chunk.num_tokens,
             "values of another size than keys": key.shape != value.shape,
         }
-        _refuse(UncuttableError, "attention of a piece serves plain causal layers", refused)
-        return piece.attend(query, key, value, scaling, _number_of(module)).transpose(1, 2).contiguous(), None
+        _refuse(ContextParallelUnsupportedError, "attention of a piece serves plain causal layers", unsupported)
+        return chunk.attend(query, key, value, scaling, _layer_index(module)).transpose(1, 2).contiguous(), None
     lengths = [stop - start for start, stop in itertools.pairwise(cu_seq_lens_q.tolist())]
     attend = partial(_eager, softcap) if eager else _causal
     one = partial(attend, dropout=dropout, scaling=scaling, window=sliding_window)
-    return _apart(one, lengths, query, key, value).transpose(1, 2).contiguous(), None
+    return _attend_per_sequence(one, lengths, query, key, value).transpose(1, 2).contiguous(), None
 
 
-def _apart(attend: Callable[..., torch.Tensor], lengths: list[int], *states: torch.Tensor) -> torch.Tensor:
+def _attend_per_sequence(
+    attend: Callable[..., torch.Tensor], lengths: list[int], *states: torch.Tensor
+) -> torch.Tensor:
     """Attend within each sequence, those of one length in one call; states are `[1, heads, tokens, head_dim]`."""
     split = [state.split(lengths, 2) for state in states]
     parts = list(split[0])
-    for same in _of_one_length(lengths):
-        found = attend(*(_rows([own[i] for i in same]) for own in split))
+    for same in _group_by_length(lengths):
+        found = attend(*(_rows([sequences[i] for i in same]) for sequences in split))
         for i, part in zip(same, found.split(1), strict=True):
             parts[i] = part
     return torch.cat(parts, 2)
@@ -131,30 +133,32 @@ def _rows(sequences: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(sequences) if len(sequences) > 1 else sequences[0]
 
 
-def _of_one_length(lengths: Sequence[int]) -> Iterator[list[int]]:
+def _group_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Yield positions of sequences of the same length, to attend in one call: a call costs more than a short sequence.
 
     Many short sequences in a microbatch are the rule where completions are trained.
     """
-    alike: dict[int, list[int]] = {}
+    positions_by_length: dict[int, list[int]] = {}
     for i, length in enumerate(lengths):
-        alike.setdefault(length, []).append(i)
-    for length, positions in alike.items():
-        most = max(1, _MAX_TOKENS // length)
-        for begin in range(0, len(positions), most):
-            yield positions[begin : begin + most]
+        positions_by_length.setdefault(length, []).append(i)
+    for length, positions in positions_by_length.items():
+        max_sequences = max(1, _MAX_TOKENS // length)
+        for begin in range(0, len(positions), max_sequences):
+            yield positions[begin : begin + max_sequences]
 
 
-def _refuse(kind: type[ValueError], served: str, refused: Mapping[str, bool]) -> None:
-    given = [what for what, is_given in refused.items() if is_given]
-    if given:
-        raise kind(f"{served}, got {', '.join(given)}")
+def _refuse(kind: type[ValueError], supported: str, refused: Mapping[str, bool]) -> None:
+    unsupported = [what for what, is_given in refused.items() if is_given]
+    if unsupported:
+        raise kind(f"{supported}, got {', '.join(unsupported)}")
 
 
-def _number_of(module: torch.nn.Module) -> int:
+def _layer_index(module: torch.nn.Module) -> int:
     layer: int | None = getattr(module, "layer_idx", None)
     if layer is None:
-        raise UncuttableError(f"attention of a piece needs the number of the layer, {type(module).__name__} has none")
+        raise ContextParallelUnsupportedError(
+            f"attention of a piece needs the number of the layer, {type(module).__name__} has none"
+        )
     return layer
 
 
@@ -165,7 +169,7 @@ def _causal(
     grouped = q.shape[1] != k.shape[1]
     if window is None or num_tokens <= window:
         return F.scaled_dot_product_attention(q, k, v, None, dropout, True, scale=scaling, enable_gqa=grouped)
-    mask = _seen(num_tokens, window, q.device)
+    mask = _visible(num_tokens, window, q.device)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scaling, enable_gqa=grouped)
 
 
@@ -182,12 +186,12 @@ def _eager(
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_seen(q.shape[2], window, q.device), -torch.inf)
+    scores = scores.masked_fill(~_visible(q.shape[2], window, q.device), -torch.inf)
     weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)  # in fp32, as transformers does
     return F.dropout(weights, dropout) @ v
 
 
-def _seen(num_tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
+def _visible(num_tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Return the mask of a sequence, bool [num_tokens, num_tokens]: True where a row sees a column."""
     tokens = torch.arange(num_tokens, device=device)
     distance = tokens[:, None] - tokens[None, :]
@@ -209,5 +213,7 @@ def _window_as_mask(*args: Any, local_size: int | None = None, use_vmap: bool = 
     a rule of its own to the mask.
     """
     if use_vmap:
-        raise UnpackableError("packed attention serves plain causal layers without padding, got a mask of its own")
+        raise PackingUnsupportedError(
+            "packed attention serves plain causal layers without padding, got a mask of its own"
+        )
     return None if local_size is None else torch.tensor(local_size, device="cpu")

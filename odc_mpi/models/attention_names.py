@@ -4,9 +4,9 @@ Nothing is imported here, so that a mistake shows at once.
 """
 
 #: What `attention` implements.
-SERVED = ("sdpa", "eager")
+SUPPORTED = ("sdpa", "eager")
 
-_REFUSED = {
+_UNSUPPORTED = {
     "flash_attention": "a library for GPUs that odc_mpi does not call: with sdpa torch takes its own FlashAttention "
     "kernels where they serve, for each packed sequence",
     "flex_attention": "torch has no backward of it on a CPU, and odc_mpi does not call it on a GPU: take sdpa, or "
@@ -16,7 +16,7 @@ _REFUSED = {
 }
 
 
-def why_refused(name: object) -> str:
+def unsupported_reason(name: object) -> str:
     """Return the reason to refuse an attention of transformers, to end a message; "" for other words. Local."""
-    reasons = (reason for known, reason in _REFUSED.items() if isinstance(name, str) and name.startswith(known))
+    reasons = (reason for known, reason in _UNSUPPORTED.items() if isinstance(name, str) and name.startswith(known))
     return next((f" ({reason})" for reason in reasons), "")

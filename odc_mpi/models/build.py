@@ -2,7 +2,7 @@
 
 A model comes from a configuration (`model.config`; parameters drawn from the seed) or from a local directory with
 safetensors (`model.path`). In both cases the module is built on the meta device, and this rank's slices are read later
-through a `shard.slices.Weights`: no rank ever holds the whole model.
+through a `shard.local_shards.WeightSource`: no rank ever holds the whole model.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 import transformers
 
-from odc_mpi.errors import UserError, in_one_line
+from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.formatting import did_you_mean
 from odc_mpi.models import attention
-from odc_mpi.models.weights import DigestedWeights, DrawnWeights, StoredWeights
-from odc_mpi.shard.slices import Weights
-from odc_mpi.wording import did_you_mean
+from odc_mpi.models.weights import HashedWeights, RandomInitWeights, SafetensorsWeights
+from odc_mpi.shard.local_shards import WeightSource
 
 #: transformers' own file name.
 _CONFIG = "config.json"
@@ -26,31 +26,31 @@ _TRIED: set[str] = set()
 
 
 @dataclass
-class BuiltModel:
+class MetaModel:
     """A causal language model with parameters on the meta device, and the source of their values.
 
     Attributes:
         module: The model; its buffers are real.
         weights: Source of the parameters' values.
         vocab_size: Tokens that its embedding knows.
-        num_multiplying: Parameters that a token is multiplied with: all but an embedding that only looks up.
+        num_matmul_params: Parameters that a token is multiplied with: all but an embedding that only looks up.
         num_layers: Layers with attention.
-        attention_size: Attention heads times their dimension.
+        attention_dim: Attention heads times their dimension.
         adapter: The content of peft's adapter_config.json; None for a model without adapters.
         base: Source of the values of the model without its adapters; None for a model without adapters.
     """
 
     module: transformers.PreTrainedModel
-    weights: Weights
+    weights: WeightSource
     vocab_size: int
-    num_multiplying: int
+    num_matmul_params: int
     num_layers: int
-    attention_size: int
+    attention_dim: int
     adapter: dict[str, Any] | None = None
-    base: DigestedWeights | None = None
+    base: HashedWeights | None = None
 
 
-def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa") -> BuiltModel:
+def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa") -> MetaModel:
     """Build a model with random weights, the same for a seed on any number of ranks. Local.
 
     Args:
@@ -61,13 +61,13 @@ def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str
     Raises:
         UserError: Unknown `model_type` or setting, or a model that cannot work on packed sequences.
     """
-    module = _on_meta(_config(settings), "model.config", attn_implementation)
-    weights = DrawnWeights(module, seed)
-    weights.draw_buffers()
-    return _described(module, weights)
+    module = _on_meta(_make_config(settings), "model.config", attn_implementation)
+    weights = RandomInitWeights(module, seed)
+    weights.init_buffers()
+    return _to_meta_model(module, weights)
 
 
-def from_saved_config(content: Mapping[str, Any], attn_implementation: str = "sdpa") -> BuiltModel:
+def from_saved_config(content: Mapping[str, Any], attn_implementation: str = "sdpa") -> MetaModel:
     """Build the model of a checkpoint; its weights are meant to be replaced. Local.
 
     Args:
@@ -81,11 +81,11 @@ def from_saved_config(content: Mapping[str, Any], attn_implementation: str = "sd
     try:
         config = transformers.AutoConfig.for_model(content["model_type"], **settings)
     except Exception as error:  # transformers validates with exceptions of many kinds
-        raise UserError(f"the checkpoint's configuration is not usable: {in_one_line(error)}") from error
+        raise UserError(f"the checkpoint's configuration is not usable: {one_line_message(error)}") from error
     module = _on_meta(config, "the checkpoint", attn_implementation)
-    weights = DrawnWeights(module, seed=0)
-    weights.draw_buffers()
-    return _described(module, weights)
+    weights = RandomInitWeights(module, seed=0)
+    weights.init_buffers()
+    return _to_meta_model(module, weights)
 
 
 def is_model_directory(path: Path) -> bool:
@@ -93,7 +93,7 @@ def is_model_directory(path: Path) -> bool:
     return (path / _CONFIG).is_file()
 
 
-def from_directory(path: Path, attn_implementation: str = "sdpa") -> BuiltModel:
+def from_directory(path: Path, attn_implementation: str = "sdpa") -> MetaModel:
     """Build a model with the weights of a Hugging Face directory. Local.
 
     Args:
@@ -108,15 +108,15 @@ def from_directory(path: Path, attn_implementation: str = "sdpa") -> BuiltModel:
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers validates with exceptions of many kinds
-        raise UserError(f"model.path: {path / _CONFIG} is not usable: {in_one_line(error)}") from error
+        raise UserError(f"model.path: {path / _CONFIG} is not usable: {one_line_message(error)}") from error
     module = _on_meta(config, "model.path", attn_implementation)
-    weights = StoredWeights(path, module)
-    DrawnWeights(module, seed=0).draw_buffers()
+    weights = SafetensorsWeights(path, module)
+    RandomInitWeights(module, seed=0).init_buffers()
     weights.load_buffers(module)
-    return _described(module, weights)
+    return _to_meta_model(module, weights)
 
 
-def _described(module: transformers.PreTrainedModel, weights: Weights) -> BuiltModel:
+def _to_meta_model(module: transformers.PreTrainedModel, weights: WeightSource) -> MetaModel:
     config = module.config.get_text_config()
     embedding = cast(torch.Tensor, module.get_input_embeddings().weight)
     head = module.get_output_embeddings()
@@ -124,10 +124,10 @@ def _described(module: transformers.PreTrainedModel, weights: Weights) -> BuiltM
     numel = sum(parameter.numel() for parameter in module.parameters()) - (0 if tied else embedding.numel())
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = config.num_attention_heads * head_size
-    return BuiltModel(module, weights, embedding.shape[0], numel, config.num_hidden_layers, size)
+    return MetaModel(module, weights, embedding.shape[0], numel, config.num_hidden_layers, size)
 
 
-def _config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
+def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     """Make a configuration; refuse unknown keys, which transformers itself would keep silently."""
     settings = dict(settings)
     kind = settings.pop("model_type", None)
@@ -141,7 +141,9 @@ def _config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     try:
         default = transformers.AutoConfig.for_model(kind)
     except Exception as error:  # some families have no default configuration
-        raise UserError(f"model.config.model_type: transformers makes no {kind} alone: {in_one_line(error)}") from error
+        raise UserError(
+            f"model.config.model_type: transformers makes no {kind} alone: {one_line_message(error)}"
+        ) from error
     known = [*default.to_dict(), *default.attribute_map]
     unknown = next((key for key in settings if key not in known), None)
     if unknown is not None:
@@ -150,7 +152,7 @@ def _config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     try:
         return transformers.AutoConfig.for_model(kind, **settings)
     except Exception as error:  # transformers validates with exceptions of many kinds
-        raise UserError(f"model.config: transformers does not take it: {in_one_line(error)}") from error
+        raise UserError(f"model.config: transformers does not take it: {one_line_message(error)}") from error
 
 
 def _on_meta(
@@ -170,29 +172,31 @@ def _on_meta(
                 dtype=torch.float32,
             )
     except Exception as error:  # a wrong configuration shows in a constructor, as any kind of exception
-        raise UserError(f"{setting}: transformers cannot build a causal model from it: {in_one_line(error)}") from error
+        raise UserError(
+            f"{setting}: transformers cannot build a causal model from it: {one_line_message(error)}"
+        ) from error
     if not module._supports_attention_backend:
         raise UserError(
             f"{setting}: {type(module).__name__} takes no attention function, by which packed sequences are kept apart"
         )
     if getattr(config, "quantization_config", None):
         raise UserError(f"{setting}: the weights are quantised, expected float32, bfloat16 or float16")
-    made_of = f"{attn_implementation} {config.to_json_string(use_diff=False)}"
-    if made_of not in _TRIED:
-        _require_packed(module, setting)
-        _TRIED.add(made_of)
+    attempt_key = f"{attn_implementation} {config.to_json_string(use_diff=False)}"
+    if attempt_key not in _TRIED:
+        _require_packing(module, setting)
+        _TRIED.add(attempt_key)
     return module
 
 
-def _require_packed(module: transformers.PreTrainedModel, setting: str) -> None:
+def _require_packing(module: transformers.PreTrainedModel, setting: str) -> None:
     try:
         _try_packed(module)
-    except attention.UnpackableError as error:
+    except attention.PackingUnsupportedError as error:
         raise UserError(f"{setting}: {type(module).__name__} cannot keep packed sequences apart: {error}") from error
     except Exception as error:  # a wrong configuration shows in a forward, as any kind of exception
-        if not _is_for_the_trial_only(error):
+        if not _is_trial_artifact(error):
             raise UserError(
-                f"{setting}: {type(module).__name__} is built from it and cannot run: {in_one_line(error)}"
+                f"{setting}: {type(module).__name__} is built from it and cannot run: {one_line_message(error)}"
             ) from error
 
 
@@ -210,7 +214,7 @@ def _try_packed(module: transformers.PreTrainedModel) -> None:
     module(**inputs, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
 
 
-def _is_for_the_trial_only(error: Exception) -> bool:
+def _is_trial_artifact(error: Exception) -> bool:
     """Return whether a model that failed on the meta device may still work on a real one. Local.
 
     A router of experts reads values, which the meta device does not have, and torch's grouped matrix product refuses

@@ -61,7 +61,7 @@ class CompiledForward:
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer, self._twin = layer, _twin(layer)
-        self._places = [
+        self._parameter_sources = [
             (module._parameters, layer.get_submodule(name))
             for name, module in self._twin.named_modules()
             if module._parameters
@@ -90,12 +90,12 @@ class CompiledForward:
     @contextmanager
     def _parameters(self) -> Iterator[None]:
         """Put the parameters of this call into the twin, which must not keep them from being released."""
-        for held, module in self._places:
+        for held, module in self._parameter_sources:
             held.update((key, module._parameters[key]) for key in held)
         try:
             yield
         finally:
-            for held, _ in self._places:
+            for held, _ in self._parameter_sources:
                 held.update(dict.fromkeys(held))
 
 

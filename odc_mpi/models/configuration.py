@@ -13,42 +13,44 @@ _INCIDENTAL = {
 }
 
 
-def configuration_of(module: Any) -> dict[str, Any]:
+def full_configuration(module: Any) -> dict[str, Any]:
     """Return the whole configuration of a transformers model, as JSON has it. Local."""
     content: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
     return content
 
 
-def first_difference(about: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """Return the first setting in which a model computes something else than that of a checkpoint. Local.
 
     Args:
-        about: What a checkpoint tells of its run.
+        metadata: What a checkpoint tells of its run.
         config: The whole configuration of the model at hand, as JSON has it.
 
     Returns:
         The setting, its value in the checkpoint and its value in `config`; None if there is no difference.
     """
-    theirs, ours = _telling(about["transformers_config"]), _telling(config)
+    theirs, ours = _significant_settings(metadata["transformers_config"]), _significant_settings(config)
     keys = theirs.keys() | ours.keys()
-    if about["versions"]["transformers"] != version("transformers"):
+    if metadata["versions"]["transformers"] != version("transformers"):
         keys = theirs.keys() & ours.keys()  # another version may have more settings, with defaults that change nothing
     differing = (key for key in sorted(keys) if theirs.get(key) != ours.get(key))
     return next(((key, theirs.get(key), ours.get(key)) for key in differing), None)
 
 
-def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings by their dotted names. Local."""
     found: dict[str, Any] = {}
     for key, value in config.items():
-        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= flatten_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 
-def _telling(config: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {
+def _significant_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    significant = {
         key: value
         for key, value in config.items()
         if key not in _INCIDENTAL and not key.startswith("_attn_implementation")
     }
-    return leaves({key: _telling(value) if isinstance(value, dict) else value for key, value in kept.items()})
+    return flatten_config(
+        {key: _significant_settings(value) if isinstance(value, dict) else value for key, value in significant.items()}
+    )

@@ -14,7 +14,7 @@ from odc_mpi.shard.model import ShardedModel
 #: A call of the model's `generate`. Arguments: tokens and their attention mask, int64 [rows, tokens], a dict of
 #: `GenerationConfig` settings, a `Cache` or None, and further arguments of `generate`. Returns the tokens followed by
 #: the new ones.
-Decode = Callable[..., torch.Tensor]
+DecodeFn = Callable[..., torch.Tensor]
 
 
 class Prompt(NamedTuple):
@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
 
 
 @contextmanager
-def decoding(module: transformers.PreTrainedModel, seed: int | None = None) -> Iterator[Decode]:
+def generation_mode(module: transformers.PreTrainedModel, seed: int | None = None) -> Iterator[DecodeFn]:
     """Make a model ready to decode, with a cache of keys and values, and undo that at the end. Local.
 
     The attention over packed sequences, which knows no cache, gives way to transformers' own. Modes and settings of the
@@ -86,7 +86,7 @@ def _with_cache(module: transformers.PreTrainedModel) -> Iterator[None]:
         module.eval()
         eager = module.config._attn_implementation in ("eager", IMPLEMENTATIONS["eager"]) or not module._supports_sdpa
         module.set_attn_implementation("eager" if eager else "sdpa")
-        # Whatever a model's own file proposes: `Sampling` says it all.
+        # Whatever a model's own file proposes: `SamplingParams` says it all.
         module.generation_config = transformers.GenerationConfig()
         for config in configs:
             config.use_cache = True
@@ -100,7 +100,7 @@ def _with_cache(module: transformers.PreTrainedModel) -> Iterator[None]:
             submodule.training = True
 
 
-def on_this_rank(model: ShardedModel) -> AbstractContextManager[None]:
+def unsharded_if_fits(model: ShardedModel) -> AbstractContextManager[None]:
     """Have the whole model on this rank while it decodes, if its budget holds it. One-sided."""
-    fits = model.cache_needs.all.parameters <= model.cache_bytes.parameters
-    return model.resident(gradients=False) if fits else nullcontext()
+    fits = model.cache_needs.maximum.parameters <= model.cache_bytes.parameters
+    return model.unsharded(gradients=False) if fits else nullcontext()

@@ -13,20 +13,20 @@ from typing import Any, cast
 
 import torch
 
-from odc_mpi.checkpoint.commands import newest
+from odc_mpi.checkpoint.commands import open_newest
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.state import CheckpointWeights, restore_buffers
 from odc_mpi.errors import UserError
 from odc_mpi.models import build
-from odc_mpi.models.adapter_directory import from_adapter_directory, is_adapter_directory
 from odc_mpi.models.adapters import add_adapters
-from odc_mpi.models.configuration import configuration_of, first_difference
-from odc_mpi.models.weights import DigestedWeights, check_base, describe
+from odc_mpi.models.configuration import first_difference, full_configuration
+from odc_mpi.models.peft_directory import from_peft_directory, is_peft_directory
+from odc_mpi.models.weights import HashedWeights, check_base, describe_base
 
 
 def load_model(
     path: Path, rank: int = 0, size: int = 1, attn_implementation: str | None = None, base: Path | None = None
-) -> build.BuiltModel:
+) -> build.MetaModel:
     """Build a model, without memory for its parameters. Local.
 
     Args:
@@ -44,12 +44,12 @@ def load_model(
     Raises:
         UserError: There is no model, it is damaged, or the base of its adapters is not there or another.
     """
-    if is_adapter_directory(path):  # first, as transformers does where both are there
-        return from_adapter_directory(path, attn_implementation or "sdpa", base)
+    if is_peft_directory(path):  # first, as transformers does where both are there
+        return from_peft_directory(path, attn_implementation or "sdpa", base)
     if build.is_model_directory(path):
         _refuse_base(path, base)
         return build.from_directory(path, attn_implementation or "sdpa")
-    return load_checkpoint(newest(path), rank, size, attn_implementation, base)
+    return load_checkpoint(open_newest(path), rank, size, attn_implementation, base)
 
 
 def load_checkpoint(
@@ -58,25 +58,25 @@ def load_checkpoint(
     size: int = 1,
     attn_implementation: str | None = None,
     base: Path | None = None,
-) -> build.BuiltModel:
+) -> build.MetaModel:
     """Build the model of a checkpoint, as `load_model` does. Local."""
-    about = checkpoint.manifest.about
-    if "transformers_config" not in about:
+    metadata = checkpoint.manifest.metadata
+    if "transformers_config" not in metadata:
         raise UserError(f"{checkpoint.directory} is not of a transformers model: read it with h5py, see index.h5")
-    model = about["config"]["model"]
+    model = metadata["config"]["model"]
     dtype = getattr(torch, model["param_dtype"])
-    if "adapter" in about:
-        built = load_base(checkpoint, rank, size, attn_implementation, base)
-        built = add_adapters(built, about["adapter"], about["config"]["run"]["seed"], dtype)
+    if "adapter" in metadata:
+        meta_model = load_base(checkpoint, rank, size, attn_implementation, base)
+        meta_model = add_adapters(meta_model, metadata["adapter"], metadata["config"]["run"]["seed"], dtype)
     else:
         _refuse_base(checkpoint.directory, base)
-        built = build.from_saved_config(
-            about["transformers_config"], attn_implementation or model["attn_implementation"]
+        meta_model = build.from_saved_config(
+            metadata["transformers_config"], attn_implementation or model["attn_implementation"]
         )
-        for parameter in built.module.parameters():
+        for parameter in meta_model.module.parameters():
             parameter.data = parameter.data.to(dtype)
-    restore_buffers(built.module, checkpoint)
-    return replace(built, weights=CheckpointWeights(checkpoint, built.weights))
+    restore_buffers(meta_model.module, checkpoint)
+    return replace(meta_model, weights=CheckpointWeights(checkpoint, meta_model.weights))
 
 
 def load_base(
@@ -85,7 +85,7 @@ def load_base(
     size: int = 1,
     attn_implementation: str | None = None,
     base: Path | None = None,
-) -> build.BuiltModel:
+) -> build.MetaModel:
     """Build the base of a checkpoint of adapters, and check that it is that base. Local.
 
     Args:
@@ -98,26 +98,26 @@ def load_base(
     Raises:
         UserError: The base is not there, or another.
     """
-    record: Mapping[str, Any] = checkpoint.manifest.about["base"]
-    attention = attn_implementation or checkpoint.manifest.about["config"]["model"]["attn_implementation"]
+    record: Mapping[str, Any] = checkpoint.manifest.metadata["base"]
+    attention = attn_implementation or checkpoint.manifest.metadata["config"]["model"]["attn_implementation"]
     if record["path"] is None:
         if base is not None:
             raise UserError(
-                f"--base: {checkpoint.directory} holds adapters over {describe(record)}, which no directory has: leave "
+                f"--base: {checkpoint.directory} holds adapters over {describe_base(record)}, which no directory has: leave "
                 "--base out"
             )
-        built = build.from_config(record["config"], record["seed"], attention)
+        meta_model = build.from_config(record["config"], record["seed"], attention)
     else:
-        place = base or Path(record["path"])
-        if not build.is_model_directory(place):
+        base_path = base or Path(record["path"])
+        if not build.is_model_directory(base_path):
             raise UserError(
-                f"{checkpoint.directory} holds adapters, expected their base in {place}, where there is no Hugging "
+                f"{checkpoint.directory} holds adapters, expected their base in {base_path}, where there is no Hugging "
                 "Face directory: say where it is with --base"
             )
-        built = build.from_directory(place, attention)
-        _require_configuration(checkpoint, built, place)
-    check_base(cast(DigestedWeights, built.weights), record, rank, size)
-    return built
+        meta_model = build.from_directory(base_path, attention)
+        _require_configuration(checkpoint, meta_model, base_path)
+    check_base(cast(HashedWeights, meta_model.weights), record, rank, size)
+    return meta_model
 
 
 def _refuse_base(path: Path, base: Path | None) -> None:
@@ -125,10 +125,10 @@ def _refuse_base(path: Path, base: Path | None) -> None:
         raise UserError(f"--base goes with adapters, {path} holds a whole model: leave --base out")
 
 
-def _require_configuration(checkpoint: Checkpoint, built: build.BuiltModel, place: Path) -> None:
-    if difference := first_difference(checkpoint.manifest.about, configuration_of(built.module)):
+def _require_configuration(checkpoint: Checkpoint, meta_model: build.MetaModel, base_path: Path) -> None:
+    if difference := first_difference(checkpoint.manifest.metadata, full_configuration(meta_model.module)):
         key, theirs, ours = difference
         raise UserError(
-            f"{checkpoint.directory} holds adapters over a base with {key} {theirs!r}, got {ours!r} in {place}: name "
+            f"{checkpoint.directory} holds adapters over a base with {key} {theirs!r}, got {ours!r} in {base_path}: name "
             "their base with --base"
         )

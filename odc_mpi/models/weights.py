@@ -1,6 +1,6 @@
 """Where a transformers model's initial weights come from: a seeded draw, or safetensors files.
 
-Both are a `shard.slices.Weights`: they give slices of parameters, and never hold the whole model. As the base of
+Both are a `shard.local_shards.WeightSource`: they give slices of parameters, and never hold the whole model. As the base of
 adapters they also tell whether they are that base: a checkpoint of adapters does not hold their base. It holds where
 the base comes from (a directory; or a configuration and a seed) and a SHA-256 of each part of it: of each 256 MiB of
 the safetensors files, or of each drawn parameter. The ranks share the parts out: each reads its share of the base to
@@ -20,7 +20,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from odc_mpi.errors import UserError, in_one_line
+from odc_mpi.errors import UserError, one_line_message
 
 #: transformers' own file names.
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -30,7 +30,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _BLOCK_BYTES, _READ_BYTES = 256 << 20, 4 << 20
 
 
-class DrawnWeights:
+class RandomInitWeights:
     """Parameters as the model's own initialisation draws them, module by module.
 
     Changes that a family's initialisation makes afterwards from a parent module (GPT-2 scales its residual projections
@@ -50,14 +50,14 @@ class DrawnWeights:
         # device and costs no memory.
         self._modules = dict(copy.deepcopy(module).named_modules())
         self._seed = seed
-        self._drawn: tuple[str, nn.Module] | None = None
+        self._initialized: tuple[str, nn.Module] | None = None
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `Weights`. Local."""
+        """See `WeightSource`. Local."""
         owner, _, key = name.rpartition(".")
-        if self._drawn is None or self._drawn[0] != owner:
-            self._drawn = owner, self._draw(owner)
-        parameter = self._drawn[1]._parameters[key]
+        if self._initialized is None or self._initialized[0] != owner:
+            self._initialized = owner, self._init_module(owner)
+        parameter = self._initialized[1]._parameters[key]
         assert parameter is not None
         part = parameter.detach().view(-1)[start:stop]
         if part.isnan().any():
@@ -83,17 +83,19 @@ class DrawnWeights:
                     seen.setdefault(id(parameter), (f"{owner}.{key}", parameter.numel()))
         return list(seen.values())
 
-    def draw_buffers(self) -> None:
+    def init_buffers(self) -> None:
         """Give the model's buffers, such as rotary frequencies, real memory and their initial values. Local."""
         for name, submodule in self._model.named_modules():
             if any(buffer is not None and buffer.is_meta for buffer in submodule._buffers.values()):
-                drawn = self._draw(name)
-                submodule._buffers.update(drawn._buffers)
+                initialized = self._init_module(name)
+                submodule._buffers.update(initialized._buffers)
                 # Some modules keep a buffer a second time under another attribute's name.
-                submodule.__dict__.update({k: v for k, v in drawn.__dict__.items() if isinstance(v, torch.Tensor)})
+                submodule.__dict__.update(
+                    {k: v for k, v in initialized.__dict__.items() if isinstance(v, torch.Tensor)}
+                )
 
     @torch.no_grad()
-    def _draw(self, name: str) -> nn.Module:
+    def _init_module(self, name: str) -> nn.Module:
         module = copy.copy(self._modules[name])
         module._parameters = {k: _nan_like(p) for k, p in module._parameters.items()}
         module._buffers = {k: _real(b) for k, b in module._buffers.items()}
@@ -105,7 +107,7 @@ class DrawnWeights:
         return module
 
 
-class StoredWeights:
+class SafetensorsWeights:
     """Parameters in safetensors files; only the requested slices are read.
 
     Args:
@@ -138,7 +140,7 @@ class StoredWeights:
                 )
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `Weights`. Local; reads the rows that the slice touches."""
+        """See `WeightSource`. Local; reads the rows that the slice touches."""
         stored = self._slice(self._stored[name])
         shape = stored.get_shape()
         if start >= stop:
@@ -188,7 +190,7 @@ class StoredWeights:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"model.path: {self._path / _INDEX} is not an index of weights: {in_one_line(error)}"
+                f"model.path: {self._path / _INDEX} is not an index of weights: {one_line_message(error)}"
             ) from error
         raise UserError(
             f"model.path: expected {_WEIGHTS} or {_INDEX} in {self._path}, found neither (pickled weights are not read)"
@@ -205,14 +207,14 @@ class StoredWeights:
         try:
             return self._open(self._file_of[stored]).get_slice(stored)
         except SafetensorError as error:
-            raise UserError(f"model.path: {self._path / self._file_of[stored]}: {in_one_line(error)}") from error
+            raise UserError(f"model.path: {self._path / self._file_of[stored]}: {one_line_message(error)}") from error
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
             try:
                 self._files[file] = self._stack.enter_context(safe_open(self._path / file, framework="pt"))
             except (OSError, SafetensorError) as error:
-                raise UserError(f"model.path: cannot read {self._path / file}: {in_one_line(error)}") from error
+                raise UserError(f"model.path: cannot read {self._path / file}: {one_line_message(error)}") from error
         return self._files[file]
 
 
@@ -226,20 +228,20 @@ def _real(buffer: torch.Tensor | None) -> torch.Tensor | None:
     return torch.empty_like(buffer, device="cpu") if buffer is not None and buffer.is_meta else buffer
 
 
-class DigestedWeights(Protocol):
-    """Weights of a base, a `shard.slices.Weights` of which parts have digests."""
+class HashedWeights(Protocol):
+    """Weights of a base, a `shard.local_shards.WeightSource` of which parts have digests."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor: ...  # noqa: D102
     def parts(self) -> list[str]: ...  # noqa: D102
     def digest(self, part: str) -> str: ...  # noqa: D102
 
 
-def part_digests(weights: DigestedWeights, rank: int = 0, size: int = 1) -> dict[str, str]:
+def part_digests(weights: HashedWeights, rank: int = 0, size: int = 1) -> dict[str, str]:
     """Return the SHA-256 of this rank's share of the parts, by part. Local; reads them."""
     return {part: weights.digest(part) for part in weights.parts()[rank::size]}
 
 
-def check_base(weights: DigestedWeights, record: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
+def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
     """Check that a base is the one of a checkpoint of adapters, this rank's share of its parts. Local.
 
     Args:
@@ -251,18 +253,18 @@ def check_base(weights: DigestedWeights, record: Mapping[str, Any], rank: int = 
     Raises:
         UserError: It is another base.
     """
-    wanted: Mapping[str, str] = record["sha256"]
-    differing = sorted(wanted.keys() ^ weights.parts()) or [
-        part for part, digest in part_digests(weights, rank, size).items() if digest != wanted[part]
+    expected: Mapping[str, str] = record["sha256"]
+    differing = sorted(expected.keys() ^ weights.parts()) or [
+        part for part, digest in part_digests(weights, rank, size).items() if digest != expected[part]
     ]
     if differing:
         raise UserError(
-            f"model: expected the base that the adapters were trained over, {describe(record)}, got another: "
+            f"model: expected the base that the adapters were trained over, {describe_base(record)}, got another: "
             f"{differing[0].rpartition(':')[0] or differing[0]} differs: name that base with model.path, or --base"
         )
 
 
-def describe(record: Mapping[str, Any]) -> str:
+def describe_base(record: Mapping[str, Any]) -> str:
     """Say in words where a base comes from. Local."""
     if record["path"] is not None:
         return f"of {Path(record['path'])}"

@@ -5,46 +5,46 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+from odc_mpi.observe.callback import Callback, Step
 from odc_mpi.observe.metrics import MetricsWriter, Summary, read_metrics, write_summary
-from odc_mpi.observe.participant import Participant, Step
 from odc_mpi.observe.terminal import ProgressReporter
 
 
-class Log(Participant, AbstractContextManager["Log"]):
+class RunLogger(Callback, AbstractContextManager["RunLogger"]):
     """Where rank 0 tells of the run; on other ranks it only counts. It comes after those who report.
 
     Args:
         run_dir: Of the run.
         steps: Of the run.
-        opening: Lines to begin with.
-        reporting: Who reports metrics.
-        speaks: Whether this is the rank that writes and prints.
+        startup_lines: Lines to begin with.
+        callbacks: Who reports metrics.
+        is_main_rank: Whether this is the rank that writes and prints.
     """
 
     def __init__(
-        self, run_dir: Path, steps: int, opening: str, reporting: Sequence[Participant], *, speaks: bool
+        self, run_dir: Path, steps: int, startup_lines: str, callbacks: Sequence[Callback], *, is_main_rank: bool
     ) -> None:
         self._run_dir = run_dir
         self._stack = ExitStack()
-        entries = {key: entry for each in reporting for key, entry in each.summary.items()}
+        entries = {key: entry for callback in callbacks for key, entry in callback.summary.items()}
         # Of a run that goes on, the summary tells all.
-        self._summary = Summary(entries, read_metrics(run_dir, steps) if speaks else [])
-        if speaks:
-            print(opening, flush=True)
-        columns = [column for each in reporting for column in each.columns]
-        self._writer = self._stack.enter_context(MetricsWriter(run_dir)) if speaks else None
-        self._reporter = self._stack.enter_context(ProgressReporter(steps, columns)) if speaks else None
+        self._summary = Summary(entries, read_metrics(run_dir, steps) if is_main_rank else [])
+        if is_main_rank:
+            print(startup_lines, flush=True)
+        columns = [column for callback in callbacks for column in callback.columns]
+        self._writer = self._stack.enter_context(MetricsWriter(run_dir)) if is_main_rank else None
+        self._reporter = self._stack.enter_context(ProgressReporter(steps, columns)) if is_main_rank else None
 
-    def after_step(self, step: Step) -> None:
+    def on_step_end(self, step: Step) -> None:
         """Write a line and show it. Local."""
         self._summary.add(step.metrics)
         if self._writer and self._reporter:
             self._writer.write(step.metrics)
             self._reporter.report(step.metrics)
 
-    def summarize(self, facts: dict[str, Any]) -> dict[str, Any]:
+    def summarize(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Write and show the summary, and return it. Local."""
-        summary = self._summary.finish(facts)
+        summary = self._summary.finish(fields)
         if self._reporter:
             write_summary(self._run_dir, summary)
             self._reporter.finish(summary)

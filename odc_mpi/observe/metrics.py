@@ -1,7 +1,7 @@
 """The figures of a run: ``metrics.jsonl``, an object per step, and ``summary.json``, both in the run directory.
 
 What a step reports, and what becomes of it on the terminal and in the summary, is declared by whoever reports it
-(`observe.participant`). Nothing here communicates: metrics are reduced over ranks where they are made.
+(`observe.callback`). Nothing here communicates: metrics are reduced over ranks where they are made.
 """
 
 import json
@@ -13,13 +13,13 @@ from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 from odc_mpi.errors import UserError
-from odc_mpi.files import keep, warn_lost
+from odc_mpi.files import warn_write_failed, write_or_warn
 
 #: The file of a run that has a line per step.
 METRICS = "metrics.jsonl"
 
 
-class Column(NamedTuple):
+class ProgressColumn(NamedTuple):
     """A column of the terminal's line per step.
 
     Attributes:
@@ -30,10 +30,10 @@ class Column(NamedTuple):
 
     title: str
     width: int
-    show: Callable[[Mapping[str, Any]], str]
+    format_cell: Callable[[Mapping[str, Any]], str]
 
 
-class Entry(NamedTuple):
+class SummaryField(NamedTuple):
     """An entry of ``summary.json`` that is made from a metric of all steps.
 
     Attributes:
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
     """
 
     metric: str
-    rule: Literal["sum", "mean", "per_step", "first", "last", "least"]
+    reduce: Literal["sum", "mean", "per_step", "first", "last", "least"]
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
@@ -77,7 +77,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
                 self._file.truncate(begin)  # a part of a line would spoil the next one
                 self._file.seek(begin)
             if not self._warned:
-                warn_lost(self._path, error)
+                warn_write_failed(self._path, error)
             self._warned = True
 
     def close(self) -> None:
@@ -106,26 +106,26 @@ class Summary:
     """A run in few numbers, gathered step by step. Local; for rank 0.
 
     Args:
-        entries: By their key in ``summary.json``.
-        earlier: Lines of ``metrics.jsonl`` of the steps before this start, where a run goes on.
+        fields: By their key in ``summary.json``.
+        previous_lines: Lines of ``metrics.jsonl`` of the steps before this start, where a run goes on.
     """
 
-    def __init__(self, entries: Mapping[str, Entry], earlier: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, fields: Mapping[str, SummaryField], previous_lines: Sequence[Mapping[str, Any]] = ()) -> None:
         self._start = perf_counter()
-        self._entries = entries
+        self._fields = fields
         self._num_steps, self._step_s = 0, 0.0
         self._values: dict[str, Any] = {
-            key: 0 if rule in ("sum", "mean", "per_step") else None for key, (_, rule) in entries.items()
+            key: 0 if rule in ("sum", "mean", "per_step") else None for key, (_, rule) in fields.items()
         }
-        for line in earlier:
+        for line in previous_lines:
             self.add(line)
-        self._earlier, self._earlier_s = dict(self._values), self._step_s
+        self._previous, self._previous_s = dict(self._values), self._step_s
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of one step. Local."""
         self._num_steps += 1
         self._step_s += metrics["step_s"]
-        for key, (metric, rule) in self._entries.items():
+        for key, (metric, rule) in self._fields.items():
             value, before = metrics.get(metric), self._values[key]
             if value is None:
                 continue  # of a run that reported something else, or no number
@@ -136,31 +136,31 @@ class Summary:
             elif not metrics["skipped"] and (before is None or rule == "last" or (rule == "least" and value < before)):
                 self._values[key] = value
 
-    def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+    def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of ``summary.json``. Local.
 
         Args:
-            facts: What the steps do not tell, or tell less well: the sum of an entry since this start, which is then
+            fields: What the steps do not tell, or tell less well: the sum of an entry since this start, which is then
                 added to that of the steps before.
 
         Returns:
-            The facts, an entry for each of `entries`, `steps`, and `elapsed_s`, in which only those steps count of what
+            The facts, an entry for each of `fields`, `steps`, and `elapsed_s`, in which only those steps count of what
             was before this start.
         """
         step_s = self._step_s or math.inf  # without a step, means are 0
-        rules = {key: entry.rule for key, entry in self._entries.items()}
+        rules = {key: entry.reduce for key, entry in self._fields.items()}
         means = {key: self._values[key] / step_s for key, rule in rules.items() if rule == "mean"}
         means |= {key: self._values[key] / max(1, self._num_steps) for key, rule in rules.items() if rule == "per_step"}
         measured = {
-            key: facts[key] + self._earlier[key] for key, rule in rules.items() if rule == "sum" and key in facts
+            key: fields[key] + self._previous[key] for key, rule in rules.items() if rule == "sum" and key in fields
         }
-        elapsed_s = perf_counter() - self._start + self._earlier_s
-        return {**facts, "steps": self._num_steps, **self._values, **means, **measured, "elapsed_s": elapsed_s}
+        elapsed_s = perf_counter() - self._start + self._previous_s
+        return {**fields, "steps": self._num_steps, **self._values, **means, **measured, "elapsed_s": elapsed_s}
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write ``summary.json``, whole or not at all, or warn that it cannot be written. Local; for rank 0."""
-    keep(run_dir / "summary.json", json.dumps(_finite(dict(summary)), allow_nan=False, indent=2) + "\n")
+    write_or_warn(run_dir / "summary.json", json.dumps(_finite(dict(summary)), allow_nan=False, indent=2) + "\n")
 
 
 def _finite(value: Any) -> Any:

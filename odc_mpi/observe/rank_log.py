@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from odc_mpi.errors import UserError
-from odc_mpi.runtime.allocation import slurm_job
+from odc_mpi.runtime.job_info import slurm_job
 
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
 
 #: Loggers with a handler of their own, which prints.
-_APART = ("transformers",)
+_SEPARATE_LOGGERS = ("transformers",)
 
 
 class RankLog:
@@ -34,10 +34,10 @@ class RankLog:
 
     def __init__(self, rank: int) -> None:
         # Without a target and without a limit: it keeps all.
-        self._kept = MemoryHandler(capacity=0, flushLevel=logging.CRITICAL + 1)
-        self._kept.setLevel(logging.WARNING)
-        self._handlers: list[logging.Handler] = [self._kept, *([_terminal()] if rank == 0 else [])]
-        self._before: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
+        self._buffer = MemoryHandler(capacity=0, flushLevel=logging.CRITICAL + 1)
+        self._buffer.setLevel(logging.WARNING)
+        self._handlers: list[logging.Handler] = [self._buffer, *([_terminal()] if rank == 0 else [])]
+        self._previous: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
 
     def open(self, directory: str | None, world: "World") -> None:
         """Write the records kept so far, and all later ones, to this rank's file. Local.
@@ -50,14 +50,14 @@ class RankLog:
             UserError: The directory cannot be written.
         """
         handler = _file(Path(directory), world) if directory is not None else logging.NullHandler()
-        self._kept.setTarget(handler)
-        self._kept.close()  # which hands over what it has
+        self._buffer.setTarget(handler)
+        self._buffer.close()  # which hands over what it has
         self._handlers[0] = handler
         self._direct()
 
     def __enter__(self) -> "RankLog":
-        self._before = [
-            (logger, logger.handlers, logger.propagate) for logger in map(logging.getLogger, (None, *_APART))
+        self._previous = [
+            (logger, logger.handlers, logger.propagate) for logger in map(logging.getLogger, (None, *_SEPARATE_LOGGERS))
         ]
         self._direct()
         logging.captureWarnings(True)
@@ -65,7 +65,7 @@ class RankLog:
 
     def __exit__(self, *_: object) -> None:
         logging.captureWarnings(False)
-        for logger, handlers, propagate in self._before:
+        for logger, handlers, propagate in self._previous:
             logger.handlers, logger.propagate = handlers, propagate
         for handler in self._handlers:
             handler.close()
@@ -75,14 +75,14 @@ class RankLog:
 
         Call it again after the import of transformers, which installs a handler of its own.
         """
-        for logger, *_ in self._before:
+        for logger, *_ in self._previous:
             logger.handlers, logger.propagate = list(self._handlers) if logger is logging.root else [], True
 
 
-def introduction(world: "World") -> str:
+def rank_header(world: "World") -> str:
     """Return the first lines of this rank's file: rank, host, cores, process. Local."""
     cores = sorted(os.sched_getaffinity(0))
-    facts = {
+    fields = {
         "rank": f"{world.rank} of {world.size}",
         "host": f"{world.hosts[world.rank]}, node {world.node} of {world.num_nodes}",
         "local rank": f"{world.local_rank} of {world.local_size}",
@@ -91,7 +91,7 @@ def introduction(world: "World") -> str:
         "MPI library": world.mpi_library,
         **{name.replace("slurm_", "Slurm ").replace("_", " "): str(value) for name, value in slurm_job().items()},
     }
-    return "\n".join(f"{name}: {value}" for name, value in facts.items())
+    return "\n".join(f"{name}: {value}" for name, value in fields.items())
 
 
 class _Once(logging.Filter):
@@ -132,7 +132,7 @@ def _file(directory: Path, world: "World") -> logging.Handler:
         make_directory(directory)
         path = directory / f"rank-{world.rank:0{len(str(world.size - 1))}}.log"
         with path.open("a", encoding="utf-8") as file:
-            file.write(f"== {introduction(world)}\n")
+            file.write(f"== {rank_header(world)}\n")
         handler = logging.FileHandler(path, mode="a", encoding="utf-8")
     except OSError as error:
         raise UserError(f"run.log_dir: expected a directory to write in, got {directory}: {error.strerror}") from error

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from odc_mpi.errors import UserError
-from odc_mpi.observe.metrics import Column
+from odc_mpi.observe.metrics import ProgressColumn
 
 # As /proc shows them, cut to 15 characters: MPICH and its kin, Open MPI up to 4, Open MPI from 5 on.
 _LAUNCHERS = {"mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "mpirun", "orterun", "orted", "prterun", "prted"}
@@ -42,7 +42,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         console: where to write; None takes `make_console`'s.
     """
 
-    def __init__(self, total_steps: int, columns: Sequence[Column], console: Console | None = None) -> None:
+    def __init__(self, total_steps: int, columns: Sequence[ProgressColumn], console: Console | None = None) -> None:
         self.console = console or make_console()
         self._total_steps = total_steps
         self._columns = columns
@@ -52,7 +52,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Show one finished step. Local."""
         step = f"{metrics['step']}/{self._total_steps}"
-        cells = [column.show(metrics) for column in self._columns]
+        cells = [column.format_cell(metrics) for column in self._columns]
         if metrics["skipped"]:
             self._print(self._line(step, cells[:1]) + "  skipped: non-finite gradient", "yellow")
         else:
@@ -96,24 +96,24 @@ def _start_bar(console: Console, total_steps: int) -> Progress:
 def closing_table(summary: Mapping[str, Any]) -> Table:
     """Return the table that ends a run, from the content of ``summary.json``; what is absent shows as "-". Local."""
 
-    def show(name: str, form: str = "", scale: float = 1.0) -> str:
+    def format_entry(name: str, form: str = "", scale: float = 1.0) -> str:
         value = summary.get(name)
         return "-" if value is None else format(value * scale if form else value, form)
 
     rows = {
-        "steps": f"{show('steps')} ({show('skipped_steps')} skipped)",
-        "loss first -> last": f"{show('loss_first', '.4f')} -> {show('loss_last', '.4f')}",
-        "tokens": f"{show('tokens', ',.0f')}, {show('tokens_per_s', ',.0f')} per second",
-        "idle at boundaries": show("idle_fraction", ".1%"),
-        "fetch, accumulate, boundary wait": ", ".join(f"{show(name, '.2f')} s" for name in _WAITS),
-        "peak parameter memory": f"{show('peak_parameter_bytes', ',.1f', 2**-20)} MiB",
-        "collectives per minibatch": show("collectives_per_minibatch"),
-        "MPI library": " ".join(show("mpi_library").partition("\n")[0].split()),
-        "run directory": show("run_dir"),
+        "steps": f"{format_entry('steps')} ({format_entry('skipped_steps')} skipped)",
+        "loss first -> last": f"{format_entry('loss_first', '.4f')} -> {format_entry('loss_last', '.4f')}",
+        "tokens": f"{format_entry('tokens', ',.0f')}, {format_entry('tokens_per_s', ',.0f')} per second",
+        "idle at boundaries": format_entry("idle_fraction", ".1%"),
+        "fetch, accumulate, boundary wait": ", ".join(f"{format_entry(name, '.2f')} s" for name in _WAITS),
+        "peak parameter memory": f"{format_entry('peak_parameter_bytes', ',.1f', 2**-20)} MiB",
+        "collectives per minibatch": format_entry("collectives_per_minibatch"),
+        "MPI library": " ".join(format_entry("mpi_library").partition("\n")[0].split()),
+        "run directory": format_entry("run_dir"),
     }
     if "eval_loss" in summary:
-        start = f"{show('eval_loss_start', '.4f')} -> {show('eval_loss', '.4f')}"
-        rows["evaluation loss start -> last"] = f"{start}, perplexity {show('eval_perplexity', ',.4g')}"
+        start = f"{format_entry('eval_loss_start', '.4f')} -> {format_entry('eval_loss', '.4f')}"
+        rows["evaluation loss start -> last"] = f"{start}, perplexity {format_entry('eval_perplexity', ',.4g')}"
     table = Table("", "", box=SIMPLE, show_header=False)
     for name, text in rows.items():
         table.add_row(name, Text(text, overflow="fold"))
@@ -126,8 +126,8 @@ def make_console() -> Console:
     ``FORCE_COLOR`` colours the plain lines too; it does not call for a bar, as logs with colours cannot show one.
     """
     width = terminal_width()
-    colours: Literal["auto", "standard"] | None = "standard" if os.environ.get("FORCE_COLOR") else None
-    return Console(force_terminal=width is not None, width=width or 100, color_system="auto" if width else colours)
+    colors: Literal["auto", "standard"] | None = "standard" if os.environ.get("FORCE_COLOR") else None
+    return Console(force_terminal=width is not None, width=width or 100, color_system="auto" if width else colors)
 
 
 def terminal_width() -> int | None:
@@ -138,12 +138,12 @@ def terminal_width() -> int | None:
     Raises:
         UserError: ``ODC_MPI_PROGRESS`` has another value.
     """
-    wish = os.environ.get("ODC_MPI_PROGRESS", "")
-    if wish not in ("", "bar", "plain"):
-        raise UserError(f"ODC_MPI_PROGRESS: expected bar or plain, got {wish!r}")
-    if wish == "plain" or (not wish and os.environ.get("TERM", "dumb") == "dumb"):
+    requested = os.environ.get("ODC_MPI_PROGRESS", "")
+    if requested not in ("", "bar", "plain"):
+        raise UserError(f"ODC_MPI_PROGRESS: expected bar or plain, got {requested!r}")
+    if requested == "plain" or (not requested and os.environ.get("TERM", "dumb") == "dumb"):
         return None
-    return _columns(_outermost_launcher()) or (shutil.get_terminal_size().columns if wish else None)
+    return _columns(_outermost_launcher()) or (shutil.get_terminal_size().columns if requested else None)
 
 
 def _outermost_launcher() -> int | None:

@@ -30,7 +30,7 @@ TRACKERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def require(names: Sequence[str]) -> None:
+def require_tracker_packages(names: Sequence[str]) -> None:
     """Check that the packages of trackers are installed, and prepare accelerate. Local.
 
     Raises:
@@ -53,7 +53,7 @@ def require(names: Sequence[str]) -> None:
             PartialState()
 
 
-def start(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) -> "GeneralTracker":
+def start_tracker(name: str, directory: Path, run_name: str, config: Mapping[str, Any]) -> "GeneralTracker":
     """Start a tracker. Local, or with network if the environment asks for it; call `require` before.
 
     Args:
@@ -105,8 +105,8 @@ def _options(name: str, directory: Path, run_name: str) -> tuple[str, dict[str, 
 
             online = None if "COMET_START_ONLINE" in os.environ else False
             quiet: dict[str, Any] = {"auto_output_logging": False, "log_code": False, "parse_args": False}
-            own = ExperimentConfig(name=run_name, offline_directory=str(directory), **quiet)
-            return PROJECT, {"online": online, "experiment_config": own}
+            experiment_config = ExperimentConfig(name=run_name, offline_directory=str(directory), **quiet)
+            return PROJECT, {"online": online, "experiment_config": experiment_config}
         case "clearml":
             os.environ.setdefault("CLEARML_OFFLINE_MODE", "1")
             parts = ("frameworks", "arg_parser", "streams")

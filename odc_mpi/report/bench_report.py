@@ -4,31 +4,31 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from odc_mpi.report.figures import Column, report_on, side_by_side
-from odc_mpi.report.page import Figure, Report, Table
-from odc_mpi.report.picture_parts import (
+from odc_mpi.formatting import format_seconds, format_size
+from odc_mpi.report.figures import BarColumn, bar_table, benchmark_report
+from odc_mpi.report.page import Figure, ReportPage, Table
+from odc_mpi.report.plot_types import (
     BLUE,
     GREEN,
     ORANGE,
     PURPLE,
     RED,
-    Chart,
     Curve,
-    Lane,
-    Look,
+    GanttChart,
+    GanttRow,
     Panel,
+    Style,
     choose_ranks,
-    picture,
+    make_plot,
 )
 from odc_mpi.simulate import rollouts
-from odc_mpi.simulate.events import merged
+from odc_mpi.simulate.events import merge_intervals
 from odc_mpi.simulate.simulate import BASELINE, BOUNDS, SCHEDULES
-from odc_mpi.wording import format_seconds, format_size
 
 #: The schedule that is set against the baseline.
 ON_DEMAND = "window/dynamic"
 #: The schedule that is shown below it, where it ends earlier by this much.
-SPLIT, SHOWN = "window/split", 0.02
+SPLIT, MIN_SHOWN_GAIN = "window/split", 0.02
 #: Of a workload with generation.
 RL_ON_DEMAND = "window/on_demand"
 #: Above each chart, to be followed by a part of the time.
@@ -40,7 +40,7 @@ HEADINGS = {
     RL_ON_DEMAND: f"On demand, {RL_ON_DEMAND}: free ranks train what others have finished, and wait",
 }
 COMPUTES, WAITS = "computes", "waits for other ranks"
-_LOOKS = {COMPUTES: Look(BLUE), WAITS: Look("none", "////")}
+_STYLES = {COMPUTES: Style(BLUE), WAITS: Style("none", "////")}
 #: Variants by name, as curves and as heads of columns.
 _FETCHES = {
     "memcpy": "memcpy",
@@ -58,15 +58,15 @@ _PUSHES = {
 }
 #: Look and marker of each curve, in order.
 _LINES = (
-    (Look(PURPLE, ":"), "x"),
-    (Look(BLUE, "-"), "o"),
-    (Look(ORANGE, "-"), "D"),
-    (Look(GREEN, "-."), "s"),
-    (Look(RED, "--"), "^"),
+    (Style(PURPLE, ":"), "x"),
+    (Style(BLUE, "-"), "o"),
+    (Style(ORANGE, "-"), "D"),
+    (Style(GREEN, "-."), "s"),
+    (Style(RED, "--"), "^"),
 )
 
 
-def describe(result: Mapping[str, Any]) -> Report:
+def describe(result: Mapping[str, Any]) -> ReportPage:
     """Report on a benchmark. Local.
 
     Raises:
@@ -75,55 +75,55 @@ def describe(result: Mapping[str, Any]) -> Report:
     return KINDS[result["benchmark"]](result)
 
 
-def _schedule(result: Mapping[str, Any]) -> Report:
+def _schedule(result: Mapping[str, Any]) -> ReportPage:
     scenario = result["scenario"]
     measured = result["benchmark"] == "schedule"
     is_rl = result.get("workload") == "grpo"
     baseline, on_demand = (rollouts.BASELINE, RL_ON_DEMAND) if is_rl else (BASELINE, ON_DEMAND)
     what = f"prompts each, {scenario['completions']} completions of each" if is_rl else "sequences each"
-    lead = [
+    subtitle = [
         f"{scenario['ranks']} ranks, {scenario['per_rank']} {what}, lengths {scenario['lengths']}, speeds vary "
         f"by {scenario['speed_variation']:.0%}, costs err by {scenario['cost_error']:.0%}; "
         f"{scenario['num_minibatches']} minibatches, seed {scenario['seed']}"
     ]
     if measured:
-        lead.append(
+        subtitle.append(
             f"Measured on {result['library']}, {result['nodes']} node{'s'[: result['nodes'] != 1]}: the runtime of a "
             f"real run, with sleeps in place of computation, {result['slept_step_s']:g} s for an even share of a "
             "minibatch; times as if nothing had been scaled"
         )
     else:
-        lead.append("Simulated by odc-mpi simulate, not measured")
+        subtitle.append("Simulated by odc-mpi simulate, not measured")
     gain = result["speedup"][on_demand]
     best = "on demand" if measured else "on demand, as simulated"
     title = f"{gain:.2f} times as fast {best}: {on_demand} beside {baseline}"
     figures = [_first_minibatch(result, baseline, on_demand), _speedups(result, baseline, on_demand)]
-    return report_on(result, title, lead, figures)
+    return benchmark_report(result, title, subtitle, figures)
 
 
 def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
     timeline = result["timeline"]
     names = [name for name in (baseline, on_demand, SPLIT) if name in timeline]
-    ends = {name: max((own[-1][1] for own in timeline[name] if own), default=0.0) for name in names}
-    if ends.get(SPLIT, math.inf) > (1 - SHOWN) * ends[on_demand]:
+    ends = {name: max((spans[-1][1] for spans in timeline[name] if spans), default=0.0) for name in names}
+    if ends.get(SPLIT, math.inf) > (1 - MIN_SHOWN_GAIN) * ends[on_demand]:
         ends.pop(SPLIT, None)
     saved_s = ends[baseline] - ends[on_demand]
     above_s = dict(zip([*ends][1:], ends.values(), strict=False))
-    chosen = choose_ranks([sum(b - a for a, b in own) for own in timeline[baseline]])
+    chosen = choose_ranks([sum(b - a for a, b in spans) for spans in timeline[baseline]])
     charts = [
-        Chart(
+        GanttChart(
             f"{HEADINGS[name]} {_idle(timeline[name], end):.0%} of the time",
-            [_lane(rank, timeline[name][rank], end) for rank in chosen],
+            [_gantt_row(rank, timeline[name][rank], end) for rank in chosen],
             end,
             [(end, f"{end:.1f} s")],
-            saved if (saved := above_s.get(name, end) - end) > SHOWN * end else 0.0,
+            saved if (saved := above_s.get(name, end) - end) > MIN_SHOWN_GAIN * end else 0.0,
         )
         for name, end in ends.items()
     ]
     work = "completions" if on_demand == RL_ON_DEMAND else "sequences"
     title = f"The same {len(timeline[baseline])} ranks and the same {work}: " + (
         f"on demand the minibatch ends {saved_s / ends[baseline]:.0%} earlier"
-        if saved_s > SHOWN * ends[baseline]
+        if saved_s > MIN_SHOWN_GAIN * ends[baseline]
         else "here on demand gains nothing"
     )
     if SPLIT in ends:
@@ -132,18 +132,18 @@ def _first_minibatch(result: Mapping[str, Any], baseline: str, on_demand: str) -
     caption = f"The first minibatch, {source}: when each rank computes, and when it waits. "
     if len(chosen) < len(timeline[baseline]):
         caption += f"{len(chosen)} of {len(timeline[baseline])} ranks are shown, from least to most busy."
-    return Figure(picture("gantt", "gantt", title, charts, _LOOKS), caption)
+    return Figure(make_plot("gantt", "gantt", title, charts, _STYLES), caption)
 
 
 def _idle(ranks: Sequence[Sequence[Sequence[float]]], end_s: float) -> float:
-    return 1 - sum(b - a for own in ranks for a, b in own) / (len(ranks) * end_s) if end_s > 0 else 0.0
+    return 1 - sum(b - a for spans in ranks for a, b in spans) / (len(ranks) * end_s) if end_s > 0 else 0.0
 
 
-def _lane(rank: int, busy: Sequence[Sequence[float]], end_s: float) -> Lane:
+def _gantt_row(rank: int, busy: Sequence[Sequence[float]], end_s: float) -> GanttRow:
     # Pauses of less than half a pixel are not to be seen.
-    computes = merged(((a, b) for a, b in busy), end_s / 1800)
+    computes = merge_intervals(((a, b) for a, b in busy), end_s / 1800)
     edges = [0.0, *(edge for span in computes for edge in span), end_s]
-    return Lane(f"rank {rank}", {COMPUTES: computes, WAITS: list(zip(edges[::2], edges[1::2], strict=True))})
+    return GanttRow(f"rank {rank}", {COMPUTES: computes, WAITS: list(zip(edges[::2], edges[1::2], strict=True))})
 
 
 def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figure:
@@ -155,9 +155,9 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
         "measured in the ODC paper": paper["speedup"] if paper and paper["same"] else {},
     }
     columns = [
-        Column(f"speed-up over {baseline}", result["speedup"], ".2f", 1.0, others),
-        Column("part of the ranks' time in which they wait", wait, ".0%"),
-        Column("s / step", result["step_s"], ".2f", is_drawn=False),
+        BarColumn(f"speed-up over {baseline}", result["speedup"], ".2f", 1.0, others),
+        BarColumn("part of the ranks' time in which they wait", wait, ".0%"),
+        BarColumn("s / step", result["step_s"], ".2f", in_plot=False),
     ]
     names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *BOUNDS]
     title = f"Ranks wait {wait[baseline]:.0%} of the time with {baseline}, {wait[on_demand]:.0%} with {on_demand}"
@@ -167,12 +167,12 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
         if is_rl
         else _floor(result)
     )
-    return side_by_side("speedups", title, columns, names, caption)
+    return bar_table("speedups", title, columns, names, caption)
 
 
 def _floor(result: Mapping[str, Any]) -> str:
     """Say what sets the floor, and what the paper has for a scenario like this one."""
-    told = (
+    text = (
         "The floor is what no schedule of whole sequences can exceed: the longest sequence alone, or all work shared "
         f"out evenly, which is the even share. It is the longest sequence in {result['longest_rules']:.0%} of the "
         "minibatches."
@@ -180,19 +180,19 @@ def _floor(result: Mapping[str, Any]) -> str:
     paper = result["paper"]
     if paper and not paper["same"]:
         figures = ", ".join(f"{name} {value:.2f}" for name, value in paper["speedup"].items())
-        told += f" The paper has, for {paper['ranks']} ranks with {paper['per_rank']} sequences each: {figures}."
-    return told
+        text += f" The paper has, for {paper['ranks']} ranks with {paper['per_rank']} sequences each: {figures}."
+    return text
 
 
-def _train(result: Mapping[str, Any]) -> Report:
+def _train(result: Mapping[str, Any]) -> ReportPage:
     speeds = {
         name: {"low": result["quartiles"][name][0], "median": speed, "high": result["quartiles"][name][1]}
         for name, speed in result["tokens_per_s"].items()
     }
-    columns = [Column("tokens per second, with quartiles", speeds, ",.0f")]
+    columns = [BarColumn("tokens per second, with quartiles", speeds, ",.0f")]
     references = {"fsdp2": "FSDP2's", "ceiling": "the ceiling", "apart": "processes apart"}
     columns += [
-        Column(f"as a multiple of {title}", result[f"ratio_to_{name}"], ".2f", 1.0)
+        BarColumn(f"as a multiple of {title}", result[f"ratio_to_{name}"], ".2f", 1.0)
         for name, title in references.items()
     ]
     ours = {name: value for name, value in result["ratio_to_fsdp2"].items() if name.startswith("window/")}
@@ -202,22 +202,22 @@ def _train(result: Mapping[str, Any]) -> Report:
         "Medians over rounds. The ceiling is one process alone on all of the data, by as many as there are ranks. "
         "Apart: as many processes at once, which exchange nothing."
     )
-    figures = [side_by_side("speeds", title, columns, speeds, caption)]
+    figures = [bar_table("speeds", title, columns, speeds, caption)]
     losses = result["losses"]
     losses_title = (
         f"All train the same: losses differ by at most {max(result['loss_deviation'].values()):.1g} of the loss"
     )
     curve = Curve("", range(1, len(losses) + 1), [math.nan if loss is None else loss for loss in losses])
-    figures.append(Figure(picture("curves", "loss", losses_title, [Panel("loss", [curve])], "minibatch")))
-    lead = [
+    figures.append(Figure(make_plot("curves", "loss", losses_title, [Panel("loss", [curve])], "minibatch")))
+    subtitle = [
         f"{result['library']}, {result['ranks']} ranks of {result['threads']} thread{'s'[: result['threads'] != 1]}, "
         f"{result['model_numel'] / 1e6:.1f} M parameters; {result['repeats']} rounds of {result['steps']} minibatches",
         f"reduction {result['reduction']}, zero-copy {result['zero_copy']}, progress {result['progress']}",
     ]
-    return report_on(result, title, lead, figures)
+    return benchmark_report(result, title, subtitle, figures)
 
 
-def _transport(result: Mapping[str, Any]) -> Report:
+def _transport(result: Mapping[str, Any]) -> ReportPage:
     sizes = result["sizes"]
     largest = sizes[-1]["all_at_once"]["fetch_copy"]
     title = f"A fetch of {format_size(sizes[-1]['size_bytes'])} "
@@ -227,35 +227,37 @@ def _transport(result: Mapping[str, Any]) -> Report:
         title += f"is {largest['of_gloo']:.3g} times as fast as gloo's all-gather"
     panels = {"fetch a unit, GB/s": _FETCHES, "push its gradient, GB/s": _PUSHES}
     curves = [_curves(heading, sizes, titles) for heading, titles in panels.items()]
-    drawn = picture("curves", "speeds", title, curves, "bytes of a unit", lambda x: format_size(round(x)))
+    speeds_plot = make_plot("curves", "speeds", title, curves, "bytes of a unit", lambda x: format_size(round(x)))
     tables = [
-        _over_sizes(f"{heading} ± half the distance of the quartiles", sizes, "all_at_once", titles, _gb_per_s)
+        _table_over_sizes(f"{heading} ± half the distance of the quartiles", sizes, "all_at_once", titles, _gb_per_s)
         for heading, titles in panels.items()
     ]
     caption = "GB/s of the whole unit for each rank; medians over rounds. Where a unit is read in place nothing moves."
     ranks, nodes, cores = result["ranks"], result["nodes"], result["cores_per_rank"]
-    lead = [
+    subtitle = [
         f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}, "
         f"{cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds, all ranks at once"
     ]
     heading = "Rank 0 alone: time while the others idle; as a multiple, while they compute"
-    alone = _over_sizes(heading, sizes, "one_alone", {**_FETCHES, **_PUSHES}, _idle_and_busy)
-    return report_on(result, title, lead, [Figure(drawn, caption, tables)], [alone] if len(alone.columns) > 1 else [])
+    alone = _table_over_sizes(heading, sizes, "one_alone", {**_FETCHES, **_PUSHES}, _idle_and_busy)
+    return benchmark_report(
+        result, title, subtitle, [Figure(speeds_plot, caption, tables)], [alone] if len(alone.columns) > 1 else []
+    )
 
 
 def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Panel:
     """Return a curve of GB/s for each variant that moves bytes in some size."""
     found = []
-    for (name, title), (look, marker) in zip(titles.items(), _LINES, strict=True):
+    for (name, title), (style, marker) in zip(titles.items(), _LINES, strict=True):
         entries = [(size["size_bytes"], size["all_at_once"].get(name)) for size in sizes]
         points = [(x, entry["gb_per_s"]["median"]) for x, entry in entries if entry and entry["gb_per_s"]]
         if points:
             x, y = zip(*points, strict=True)
-            found.append(Curve(title.replace("\n", ""), x, y, look, marker))
+            found.append(Curve(title.replace("\n", ""), x, y, style, marker))
     return Panel(heading, found, "log", 3.4)
 
 
-def _over_sizes(
+def _table_over_sizes(
     heading: str,
     sizes: Sequence[Mapping[str, Any]],
     part: str,
@@ -263,12 +265,12 @@ def _over_sizes(
     cell: Callable[[Mapping[str, Any]], str],
 ) -> Table:
     """Return a table with a row for each size, and a column for each variant that was measured in one."""
-    shown = {name: title for name, title in titles.items() if any(name in size[part] for size in sizes)}
+    names = {name: title for name, title in titles.items() if any(name in size[part] for size in sizes)}
     rows = [
-        [format_size(size["size_bytes"]), *(cell(size[part][name]) if name in size[part] else "-" for name in shown)]
+        [format_size(size["size_bytes"]), *(cell(size[part][name]) if name in size[part] else "-" for name in names)]
         for size in sizes
     ]
-    return Table(heading, ["unit", *shown.values()], rows)
+    return Table(heading, ["unit", *names.values()], rows)
 
 
 def _gb_per_s(entry: Mapping[str, Any]) -> str:
@@ -285,7 +287,7 @@ def _idle_and_busy(entry: Mapping[str, Any]) -> str:
 
 
 #: By the name of the benchmark.
-KINDS: Mapping[str, Callable[[Mapping[str, Any]], Report]] = {
+KINDS: Mapping[str, Callable[[Mapping[str, Any]], ReportPage]] = {
     "schedule": _schedule,
     "simulate": _schedule,
     "train": _train,

@@ -4,21 +4,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from odc_mpi.report.page import Figure, Report, Table
-from odc_mpi.report.picture_parts import ORANGE, PLAIN, SKY, Bar, Look, picture
-from odc_mpi.wording import format_size
+from odc_mpi.formatting import format_size
+from odc_mpi.report.page import Figure, ReportPage, Table
+from odc_mpi.report.plot_types import ORANGE, PLAIN_STYLE, SKY, Bar, Style, make_plot
 
-#: Of bars, by the beginning of a variant's name; those of our windows have `PLAIN`.
-_LOOKS = {
-    "collective": Look(ORANGE, "///"),
-    "floor": Look("none"),
+#: Of bars, by the beginning of a variant's name; those of our windows have `PLAIN_STYLE`.
+_STYLES = {
+    "collective": Style(ORANGE, "///"),
+    "floor": Style("none"),
     # What others do, and what is not ours.
-    **dict.fromkeys(("apart", "ceiling", "fsdp2"), Look(SKY, "\\\\\\")),
+    **dict.fromkeys(("apart", "ceiling", "fsdp2"), Style(SKY, "\\\\\\")),
 }
 
 
 @dataclass(frozen=True)
-class Column:
+class BarColumn:
     """One figure of variants side by side.
 
     Attributes:
@@ -26,16 +26,16 @@ class Column:
         figures: Numbers, or their low, median and high, by variant.
         form: Their number format.
         line: Where the picture has a line.
-        beside: The same from elsewhere, by where it comes from and by variant.
-        is_drawn: Whether it is in the picture, or in the table alone.
+        references: The same from elsewhere, by where it comes from and by variant.
+        in_plot: Whether it is in the picture, or in the table alone.
     """
 
     heading: str
     figures: Mapping[str, Any]
     form: str
     line: float | None = None
-    beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    is_drawn: bool = True
+    references: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    in_plot: bool = True
 
     def bars(self, names: Iterable[str]) -> list[Bar]:
         """Return a bar for each of some variants that has a figure. Local."""
@@ -46,25 +46,27 @@ class Column:
                 value, spread = figure, None
                 if isinstance(figure, Mapping):
                     value, spread = figure["median"], (figure["low"], figure["high"])
-                beside = {source: values[name] for source, values in self.beside.items() if name in values}
-                bars.append(Bar(name, value, _LOOKS.get(name.split("/")[0], PLAIN), spread, beside))
+                references = {source: values[name] for source, values in self.references.items() if name in values}
+                bars.append(Bar(name, value, _STYLES.get(name.split("/")[0], PLAIN_STYLE), spread, references))
         return bars
 
 
-def side_by_side(name: str, title: str, columns: Sequence[Column], names: Iterable[str], caption: str = "") -> Figure:
+def bar_table(name: str, title: str, columns: Sequence[BarColumn], names: Iterable[str], caption: str = "") -> Figure:
     """Show figures of variants side by side. Local."""
     panels = {column.heading: column.bars(names) for column in columns}
     cells: dict[str, dict[str, str]] = {}
     for column in columns:
         bars = panels[column.heading]
         cells[column.heading] = {bar.label: _bar_text(bar, column.form) for bar in bars}
-        for source in dict.fromkeys(source for bar in bars for source in bar.beside):
-            cells[source] = {bar.label: format(bar.beside[source], column.form) for bar in bars if source in bar.beside}
-    rows = [[label, *(own.get(label, "") for own in cells.values())] for label in names]
-    drawn = [column for column in columns if column.is_drawn]
-    parts = [{c.heading: panels[c.heading] for c in drawn}, [c.form for c in drawn], [c.line for c in drawn]]
+        for source in dict.fromkeys(source for bar in bars for source in bar.references):
+            cells[source] = {
+                bar.label: format(bar.references[source], column.form) for bar in bars if source in bar.references
+            }
+    rows = [[label, *(cells_of_column.get(label, "") for cells_of_column in cells.values())] for label in names]
+    plotted = [column for column in columns if column.in_plot]
+    parts = [{c.heading: panels[c.heading] for c in plotted}, [c.form for c in plotted], [c.line for c in plotted]]
     table = Table("", ["", *cells], [row for row in rows if any(row[1:])])
-    return Figure(picture("bars", name, title, *parts), caption, [table])
+    return Figure(make_plot("bars", name, title, *parts), caption, [table])
 
 
 def _bar_text(bar: Bar, form: str) -> str:
@@ -72,14 +74,18 @@ def _bar_text(bar: Bar, form: str) -> str:
     return f"{bar.value:{form}}{quartiles}"
 
 
-def report_on(
-    result: Mapping[str, Any], title: str, lead: Sequence[str], figures: Sequence[Figure], tables: Sequence[Table] = ()
-) -> Report:
+def benchmark_report(
+    result: Mapping[str, Any],
+    title: str,
+    subtitle: Sequence[str],
+    figures: Sequence[Figure],
+    tables: Sequence[Table] = (),
+) -> ReportPage:
     """Return a report with what all benchmarks' objects may have: load, what was left out, goals. Local."""
     if "load_average" in result:
-        lead = [*lead, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
+        subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
     left_out = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]
-    return Report(title, lead, left_out, figures, [*tables, *_goals(result)])
+    return ReportPage(title, subtitle, left_out, figures, [*tables, *_goals(result)])
 
 
 def _goals(result: Mapping[str, Any]) -> list[Table]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from odc_mpi.report.picture_parts import INK, LINE, MUTED, PAPER, Picture
+from odc_mpi.report.plot_types import INK, LINE, MUTED, PAPER, Plot
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", PAPER: "--paper"}
 _DARK = {"--ink": "#e6edf3", "--muted": "#9aa4af", "--line": "#3d444d", "--paper": "#151b23"}
@@ -48,52 +48,52 @@ class Figure:
     """A picture with a text below it.
 
     Attributes:
-        picture: Shown on a page.
+        plot: Shown on a page.
         caption: The text.
         tables: Shown on a terminal in the picture's place.
     """
 
-    picture: Picture
+    plot: Plot
     caption: str = ""
     tables: Sequence[Table] = ()
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportPage:
     """What a page shows, from top to bottom.
 
     Attributes:
         title: A heading.
-        lead: Of what, in a few words each.
+        subtitle: Of what, in a few words each.
         notes: What is missing or to be known.
         figures: Pictures.
         tables: Further figures.
-        folded: Long texts by heading, shown when asked for.
+        collapsed: Long texts by heading, shown when asked for.
     """
 
     title: str
-    lead: Sequence[str]
+    subtitle: Sequence[str]
     notes: Sequence[str] = ()
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
-    folded: Mapping[str, str] = field(default_factory=dict)
+    collapsed: Mapping[str, str] = field(default_factory=dict)
 
 
-def html(report: Report) -> str:
+def html(report: ReportPage) -> str:
     """Return the page. Local."""
-    light = "; ".join(f"{name}: {colour}" for colour, name in _VARIABLES.items())
-    dark = "; ".join(f"{name}: {colour}" for name, colour in _DARK.items())
+    light = "; ".join(f"{name}: {color}" for color, name in _VARIABLES.items())
+    dark = "; ".join(f"{name}: {color}" for name, color in _DARK.items())
     variables = f":root {{ color-scheme: light dark; {light} }}\n"
     variables += f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
     body = [
         f"<h1>{escape(report.title)}</h1>",
-        *(f'<p class="lead">{escape(line)}</p>' for line in report.lead),
+        *(f'<p class="lead">{escape(line)}</p>' for line in report.subtitle),
         *(f'<p class="note">{escape(note)}</p>' for note in report.notes),
         *(_figure(figure) for figure in report.figures),
         *map(_table, report.tables),
         *(
             f"<details><summary>{escape(heading)}</summary><pre>{escape(text)}</pre></details>"
-            for heading, text in report.folded.items()
+            for heading, text in report.collapsed.items()
         ),
     ]
     head = '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">\n'
@@ -107,16 +107,16 @@ def html(report: Report) -> str:
 
 def _figure(figure: Figure) -> str:
     caption = f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
-    return f"<figure>\n{_inline(figure.picture)}{caption}</figure>"
+    return f"<figure>\n{_inline(figure.plot)}{caption}</figure>"
 
 
-def _inline(picture: Picture) -> str:
+def _inline(plot: Plot) -> str:
     """Return a picture as a part of a page: without the document's head, with names and colours that suit the page."""
-    svg = picture.svg[picture.svg.index("<svg") :]
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{picture.name}-", svg)
-    for colour, name in _VARIABLES.items():
-        svg = svg.replace(colour, f"var({name})")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(picture.title)}"', 1)
+    svg = plot.svg[plot.svg.index("<svg") :]
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{plot.name}-", svg)
+    for color, name in _VARIABLES.items():
+        svg = svg.replace(color, f"var({name})")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(plot.title)}"', 1)
 
 
 def _table(table: Table) -> str:

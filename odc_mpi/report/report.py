@@ -4,20 +4,20 @@ import json
 from pathlib import Path
 
 from odc_mpi.errors import UserError
-from odc_mpi.files import swap_text
+from odc_mpi.files import write_text_atomic
 from odc_mpi.report import bench_report, page, run_report
 
 #: Endings of names, of which one fits what is written.
 _FORMATS = {".html", ".svg", ".png", ".jpg", ".jpeg", ".pdf"}
 
 
-def write(source: Path, out: Path | None = None, picture: str | None = None) -> Path:
+def write(source: Path, out: Path | None = None, plot_name: str | None = None) -> Path:
     """Write a report. Local.
 
     Args:
         source: A run directory, or a file with the object that a benchmark or `odc-mpi simulate` printed with --json.
         out: The file to write; by default report.html in the run directory, or the source's name with another ending.
-        picture: Write this picture alone, as SVG.
+        plot_name: Write this picture alone, as SVG.
 
     Returns:
         What was written.
@@ -26,24 +26,24 @@ def write(source: Path, out: Path | None = None, picture: str | None = None) -> 
         UserError: The source is neither, or damaged; there is no such picture; the file has the name of another
             format; it cannot be written.
     """
-    ending = ".html" if picture is None else f".{picture}.svg"
+    ending = ".html" if plot_name is None else f".{plot_name}.svg"
     form = ending[ending.rindex(".") :]
     if out and out.suffix.lower() in _FORMATS - {form}:
         raise UserError(f"--out: expected a name that ends in {form}, as {form[1:].upper()} is written, got {out}")
     try:
         kind = "a run directory" if source.is_dir() else "the JSON of a benchmark or of odc-mpi simulate"
         described = run_report.describe(source) if source.is_dir() else bench_report.describe(_read(source))
-        text = _draw(described, picture)
+        text = _draw(described, plot_name)
     except UserError:
         raise
     except OSError as error:
         raise UserError(f"{source}: cannot read {error.filename}: {error.strerror}") from None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        told = f"there is no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-        raise UserError(f"{source}: expected {kind}, undamaged; {' '.join(told.split())}") from error
+        message = f"there is no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{source}: expected {kind}, undamaged; {' '.join(message.split())}") from error
     out = out or (source / f"report{ending}" if source.is_dir() else source.with_suffix(ending))
     try:
-        swap_text(out, text, private=False)
+        write_text_atomic(out, text, private=False)
     except OSError as error:
         raise UserError(f"--out: cannot write {out}: {error.strerror}") from None
     return out
@@ -62,10 +62,10 @@ def _read(source: Path) -> dict[str, object]:
     return content
 
 
-def _draw(report: page.Report, name: str | None) -> str:
+def _draw(report: page.ReportPage, name: str | None) -> str:
     if name is None:
         return page.html(report)
-    pictures = {figure.picture.name: figure.picture for figure in report.figures}
-    if name not in pictures:
-        raise UserError(f"--picture {name}: expected one of {', '.join(pictures) or 'none, as there are no pictures'}")
-    return pictures[name].svg
+    plots = {figure.plot.name: figure.plot for figure in report.figures}
+    if name not in plots:
+        raise UserError(f"--picture {name}: expected one of {', '.join(plots) or 'none, as there are no pictures'}")
+    return plots[name].svg

@@ -13,37 +13,37 @@ import numpy as np
 from odc_mpi import yaml_dialect as dialect
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.errors import UserError
-from odc_mpi.report.page import Figure, Report, Table
-from odc_mpi.report.picture_parts import (
+from odc_mpi.report.page import Figure, ReportPage, Table
+from odc_mpi.report.plot_types import (
     BLUE,
     GREEN,
     ORANGE,
     SKY,
-    Chart,
     Curve,
+    GanttChart,
+    GanttRow,
     Histogram,
-    Lane,
-    Look,
     Panel,
+    Style,
     choose_ranks,
-    picture,
+    make_plot,
 )
 
 COMPUTES, FETCHES, PUSHES, WAITS = "computes", "fetches", "pushes", "waits at the boundary"
 #: In the order in which they are drawn: fetches and pushes lie within microbatches.
-_LOOKS = {
-    COMPUTES: Look(BLUE),
-    FETCHES: Look(ORANGE, "\\\\\\"),
-    PUSHES: Look(GREEN, "---"),
-    WAITS: Look("none", "////"),
+_STYLES = {
+    COMPUTES: Style(BLUE),
+    FETCHES: Style(ORANGE, "\\\\\\"),
+    PUSHES: Style(GREEN, "---"),
+    WAITS: Style("none", "////"),
 }
 #: More bars than that next to each other are taken together.
-_MOST_BARS = 80
+_MAX_BARS = 80
 _NUM_BINS = 40
 
 
 @dataclass
-class Run:
+class RunData:
     """What is left of a run.
 
     Attributes:
@@ -65,7 +65,7 @@ class Run:
     notes: list[str]
 
 
-def describe(run_dir: Path) -> Report:
+def describe(run_dir: Path) -> ReportPage:
     """Report on a run. Local.
 
     Raises:
@@ -74,16 +74,16 @@ def describe(run_dir: Path) -> Report:
     """
     run = _read(run_dir)
     figures = [_gantt(run.trace)] if run.trace else []
-    figures += [_where(run.steps)] if run.steps else []
+    figures += [_time_breakdown(run.steps)] if run.steps else []
     figures += _histograms(run)
     figures += [_loss(run.steps)] if run.steps else []
     rows = [[name, _cell(name, value)] for name, value in (run.summary or {}).items()]
     tables = [Table("Summary", ["", ""], rows)] if rows else []
-    folded = {"Configuration": run.config_text} if run.config_text else {}
-    return Report(f"Run {run_dir.resolve().name}", _lead(run), run.notes, figures, tables, folded)
+    collapsed = {"Configuration": run.config_text} if run.config_text else {}
+    return ReportPage(f"Run {run_dir.resolve().name}", _subtitle(run), run.notes, figures, tables, collapsed)
 
 
-def _read(run_dir: Path) -> Run:
+def _read(run_dir: Path) -> RunData:
     config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
     if not (config.is_file() or metrics.is_file()):
         raise UserError(
@@ -98,7 +98,7 @@ def _read(run_dir: Path) -> Run:
     summary = _read_json(run_dir / "summary.json", "the run was ended before its last step, or goes on", notes)
     none = "it is written at the end of a run, unless run.trace_steps is 0: no picture of who did what when"
     trace = _read_json(run_dir / "trace.json", none, notes)
-    return Run(steps, summary, trace, settings, text, _read_lengths(settings, notes), notes)
+    return RunData(steps, summary, trace, settings, text, _read_lengths(settings, notes), notes)
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
@@ -137,31 +137,31 @@ def _read_lengths(settings: Mapping[str, Any], notes: list[str]) -> np.ndarray |
     return None
 
 
-def _lead(run: Run) -> list[str]:
-    facts, data = run.summary or {}, run.settings.get("data") or {}
+def _subtitle(run: RunData) -> list[str]:
+    fields, data = run.summary or {}, run.settings.get("data") or {}
     lines = []
     if run.steps:
         tokens = sum(step["num_input_tokens"] for step in run.steps)
         speed = tokens / max(1e-9, sum(step["step_s"] for step in run.steps))
         lines.append(f"{len(run.steps)} steps, {tokens:,} tokens, {speed:,.0f} tokens per second.")
-    ranks = f"{facts['world_size']} ranks" if "world_size" in facts else ""
-    lines.append(", ".join(str(part) for part in (ranks, data.get("balance"), facts.get("mpi_library")) if part))
+    ranks = f"{fields['world_size']} ranks" if "world_size" in fields else ""
+    lines.append(", ".join(str(part) for part in (ranks, data.get("balance"), fields.get("mpi_library")) if part))
     return [line for line in lines if line]
 
 
 def _gantt(trace: Mapping[str, Any]) -> Figure:
     steps = trace["steps"]
-    ends = [max(own["end_s"] for own in step["ranks"]) for step in steps]
+    ends = [max(local["end_s"] for local in step["ranks"]) for step in steps]
     offsets = np.cumsum([0.0, *ends]).tolist()
-    busy = np.sum([[_seconds(own["microbatches"]) for own in step["ranks"]] for step in steps], axis=0)
+    busy = np.sum([[_seconds(local["microbatches"]) for local in step["ranks"]] for step in steps], axis=0)
     chosen = choose_ranks(busy.tolist())
-    lanes = [_lane(rank, [step["ranks"][rank] for step in steps], offsets) for rank in chosen]
+    rows = [_gantt_row(rank, [step["ranks"][rank] for step in steps], offsets) for rank in chosen]
     marks = [(at, f"step {step['step']}") for at, step in zip(offsets, steps, strict=False)]
-    everyone = [own for step in steps for own in step["ranks"]]
+    steps_of_ranks = [local for step in steps for local in step["ranks"]]
     whole = sum(offset * len(steps[0]["ranks"]) for offset in ends)
-    waits = sum(_seconds(own[point]) for own in everyone for point in "ANB") / whole
-    moves = sum(_seconds(own[kind]) for own in everyone for kind in ("fetch", "accumulate")) / whole
-    works = max(0.0, sum(_seconds(own["microbatches"]) for own in everyone) / whole - moves)
+    waits = sum(_seconds(local[point]) for local in steps_of_ranks for point in "ANB") / whole
+    moves = sum(_seconds(local[kind]) for local in steps_of_ranks for kind in ("fetch", "accumulate")) / whole
+    works = max(0.0, sum(_seconds(local["microbatches"]) for local in steps_of_ranks) / whole - moves)
     which = f"steps {steps[0]['step']} to {steps[-1]['step']}" if len(steps) > 1 else f"step {steps[0]['step']}"
     title = (
         f"In {which} ranks compute {works:.0%} of the time, fetch and push {moves:.0%}, "
@@ -173,31 +173,31 @@ def _gantt(trace: Mapping[str, Any]) -> Figure:
     )
     if len(chosen) < len(busy):
         caption += f" {len(chosen)} of {len(busy)} ranks are shown, from least to most busy."
-    left_out = sum(sum(own["left_out_s"].values()) for own in everyone)
+    left_out = sum(sum(local["left_out_s"].values()) for local in steps_of_ranks)
     if left_out:
         caption += f" Short spans of {left_out:.3g} s, over all ranks, were not kept."
-    return Figure(picture("gantt", "gantt", title, [Chart("", lanes, offsets[-1], marks)], _LOOKS), caption)
+    return Figure(make_plot("gantt", "gantt", title, [GanttChart("", rows, offsets[-1], marks)], _STYLES), caption)
 
 
-def _lane(rank: int, steps: Sequence[Mapping[str, Any]], offsets: Sequence[float]) -> Lane:
-    spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _LOOKS}
+def _gantt_row(rank: int, steps: Sequence[Mapping[str, Any]], offsets: Sequence[float]) -> GanttRow:
+    spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _STYLES}
     notes = []
-    for own, offset in zip(steps, offsets, strict=False):
-        for began, ended, tokens in own["microbatches"]:
+    for step, offset in zip(steps, offsets, strict=False):
+        for began, ended, tokens in step["microbatches"]:
             spans[COMPUTES].append((offset + began, offset + ended))
             notes.append((offset + began, offset + ended, f"{tokens:,}"))
         for kind, names in ((FETCHES, ("fetch",)), (PUSHES, ("accumulate",)), (WAITS, "ANB")):
-            spans[kind] += [(offset + began, offset + ended) for name in names for began, ended in own[name]]
-    return Lane(f"rank {rank}", spans, notes)
+            spans[kind] += [(offset + began, offset + ended) for name in names for began, ended in step[name]]
+    return GanttRow(f"rank {rank}", spans, notes)
 
 
 def _seconds(spans: Sequence[Sequence[float]]) -> float:
     return sum(span[1] - span[0] for span in spans)
 
 
-def _where(steps: Sequence[Mapping[str, Any]]) -> Figure:
+def _time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw where the time of each step went, or that of some steps together."""
-    at_once = math.ceil(len(steps) / _MOST_BARS)
+    at_once = math.ceil(len(steps) / _MAX_BARS)
     groups = [steps[i : i + at_once] for i in range(0, len(steps), at_once)]
     x = [float(np.mean([step["step"] for step in group])) for group in groups]
     waits = {"fetches": "fetch_wait_s", "pushes": "accumulate_wait_s", WAITS: "boundary_wait_s"}
@@ -205,41 +205,45 @@ def _where(steps: Sequence[Mapping[str, Any]]) -> Figure:
     rest = "computes, and all else"
     parts = {rest: [max(0.0, 1.0 - sum(values)) for values in zip(*parts.values(), strict=True)], **parts}
     every = Curve(
-        "", [step["step"] for step in steps], [step["idle_fraction"] for step in steps], Look(SKY, "none"), "."
+        "", [step["step"] for step in steps], [step["idle_fraction"] for step in steps], Style(SKY, "none"), "."
     )
     mean = Curve("", x, [float(np.mean([step["idle_fraction"] for step in group])) for group in groups])
     idle = sum(step["idle_fraction"] * step["step_s"] for step in steps) / sum(step["step_s"] for step in steps)
     title = f"Ranks stood idle {idle:.1%} of the time, waiting for the slowest at the boundary of each minibatch"
     panel = Panel("part of the time in which ranks stood at the boundary", [every, mean])
     caption = "Means over all ranks." + (f" Bars and the line are means over {at_once} steps." if at_once > 1 else "")
-    looks = {**_LOOKS, rest: _LOOKS[COMPUTES]}
-    return Figure(picture("stack", "time", title, x, parts, looks, "step", panel), caption)
+    styles = {**_STYLES, rest: _STYLES[COMPUTES]}
+    return Figure(make_plot("stack", "time", title, x, parts, styles, "step", panel), caption)
 
 
 def _share(group: Sequence[Mapping[str, Any]], name: str) -> float:
     return sum(step[name] for step in group) / sum(step["step_s"] for step in group)
 
 
-def _histograms(run: Run) -> list[Figure]:
+def _histograms(run: RunData) -> list[Figure]:
     panels, title = [], []
     if run.lengths is not None and len(run.lengths):
         counts, edges = np.histogram(run.lengths, _NUM_BINS)
         median = int(np.median(run.lengths))
         marks = [(median, f"half are below {median:,}")]
-        panels.append(Histogram("sequences of the data set", edges.tolist(), counts.tolist(), Look(SKY), marks))
+        panels.append(Histogram("sequences of the data set", edges.tolist(), counts.tolist(), Style(SKY), marks))
         title.append(
             f"sequences have {run.lengths.min():,} to {run.lengths.max():,} tokens, half of them below {median:,}"
         )
     if run.trace:
-        tokens, most = run.trace["tokens_per_microbatch"], run.trace["max_tokens_per_microbatch"]
+        tokens, max_tokens = run.trace["tokens_per_microbatch"], run.trace["max_tokens_per_microbatch"]
         middles = [(a + b) / 2 for a, b in pairwise(tokens["edges"])]
-        full = float(np.average(middles, weights=tokens["counts"])) / most if sum(tokens["counts"]) else 0.0
-        marks = [(most, f"at most {most:,}")]
+        full = float(np.average(middles, weights=tokens["counts"])) / max_tokens if sum(tokens["counts"]) else 0.0
+        marks = [(max_tokens, f"at most {max_tokens:,}")]
         heading = f"microbatches of steps {tokens['first_step']} to {tokens['last_step']}"
-        panels.append(Histogram(heading, tokens["edges"], tokens["counts"], Look(BLUE), marks))
+        panels.append(Histogram(heading, tokens["edges"], tokens["counts"], Style(BLUE), marks))
         title.append(f"microbatches are {full:.0%} full")
-    words = "; ".join(title)
-    return [Figure(picture("histograms", "lengths", words[:1].upper() + words[1:], panels))] if panels else []
+    heading_text = "; ".join(title)
+    return (
+        [Figure(make_plot("histograms", "lengths", heading_text[:1].upper() + heading_text[1:], panels))]
+        if panels
+        else []
+    )
 
 
 def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
@@ -254,20 +258,20 @@ def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
     evaluated = [step for step in steps if step.get("eval_loss") is not None]
     if evaluated:
         points = [step["step"] for step in evaluated], [step["eval_loss"] for step in evaluated]
-        curves.append(Curve("", *points, Look(ORANGE, "--"), "o"))
+        curves.append(Curve("", *points, Style(ORANGE, "--"), "o"))
         captions.append(f"On held-out data, dashed, it was {points[1][0]:.4g} first and {points[1][-1]:.4g} last.")
     panels = [
         Panel("loss, mean over trained tokens", curves, height=2.8),
         Panel(
             "learning rate",
-            [Curve("", numbers, [step["learning_rate"] for step in steps], Look(GREEN, "-"))],
+            [Curve("", numbers, [step["learning_rate"] for step in steps], Style(GREEN, "-"))],
             height=1.1,
         ),
     ]
     skipped = sum(bool(step["skipped"]) for step in steps)
     if skipped:
         captions.append(f"{skipped} steps were skipped: their gradients were not finite.")
-    return Figure(picture("curves", "loss", title, panels, "step"), " ".join(captions))
+    return Figure(make_plot("curves", "loss", title, panels, "step"), " ".join(captions))
 
 
 def _cell(name: str, value: Any) -> str:

@@ -7,14 +7,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from odc_mpi.report.page import Report, Table
+from odc_mpi.report.page import ReportPage, Table
 
 
-def rendered(report: Report) -> Group:
+def render(report: ReportPage) -> Group:
     """Lay a report out for a terminal of 80 columns or more. Local."""
-    parts: list[RenderableType] = [Text(line) for line in (*report.lead, *report.notes)]
+    parts: list[RenderableType] = [Text(line) for line in (*report.subtitle, *report.notes)]
     for figure in report.figures:
-        parts += [Text(), Text(figure.picture.title, "bold"), *map(_table, figure.tables)]
+        parts += [Text(), Text(figure.plot.title, "bold"), *map(_table, figure.tables)]
         parts += [Text(figure.caption)] if figure.caption else []
     for table in report.tables:
         parts += [Text(), _table(table)]
@@ -22,10 +22,10 @@ def rendered(report: Report) -> Group:
 
 
 def _table(table: Table) -> RichTable:
-    shown = RichTable(box=SIMPLE, pad_edge=False, title=Text(table.heading), title_justify="left", title_style="")
+    rows = RichTable(box=SIMPLE, pad_edge=False, title=Text(table.heading), title_justify="left", title_style="")
     for i, column in enumerate(table.columns):
         heading = "\n".join(textwrap.fill(line, 14, break_long_words=False) for line in column.splitlines())
-        shown.add_column(heading, justify="right" if i else "left", no_wrap=True)
+        rows.add_column(heading, justify="right" if i else "left", no_wrap=True)
     for row in table.rows:
-        shown.add_row(*map(Text, row))
-    return shown
+        rows.add_row(*map(Text, row))
+    return rows

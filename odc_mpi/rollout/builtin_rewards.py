@@ -17,7 +17,7 @@ from typing import Any
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?|[-+]?\.\d+")
 
 
-def text_of(completion: Any) -> str:
+def completion_text(completion: Any) -> str:
     """Return a completion's text; of a chat that of its messages. Local."""
     return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
 
@@ -31,8 +31,8 @@ def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[f
     """Compare the last number with that of the column `answer`. Local."""
 
     def compare(text: str, answer: Any) -> float | None:
-        wanted = last_number(str(answer))
-        return None if wanted is None else float(last_number(text) == wanted)
+        expected = last_number(str(answer))
+        return None if expected is None else float(last_number(text) == expected)
 
     return _each(completions, columns.get("answer"), compare)
 
@@ -59,10 +59,10 @@ def last_number(text: str) -> Decimal | None:
 def _each(
     completions: Sequence[Any], column: Sequence[Any] | None, compare: Callable[[str, Any], float | None]
 ) -> list[float | None]:
-    wanted = column or [None] * len(completions)
+    expected = column or [None] * len(completions)
     return [
-        None if value is None else compare(text_of(completion), value)
-        for completion, value in zip(completions, wanted, strict=True)
+        None if value is None else compare(completion_text(completion), value)
+        for completion, value in zip(completions, expected, strict=True)
     ]
 
 

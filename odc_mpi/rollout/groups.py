@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odc_mpi.data.loader import Batch, bounds_of
+from odc_mpi.data.loader import Microbatch, flash_attention_kwargs
 
 
 class RolloutGroup(NamedTuple):
@@ -22,7 +22,7 @@ class RolloutGroup(NamedTuple):
         completions: Tokens of each completion.
         logps: Of each completion, float32 [tokens].
         advantages: float64 [completions].
-        masked: Of each completion, whether nothing is learnt from it; bool [completions].
+        excluded: Of each completion, whether nothing is learnt from it; bool [completions].
     """
 
     position: int
@@ -31,15 +31,17 @@ class RolloutGroup(NamedTuple):
     completions: list[list[int]]
     logps: list[npt.NDArray[np.float32]]
     advantages: npt.NDArray[np.float64]
-    masked: npt.NDArray[np.bool_]
+    excluded: npt.NDArray[np.bool_]
 
     def to_bytes(self) -> bytes:
         """Return the group as bytes. Local."""
         lengths = [len(tokens) for tokens in self.completions]
         head = np.array([self.position, self.prompt_index, len(self.prompt), len(lengths), *lengths], dtype=np.int64)
-        tokens = np.array([*self.prompt, *(token for own in self.completions for token in own)], dtype=np.int32)
+        tokens = np.array(
+            [*self.prompt, *(token for completion in self.completions for token in completion)], dtype=np.int32
+        )
         logps = np.concatenate(self.logps).astype(np.float32)
-        parts = (head, tokens, logps, self.advantages.astype(np.float64), self.masked.astype(np.uint8))
+        parts = (head, tokens, logps, self.advantages.astype(np.float64), self.excluded.astype(np.uint8))
         return b"".join(part.tobytes() for part in parts)
 
     @staticmethod
@@ -47,38 +49,40 @@ class RolloutGroup(NamedTuple):
         """Return the group of `to_bytes`. Local."""
         rest = io.BytesIO(content)
 
-        def take(dtype: type, count: int) -> npt.NDArray:
+        def read_array(dtype: type, count: int) -> npt.NDArray:
             return np.frombuffer(rest.read(count * np.dtype(dtype).itemsize), dtype=dtype)
 
-        position, index, num_prompt, count = take(np.int64, 4).tolist()
-        lengths = take(np.int64, count).tolist()
-        prompt = take(np.int32, num_prompt).tolist()
-        completions = [take(np.int32, length).tolist() for length in lengths]
-        logps = [take(np.float32, length) for length in lengths]
-        advantages, masked = take(np.float64, count), take(np.uint8, count).astype(np.bool_)
-        return RolloutGroup(position, index, prompt, completions, logps, advantages, masked)
+        position, index, num_prompt, count = read_array(np.int64, 4).tolist()
+        lengths = read_array(np.int64, count).tolist()
+        prompt = read_array(np.int32, num_prompt).tolist()
+        completions = [read_array(np.int32, length).tolist() for length in lengths]
+        logps = [read_array(np.float32, length) for length in lengths]
+        advantages, excluded = read_array(np.float64, count), read_array(np.uint8, count).astype(np.bool_)
+        return RolloutGroup(position, index, prompt, completions, logps, advantages, excluded)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutBatch(Batch):
+class RolloutMicrobatch(Microbatch):
     """A microbatch of completions, each behind its prompt. `inputs` has no labels.
 
     Attributes:
-        places: Of the tokens before each token of a completion, whose logits predict it; int64 [K], rising.
+        logit_positions: Of the tokens before each token of a completion, whose logits predict it; int64 [K], rising.
         targets: The tokens of completions, int64 [K].
         sequence: Of each of them the number of its sequence in the microbatch, int64 [K].
         logps: Log-probabilities when they were drawn, float32 [K].
         advantages: Of each sequence, float64 [num_sequences].
     """
 
-    places: torch.Tensor
+    logit_positions: torch.Tensor
     targets: torch.Tensor
     sequence: torch.Tensor
     logps: torch.Tensor
     advantages: torch.Tensor
 
 
-def batches(groups: Sequence[RolloutGroup], max_tokens: int, *, with_all: bool) -> Iterator[RolloutBatch]:
+def pack_microbatches(
+    groups: Sequence[RolloutGroup], max_tokens: int, *, with_all: bool
+) -> Iterator[RolloutMicrobatch]:
     """Yield the completions of groups in microbatches. Local.
 
     Args:
@@ -90,40 +94,40 @@ def batches(groups: Sequence[RolloutGroup], max_tokens: int, *, with_all: bool) 
     num_tokens = 0
     for group in groups:
         for i, completion in enumerate(group.completions):
-            if group.masked[i] or not (with_all or group.advantages[i]):
+            if group.excluded[i] or not (with_all or group.advantages[i]):
                 continue
             length = len(group.prompt) + len(completion)
             if chosen and num_tokens + length > max_tokens:
-                yield _batch(chosen)
+                yield _pack_microbatch(chosen)
                 chosen, num_tokens = [], 0
             chosen.append((group, i))
             num_tokens += length
     if chosen:
-        yield _batch(chosen)
+        yield _pack_microbatch(chosen)
 
 
-def _batch(chosen: Sequence[tuple[RolloutGroup, int]]) -> RolloutBatch:
-    tokens, places, targets, sequence, lengths = [], [], [], [], []
+def _pack_microbatch(chosen: Sequence[tuple[RolloutGroup, int]]) -> RolloutMicrobatch:
+    tokens, logit_positions, targets, sequence, lengths = [], [], [], [], []
     begin = 0
     for number, (group, i) in enumerate(chosen):
-        own = [*group.prompt, *group.completions[i]]
-        tokens += own
-        places.append(np.arange(len(group.prompt) - 1, len(own) - 1) + begin)
+        sequence_tokens = [*group.prompt, *group.completions[i]]
+        tokens += sequence_tokens
+        logit_positions.append(np.arange(len(group.prompt) - 1, len(sequence_tokens) - 1) + begin)
         targets += group.completions[i]
         sequence.append(np.full(len(group.completions[i]), number))
-        lengths.append(len(own))
-        begin += len(own)
+        lengths.append(len(sequence_tokens))
+        begin += len(sequence_tokens)
     inputs = {
         "input_ids": torch.tensor([tokens]),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        **bounds_of(lengths),
+        **flash_attention_kwargs(lengths),
     }
-    return RolloutBatch(
+    return RolloutMicrobatch(
         inputs,
         len(targets),
         begin,
         np.array(sorted({group.prompt_index for group, _ in chosen})),
-        places=torch.from_numpy(np.concatenate(places)),
+        logit_positions=torch.from_numpy(np.concatenate(logit_positions)),
         targets=torch.tensor(targets),
         sequence=torch.from_numpy(np.concatenate(sequence)),
         logps=torch.from_numpy(np.concatenate([group.logps[i] for group, i in chosen])),

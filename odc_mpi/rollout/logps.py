@@ -14,7 +14,7 @@ from torch import nn
 #: Elements of the logits that exist at once, float32: 256 MiB.
 MAX_ELEMENTS = 1 << 26
 #: Settings of models that change logits behind the head.
-_BEHIND_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 
 
 class TokenLogps(torch.autograd.Function):
@@ -74,29 +74,29 @@ def _parts(count: int, vocab_size: int) -> Iterator[slice]:
 
 
 def token_logps(
-    module: Any, inputs: dict[str, Any], places: torch.Tensor, targets: torch.Tensor, temperature: float
+    module: Any, inputs: dict[str, Any], logit_positions: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """Return the log-probabilities of tokens under a model, float32 [K]. One-sided, on a sharded model's module.
 
     Args:
         module: A causal language model of transformers; of a sharded model its `module`.
         inputs: Its arguments, of one row.
-        places: Whose logits predict the tokens, int64 [K].
+        logit_positions: Whose logits predict the tokens, int64 [K].
         targets: The tokens, int64 [K].
         temperature: What logits are divided by.
     """
     head = module.get_output_embeddings()
-    if type(head) is nn.Linear and not any(getattr(module.config, name, None) for name in _BEHIND_THE_HEAD):
-        with _in_place_of(head, targets, temperature):
-            found: torch.Tensor = module(**inputs, logits_to_keep=places).logits[0, :, 0]
+    if type(head) is nn.Linear and not any(getattr(module.config, name, None) for name in _LOGIT_TRANSFORMS):
+        with _replaced_head(head, targets, temperature):
+            found: torch.Tensor = module(**inputs, logits_to_keep=logit_positions).logits[0, :, 0]
             return found
     # What the model does to logits behind the head is not known here, nor what an adapted head is.
-    logits = module(**inputs, logits_to_keep=places).logits[0].float() / temperature
+    logits = module(**inputs, logits_to_keep=logit_positions).logits[0].float() / temperature
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
 @contextmanager
-def _in_place_of(head: nn.Linear, targets: torch.Tensor, temperature: float) -> Iterator[None]:
+def _replaced_head(head: nn.Linear, targets: torch.Tensor, temperature: float) -> Iterator[None]:
     """Have a head return the log-probabilities of tokens in place of logits in the enclosed forward. Local."""
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:

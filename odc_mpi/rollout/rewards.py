@@ -25,55 +25,57 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.errors import UserError, in_one_line, warn
+from odc_mpi.errors import UserError, one_line_message, warn
 from odc_mpi.rollout import builtin_rewards
 
-RewardFunction = Callable[..., Sequence[float | None]]
+RewardCallable = Callable[..., Sequence[float | None]]
 #: Added to the deviation of a group before dividing by it, as TRL does.
 EPSILON = 1e-4
 
 
 @dataclass(frozen=True)
-class Reward:
+class RewardFunction:
     """A reward function.
 
     Attributes:
         name: Of the function alone, for metrics.
-        place: As the setting names it.
+        spec: As the setting names it.
         function: What it does.
         weight: In the sum of all.
     """
 
     name: str
-    place: str
-    function: RewardFunction
+    spec: str
+    function: RewardCallable
     weight: float
 
 
-class Scored:
+class GroupRewards:
     """The rewards of a prompt group.
 
     Args:
-        each: float64 [functions, completions]; NaN where a function does not apply.
+        per_function: float64 [functions, completions]; NaN where a function does not apply.
         weights: float64 [functions].
         num_failed: Completions that were left out because a function failed.
 
     Attributes:
-        each: As given.
-        total: float64 [completions], the weighted sum; NaN where no function applies.
+        per_function: As given.
+        rewards: float64 [completions], the weighted sum; NaN where no function applies.
         num_failed: As given.
     """
 
-    def __init__(self, each: npt.NDArray[np.float64], weights: npt.NDArray[np.float64], num_failed: int) -> None:
-        self.each, self.num_failed = each, num_failed
-        self.total = np.nansum(each * weights[:, None], axis=0)
-        self.total[np.isnan(each).all(axis=0)] = np.nan
+    def __init__(
+        self, per_function: npt.NDArray[np.float64], weights: npt.NDArray[np.float64], num_failed: int
+    ) -> None:
+        self.per_function, self.num_failed = per_function, num_failed
+        self.rewards = np.nansum(per_function * weights[:, None], axis=0)
+        self.rewards[np.isnan(per_function).all(axis=0)] = np.nan
 
     @property
     def std(self) -> float:
         """The deviation of the rewards that there are, with Bessel's correction; 0 of fewer than two. Local."""
-        there = self.total[~np.isnan(self.total)]
-        return float(there.std(ddof=1)) if len(there) > 1 else 0.0
+        valid = self.rewards[~np.isnan(self.rewards)]
+        return float(valid.std(ddof=1)) if len(valid) > 1 else 0.0
 
     def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
         """Return the rewards less their mean, divided by their deviation if they are to be scaled. Local.
@@ -81,49 +83,49 @@ class Scored:
         Returns:
             float64 [completions]; 0 where there is no reward, and all 0 if all rewards are equal.
         """
-        there = ~np.isnan(self.total)
-        if not there.any() or np.ptp(self.total[there]) == 0:
-            return np.zeros(len(self.total))
-        advantages = self.total - self.total[there].mean()
+        valid = ~np.isnan(self.rewards)
+        if not valid.any() or np.ptp(self.rewards[valid]) == 0:
+            return np.zeros(len(self.rewards))
+        advantages = self.rewards - self.rewards[valid].mean()
         return np.nan_to_num(advantages / (self.std + EPSILON) if scaled else advantages)
 
 
-def find_rewards(places: Sequence[str], weights: Sequence[float] | None) -> list[Reward]:
+def load_reward_functions(specs: Sequence[str], weights: Sequence[float] | None) -> list[RewardFunction]:
     """Import reward functions. Local; runs the code of their modules.
 
     Args:
-        places: Each ``package.module:name``, ``file.py:name`` or the name of a built-in.
+        specs: Each ``package.module:name``, ``file.py:name`` or the name of a built-in.
         weights: Of each; None for 1.
 
     Raises:
         UserError: There is no such function, or its module fails.
     """
-    weights = weights or [1.0] * len(places)
-    found = [
-        Reward(place.rpartition(":")[2], place, _find(place), weight)
-        for place, weight in zip(places, weights, strict=True)
+    weights = weights or [1.0] * len(specs)
+    functions = [
+        RewardFunction(spec.rpartition(":")[2], spec, _load_function(spec), weight)
+        for spec, weight in zip(specs, weights, strict=True)
     ]
-    names = [reward.name for reward in found]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
-        raise UserError(f"rl.reward_funcs: expected functions of different names, got {twice} twice: rename one")
-    return found
+    names = [reward.name for reward in functions]
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate:
+        raise UserError(f"rl.reward_funcs: expected functions of different names, got {duplicate} twice: rename one")
+    return functions
 
 
-def score(
-    rewards: Sequence[Reward],
-    arguments: Mapping[str, Sequence[Any]],
+def compute_rewards(
+    functions: Sequence[RewardFunction],
+    reward_kwargs: Mapping[str, Sequence[Any]],
     prompt: int,
     rank: int,
     *,
     timeout_s: float,
     skip: bool,
-) -> Scored:
+) -> GroupRewards:
     """Call the reward functions for a prompt group. Local.
 
     Args:
-        rewards: The functions.
-        arguments: `prompts`, `completions`, `completion_ids` and columns; each as long as there are completions.
+        functions: The functions.
+        reward_kwargs: `prompts`, `completions`, `completion_ids` and columns; each as long as there are completions.
         prompt: Number of the prompt, for messages.
         rank: Of this rank, for messages.
         timeout_s: Seconds that a function may take.
@@ -132,21 +134,21 @@ def score(
     Raises:
         UserError: A function raises, takes too long, or does not return a number or None for each completion.
     """
-    count = len(arguments["completions"])
-    each, failed = np.full((len(rewards), count), np.nan), np.zeros(count, dtype=np.bool_)
-    for row, reward in enumerate(rewards):
+    count = len(reward_kwargs["completions"])
+    per_function, failed = np.full((len(functions), count), np.nan), np.zeros(count, dtype=np.bool_)
+    for row, reward in enumerate(functions):
         try:
-            each[row] = _call(reward, arguments, count, timeout_s)
+            per_function[row] = _call(reward, reward_kwargs, count, timeout_s)
         except _FailedError as error:
-            told = f"reward function {reward.place}, prompt {prompt}, rank {rank}: {error}"
+            message = f"reward function {reward.spec}, prompt {prompt}, rank {rank}: {error}"
             if not skip:
-                raise UserError(f"{told}; to leave such completions out: rl.skip_failed_rewards") from error
-            warn(f"WARNING: {told}: left out")
+                raise UserError(f"{message}; to leave such completions out: rl.skip_failed_rewards") from error
+            warn(f"WARNING: {message}: left out")
             if error.values is not None:
-                each[row] = error.values
+                per_function[row] = error.values
             failed |= True if error.failed is None else error.failed
-    each[:, failed] = np.nan
-    return Scored(each, np.array([reward.weight for reward in rewards]), int(failed.sum()))
+    per_function[:, failed] = np.nan
+    return GroupRewards(per_function, np.array([reward.weight for reward in functions]), int(failed.sum()))
 
 
 class _FailedError(Exception):
@@ -160,28 +162,28 @@ class _FailedError(Exception):
 
 
 def _call(
-    reward: Reward, arguments: Mapping[str, Sequence[Any]], count: int, timeout_s: float
+    reward: RewardFunction, reward_kwargs: Mapping[str, Sequence[Any]], count: int, timeout_s: float
 ) -> npt.NDArray[np.float64]:
     try:
-        with _limited(timeout_s):
-            found = _listed(reward.function(**_wanted(reward.function, arguments)), count)
+        with _time_limit(timeout_s):
+            found = _to_list(reward.function(**_accepted_kwargs(reward.function, reward_kwargs)), count)
     except _ExpiredError as error:
         raise _FailedError(f"expected an answer within rl.reward_timeout_s, {timeout_s:g} s, got none") from error
     except _FailedError:
         raise
     except (Exception, SystemExit) as error:
-        raise _FailedError(f"it raised {type(error).__name__}: {in_one_line(error)}") from error
+        raise _FailedError(f"it raised {type(error).__name__}: {one_line_message(error)}") from error
     values = np.array([_number(value) for value in found])
     wrong = np.array([value is not None for value in found]) & ~np.isfinite(values)
     if wrong.any():
         first = int(wrong.argmax())
-        shown = " ".join(repr(found[first]).split())
-        message = f"expected finite numbers or None, got {shown} for completion {first}"
+        text = " ".join(repr(found[first]).split())
+        message = f"expected finite numbers or None, got {text} for completion {first}"
         raise _FailedError(message, values, wrong)
     return values
 
 
-def _listed(found: Any, count: int) -> list[Any]:
+def _to_list(found: Any, count: int) -> list[Any]:
     """Return the answer of a function, a list or an array, as a list."""
     if isinstance(found, (str, bytes, Mapping, Set)) or not hasattr(found, "__len__") or getattr(found, "ndim", 1) == 0:
         raise _FailedError(f"expected a list of {count} numbers, got {type(found).__name__}")
@@ -197,15 +199,15 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _wanted(function: RewardFunction, arguments: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+def _accepted_kwargs(function: RewardCallable, reward_kwargs: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """Return the arguments that a function takes; all if it cannot be asked."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return dict(arguments)
+        return dict(reward_kwargs)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(arguments)
-    return {name: value for name, value in arguments.items() if name in parameters}
+        return dict(reward_kwargs)
+    return {name: value for name, value in reward_kwargs.items() if name in parameters}
 
 
 class _ExpiredError(BaseException):
@@ -213,7 +215,7 @@ class _ExpiredError(BaseException):
 
 
 @contextmanager
-def _limited(timeout_s: float) -> Iterator[None]:
+def _time_limit(timeout_s: float) -> Iterator[None]:
     """Raise _ExpiredError in the enclosed code after some seconds, where a signal may: in the main thread.
 
     Raised again each second, should the code catch all there is.
@@ -243,22 +245,22 @@ def _limited(timeout_s: float) -> Iterator[None]:
         raise _ExpiredError
 
 
-def _find(place: str) -> RewardFunction:
-    module_name, colon, name = place.rpartition(":")
+def _load_function(spec: str) -> RewardCallable:
+    module_name, colon, name = spec.rpartition(":")
     if not colon:
-        if place not in builtin_rewards.REWARDS:
+        if spec not in builtin_rewards.REWARDS:
             known = ", ".join(builtin_rewards.REWARDS)
             raise UserError(
-                f"rl.reward_funcs: expected package.module:name, file.py:name or one of {known}, got {place!r}"
+                f"rl.reward_funcs: expected package.module:name, file.py:name or one of {known}, got {spec!r}"
             )
-        return builtin_rewards.REWARDS[place]
+        return builtin_rewards.REWARDS[spec]
     try:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # whatever somebody's module does
         raise UserError(
-            f"rl.reward_funcs: {module_name!r} cannot be imported: {type(error).__name__}: {in_one_line(error)}"
+            f"rl.reward_funcs: {module_name!r} cannot be imported: {type(error).__name__}: {one_line_message(error)}"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):

@@ -21,16 +21,16 @@ import torch
 import transformers
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from odc_mpi.models.decoding import Prompt, decoding
+from odc_mpi.models.decoding import Prompt, generation_mode
 
 #: Elements of which a distribution is summed up at once, in float64.
 _MAX_ELEMENTS = 1 << 24
 #: With fewer rows than this a decode step takes about as long as with half of them.
-_LEAST_ROWS = 16
+_MIN_ROWS = 16
 
 
 @dataclass(frozen=True)
-class GroupSampling:
+class RolloutSamplingParams:
     """How the completions of prompts are drawn.
 
     Attributes:
@@ -52,7 +52,7 @@ class GroupSampling:
     step: int = 0
 
 
-class Completions(NamedTuple):
+class PromptCompletions(NamedTuple):
     """The completions of a prompt.
 
     Attributes:
@@ -69,19 +69,19 @@ class Completions(NamedTuple):
 
 
 #: Called with the position of a prompt among those that are decoded, as soon as its last completion has ended.
-Deliver = Callable[[int, Completions], None]
+OnPromptDone = Callable[[int, PromptCompletions], None]
 
 
 #: What generates: `sample`, or an inference engine; takes the arguments of `sample`.
-Sample = Callable[[Any, Sequence[Prompt], GroupSampling, Deliver, Callable[[int], None]], None]
+SampleFn = Callable[[Any, Sequence[Prompt], RolloutSamplingParams, OnPromptDone, Callable[[int], None]], None]
 
 
 def sample(
     module: transformers.PreTrainedModel,
     prompts: Sequence[Prompt],
-    sampling: GroupSampling,
-    deliver: Deliver,
-    progress: Callable[[int], None] = lambda token: None,
+    sampling: RolloutSamplingParams,
+    on_prompt_done: OnPromptDone,
+    on_token: Callable[[int], None] = lambda token: None,
 ) -> None:
     """Draw completions of prompts in one decode batch. Local; one-sided if the module is that of a sharded model.
 
@@ -90,30 +90,30 @@ def sample(
             the longest prompt and `max_completion_length` more.
         prompts: To continue, at least one.
         sampling: How.
-        deliver: Gets the completions of each prompt.
-        progress: Called with the number of each token of all completions before it is drawn, from 1.
+        on_prompt_done: Gets the completions of each prompt.
+        on_token: Called with the number of each token of all completions before it is drawn, from 1.
     """
     tokens, mask = _padded(prompts)
-    drawing = _Drawing(prompts, sampling, deliver, progress)
+    sampler = _TokenSampler(prompts, sampling, on_prompt_done, on_token)
     cache = transformers.DynamicCache(config=module.config.get_text_config(decoder=True))
-    with decoding(module) as decode:
+    with generation_mode(module) as decode:
         if tokens.shape[1] > 1:
             # Once for all completions of a prompt: all of it but the last token, with which `generate` begins.
-            begun = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
-            decode(tokens[:, :-1], mask[:, :-1], begun, cache=cache)
+            prefill_settings = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+            decode(tokens[:, :-1], mask[:, :-1], prefill_settings, cache=cache)
             cache.batch_repeat_interleave(sampling.num_generations)
         tokens, mask = (each.repeat_interleave(sampling.num_generations, 0) for each in (tokens, mask))
-        while len(drawing.rows):
-            num_left = sampling.max_completion_length - drawing.num_drawn
+        while len(sampler.rows):
+            num_left = sampling.max_completion_length - sampler.num_sampled
             found = decode(
                 tokens,
                 mask,
                 {"max_new_tokens": num_left, "do_sample": False, "pad_token_id": 0},
                 cache=cache,
-                logits_processor=LogitsProcessorList([drawing]),
-                stopping_criteria=StoppingCriteriaList([_Stop(drawing)]),
+                logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=StoppingCriteriaList([_StopWhenCompactable(sampler)]),
             )
-            left = drawing.leave_done_out()
+            left = sampler.drop_finished_rows()
             cache.batch_select_indices(left.to(module.device))
             added = found.shape[1] - tokens.shape[1]
             tokens = found.cpu()[left]
@@ -131,7 +131,7 @@ def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, mask
 
 
-class _Drawing(LogitsProcessor):
+class _TokenSampler(LogitsProcessor):
     """Draws each row's next token, which it leaves as the only one that is possible.
 
     A row is a completion; those of a prompt are one after the other.
@@ -139,23 +139,23 @@ class _Drawing(LogitsProcessor):
     Attributes:
         rows: That are decoded now, int64 on the host.
         done: Of each of them, whether it has ended.
-        num_drawn: Tokens of the rows that are not done.
+        num_sampled: Tokens of the rows that are not done.
     """
 
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        sampling: GroupSampling,
-        deliver: Deliver,
-        progress: Callable[[int], None],
+        sampling: RolloutSamplingParams,
+        on_prompt_done: OnPromptDone,
+        on_token: Callable[[int], None],
     ) -> None:
-        self._sampling, self._deliver, self._progress = sampling, deliver, progress
+        self._sampling, self._on_prompt_done, self._on_token = sampling, on_prompt_done, on_token
         count, length = len(prompts) * sampling.num_generations, sampling.max_completion_length
         self.rows = torch.arange(count)
         self.done = torch.zeros(count, dtype=torch.bool)
-        self.num_drawn = 0
-        most = max(len(prompt.stop) for prompt in prompts)
-        stop = torch.tensor([[*prompt.stop, *[-1] * (most - len(prompt.stop))] for prompt in prompts])
+        self.num_sampled = 0
+        max_length = max(len(prompt.stop) for prompt in prompts)
+        stop = torch.tensor([[*prompt.stop, *[-1] * (max_length - len(prompt.stop))] for prompt in prompts])
         self._stop = stop.to(torch.int64).repeat_interleave(sampling.num_generations, 0)
         self._tokens = torch.zeros(count, length, dtype=torch.int64)
         self._logps = torch.zeros(count, length)
@@ -176,50 +176,50 @@ class _Drawing(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores of which the drawn token's alone is finite. Local."""
         if not self.done.all():
-            self._progress(self.num_drawn + 1)
-            drawn = self._draw(scores)
-            scores.fill_(-torch.inf).scatter_(1, drawn.to(scores.device)[:, None], 0.0)
+            self._on_token(self.num_sampled + 1)
+            sampled = self._sample_tokens(scores)
+            scores.fill_(-torch.inf).scatter_(1, sampled.to(scores.device)[:, None], 0.0)
         return scores
 
-    def may_end(self) -> bool:
+    def should_compact(self) -> bool:
         """Tell whether enough rows are done to go on without them. Local."""
         left = len(self.done) - int(self.done.sum())
-        return 2 * left <= len(self.done) and (not left or len(self.done) >= _LEAST_ROWS)
+        return 2 * left <= len(self.done) and (not left or len(self.done) >= _MIN_ROWS)
 
-    def leave_done_out(self) -> torch.Tensor:
+    def drop_finished_rows(self) -> torch.Tensor:
         """Take rows that are done away; return the places of the others among those that were decoded. Local."""
         left = torch.nonzero(~self.done)[:, 0]
         self.rows, self.done = self.rows[left], self.done[left]
         return left
 
-    def _draw(self, scores: torch.Tensor) -> torch.Tensor:
+    def _sample_tokens(self, scores: torch.Tensor) -> torch.Tensor:
         """Draw for all rows that are not done; others get token 0, which nobody looks at."""
-        drawn = torch.zeros(len(self.rows), dtype=torch.int64)
-        for places in torch.nonzero(~self.done)[:, 0].split(max(1, _MAX_ELEMENTS // scores.shape[1])):
-            rows = self.rows[places]
-            own = scores if len(places) == len(scores) else scores[places.to(scores.device)]
-            drawn[places], self._logps[rows, self.num_drawn], entropies = self._draw_rows(own, rows)
+        sampled = torch.zeros(len(self.rows), dtype=torch.int64)
+        for positions in torch.nonzero(~self.done)[:, 0].split(max(1, _MAX_ELEMENTS // scores.shape[1])):
+            rows = self.rows[positions]
+            scores_of_rows = scores if len(positions) == len(scores) else scores[positions.to(scores.device)]
+            sampled[positions], self._logps[rows, self.num_sampled], entropies = self._sample_rows(scores_of_rows, rows)
             self._entropy[rows] += entropies.double()
         rows = self.rows[~self.done]
-        tokens = drawn[~self.done]
-        self._tokens[rows, self.num_drawn] = tokens
-        self.num_drawn += 1
-        self._lengths[rows] = self.num_drawn
+        tokens = sampled[~self.done]
+        self._tokens[rows, self.num_sampled] = tokens
+        self.num_sampled += 1
+        self._lengths[rows] = self.num_sampled
         self._stopped[rows] = (tokens[:, None] == self._stop[rows]).any(1)
-        before, is_last = self.done, self.num_drawn == self._sampling.max_completion_length
+        before, is_last = self.done, self.num_sampled == self._sampling.max_completion_length
         self.done = self._stopped[self.rows] | is_last
         for row in self.rows[self.done & ~before].tolist():
             self._end(row)
-        return drawn
+        return sampled
 
-    def _draw_rows(self, scores: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _sample_rows(self, scores: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens, their log-probabilities and the entropies, each [rows] on the host."""
         logps = torch.log_softmax(scores.float() / (self._sampling.temperature or 1.0), -1)
         probabilities = logps.exp()
         entropies = -(probabilities * logps.clamp(min=torch.finfo(logps.dtype).min)).sum(-1)
         if self._sampling.temperature:
-            uniforms = torch.from_numpy(self._uniforms[rows.numpy(), self.num_drawn]).to(scores.device)
-            tokens = _inverse(_kept(probabilities, self._sampling), uniforms)
+            uniforms = torch.from_numpy(self._uniforms[rows.numpy(), self.num_sampled]).to(scores.device)
+            tokens = _inverse_cdf(_truncate_distribution(probabilities, self._sampling), uniforms)
         else:
             tokens = logps.argmax(-1)
         return tokens.cpu(), logps.gather(1, tokens[:, None])[:, 0].cpu(), entropies.cpu()
@@ -230,39 +230,45 @@ class _Drawing(LogitsProcessor):
         group = row // count
         self._missing[group] -= 1
         if not self._missing[group]:
-            own = slice(group * count, (group + 1) * count)
-            lengths = self._lengths[own].tolist()
-            tokens = [each[:length].tolist() for each, length in zip(self._tokens[own], lengths, strict=True)]
-            logps = [each[:length].numpy().copy() for each, length in zip(self._logps[own], lengths, strict=True)]
-            stopped: list[bool] = self._stopped[own].tolist()
-            self._deliver(group, Completions(tokens, logps, stopped, sum(self._entropy[own].tolist())))
+            completion_rows = slice(group * count, (group + 1) * count)
+            lengths = self._lengths[completion_rows].tolist()
+            tokens = [
+                each[:length].tolist() for each, length in zip(self._tokens[completion_rows], lengths, strict=True)
+            ]
+            logps = [
+                each[:length].numpy().copy() for each, length in zip(self._logps[completion_rows], lengths, strict=True)
+            ]
+            stopped: list[bool] = self._stopped[completion_rows].tolist()
+            self._on_prompt_done(
+                group, PromptCompletions(tokens, logps, stopped, sum(self._entropy[completion_rows].tolist()))
+            )
 
 
-class _Stop(StoppingCriteria):
+class _StopWhenCompactable(StoppingCriteria):
     """Ends `generate` when all rows are done, or enough of them to go on without these."""
 
-    def __init__(self, drawing: _Drawing) -> None:
-        self._drawing = drawing
+    def __init__(self, sampler: _TokenSampler) -> None:
+        self._sampler = sampler
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return of each row whether it is done. Local."""
-        done = self._drawing.done
-        return (torch.ones_like(done) if self._drawing.may_end() else done).to(input_ids.device)
+        done = self._sampler.done
+        return (torch.ones_like(done) if self._sampler.should_compact() else done).to(input_ids.device)
 
 
-def _kept(probabilities: torch.Tensor, sampling: GroupSampling) -> torch.Tensor:
+def _truncate_distribution(probabilities: torch.Tensor, sampling: RolloutSamplingParams) -> torch.Tensor:
     """Return the probabilities, float64, with 0 for tokens that are not to be drawn."""
-    kept = probabilities.double()
-    if 0 < sampling.top_k < kept.shape[1]:
-        kept = kept.masked_fill(kept < kept.topk(sampling.top_k).values[:, -1:], 0.0)
+    truncated = probabilities.double()
+    if 0 < sampling.top_k < truncated.shape[1]:
+        truncated = truncated.masked_fill(truncated < truncated.topk(sampling.top_k).values[:, -1:], 0.0)
     if sampling.top_p < 1:
-        ordered, indices = kept.sort(-1, descending=True)
+        ordered, indices = truncated.sort(-1, descending=True)
         before = (ordered.cumsum(-1) - ordered) / ordered.sum(-1, keepdim=True)
-        kept = torch.zeros_like(kept).scatter(1, indices, ordered.masked_fill(before >= sampling.top_p, 0.0))
-    return kept
+        truncated = torch.zeros_like(truncated).scatter(1, indices, ordered.masked_fill(before >= sampling.top_p, 0.0))
+    return truncated
 
 
-def _inverse(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def _inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Return the token of each row at which the sum of probabilities passes a uniform number's share."""
     sums = probabilities.cumsum(-1)
     tokens = torch.searchsorted(sums, (uniforms * sums[:, -1])[:, None], right=True)[:, 0]

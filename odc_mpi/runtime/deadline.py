@@ -28,19 +28,19 @@ class Watchdog(Generic[W]):
     Args:
         timeout_s: Seconds that one wait may last.
         on_expiry: Called from the watchdog's thread with the description of the wait; expected to end the process.
-        on_look: Called from the watchdog's thread at each check, at least once a second, until a wait has expired.
+        on_poll: Called from the watchdog's thread at each check, at least once a second, until a wait has expired.
     """
 
     def __init__(
-        self, timeout_s: float, on_expiry: Callable[[W], None], on_look: Callable[[], None] = lambda: None
+        self, timeout_s: float, on_expiry: Callable[[W], None], on_poll: Callable[[], None] = lambda: None
     ) -> None:
         self.timeout_s = timeout_s
         self._on_expiry = on_expiry
-        self._on_look = on_look
+        self._on_poll = on_poll
         self._waits: dict[int, tuple[float, W]] = {}
         self._tokens = itertools.count()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="odc_mpi-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="odc_mpi-watchdog", daemon=True)
         self._thread.start()
 
     @contextmanager
@@ -57,10 +57,10 @@ class Watchdog(Generic[W]):
         """Stop the watchdog. Local; a second call does nothing."""
         self._closed.set()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         # A tenth of the deadline is precise enough and costs nothing: this thread wakes at most twenty times a second.
         while not self._closed.wait(min(1.0, max(0.05, self.timeout_s / 10))):
-            self._on_look()
+            self._on_poll()
             now = time.monotonic()
             # A copy: other threads add and remove waits while this one looks.
             late = [wait for deadline, wait in list(self._waits.values()) if now > deadline]
@@ -70,21 +70,21 @@ class Watchdog(Generic[W]):
 
 
 def wait_until(
-    holds: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None, patience_s: float = math.inf
+    condition: Callable[[], bool], poll: Callable[[], object] = lambda: None, patience_s: float = math.inf
 ) -> bool:
     """Poll until a condition holds, or patience is at its end. Local.
 
     Args:
-        holds: Returns whether the condition holds, such as `Test` of a request of MPI.
-        meanwhile: Called again and again.
+        condition: Returns whether the condition holds, such as `Test` of a request of MPI.
+        poll: Called again and again.
         patience_s: The most seconds; by default any.
 
     Returns:
         Whether the condition holds.
     """
     start = time.perf_counter()
-    while not holds():
-        meanwhile()
+    while not condition():
+        poll()
         passed = time.perf_counter() - start
         if passed > patience_s:
             return False

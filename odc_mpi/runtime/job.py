@@ -18,22 +18,22 @@ from mpi4py import MPI
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.abort import abort, install_excepthooks
 from odc_mpi.runtime.deadline import Watchdog
-from odc_mpi.runtime.lateness import Status, Wait, compare, say_late, say_status, stranded
-from odc_mpi.runtime.library import any_thread_may_call, library_name, thread_level
-from odc_mpi.runtime.memory import startup_memory, unlink
+from odc_mpi.runtime.lateness import PendingWait, Status, compare, format_late_ranks, format_status, stranded
+from odc_mpi.runtime.library import has_thread_serialized, library_name, thread_level
+from odc_mpi.runtime.memory import startup_shm_names, unlink
 from odc_mpi.runtime.progress import Progress
 from odc_mpi.runtime.start.pmi import check_launcher
 from odc_mpi.runtime.status import StatusWindow
 
 #: Seconds between the two readings of the other ranks, more than twice the longest pause of a watchdog. A rank without
 #: a heartbeat in this time is stopped or dead, and waits that began together with this one have expired, too.
-SIGN_OF_LIFE_S = 2.5
+HEARTBEAT_S = 2.5
 #: One message is enough: a rank gives a lower rank that is about to end the job so many seconds to do so.
-GIVE_WAY_S = 5.0
+ABORT_DELAY_S = 5.0
 
 
 class Job:
-    """The life of a job. Local to make; `show` and `hide` are collective.
+    """The life of a job. Local to make; `show` and `free_status_window` are collective.
 
     Args:
         timeout_s: Seconds that any single wait for another rank may last.
@@ -54,29 +54,29 @@ class Job:
         try:
             check_launcher(library_name(MPI.Get_library_version()), MPI.COMM_WORLD.Get_size())
         except UserError:
-            unlink(startup_memory())  # this process's own, as MPI sees no other
+            unlink(startup_shm_names())  # this process's own, as MPI sees no other
             raise
         self.rank = MPI.COMM_WORLD.Get_rank()
         self.num_windows = 0
         self.progress = Progress()
         self.status: StatusWindow | None = None
         self._limit = limit
-        self._main_thread_only = not any_thread_may_call()
+        self._main_thread_only = not has_thread_serialized()
         self._hosts: Sequence[str] = ()
-        self.watchdog = Watchdog(timeout_s, self._expired, self._beat)
+        self.watchdog = Watchdog(timeout_s, self._expired, self._heartbeat)
         install_excepthooks()
 
-    def show(self, comm: MPI.Intracomm, hosts: Sequence[str]) -> None:
+    def open_status_window(self, comm: MPI.Intracomm, hosts: Sequence[str]) -> None:
         """Let the ranks read each other's status from now on. Collective."""
         self.rank, self._hosts = comm.Get_rank(), hosts
         self.status = StatusWindow(comm)
 
-    def note(self, what: str, microbatch: int = 0) -> None:
+    def set_status(self, what: str, microbatch: int = 0) -> None:
         """See `World.note`. Local."""
         if self.status is not None:
             self.status.page.write(what, microbatch)
 
-    def watch(self, wait: Wait) -> AbstractContextManager[None]:
+    def watch(self, wait: PendingWait) -> AbstractContextManager[None]:
         """Give the enclosed wait, or any other use of MPI, a deadline. Local.
 
         Raises:
@@ -100,15 +100,15 @@ class Job:
         """
         number = 0
         if among is None and self.status is not None:
-            number = self.status.page.arrive(what)
+            number = self.status.page.enter_collective(what)
         else:
-            self.note(what)
-        with self.watch(Wait(what, meeting=number, among=among)):
+            self.set_status(what)
+        with self.watch(PendingWait(what, collective=number, among=among)):
             yield
-        self.note(f"after {what}")
+        self.set_status(f"after {what}")
 
     @contextmanager
-    def leaving(self) -> Iterator[Callable[[], None]]:
+    def finalizing(self) -> Iterator[Callable[[], None]]:
         """Enclose the wait in the last collective operation of all ranks. Local, but for what it encloses.
 
         Yields:
@@ -116,11 +116,11 @@ class Job:
             join. One-sided.
         """
         assert self.status is not None
-        self.status.page.leaving = True
+        self.status.page.finalizing = True
         with self.arrival("leaving"):
             yield self._check_stranded
 
-    def hide(self) -> None:
+    def free_status_window(self) -> None:
         """Free the status window; nobody is named any more. Collective."""
         status, self.status = self.status, None
         assert status is not None
@@ -134,34 +134,34 @@ class Job:
         status = self.status
         assert status is not None
         peers = status.read()
-        waiting = stranded(status.page.num_meetings, peers)
+        waiting = stranded(status.page.num_collectives, peers)
         if waiting:
-            status.page.speak()
+            status.page.announce_abort()
             rank = waiting[0]
-            them = say_status(rank, self._hosts[rank], peers[rank], time.time())
-            self._end(f"has left while others wait for it: {them}", peers)
+            them = format_status(rank, self._hosts[rank], peers[rank], time.time())
+            self._abort(f"has left while others wait for it: {them}", peers)
 
-    def _expired(self, wait: Wait) -> None:
+    def _expired(self, wait: PendingWait) -> None:
         """End the job because a wait has outlasted its deadline. Called from the watchdog's thread; does not return."""
         late = "another rank is late, stuck or dead"
         peers: Mapping[int, Status | None] = {}
         status = self.status
         if status is not None:
-            status.page.speak()
+            status.page.announce_abort()
             first = status.read()
-            time.sleep(SIGN_OF_LIFE_S)
+            time.sleep(HEARTBEAT_S)
             peers = status.read()
-            late = say_late(wait, compare(first, peers), self._hosts, time.time())
+            late = format_late_ranks(wait, compare(first, peers), self._hosts, time.time())
         waited = f"waited more than {self.watchdog.timeout_s:g} s while {wait.what}"
-        self._end(f"{waited}: {late}; the limit is {self._limit}", peers)
+        self._abort(f"{waited}: {late}; the limit is {self._limit}", peers)
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         """Called from the watchdog's thread."""
-        status = self.status  # `hide` takes it away in another thread
+        status = self.status  # `free_status_window` takes it away in another thread
         if status is not None:
-            status.page.beat()
+            status.page.heartbeat()
 
-    def _end(self, message: str, peers: Mapping[int, Status | None]) -> None:
-        if any(status and status.speaking for rank, status in peers.items() if rank < self.rank):
-            time.sleep(GIVE_WAY_S)
+    def _abort(self, message: str, peers: Mapping[int, Status | None]) -> None:
+        if any(status and status.aborting for rank, status in peers.items() if rank < self.rank):
+            time.sleep(ABORT_DELAY_S)
         abort(f"rank {self.rank} on {MPI.Get_processor_name()} {message}")

@@ -39,11 +39,11 @@ def thread_level() -> str:
     return _THREAD_LEVELS[MPI.Query_thread()]
 
 
-def threads_may_call_together() -> bool:
+def has_thread_multiple() -> bool:
     """Tell whether threads may call MPI at the same time. Local."""
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-def any_thread_may_call() -> bool:
+def has_thread_serialized() -> bool:
     """Tell whether other threads than the main one may call MPI, one at a time at least. Local."""
     return MPI.Query_thread() >= MPI.THREAD_SERIALIZED

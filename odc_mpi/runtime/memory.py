@@ -22,26 +22,26 @@ def available_bytes() -> int:
 
     What cannot be told, as on another system than Linux, is no limit. Local.
     """
-    return max(0, min([_of_host(), *_of_control_groups()]))
+    return max(0, min([_host_available_bytes(), *_cgroup_available_bytes()]))
 
 
-def _of_host() -> int:
+def _host_available_bytes() -> int:
     lines = _read(Path("/proc/meminfo")).splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), sys.maxsize)
 
 
-def _of_control_groups() -> Iterator[int]:
+def _cgroup_available_bytes() -> Iterator[int]:
     """Yield what is left below the limit of each group that this process is in."""
     for line in _read(Path("/proc/self/cgroup")).splitlines() or ["0::/"]:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _left(CGROUPS, path, ("memory.max", "memory.current", "inactive_file"))
+            yield from _bytes_left(CGROUPS, path, ("memory.max", "memory.current", "inactive_file"))
         elif controllers == "memory":
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _left(CGROUPS / controllers, path, names)
+            yield from _bytes_left(CGROUPS / controllers, path, names)
 
 
-def _left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
+def _bytes_left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
     """Yield what is left below the limit of a group, and of those that it is in.
 
     Args:
@@ -67,11 +67,11 @@ def _read(path: Path) -> str:
         return ""
 
 
-def check_room(wanted: int, local_size: int, what: str) -> None:
+def check_shm_capacity(num_bytes: int, local_size: int, what: str) -> None:
     """Check that /dev/shm has room for the windows of this node's ranks. Local.
 
     Args:
-        wanted: Bytes for all ranks of the node together.
+        num_bytes: Bytes for all ranks of the node together.
         local_size: Number of ranks of the node.
         what: Their purpose in words that follow "room for".
 
@@ -85,14 +85,14 @@ def check_room(wanted: int, local_size: int, what: str) -> None:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
         return  # Not every system keeps shared memory there; MPI will find its own place or say so.
-    if wanted > free:
+    if num_bytes > free:
         raise UserError(
-            f"/dev/shm has {free >> 20} MiB free, expected at least {wanted >> 20} MiB as room for {what} of this "
+            f"/dev/shm has {free >> 20} MiB free, expected at least {num_bytes >> 20} MiB as room for {what} of this "
             f"node's {local_size} ranks: enlarge it (docker --shm-size, mount -o remount,size=...) or use more nodes"
         )
 
 
-def startup_memory() -> set[str]:
+def startup_shm_names() -> set[str]:
     """Return the files in /dev/shm that the MPI library made at its start and this rank has mapped. Local.
 
     Their names are mpich_shm_* (MPICH) and sm_segment.* (Open MPI). Windows have no names from the beginning.
@@ -114,21 +114,21 @@ def unlink(names: Iterable[str]) -> None:
             Path(name).unlink()
 
 
-def forget_own_names(comm: "MPI.Intracomm") -> None:
+def unlink_own_startup_shm(comm: "MPI.Intracomm") -> None:
     """Remove the names of the shared memory of MPI's start in a process that is alone: nobody will map it. Local.
 
     Open MPI does not remove them where no launcher started the process, not even in MPI_Finalize.
 
     Args:
-        comm: All ranks of the job; with several this does nothing, see `forget_names`.
+        comm: All ranks of the job; with several this does nothing, see `unlink_startup_shm`.
     """
     if comm.Get_size() == 1:
-        unlink(startup_memory())
+        unlink(startup_shm_names())
 
 
-def forget_names(node_comm: "MPI.Intracomm") -> None:
+def unlink_startup_shm(node_comm: "MPI.Intracomm") -> None:
     """Remove the names of the shared memory that MPI made at its start: nobody else will map it. Collective."""
     # Each has spoken with each of its node, so all have mapped what the library made at its start.
     node_comm.alltoall([None] * node_comm.Get_size())
     # Each of them: one that stood in for all might be killed before it came to it.
-    unlink(set.intersection(*node_comm.allgather(startup_memory())))
+    unlink(set.intersection(*node_comm.allgather(startup_shm_names())))

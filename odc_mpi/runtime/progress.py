@@ -1,4 +1,4 @@
-"""`Progress`: this rank's part in operations of others, done while it waits. Local.
+"""`ProgressSetting`: this rank's part in operations of others, done while it waits. Local.
 
 Every polite wait (`World.wait`, `meet`, `meeting`), every fetch from windows and a progress thread (`comm.progress`)
 call it, so that no rank waits for one that itself only waits.
@@ -26,7 +26,7 @@ class Progress:
         with self._busy:
             self._tasks = tuple(other for other in self._tasks if other != task)
 
-    def serve(self) -> bool:
+    def run_tasks(self) -> bool:
         """Do what is to be done; return whether there was anything. Local; does nothing if another thread is at it."""
         if not self._tasks or not self._busy.acquire(blocking=False):
             return False
@@ -39,4 +39,4 @@ class Progress:
     def poke(self) -> bool:
         """Enter MPI, since over a network nothing arrives or leaves unless somebody does, and `serve`. Local."""
         MPI.COMM_WORLD.Iprobe()
-        return self.serve()
+        return self.run_tasks()

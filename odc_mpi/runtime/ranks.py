@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from odc_mpi.errors import AgreedError, StoppedError, TrainingError, UserError, in_one_line
+from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError, UserError, one_line_message
 from odc_mpi.runtime.start.limits import start_limit
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _STOPPED = 75
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Import without looking for garbage meanwhile, and never look at what was imported again. Local.
 
     torch and transformers make half a million objects that stay for as long as the process. To look through them as
@@ -38,7 +38,7 @@ def no_collections() -> Iterator[None]:
 
 
 @contextmanager
-def start_of_mpi() -> Iterator[None]:
+def mpi_startup() -> Iterator[None]:
     """Enclose the imports that start MPI: within a time limit, and with a clear error without a library. Local."""
     from odc_mpi.runtime.start.pmi import check_before_start
 
@@ -50,11 +50,11 @@ def start_of_mpi() -> Iterator[None]:
             if not re.search(r"cannot load MPI|libmpi", str(error)):
                 raise
             raise UserError(
-                f"no MPI library found ({in_one_line(error)}): pip install 'odc_mpi[mpich]', or load your cluster's"
+                f"no MPI library found ({one_line_message(error)}): pip install 'odc_mpi[mpich]', or load your cluster's"
             ) from error
 
 
-def on_ranks(world: "World", work: Callable[[], object]) -> int:
+def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
     """Run a function on all ranks and return the exit code. Collective; may end the process.
 
     Args:
@@ -67,10 +67,10 @@ def on_ranks(world: "World", work: Callable[[], object]) -> int:
     try:
         work()
     except StoppedError as stopped:
-        code = _tell_stopped(stopped, world.rank)
-    except (AgreedError, TrainingError) as error:
+        code = _report_stopped(stopped, world.rank)
+    except (AllRanksUserError, TrainingError) as error:
         if world.rank == 0:
-            say(error)
+            print_error(error)
         return 2 if isinstance(error, UserError) else 1
     except UserError as error:
         # Met by this rank alone, perhaps: the others may be waiting for it.
@@ -81,7 +81,7 @@ def on_ranks(world: "World", work: Callable[[], object]) -> int:
     return code
 
 
-def _tell_stopped(stopped: StoppedError, rank: int) -> int:
+def _report_stopped(stopped: StoppedError, rank: int) -> int:
     """Say that a run ended as asked, and return the exit code.
 
     A launcher that ends all ranks at the first nonzero exit code would kill slower ranks and pass on their exit code
@@ -99,6 +99,6 @@ def _tell_stopped(stopped: StoppedError, rank: int) -> int:
     return 0 if note else _STOPPED
 
 
-def say(error: object) -> None:
+def print_error(error: object) -> None:
     """Print an error as a line on standard error. Local."""
     print(f"odc-mpi: error: {error}", file=sys.stderr, flush=True)

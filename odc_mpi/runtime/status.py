@@ -23,7 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from odc_mpi.runtime.lateness import Status
-from odc_mpi.runtime.library import memory_model, threads_may_call_together
+from odc_mpi.runtime.library import has_thread_multiple, memory_model
 
 #: Bytes of a slot, and of a rank's page.
 SLOT_BYTES = 256
@@ -32,10 +32,10 @@ PAGE_BYTES = 2 * SLOT_BYTES
 _CHECKSUM = struct.Struct("<I")
 _HEAD = struct.Struct("<QdIIBB")
 MAX_TEXT_BYTES = SLOT_BYTES - _CHECKSUM.size - _HEAD.size
-_LEAVING, _SPEAKING = 1, 2
+_FINALIZING, _ABORTING = 1, 2
 #: Where nothing else drives MPI's progress on a rank that computes, a thread does: seconds between its turns, and calls
 #: in each turn. Enough for the page to be read, and too little to slow the rank down.
-SERVE_S, SERVE_TIMES = 0.5, 3
+POLL_EVERY_S, NUM_POLLS = 0.5, 3
 #: Seconds to wait for the pages: a dead or stopped host never answers.
 READ_GRACE_S = 2.0
 
@@ -47,9 +47,9 @@ class StatusPage:
         memory: Memory of the page, `[PAGE_BYTES]`.
 
     Attributes:
-        num_meetings: Collectives at which this rank has arrived; published, like the flags, with the next `write`.
-        leaving: See `Status`.
-        speaking: See `Status`.
+        num_collectives: Collectives at which this rank has arrived; published, like the flags, with the next `write`.
+        finalizing: See `Status`.
+        aborting: See `Status`.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -57,9 +57,9 @@ class StatusPage:
         self._lock = threading.Lock()
         self._number = 0
         self._last = ("", 0, 0.0)
-        self.num_meetings = 0
-        self.leaving = False
-        self.speaking = False
+        self.num_collectives = 0
+        self.finalizing = False
+        self.aborting = False
 
     def write(self, what: str, microbatch: int = 0) -> None:
         """Publish the activity of this rank. Local."""
@@ -67,21 +67,21 @@ class StatusPage:
             self._last = what, microbatch, time.time()
             self._store()
 
-    def arrive(self, what: str) -> int:
+    def enter_collective(self, what: str) -> int:
         """Publish that this rank has arrived at a collective; return the number of the collective, from 1. Local."""
         with self._lock:
-            self.num_meetings += 1
+            self.num_collectives += 1
             self._last = what, 0, time.time()
             self._store()
-            return self.num_meetings
+            return self.num_collectives
 
-    def speak(self) -> None:
+    def announce_abort(self) -> None:
         """Publish that this rank is about to end the job with a message; its activity stays on the page. Local."""
         with self._lock:
-            self.speaking = True
+            self.aborting = True
             self._store()
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Give a heartbeat: the same status under a new number. Local."""
         with self._lock:
             self._store()
@@ -95,8 +95,8 @@ class StatusPage:
         self._number += 1
         what, microbatch, told_at = self._last
         text = what.encode()[:MAX_TEXT_BYTES]
-        flags = _LEAVING * self.leaving + _SPEAKING * self.speaking
-        record = _HEAD.pack(self._number, told_at, self.num_meetings, microbatch, flags, len(text)) + text
+        flags = _FINALIZING * self.finalizing + _ABORTING * self.aborting
+        record = _HEAD.pack(self._number, told_at, self.num_collectives, microbatch, flags, len(text)) + text
         start = self._number % 2 * SLOT_BYTES
         self._memory[start : start + _CHECKSUM.size + len(record)] = _CHECKSUM.pack(zlib.crc32(record)) + record
 
@@ -118,9 +118,9 @@ def _read_slot(slot: bytes) -> Status | None:
         text,
         microbatch,
         num_meetings,
-        leaving=bool(flags & _LEAVING),
-        speaking=bool(flags & _SPEAKING),
-        told_at=told_at,
+        finalizing=bool(flags & _FINALIZING),
+        aborting=bool(flags & _ABORTING),
+        published_at=told_at,
         number=number,
     )
 
@@ -132,11 +132,11 @@ class StatusWindow:
         page: This rank's, to write.
         memory_model: Memory model of the window; it stands for those of all windows of the library.
         prepare: Called in the thread that reads pages and drives progress, before the thread calls MPI.
-        attentive: Whether a thread enters MPI now and then, so that other ranks can read the page over any network.
+        background_progress: Whether a thread enters MPI now and then, so that other ranks can read the page over any network.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.attentive = True
+        self.background_progress = True
         self.prepare: Callable[[], None] = lambda: None
         self._comm = comm
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
@@ -152,9 +152,9 @@ class StatusWindow:
         self._unanswered: list[np.ndarray] = []
         # Reading has a thread of its own: asking a dead host may not come back.
         self._readings: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="odc_mpi-status", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="odc_mpi-status", daemon=True)
         # Else the only thread that may call MPI at that moment is the one that waits: nobody can be read.
-        if threads_may_call_together():
+        if has_thread_multiple():
             self._thread.start()
         # The first Get from a peer sets up a connection, which has to be there before the peer is in trouble.
         comm.Barrier()
@@ -167,8 +167,8 @@ class StatusWindow:
         reading = _Reading(dict.fromkeys(others), time.monotonic() + READ_GRACE_S)
         if self._thread.is_alive():
             self._readings.put(reading)
-            reading.done.wait(READ_GRACE_S + 0.5)
-        return dict(reading.found)
+            reading.is_done.wait(READ_GRACE_S + 0.5)
+        return dict(reading.status)
 
     def free(self) -> None:
         """Free the window; later writes to `page` have no effect. Collective."""
@@ -182,30 +182,30 @@ class StatusWindow:
         self._win.Free()
         self._win = None
 
-    def _serve(self) -> None:
+    def _run(self) -> None:
         while True:
             try:
-                reading = self._readings.get(timeout=SERVE_S)
+                reading = self._readings.get(timeout=POLL_EVERY_S)
             except queue.Empty:
-                if self.attentive:
+                if self.background_progress:
                     self.prepare()
-                    self._serve_others()
+                    self._poll()
                 continue
             if reading is None:
                 return
             self.prepare()
             self._read(reading)
-            reading.done.set()
+            reading.is_done.set()
 
-    def _serve_others(self) -> None:
+    def _poll(self) -> None:
         """Drive MPI's progress, which a reader on another host needs where the network is not one-sided."""
-        for _ in range(SERVE_TIMES):
+        for _ in range(NUM_POLLS):
             self._comm.Iprobe()
             time.sleep(1e-3)
 
     def _read(self, reading: "_Reading") -> None:
         assert self._win is not None
-        pages = {rank: np.empty(PAGE_BYTES, dtype=np.uint8) for rank in reading.found}
+        pages = {rank: np.empty(PAGE_BYTES, dtype=np.uint8) for rank in reading.status}
         requests: dict[int, MPI.Request] = {}
         while pages and time.monotonic() < reading.deadline:
             for rank, page in list(pages.items()):
@@ -215,7 +215,7 @@ class StatusWindow:
                     del requests[rank]
                     # A torn page is asked for again.
                     if status := read_page(page.tobytes()):
-                        reading.found[rank] = status
+                        reading.status[rank] = status
                         del pages[rank]
             time.sleep(100e-6)
         self._unanswered += pages.values()
@@ -226,11 +226,11 @@ class _Reading:
     """A request to the reading thread.
 
     Attributes:
-        found: The status of each rank; the thread fills it in.
+        status: The status of each rank; the thread fills it in.
         deadline: Time to give up, by the monotonic clock.
-        done: Set when all pages are read or given up.
+        is_done: Set when all pages are read or given up.
     """
 
-    found: dict[int, Status | None]
+    status: dict[int, Status | None]
     deadline: float
-    done: threading.Event = field(default_factory=threading.Event)
+    is_done: threading.Event = field(default_factory=threading.Event)

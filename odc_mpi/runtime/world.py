@@ -1,7 +1,7 @@
 """`World`, the ranks of a job and where they are: communicators, ranks, nodes; the whole job, or a part of it.
 
 Communication: creating a `World` is collective (a duplicate of the communicator, a split by node). Afterwards a world
-offers the few collectives that happen outside the training step: `agree` and `broadcast` at start-up, `gather_objects`
+offers the few collectives that happen outside the training step: `run_on_all` and `broadcast` at start-up, `gather_objects`
 at the end. Every wait in them has a deadline, which `runtime.job` watches for all worlds of a process.
 """
 
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from odc_mpi.errors import AgreedError, UserError, unusable
+from odc_mpi.errors import AllRanksUserError, UserError, file_error
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.job import Job
-from odc_mpi.runtime.lateness import Wait
+from odc_mpi.runtime.lateness import PendingWait
 from odc_mpi.runtime.library import library_name
-from odc_mpi.runtime.memory import check_room, forget_names, forget_own_names
+from odc_mpi.runtime.memory import check_shm_capacity, unlink_own_startup_shm, unlink_startup_shm
 from odc_mpi.runtime.progress import Progress
 from odc_mpi.runtime.start.limits import end_within
 from odc_mpi.runtime.topology import Topology
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 # A part of MPI's start, which the import of mpi4py is: a process need not make a world.
 if MPI.Is_initialized():
-    forget_own_names(MPI.COMM_WORLD)
+    unlink_own_startup_shm(MPI.COMM_WORLD)
 
 T = TypeVar("T")
 
 #: Seconds between checks of a rank that leaves for ranks that wait for it in another collective.
-STRANDED_LOOK_S = 0.5
+STRANDED_POLL_S = 0.5
 
 
 class World(Topology, AbstractContextManager["World"]):
@@ -72,16 +72,16 @@ class World(Topology, AbstractContextManager["World"]):
         with self.deadline("starting up"):
             super().__init__(MPI.COMM_WORLD if comm is None else comm)
             if job is None:
-                self.job.show(self.comm, self.hosts)
-                forget_names(self.node_comm)
+                self.job.open_status_window(self.comm, self.hosts)
+                unlink_startup_shm(self.node_comm)
             else:
                 self._members = tuple(self.comm.allgather(job.rank))
         # In order, as keys.
         self._resources: dict[Callable[[], None], None] = dict.fromkeys([self.comm.Free, self.node_comm.Free])
         self._closed = False
         if job is None:
-            self.on_close(self.job.hide)
-            atexit.register(self._leave)
+            self.on_close(self.job.free_status_window)
+            atexit.register(self._finalize)
 
     def split(self, by: str) -> "World":
         """Return a world of the ranks that share something with this one; waits for them have the same limit.
@@ -96,11 +96,11 @@ class World(Topology, AbstractContextManager["World"]):
         """
         if by != "node":
             raise ValueError(f"split: expected node, got {by!r}")
-        return self._part(self.node_comm)
+        return self._sub_world(self.node_comm)
 
-    def alone(self) -> "World":
+    def self_world(self) -> "World":
         """Return a world of this rank only, with the same limit. Local; it closes with this world at the latest."""
-        return self._part(MPI.COMM_SELF)
+        return self._sub_world(MPI.COMM_SELF)
 
     @property
     def timeout_s(self) -> float:
@@ -127,7 +127,7 @@ class World(Topology, AbstractContextManager["World"]):
         assert self.job.status is not None
         return self.job.status.memory_model
 
-    def note(self, what: str, microbatch: int = 0) -> None:
+    def set_status(self, what: str, microbatch: int = 0) -> None:
         """Publish the activity of this rank, for the message of a rank whose wait for this one expires. Local.
 
         Takes a few microseconds. Any thread may call it.
@@ -136,7 +136,7 @@ class World(Topology, AbstractContextManager["World"]):
             what: Words that follow "was last seen", such as "forward of unit layers.3".
             microbatch: Number of the microbatch in this minibatch, from 1; 0 outside of microbatches.
         """
-        self.job.note(what, microbatch)
+        self.job.set_status(what, microbatch)
 
     def prepare_threads(self, prepare: Callable[[], None]) -> None:
         """Have a function run in this world's own thread before the thread calls MPI, such as choosing a GPU. Local."""
@@ -144,18 +144,18 @@ class World(Topology, AbstractContextManager["World"]):
         self.job.status.prepare = prepare
 
     @contextmanager
-    def inattentive(self) -> Iterator[None]:
+    def background_progress_off(self) -> Iterator[None]:
         """Enclose a measurement of one-sidedness: no thread of this rank enters MPI by itself meanwhile. Local.
 
         At other times a thread enters MPI twice a second for some milliseconds, so that others can read the status.
         """
         status = self.job.status
         assert status is not None
-        status.attentive = False
+        status.background_progress = False
         try:
             yield
         finally:
-            status.attentive = True
+            status.background_progress = True
 
     def deadline(self, what: str, owners: Iterable[int] = ()) -> AbstractContextManager[None]:
         """Give the enclosed wait at most `timeout_s`; beyond it the job ends and says what this rank was doing. Local.
@@ -166,10 +166,10 @@ class World(Topology, AbstractContextManager["World"]):
         """
         if self._members is not None:
             owners = [self._members[rank] for rank in owners]
-        return self.job.watch(Wait(what, tuple(owners), among=self._members))
+        return self.job.watch(PendingWait(what, tuple(owners), among=self._members))
 
     @contextmanager
-    def meeting(self, what: str) -> Iterator[None]:
+    def collective(self, what: str) -> Iterator[None]:
         """Enclose a blocking collective operation in a deadline, whose message names the late ranks.
 
         Collective: all ranks have the same meetings in the same order, by which late ranks are known. The ranks meet
@@ -179,7 +179,7 @@ class World(Topology, AbstractContextManager["World"]):
             what: The operation in words that follow "while", such as "allocating a window".
         """
         with self.job.arrival(what, self._members):
-            wait_until(self.comm.Ibarrier().Test, self.progress.serve)
+            wait_until(self.comm.Ibarrier().Test, self.progress.run_tasks)
             yield
 
     def wait(self, request: MPI.Request, what: str) -> None:
@@ -193,14 +193,14 @@ class World(Topology, AbstractContextManager["World"]):
             what: The operation in words that follow "while".
         """
         with self.deadline(what):
-            wait_until(request.Test, self.progress.serve)
+            wait_until(request.Test, self.progress.run_tasks)
 
-    def meet(self, request: MPI.Request, what: str) -> None:
-        """Wait for a non-blocking collective operation as `wait` does; a `meeting` as well. Collective."""
+    def wait_collective(self, request: MPI.Request, what: str) -> None:
+        """Wait for a non-blocking collective operation as `wait` does; a `collective` as well. Collective."""
         with self.job.arrival(what, self._members):
-            wait_until(request.Test, self.progress.serve)
+            wait_until(request.Test, self.progress.run_tasks)
 
-    def agree(self, function: Callable[[], T]) -> T:
+    def run_on_all(self, function: Callable[[], T]) -> T:
         """Call a local function on every rank and fail together. Collective.
 
         Args:
@@ -219,12 +219,12 @@ class World(Topology, AbstractContextManager["World"]):
         except UserError as raised:
             error = str(raised)
         except OSError as raised:
-            error = str(unusable(raised))
+            error = str(file_error(raised))
         errors = self.gather_objects(error)
         failed = [(rank, message) for rank, message in enumerate(errors) if message is not None]
         if failed:
             rank, message = failed[0]
-            raise AgreedError(message if len(failed) == self.size else f"{message} (on rank {rank})")
+            raise AllRanksUserError(message if len(failed) == self.size else f"{message} (on rank {rank})")
         return result  # type: ignore[return-value]
 
     def require_same(self, value: str, what: str) -> None:
@@ -240,7 +240,9 @@ class World(Topology, AbstractContextManager["World"]):
         values = self.gather_objects(value)
         differing = [rank for rank in range(self.size) if values[rank] != values[0]]
         if differing:
-            raise AgreedError(f"{what}: expected the same on every rank, rank {differing[0]} has another than rank 0")
+            raise AllRanksUserError(
+                f"{what}: expected the same on every rank, rank {differing[0]} has another than rank 0"
+            )
 
     def cores_per_rank(self) -> int:
         """Return the number of cores of this host for each of its ranks, at least 1. Collective."""
@@ -251,7 +253,7 @@ class World(Topology, AbstractContextManager["World"]):
 
     def gather_objects(self, value: T) -> list[T]:
         """Give every rank every rank's value, in rank order. Collective; for start-up and the end, not for steps."""
-        with self.meeting("gathering from all ranks"):
+        with self.collective("gathering from all ranks"):
             return self.comm.allgather(value)
 
     def broadcast(self, tensor: "torch.Tensor") -> None:
@@ -267,7 +269,7 @@ class World(Topology, AbstractContextManager["World"]):
 
         if tensor.numel():
             data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-            with self.meeting("broadcasting from rank 0"):
+            with self.collective("broadcasting from rank 0"):
                 # Pieces below 2 GiB: a count in MPI is an int in many libraries.
                 for start in range(0, data.size, 1 << 30):
                     self.comm.Bcast(data[start : start + (1 << 30)], root=0)
@@ -283,9 +285,9 @@ class World(Topology, AbstractContextManager["World"]):
             UserError: There is too little; raised on every rank.
         """
         wanted = np.array([num_bytes], dtype=np.int64)
-        with self.meeting("adding up the shared memory that is wanted"):
+        with self.collective("adding up the shared memory that is wanted"):
             self.node_comm.Allreduce(MPI.IN_PLACE, wanted)
-        self.agree(lambda: check_room(int(wanted[0]), self.local_size, what))
+        self.run_on_all(lambda: check_shm_capacity(int(wanted[0]), self.local_size, what))
 
     def on_close(self, free: Callable[[], None]) -> None:
         """Register a function that frees a resource when this world closes, the last registered first. Local.
@@ -294,7 +296,7 @@ class World(Topology, AbstractContextManager["World"]):
         """
         self._resources[free] = None
 
-    def forget(self, free: Callable[[], None]) -> None:
+    def cancel_on_close(self, free: Callable[[], None]) -> None:
         """Take back `on_close`, of the same function. Local; does nothing if it was taken back."""
         self._resources.pop(free, None)
 
@@ -304,7 +306,7 @@ class World(Topology, AbstractContextManager["World"]):
             return
         self._closed = True
         if self._members is None:
-            self._meet_before_leaving()
+            self._synchronize_before_finalize()
         with self.deadline("closing the world"):
             while self._resources:
                 self._resources.popitem()[0]()
@@ -316,19 +318,19 @@ class World(Topology, AbstractContextManager["World"]):
         if kind is None:
             self.close()
 
-    def _leave(self) -> None:
+    def _finalize(self) -> None:
         """Called when the program ends; what is left for it is MPI_Finalize."""
         self.close()
         end_within(self.timeout_s)
 
-    def _part(self, comm: MPI.Intracomm) -> "World":
+    def _sub_world(self, comm: MPI.Intracomm) -> "World":
         part = World(comm, job=self.job)
         self.on_close(part.close)
-        part.on_close(lambda: self.forget(part.close))
+        part.on_close(lambda: self.cancel_on_close(part.close))
         return part
 
-    def _meet_before_leaving(self) -> None:
-        with self.job.leaving() as check_stranded:
+    def _synchronize_before_finalize(self) -> None:
+        with self.job.finalizing() as check_stranded:
             request = self.comm.Ibarrier()
-            while not wait_until(request.Test, self.progress.serve, patience_s=STRANDED_LOOK_S):
+            while not wait_until(request.Test, self.progress.run_tasks, patience_s=STRANDED_POLL_S):
                 check_stranded()

@@ -1,12 +1,12 @@
 """Where autograd meets units: gradients come out complete, and no graph keeps a released unit alive.
 
-The parameters that one call of a unit computes with are the outputs of one autograd node, `WholeParameters`. Autograd
+The parameters that one call of a unit computes with are the outputs of one autograd node, `UnshardedParameters`. Autograd
 runs a node's backward once all uses of its outputs have delivered, which is exactly when the unit's gradient of that
 call is complete: it is pushed there. A parameter that the call did not use delivers None and is not pushed.
 
 Note: saved parameters
     The forward saves weights for the backward. Saved as they are, they would keep every unit's buffer alive until the
-    backward has passed, the very memory that sharding is to save. `SavedTensors` saves instead where a tensor looked,
+    backward has passed, the very memory that sharding is to save. `SavedTensorHooks` saves instead where a tensor looked,
     and looks again, fetching the unit if need be, when the backward asks. A tensor that other hooks saved (activation
     checkpointing, offloading) keeps its memory, so it stays right; it only costs more. Where a fetch is a view of
     memory that stays, or all units are ready and none will make room, a graph keeps parameters as any other tensors: to
@@ -14,7 +14,7 @@ Note: saved parameters
 
 Note: recomputation
     Activation checkpointing runs a unit's forward again inside the backward, under hooks of its own that must see every
-    saved tensor. So `SavedTensors` steps in at the outermost call only, and never inside a backward. As under any
+    saved tensor. So `SavedTensorHooks` steps in at the outermost call only, and never inside a backward. As under any
     hooks, what a user's own `checkpoint(f, x, x)` gives to `f` again are two tensors; an `f` that asks whether they are
     one (nn.MultiheadAttention does) then fails with a CheckpointError.
 """
@@ -29,14 +29,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from odc_mpi.shard.units.activity import in_backward
-from odc_mpi.shard.units.ready import ReadyUnits
 from odc_mpi.shard.units.unit import Unit
+from odc_mpi.shard.units.unsharded import UnshardedUnits
 
 #: Pushes the gradients of some parameters of a unit; None for those that were not used.
 Push = Callable[[Unit, Sequence[str], Sequence[torch.Tensor | None]], None]
 
 
-class WholeParameters(torch.autograd.Function):
+class UnshardedParameters(torch.autograd.Function):
     """Gives a ready unit's parameters a place in the graph, and pushes their gradients from there."""
 
     @staticmethod
@@ -53,7 +53,7 @@ class WholeParameters(torch.autograd.Function):
         ctx.unit, ctx.names, ctx.push = unit, names, push
         ctx.set_materialize_grads(False)
         tensors = tuple(unit.parameter(name) for name in names)
-        frozen = [t for t, name in zip(tensors, names, strict=True) if not unit.slots[name][1].spec.requires_grad]
+        frozen = [t for t, name in zip(tensors, names, strict=True) if not unit.ranges[name][1].spec.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return tensors
 
@@ -65,7 +65,7 @@ class WholeParameters(torch.autograd.Function):
         return None, None, None, None
 
 
-class UnitCalls:
+class UnitForwards:
     """Hands out parameters: within one call of a unit's forward always the same tensors.
 
     Args:
@@ -73,7 +73,7 @@ class UnitCalls:
         push: Pushes gradients.
     """
 
-    def __init__(self, ready: ReadyUnits, push: Push) -> None:
+    def __init__(self, ready: UnshardedUnits, push: Push) -> None:
         self._ready = ready
         self._push = push
         self._anchor = torch.zeros(0, requires_grad=True)
@@ -81,11 +81,11 @@ class UnitCalls:
 
     @property
     def suspended(self) -> bool:
-        """Whether forwards are no calls of units, as modules hold plain parameters (`shard.plain`). Local."""
-        return self._ready.are_plain
+        """Whether forwards are no calls of units, as modules hold plain parameters (`shard.materialize`). Local."""
+        return self._ready.is_reshard_forbidden
 
     @contextmanager
-    def call(self, unit: Unit) -> Iterator[None]:
+    def run(self, unit: Unit) -> Iterator[None]:
         """Make the enclosed code one call of a unit. Local; parameters are fetched when touched."""
         outer = self._current.get(unit)
         with unit.in_use():
@@ -99,7 +99,7 @@ class UnitCalls:
                 else:
                     self._current[unit] = outer
         unit.check_unchanged()
-        self._ready.forward_ended(unit)
+        self._ready.post_forward(unit)
 
     def parameter(self, unit: Unit, name: str) -> torch.Tensor:
         """Return a whole parameter, fetching its unit if need be. One-sided."""
@@ -110,31 +110,38 @@ class UnitCalls:
         # Tensors made without a graph must not serve code that wants one.
         mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if mode not in calls:
-            calls[mode] = self._tensors(unit, tuple(unit.slots))
+            calls[mode] = self._tensors(unit, tuple(unit.ranges))
         return calls[mode][name]
 
-    def tell_backward_of(self, unit: Unit, output: Any) -> None:
+    def register_backward_hook_for(self, unit: Unit, output: Any) -> None:
         """Have the other ranks told when the backward comes to a call of a unit, by what the call returned. Local.
 
         Where graphs keep parameters, the backward asks for none, and would be heard of at its end only.
         """
         first = output[0] if isinstance(output, tuple) and output else output
-        if self._ready.stay and isinstance(first, torch.Tensor) and first.grad_fn is not None and not in_backward():
-            first.register_hook(lambda _: self._ready.activity.tell("backward of", unit.name))
+        if (
+            self._ready.tensors_stay_valid
+            and isinstance(first, torch.Tensor)
+            and first.grad_fn is not None
+            and not in_backward()
+        ):
+            first.register_hook(lambda _: self._ready.activity.update("backward of", unit.name))
 
     def _tensors(self, unit: Unit, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        self._ready.require(unit)
-        tensors = WholeParameters.apply(self._anchor, unit, names, partial(self._push_of, self._ready.generation))
+        self._ready.unshard(unit)
+        tensors = UnshardedParameters.apply(
+            self._anchor, unit, names, partial(self._make_push, self._ready.parameter_version)
+        )
         return dict(zip(names, tensors, strict=True))
 
-    def _push_of(self, generation: int, unit: Unit, *gradients: Any) -> None:
-        self._ready.check_current(generation)
-        self._ready.activity.tell("backward of", unit.name)
+    def _make_push(self, parameter_version: int, unit: Unit, *gradients: Any) -> None:
+        self._ready.check_current(parameter_version)
+        self._ready.activity.update("backward of", unit.name)
         self._push(unit, *gradients)
 
 
 @dataclass(frozen=True, slots=True)
-class SavedLook:
+class SavedView:
     """Where a saved tensor looked into a unit."""
 
     unit: Unit
@@ -143,24 +150,24 @@ class SavedLook:
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
-    generation: int
+    parameter_version: int
 
 
-class SavedTensors:
+class SavedTensorHooks:
     """Saves where parameters are instead of the parameters.
 
     Args:
         ready: Knows the ready units and fetches them again.
     """
 
-    def __init__(self, ready: ReadyUnits) -> None:
+    def __init__(self, ready: UnshardedUnits) -> None:
         self._ready = ready
         self._active = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Save this way in the enclosed forward. Local; does nothing inside itself or a backward, or needlessly."""
-        if self._active or self._ready.stay or in_backward():
+        if self._active or self._ready.tensors_stay_valid or in_backward():
             yield
             return
         self._active = True
@@ -170,7 +177,7 @@ class SavedTensors:
         finally:
             self._active = False
 
-    def _pack(self, tensor: torch.Tensor) -> SavedLook | tuple[torch.Tensor, int]:
+    def _pack(self, tensor: torch.Tensor) -> SavedView | tuple[torch.Tensor, int]:
         place = self._ready.find(tensor)
         if place is None:
             # Detached: a saved output that knew its own node would never be freed. The version stands in for
@@ -178,9 +185,11 @@ class SavedTensors:
             return tensor.detach(), tensor._version
         unit, array = place
         offset = int(tensor.storage_offset())
-        return SavedLook(unit, array, tensor.dtype, offset, tensor.size(), tensor.stride(), self._ready.generation)
+        return SavedView(
+            unit, array, tensor.dtype, offset, tensor.size(), tensor.stride(), self._ready.parameter_version
+        )
 
-    def _unpack(self, saved: SavedLook | tuple[torch.Tensor, int]) -> torch.Tensor:
+    def _unpack(self, saved: SavedView | tuple[torch.Tensor, int]) -> torch.Tensor:
         if isinstance(saved, tuple):
             tensor, version = saved
             if tensor._version != version:
@@ -189,6 +198,6 @@ class SavedTensors:
                     f"it is at version {tensor._version}, saved was version {version}"
                 )
             return tensor
-        self._ready.check_current(saved.generation)
-        self._ready.require(saved.unit)
-        return saved.unit.look(saved.array, saved.dtype, saved.offset, saved.shape, saved.stride)
+        self._ready.check_current(saved.parameter_version)
+        self._ready.unshard(saved.unit)
+        return saved.unit.as_strided(saved.array, saved.dtype, saved.offset, saved.shape, saved.stride)

@@ -1,11 +1,11 @@
 """Pushes of gradients to their owners.
 
 Autograd's gradients of one call of a unit are laid into a buffer as the flat array has them, in `reduce_dtype`
-(`shard.elements`), and added into the owners' shards. Only the stretch between the first and the last parameter with a
+(`shard.gradient_format`), and added into the owners' shards. Only the stretch between the first and the last parameter with a
 gradient travels. A push is on its way while the next gradient is computed and laid out; in a thread where the transport
 allows it.
 
-As far as a budget goes (`shard.residency`), gradients of an array are added up here instead, one pass over each, and
+As far as a budget goes (`shard.cache_budget`), gradients of an array are added up here instead, one pass over each, and
 the sum is pushed once: before A, or in the last backward as soon as the gradient of the array has come.
 """
 
@@ -18,14 +18,14 @@ from operator import itemgetter
 import torch
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.kernels.native import Piece
-from odc_mpi.comm.pending import Pending
-from odc_mpi.comm.traffic import Traffic
+from odc_mpi.comm.kernels.native import Segment
+from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Transport
-from odc_mpi.shard.boundary import Spans
-from odc_mpi.shard.elements import Elements, FloatingPoint
+from odc_mpi.comm.work import Work
+from odc_mpi.shard.cache_budget import CacheBudget
+from odc_mpi.shard.gradient_format import FloatGradients, GradientFormat
 from odc_mpi.shard.prefetch import CommunicationThread
-from odc_mpi.shard.residency import Residency
+from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
 
 #: Buffers for gradients: pushes on their way, and the one that is being filled.
@@ -33,7 +33,7 @@ MAX_BUFFERS = 2
 
 
 @dataclass
-class Sum:
+class AccumulatedGradient:
     """Gradients of an array, added up at home: `[numel]`, zero beyond elements `start` to `stop`."""
 
     flat: torch.Tensor
@@ -49,35 +49,35 @@ class GradientPusher:
         in_thread: Push from a thread, unless one thread only may call the transport.
         spans: Told when the computation pushes, or waits for pushes.
         traffic: Told of every push.
-        elements: What gradients are pushed and added up as; None: floating-point numbers of the store's type.
+        gradient_format: What gradients are pushed and added up as; None: floating-point numbers of the store's type.
 
     Attributes:
-        elements: As given.
+        gradient_format: As given.
         residency: Which arrays' gradients are added up here; none, where pushes go nowhere or are collective.
         is_last_backward: Whether no other backward of this minibatch follows.
-        names: Of the parameters that got a gradient since `start`.
+        parameters_with_gradient: Of the parameters that got a gradient since `start`.
     """
 
     def __init__(
         self,
         transport: Transport,
         in_thread: bool = False,
-        spans: Spans | None = None,
-        traffic: Traffic | None = None,
-        elements: Elements | None = None,
+        spans: SpanRecorder | None = None,
+        traffic: TrafficCounter | None = None,
+        gradient_format: GradientFormat | None = None,
     ) -> None:
-        self.residency = Residency()
+        self.residency = CacheBudget()
         self._store = transport.gradients
-        self.elements = elements or FloatingPoint(self._store.dtype)
-        self._spans = spans or Spans()
-        self._traffic = traffic or Traffic(transport)
+        self.gradient_format = gradient_format or FloatGradients(self._store.dtype)
+        self._spans = spans or SpanRecorder()
+        self._traffic = traffic or TrafficCounter(transport)
         self._thread = CommunicationThread("odc_mpi-push") if in_thread and transport.threads else None
-        self._buffers = BufferPool(transport.gradients.memory)
-        self._on_the_way: deque[tuple[Pending, torch.Tensor, int]] = deque()
-        self._sums: dict[int, Sum] = {}
+        self._buffers = BufferPool(transport.gradients.empty)
+        self._in_flight: deque[tuple[Work, torch.Tensor, int]] = deque()
+        self._accumulated: dict[int, AccumulatedGradient] = {}
         self._open = False
         self.is_last_backward = False
-        self.names: set[str] = set()
+        self.parameters_with_gradient: set[str] = set()
 
     @property
     def peak_buffer_bytes(self) -> int:
@@ -88,8 +88,8 @@ class GradientPusher:
         """Allow pushes: a minibatch begins. Local."""
         self._open = True
         self.is_last_backward = False
-        self.elements.start()
-        self.names = set()
+        self.gradient_format.start()
+        self.parameters_with_gradient = set()
 
     def push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
         """Start to add gradients into their owners' shards. One-sided.
@@ -101,29 +101,29 @@ class GradientPusher:
         """
         if not self._open:
             raise RuntimeError("backward outside of `with model.minibatch():`, where owners do not expect gradients")
-        arrays: dict[int, list[Piece]] = {}
+        arrays: dict[int, list[Segment]] = {}
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is None:
                 continue
-            self.names.add(name)
+            self.parameters_with_gradient.add(name)
             if gradient.numel():
-                array, slot = unit.slots[name]
+                array, slot = unit.ranges[name]
                 arrays.setdefault(array, []).append((slot.start, gradient))
-        for array, pieces in arrays.items():
-            pieces.sort(key=itemgetter(0))
-            index, start, stop = unit.indices[array], pieces[0][0], pieces[-1][0] + pieces[-1][1].numel()
-            if (kept := self._kept_sum(index, unit.layouts[array].numel)) is None:
-                self._send(index, self._lay_out(index, pieces, start, stop), start)
+        for array, segments in arrays.items():
+            segments.sort(key=itemgetter(0))
+            index, start, stop = unit.indices[array], segments[0][0], segments[-1][0] + segments[-1][1].numel()
+            if (kept := self._accumulator_for(index, unit.layouts[array].numel)) is None:
+                self._start_push(index, self._write_flat(index, segments, start, stop), start)
                 continue
-            self.elements.add(index, pieces, kept.flat)
+            self.gradient_format.accumulate(index, segments, kept.flat)
             kept.start, kept.stop = min(kept.start, start), max(kept.stop, stop)
             if self.is_last_backward:
-                self._send_sum(index)
+                self._push_accumulated(index)
 
     def finish(self) -> None:
         """Push what was added up, and wait until every push has left this rank; allow no more. One-sided."""
-        for index in list(self._sums):
-            self._send_sum(index)
+        for index in list(self._accumulated):
+            self._push_accumulated(index)
         self._wait(0)
         self._open = False
 
@@ -136,51 +136,51 @@ class GradientPusher:
         if self._thread is not None:
             self._thread.close()
 
-    def _kept_sum(self, index: int, numel: int) -> Sum | None:
+    def _accumulator_for(self, index: int, numel: int) -> AccumulatedGradient | None:
         """Return the sum that a gradient of an array is to be added to; None if it is to be pushed by itself."""
-        if index in self._sums:
-            return self._sums[index]
+        if index in self._accumulated:
+            return self._accumulated[index]
         if self.is_last_backward or not self.residency.fits(numel * self._store.dtype.itemsize):
             return None
-        flat = self._buffers.take(numel, self._store.dtype)
+        flat = self._buffers.acquire(numel, self._store.dtype)
         # A buffer that was used before may be larger than what it is for.
         if not self.residency.admit(index, flat.untyped_storage().nbytes()):
-            self._buffers.give_back(flat)
+            self._buffers.release(flat)
             return None
-        self._sums[index] = Sum(flat.zero_(), numel, 0)
-        return self._sums[index]
+        self._accumulated[index] = AccumulatedGradient(flat.zero_(), numel, 0)
+        return self._accumulated[index]
 
-    def _send_sum(self, index: int) -> None:
+    def _push_accumulated(self, index: int) -> None:
         if self._thread is None:
             self._wait(MAX_BUFFERS - 1)  # a push that is on its way may take memory of its own, such as pinned memory
-        done = self._sums.pop(index)
+        done = self._accumulated.pop(index)
         flat = done.flat[done.start : done.stop]
-        self.elements.send(index, flat)
-        self._send(index, flat, done.start)
+        self.gradient_format.note_push(index, flat)
+        self._start_push(index, flat, done.start)
 
-    def _lay_out(self, index: int, pieces: Sequence[Piece], first: int, stop: int) -> torch.Tensor:
+    def _write_flat(self, index: int, segments: Sequence[Segment], first: int, stop: int) -> torch.Tensor:
         """Lay gradients into a buffer, and note how large they are, without asking: a device tells when it is done."""
         self._wait(MAX_BUFFERS - 1)
-        flat = self._buffers.take(stop - first, self._store.dtype)
-        self.elements.lay_out(index, [(start - first, gradient) for start, gradient in pieces], flat)
+        flat = self._buffers.acquire(stop - first, self._store.dtype)
+        self.gradient_format.write_flat(index, [(start - first, gradient) for start, gradient in segments], flat)
         return flat
 
-    def _send(self, index: int, flat: torch.Tensor, start: int) -> None:
+    def _start_push(self, index: int, flat: torch.Tensor, start: int) -> None:
         began = time.perf_counter()
         push = self._store.push
-        self._store.hand_over(flat)
+        self._store.record_event(flat)
         pending = self._thread.start(push, index, flat, start) if self._thread else push(index, flat, start)
-        self._on_the_way.append((pending, flat, index))
+        self._in_flight.append((pending, flat, index))
         self._traffic.add_push(index, start, start + flat.numel())
         self._spans.add("accumulate", began)
 
     def _wait(self, num_left: int) -> None:
         """Wait for the oldest pushes until at most so many are on their way."""
-        while len(self._on_the_way) > num_left:
+        while len(self._in_flight) > num_left:
             began = time.perf_counter()
-            pending, flat, index = self._on_the_way.popleft()
+            pending, flat, index = self._in_flight.popleft()
             pending.wait()
-            self._buffers.give_back(flat)
-            if index not in self._sums:
-                self.residency.drop(index)
+            self._buffers.release(flat)
+            if index not in self._accumulated:
+                self.residency.discard(index)
             self._spans.add("accumulate", began)

@@ -42,7 +42,7 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterRange:
     """The place of a parameter in the flat array: elements `start` to `stop`."""
 
     spec: ParameterSpec
@@ -82,7 +82,7 @@ class FlatLayout:
 
     Attributes:
         name: For messages.
-        slots: Parameters in order.
+        ranges: Parameters in order.
         numel: Elements, padding between parameters included.
         num_owners: Ranks that share the array: rank r owns `[r * shard_numel, (r + 1) * shard_numel)`.
         shard_numel: Elements per rank, the same for all; the last shards may lie beyond `numel`, wholly or in part.
@@ -91,7 +91,7 @@ class FlatLayout:
     """
 
     name: str
-    slots: tuple[Slot, ...]
+    ranges: tuple[ParameterRange, ...]
     numel: int
     num_owners: int
     shard_numel: int
@@ -113,7 +113,7 @@ class FlatLayout:
         )
         slots, start = [], 0
         for spec in specs:
-            slots.append(Slot(spec, start))
+            slots.append(ParameterRange(spec, start))
             start = _align(start + spec.numel)
         numel = slots[-1].stop
         shard_numel = _align(max(1, -(-numel // num_owners)))
@@ -134,7 +134,7 @@ class FlatLayout:
         """Return a rank's part of every parameter, in order; an empty slice where it owns nothing. Local."""
         first, last = self.owned(rank)
         slices = []
-        for slot in self.slots:
+        for slot in self.ranges:
             start = min(max(first, slot.start), slot.stop)
             stop = max(start, min(last, slot.stop))
             slices.append(Slice(slot.spec, start - slot.start, stop - slot.start, max(start - first, 0)))

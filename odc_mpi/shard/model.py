@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from odc_mpi.comm.traffic import Traffic
+from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Access, Transport
-from odc_mpi.shard.autograd import SavedTensors, UnitCalls
-from odc_mpi.shard.boundary import Boundary, Phase, Spans
-from odc_mpi.shard.elements import FixedPoint, make_elements
+from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
+from odc_mpi.shard.cache_budget import CacheBytes, CacheNeeds
+from odc_mpi.shard.gradient_format import FixedPointGradients, make_gradient_format
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.layout import Slice
-from odc_mpi.shard.minibatch import TRAFFIC, Minibatch
-from odc_mpi.shard.modules import place_on_demand, replicate, whole_state, wrap_forward
+from odc_mpi.shard.local_shards import LocalShards, ModuleWeightSource, WeightSource
+from odc_mpi.shard.materialize import materialized_parameters
+from odc_mpi.shard.minibatch_stats import TRAFFIC, MinibatchStats
+from odc_mpi.shard.modules import full_state_dict, install_on_demand_parameters, replicate, wrap_forward
 from odc_mpi.shard.optim import StepGuard, clip_coefficient, require_elementwise
 from odc_mpi.shard.partition import UnitChoice, check_shardable, make_units, partition
-from odc_mpi.shard.plain import plain_parameters
-from odc_mpi.shard.residency import Budgets, Needs
-from odc_mpi.shard.slices import ModuleWeights, OwnSlices, Weights
-from odc_mpi.shard.units.collective import CollectiveUnits
-from odc_mpi.shard.units.ready import ReadyUnits
+from odc_mpi.shard.step_phases import SpanRecorder, StepPhase, StepPhases
+from odc_mpi.shard.units.collective import CollectivelyUnshardedUnits
+from odc_mpi.shard.units.unsharded import UnshardedUnits
 
 
 class ShardedModel:
@@ -69,7 +69,7 @@ class ShardedModel:
         transport: Transport,
         *,
         units: Iterable[UnitChoice] | None = None,
-        weights: Weights | None = None,
+        weights: WeightSource | None = None,
         activation_checkpointing: bool = False,
         prefetch: int = 0,
         optimizer_device: torch.device | None = None,
@@ -79,37 +79,37 @@ class ShardedModel:
             raise ValueError(f"prefetch: expected a number of units, 0 or more, got {prefetch}")
         parts, places = partition(module, units)
         check_shardable(module, parts, has_weights=weights is not None)
-        self.module, self._transport, self._places = module, transport, places
+        self.module, self._transport, self._param_infos = module, transport, places
         self.device = transport.device
-        self.spans = Spans()
-        self._boundary = Boundary(self.spans)
-        self.traffic = Traffic(transport)
+        self.spans = SpanRecorder()
+        self._phases = StepPhases(self.spans)
+        self.traffic = TrafficCounter(transport)
         self.units, self.layouts = make_units(parts, transport.group.size, dtypes or {})
         # Freed in reverse: before the windows go, the slices must let go of them.
         self._resources = ExitStack()
         self._resources.callback(transport.close)
         transport.allocate(self.layouts, self.close)
-        self._slices = OwnSlices(transport, self.layouts, optimizer_device or torch.device("cpu"))
-        self._resources.callback(self._slices.detach)
+        self._local_shards = LocalShards(transport, self.layouts, optimizer_device or torch.device("cpu"))
+        self._resources.callback(self._local_shards.detach)
         for unit in self.units:
-            self._resources.callback(unit.forget)
-        self._ready = (
-            ReadyUnits(transport, prefetch, self.spans, self.traffic)
+            self._resources.callback(unit.drop_aliases)
+        self._unsharded = (
+            UnshardedUnits(transport, prefetch, self.spans, self.traffic)
             if transport.one_sided
-            else CollectiveUnits(transport, self.spans, self.traffic)
+            else CollectivelyUnshardedUnits(transport, self.spans, self.traffic)
         )
-        self._resources.callback(self._ready.close)
-        self._elements = make_elements(transport.gradients.dtype, self.layouts)
-        self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic, self._elements)
+        self._resources.callback(self._unsharded.close)
+        self._gradient_format = make_gradient_format(transport.gradients.dtype, self.layouts)
+        self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic, self._gradient_format)
         self._resources.callback(self._pusher.close)
-        calls = UnitCalls(self._ready, self._pusher.push)
-        saved = SavedTensors(self._ready)
-        self._slices.load(weights or ModuleWeights(parts, transport.group))
+        calls = UnitForwards(self._unsharded, self._pusher.push)
+        saved = SavedTensorHooks(self._unsharded)
+        self._local_shards.load(weights or ModuleWeightSource(parts, transport.group))
         replicate(module, transport)
-        self._placeholders = place_on_demand(places, self.units, transport, calls)
+        self._placeholders = install_on_demand_parameters(places, self.units, transport, calls)
         for unit in self.units:
             wrap_forward(module.get_submodule(unit.name), unit, calls, saved, activation_checkpointing)
-        module.register_forward_pre_hook(lambda *_: self._ready.start_microbatch())
+        module.register_forward_pre_hook(lambda *_: self._unsharded.start_microbatch())
         guard = StepGuard([*self.shard_parameters(), *self._placeholders.tensors()], self._check_optimizer)
         self._resources.callback(guard.close)
         self.publish()
@@ -135,29 +135,29 @@ class ShardedModel:
         Each is `[n]`, a stretch of the flattened parameter, empty where this rank owns nothing of it; every rank has
         the same number of them, in the same order. In fp32, or in `param_dtype` if that is wider.
         """
-        return [own.parameter for own in self._slices.trainable]
+        return [own.parameter for own in self._local_shards.trainable]
 
     def named_shard_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's slices with the parameters' dotted names. Local."""
-        return [(own.piece.spec.name, own.parameter) for own in self._slices.trainable]
+        return [(own.slice.spec.name, own.parameter) for own in self._local_shards.trainable]
 
     def slices(self) -> list[tuple[Slice, torch.Tensor]]:
         """Return this rank's slices of all parameters, frozen ones too, each as it is optimized. Local.
 
         Views, empty where this rank owns nothing; they change from point A to B, and not otherwise.
         """
-        return self._slices.everything()
+        return self._local_shards.all_slices()
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the whole shape of every sharded parameter by dotted name. Local."""
-        return {name: slot.spec.shape for unit in self.units for name, (_, slot) in unit.slots.items()}
+        return {name: slot.spec.shape for unit in self.units for name, (_, slot) in unit.ranges.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Refuse: the module's own parameters are placeholders, which training would not change. Local."""
         raise TypeError("a sharded model has no parameters() of its own; give the optimizer model.shard_parameters()")
 
     @contextmanager
-    def minibatch(self, *names: str) -> Iterator[Minibatch]:
+    def minibatch(self, *names: str) -> Iterator[MinibatchStats]:
         """Enclose the forwards and backwards of one minibatch. Collective at its end, which is point A.
 
         Args:
@@ -167,25 +167,28 @@ class ShardedModel:
             The minibatch, to add numbers to.
         """
         self._placeholders.check_frozen()
-        self._ready.check_unchanged()
-        self._boundary.advance(Phase.PUBLISHED, Phase.MINIBATCH, "minibatch()")
+        self._unsharded.check_unchanged()
+        self._phases.advance(StepPhase.PUBLISHED, StepPhase.MINIBATCH, "minibatch()")
         self._pusher.start()
-        self._ready.activity.start_minibatch()
-        minibatch = Minibatch((*names, *TRAFFIC))
+        self._unsharded.activity.start_minibatch()
+        minibatch = MinibatchStats((*names, *TRAFFIC))
         # An exception in the enclosed code does not come back here: a rank that failed must not meet the others.
         yield minibatch
-        self._transport.group.note("completing its fetches and pushes")
+        self._transport.group.set_status("completing its fetches and pushes")
         # Before A: an owner that has passed it may write what a fetch on its way would still read.
-        self._ready.release_all()
-        self._ready.readable = False
+        self._unsharded.reshard_all()
+        self._unsharded.fetch_allowed = False
         self._pusher.finish()
-        self._ready.activity.finish_minibatch()
-        minibatch.values.update(zip(TRAFFIC, self.traffic.take(), strict=True))
-        report = minibatch.report(self._elements.tell(), self._slices.pushed(self._pusher.names))
-        minibatch.receive(self._boundary.meet("A", lambda: self._transport.complete_gradients(report)))
-        minibatch.finite = self._elements.hear(minibatch.sums)
-        self._slices.attach_gradients(minibatch.pushed, self._elements)
-        self._boundary.phase = Phase.COMPLETE
+        self._unsharded.activity.finish_minibatch()
+        minibatch.local.update(zip(TRAFFIC, self.traffic.bytes_since_last_call(), strict=True))
+        report = minibatch.report(
+            self._gradient_format.local_statistics(),
+            self._local_shards.with_gradient(self._pusher.parameters_with_gradient),
+        )
+        minibatch.receive_reports(self._phases.synchronize("A", lambda: self._transport.complete_gradients(report)))
+        minibatch.finite = self._gradient_format.apply_global_statistics(minibatch.sums)
+        self._local_shards.attach_gradients(minibatch.pushed, self._gradient_format)
+        self._phases.phase = StepPhase.COMPLETE
 
     def set_is_last_backward(self) -> None:
         """Tell that no backward follows the next one in this minibatch. Local; it need not be told.
@@ -196,29 +199,29 @@ class ShardedModel:
         self._pusher.is_last_backward = True
 
     @property
-    def cache_bytes(self) -> Budgets:
+    def cache_bytes(self) -> CacheBytes:
         """What this rank may spend to keep fetched units, and gradients that are pushed once. Local.
 
         A rank's own affair, and 0 at first. No more than `cache_needs` is of use. To be changed between minibatches;
         what was kept so far is released, and its memory freed.
         """
-        return Budgets(self._ready.residency.budget_bytes, self._pusher.residency.budget_bytes)
+        return CacheBytes(self._unsharded.cache.budget_bytes, self._pusher.residency.budget_bytes)
 
     @cache_bytes.setter
-    def cache_bytes(self, budgets: Budgets) -> None:
+    def cache_bytes(self, cache_bytes: CacheBytes) -> None:
         needs = self.cache_needs
-        self._ready.residency.budget_bytes = budgets.parameters if needs.all.parameters else 0
-        self._pusher.residency.budget_bytes = budgets.gradients if needs.all.gradients else 0
-        self._ready.clear()
+        self._unsharded.cache.budget_bytes = cache_bytes.parameters if needs.maximum.parameters else 0
+        self._pusher.residency.budget_bytes = cache_bytes.gradients if needs.maximum.gradients else 0
+        self._unsharded.clear()
         self._pusher.clear()
 
     @property
-    def cache_needs(self) -> Needs:
+    def cache_needs(self) -> CacheNeeds:
         """What the caches could take. Local."""
-        return Needs.of(self.units, self._transport)
+        return CacheNeeds.measure(self.units, self._transport)
 
     @contextmanager
-    def resident(self, *, gradients: bool = True) -> Iterator[None]:
+    def unsharded(self, *, gradients: bool = True) -> Iterator[None]:
         """Have the whole model on this rank in the enclosed code, which then fetches nothing. One-sided.
 
         For forwards in a row, such as those of generation. What was fetched stays beyond the enclosed code, as all that
@@ -234,12 +237,12 @@ class ShardedModel:
         """
         if self._transport.parameters.access is Access.COPY:
             self.cache_needs.require_whole_model(self.cache_bytes)
-            self._ready.require_all(self.units)
-        plain = nullcontext() if gradients else plain_parameters(self._places, self.units, self._ready)
+            self._unsharded.unshard_all(self.units)
+        plain = nullcontext() if gradients else materialized_parameters(self._param_infos, self.units, self._unsharded)
         with plain:
             yield
 
-    def doing(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
+    def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         """Tell other ranks what the enclosed forwards are for, in place of the units in use. Local.
 
         They are no microbatches: forwards of generation, one for each token.
@@ -250,7 +253,7 @@ class ShardedModel:
         Yields:
             A function that tells other words.
         """
-        return self._ready.activity.whole(what)
+        return self._unsharded.activity.override(what)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their common norm is at most `max_norm`; point N. Collective.
@@ -258,10 +261,10 @@ class ShardedModel:
         Returns:
             The norm over all parameters of all ranks before scaling. Gradients that are not finite stay as they are.
         """
-        self._boundary.require(Phase.COMPLETE, "clip_grad_norm_()")
-        gradients = self._slices.gradients()
-        own = self._elements.squares(gradients)
-        norm = self._elements.norm(self._boundary.meet("N", lambda: self._transport.group.norm(own)))
+        self._phases.require(StepPhase.COMPLETE, "clip_grad_norm_()")
+        gradients = self._local_shards.gradients()
+        own = self._gradient_format.sum_of_squares(gradients)
+        norm = self._gradient_format.norm(self._phases.synchronize("N", lambda: self._transport.group.norm(own)))
         coefficient = clip_coefficient(norm, max_norm)
         if coefficient < 1.0:
             torch._foreach_mul_([each for slices in gradients.values() for each in slices], coefficient)
@@ -269,23 +272,23 @@ class ShardedModel:
 
     def divide_gradients_(self, divisor: float) -> None:
         """Divide all gradients by a number, the same on every rank; before they are clipped. Local."""
-        gradients = [each for slices in self._slices.gradients().values() for each in slices]
+        gradients = [each for slices in self._local_shards.gradients().values() for each in slices]
         if gradients and divisor != 1.0:
             torch._foreach_div_(gradients, divisor)
-        self._elements.divide(divisor)
+        self._gradient_format.note_scaling(divisor)
 
     @property
-    def fixed_point(self) -> FixedPoint | None:
+    def fixed_point_gradients(self) -> FixedPointGradients | None:
         """How gradients are added up as integers; None if they are floating-point. Local."""
-        return self._elements if isinstance(self._elements, FixedPoint) else None
+        return self._gradient_format if isinstance(self._gradient_format, FixedPointGradients) else None
 
     def publish(self) -> None:
         """Show this rank's parameters to all, clear the gradients, and meet: point B. Collective."""
-        self._boundary.advance(Phase.COMPLETE, Phase.PUBLISHED, "publish()")
-        self._ready.expire()
-        self._slices.write()
-        self._boundary.meet("B", self._transport.publish_parameters)
-        self._ready.readable = True
+        self._phases.advance(StepPhase.COMPLETE, StepPhase.PUBLISHED, "publish()")
+        self._unsharded.invalidate()
+        self._local_shards.write_back()
+        self._phases.synchronize("B", self._transport.publish_parameters)
+        self._unsharded.fetch_allowed = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, as they are hosted, and persistent buffers, whole and copied, by the module's names.
@@ -295,7 +298,7 @@ class ShardedModel:
         """
         with self._placeholders.saved():
             state = dict(self.module.state_dict())
-        return state | whole_state(state, self._places, self.units, self._ready)
+        return state | full_state_dict(state, self._param_infos, self.units, self._unsharded)
 
     @property
     def fetch_wait_s(self) -> float:
@@ -339,4 +342,4 @@ class ShardedModel:
         self._placeholders.check_trained(given)
         if {id(p) for p in given} & {id(p) for p in self.shard_parameters()}:
             require_elementwise(optimizer)
-            self._boundary.require(Phase.COMPLETE, "an optimizer's step")
+            self._phases.require(StepPhase.COMPLETE, "an optimizer's step")

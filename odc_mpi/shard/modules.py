@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from odc_mpi.comm.transport import Transport
-from odc_mpi.shard.autograd import SavedTensors, UnitCalls
-from odc_mpi.shard.partition import Place, names_by_module, whole_on_every_rank
-from odc_mpi.shard.units.ready import ReadyUnits
+from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards
+from odc_mpi.shard.partition import ParamModuleInfo, names_by_module, replicated_tensors
 from odc_mpi.shard.units.unit import Unit
+from odc_mpi.shard.units.unsharded import UnshardedUnits
 
 
 class OnDemandParameters(dict[str, Any]):
@@ -56,26 +56,26 @@ class Placeholders:
     """What stands in the module for its parameters, and what must not be done with it.
 
     Args:
-        shown: The placeholders by dotted name.
+        tensors: The placeholders by dotted name.
         originals: The parameters that they stand for; not kept alive.
         modules: That have placeholders, which their `state_dict()` would save.
     """
 
     def __init__(
-        self, shown: Mapping[str, nn.Parameter], originals: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]
+        self, tensors: Mapping[str, nn.Parameter], originals: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]
     ) -> None:
         self._can_be_saved = False
         for module in modules:
             module.register_state_dict_pre_hook(self._check_saved)
-        self._shown = dict(shown)
-        self._names = {id(parameter): name for name, parameter in shown.items()}
+        self._tensors = dict(tensors)
+        self._names = {id(parameter): name for name, parameter in tensors.items()}
         self._originals = {id(parameter): (name, weakref.ref(parameter)) for name, parameter in originals.items()}
-        self._trained = {name: parameter.requires_grad for name, parameter in shown.items()}
+        self._trained = {name: parameter.requires_grad for name, parameter in tensors.items()}
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the placeholders, and the parameters that they stand for as far as there still are any. Local."""
         originals = [original() for _, original in self._originals.values()]
-        return [*self._shown.values(), *(original for original in originals if original is not None)]
+        return [*self._tensors.values(), *(original for original in originals if original is not None)]
 
     @contextmanager
     def saved(self) -> Iterator[None]:
@@ -101,7 +101,7 @@ class Placeholders:
 
     def check_frozen(self) -> None:
         """Refuse that what is to be trained has changed since the parameters were sharded. Local."""
-        for name, parameter in self._shown.items():
+        for name, parameter in self._tensors.items():
             if parameter.requires_grad is not self._trained[name]:
                 now = "frozen" if self._trained[name] else "made trainable"
                 raise RuntimeError(
@@ -117,7 +117,7 @@ class Placeholders:
 
 def replicate(module: nn.Module, transport: Transport) -> None:
     """Give every rank rank 0's buffers and integer parameters, where it computes. Collective."""
-    for _, tensor in whole_on_every_rank(module):
+    for _, tensor in replicated_tensors(module):
         if not tensor.is_meta:
             whole = tensor.detach().contiguous().cpu()
             transport.group.broadcast(whole)
@@ -127,16 +127,16 @@ def replicate(module: nn.Module, transport: Transport) -> None:
             tensor.detach().copy_(whole)
 
 
-def place_on_demand(
-    places: Sequence[Place], units: Sequence[Unit], transport: Transport, calls: UnitCalls
+def install_on_demand_parameters(
+    param_infos: Sequence[ParamModuleInfo], units: Sequence[Unit], transport: Transport, calls: UnitForwards
 ) -> Placeholders:
     """Replace parameters by such that are fetched when touched, to where the transport's fetches land. Local."""
-    unit_of = {name: unit for unit in units for name in unit.slots}
+    unit_of = {name: unit for unit in units for name in unit.ranges}
 
     def find(name: str) -> torch.Tensor:
         return calls.parameter(unit_of[name], name)
 
-    names = names_by_module(places)
+    names = names_by_module(param_infos)
     # One for all places of a tied parameter, as it was one parameter.
     shown: dict[str, nn.Parameter] = {}
     originals: dict[str, nn.Parameter] = {}
@@ -145,7 +145,7 @@ def place_on_demand(
             if name not in shown:
                 originals[name] = cast(nn.Parameter, submodule._parameters[key])
                 unit = unit_of[name]
-                dtype = transport.parameters.dtype_of(unit.indices[unit.slots[name][0]])
+                dtype = transport.parameters.dtype_of(unit.indices[unit.ranges[name][0]])
                 shown[name] = placeholder(originals[name], dtype, transport.device)
         items = {key: shown[keys[key]] if key in keys else p for key, p in submodule._parameters.items()}
         submodule.__dict__["_parameters"] = OnDemandParameters(items, find, keys)
@@ -154,34 +154,36 @@ def place_on_demand(
     return Placeholders(shown, originals, names)
 
 
-def whole_state(
-    state: Mapping[str, Any], places: Sequence[Place], units: Sequence[Unit], ready: ReadyUnits
+def full_state_dict(
+    state: Mapping[str, Any], param_infos: Sequence[ParamModuleInfo], units: Sequence[Unit], ready: UnshardedUnits
 ) -> dict[str, Any]:
     """Return copies of a module's whole parameters and of all else in its state. One-sided.
 
     Args:
         state: By the module's names, with placeholders.
-        places: Of the sharded parameters.
+        param_infos: Of the sharded parameters.
         units: That hold these.
         ready: Fetches the units.
     """
-    placed = {place.full_name: place.name for place in places}
+    placed = {place.full_name: place.name for place in param_infos}
     copies = {name: copy.deepcopy(value) for name, value in state.items() if name not in placed}
     for unit in units:
-        ready.require(unit)
-        whole = {name: unit.parameter(name).clone() for name in unit.slots}
+        ready.unshard(unit)
+        whole = {name: unit.parameter(name).clone() for name in unit.ranges}
         copies |= {full_name: whole[name] for full_name, name in placed.items() if name in whole}
     return copies
 
 
-def wrap_forward(module: nn.Module, unit: Unit, calls: UnitCalls, saved: SavedTensors, checkpointing: bool) -> None:
+def wrap_forward(
+    module: nn.Module, unit: Unit, calls: UnitForwards, saved: SavedTensorHooks, checkpointing: bool
+) -> None:
     """Make every forward of a unit's module one call of the unit. Local."""
     forward = module.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with calls.call(unit):
+        with calls.run(unit):
             output = forward(*args, **kwargs)
-        calls.tell_backward_of(unit, output)
+        calls.register_backward_hook_for(unit, output)
         return output
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:

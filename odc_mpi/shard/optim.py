@@ -30,7 +30,7 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.ASGD,
 )
 #: Why others are not, where it is known.
-_REASONS = {
+_UNSUPPORTED_REASONS = {
     "Adafactor": "it factors its second moment over a matrix's rows and columns",
     "Muon": "it orthogonalises whole matrices",
     "LBFGS": "it takes inner products over all parameters",
@@ -51,7 +51,9 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
     if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
         return
     name = type(optimizer).__name__
-    reason = _REASONS.get(name, "it is not known to be element-wise; if it is, set `elementwise = True` on its class")
+    reason = _UNSUPPORTED_REASONS.get(
+        name, "it is not known to be element-wise; if it is, set `elementwise = True` on its class"
+    )
     raise ValueError(f"{name} cannot train sharded parameters, of which a rank sees flat slices: {reason}")
 
 
@@ -89,7 +91,7 @@ class StepGuard:
                 StepGuard._hook = None
 
     @classmethod
-    def of(cls, optimizer: optim.Optimizer) -> list["StepGuard"]:
+    def for_optimizer(cls, optimizer: optim.Optimizer) -> list["StepGuard"]:
         """Return the guards of an optimizer's parameters, each once. Local."""
         found: dict[StepGuard, None] = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -101,7 +103,7 @@ class StepGuard:
 
 
 def _check_step(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    for guard in StepGuard.of(optimizer):
+    for guard in StepGuard.for_optimizer(optimizer):
         guard.check(optimizer)
 
 

@@ -44,7 +44,7 @@ class UnitParameters:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamModuleInfo:
     """Where a parameter hangs: `module._parameters[key]`, known by its first dotted name."""
 
     module: nn.Module
@@ -53,15 +53,17 @@ class Place:
     full_name: str
 
 
-def names_by_module(places: Iterable[Place]) -> dict[nn.Module, dict[str, str]]:
+def names_by_module(param_infos: Iterable[ParamModuleInfo]) -> dict[nn.Module, dict[str, str]]:
     """Return the names of the parameters that hang in each module, by their keys there. Local."""
     names: dict[nn.Module, dict[str, str]] = {}
-    for place in places:
+    for place in param_infos:
         names.setdefault(place.module, {})[place.key] = place.name
     return names
 
 
-def partition(module: nn.Module, units: Iterable[UnitChoice] | None) -> tuple[list[UnitParameters], list[Place]]:
+def partition(
+    module: nn.Module, units: Iterable[UnitChoice] | None
+) -> tuple[list[UnitParameters], list[ParamModuleInfo]]:
     """Divide a module's floating-point parameters into units. Local.
 
     Args:
@@ -75,8 +77,8 @@ def partition(module: nn.Module, units: Iterable[UnitChoice] | None) -> tuple[li
     Raises:
         ValueError: A choice matches no submodule, or a module that is never called.
     """
-    chosen = _chosen(module, units)
-    places: list[Place] = []
+    chosen = _select_modules(module, units)
+    places: list[ParamModuleInfo] = []
     holders: dict[nn.Parameter, str] = {}
     first_names: dict[nn.Parameter, str] = {}
     for owner, prefix, submodule in _walk(module, {unit: name for name, unit in chosen.items()}):
@@ -85,7 +87,7 @@ def partition(module: nn.Module, units: Iterable[UnitChoice] | None) -> tuple[li
                 continue
             full_name = f"{prefix}.{key}" if prefix else key
             name = first_names.setdefault(parameter, full_name)
-            places.append(Place(submodule, key, name, full_name))
+            places.append(ParamModuleInfo(submodule, key, name, full_name))
             # Met in a second unit: it goes to the root.
             holders[parameter] = owner if holders.get(parameter, owner) == owner else ""
     result = {name: UnitParameters(name) for name in ("", *chosen)}
@@ -135,7 +137,7 @@ def make_units(
     return units, layouts
 
 
-def _chosen(module: nn.Module, units: Iterable[UnitChoice] | None) -> dict[str, nn.Module]:
+def _select_modules(module: nn.Module, units: Iterable[UnitChoice] | None) -> dict[str, nn.Module]:
     """Find the submodules that the choices name, by dotted name."""
     if units is None:
         units = sorted(getattr(module, "_no_split_modules", None) or ())
@@ -177,17 +179,17 @@ def _walk(
             yield from _walk(child, unit_names, f"{name}.{key}" if name else key, unit)
 
 
-def whole_on_every_rank(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def replicated_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what is not sharded, buffers and parameters that are not floating-point, by dotted name. Local."""
     yield from module.named_buffers()
     yield from ((name, p) for name, p in module.named_parameters() if not p.is_floating_point())
 
 
-def whole_and_persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what of `whole_on_every_rank` belongs into a checkpoint: without buffers that are made anew. Local."""
+def replicated_persistent_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what of `replicated_tensors` belongs into a checkpoint: without buffers that are made anew. Local."""
     passing = {
         f"{name}.{key}" if name else key
         for name, submodule in module.named_modules()
         for key in submodule._non_persistent_buffers_set
     }
-    yield from ((name, tensor) for name, tensor in whole_on_every_rank(module) if name not in passing)
+    yield from ((name, tensor) for name, tensor in replicated_tensors(module) if name not in passing)

@@ -15,12 +15,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from odc_mpi.comm.pending import Later, Pending
+from odc_mpi.comm.work import DeferredWork, Work
 
 K = TypeVar("K", bound=Hashable)
 
 
-class FetchOrder(Generic[K]):
+class PrefetchPredictor(Generic[K]):
     """Learns in which order units are used, and tells which come next.
 
     What follows a unit depends on the one before it: layer 5 after layer 4 is a forward, after layer 6 a backward. So
@@ -31,16 +31,16 @@ class FetchOrder(Generic[K]):
         self._following: dict[tuple[K | None, K | None], K] = {}
         self._last_two: tuple[K | None, K | None] = (None, None)
 
-    def restart(self) -> None:
+    def reset_position(self) -> None:
         """Forget where we are, not the order: a minibatch has ended. Local."""
         self._last_two = (None, None)
 
-    def use(self, unit: K) -> None:
+    def record(self, unit: K) -> None:
         """Learn that a unit is used now, another than the last. Local."""
         self._following[self._last_two] = unit
         self._last_two = self._last_two[1], unit
 
-    def coming(self, count: int) -> list[K]:
+    def predict(self, count: int) -> list[K]:
         """Return the next `count` uses, fewer where nothing was learnt; the same unit may come twice. Local."""
         place = self._last_two
         units: list[K] = []
@@ -63,7 +63,7 @@ class CommunicationThread:
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
-    def start(self, operation: Callable[..., Pending], *arguments: Any) -> Pending:
+    def start(self, operation: Callable[..., Work], *arguments: Any) -> Work:
         """Start an operation and see to its completion in the thread. Local.
 
         Args:
@@ -73,7 +73,7 @@ class CommunicationThread:
         Returns:
             To wait with; raises there what the operation raised.
         """
-        return Later(self._executor.submit(_complete, [operation, *arguments]).result)
+        return DeferredWork(self._executor.submit(_complete, [operation, *arguments]).result)
 
     def close(self) -> None:
         """Complete what was started and end the thread. Local; a second call does nothing."""

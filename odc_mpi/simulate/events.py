@@ -22,7 +22,7 @@ Intervals = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Timing:
+class SimulatedTiming:
     """What a minibatch took.
 
     Attributes:
@@ -34,7 +34,7 @@ class Timing:
     timeline: list[Intervals]
 
 
-def lockstep(durations: Sequence[Sequence[float]], padding: Sequence[float]) -> Timing:
+def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[float]) -> SimulatedTiming:
     """Time ranks that synchronize in each microbatch.
 
     They do so at every unit, and a unit's part of a microbatch is the same on each rank, so the slowest rank of a
@@ -44,23 +44,23 @@ def lockstep(durations: Sequence[Sequence[float]], padding: Sequence[float]) -> 
 
     Args:
         durations: For each rank, seconds of each of its microbatches; 0 for one that is empty.
-        padding: For each rank, seconds of a microbatch that it runs empty, so that the others need not hang.
+        dummy_s: For each rank, seconds of a microbatch that it runs empty, so that the others need not hang.
     """
     turns = max(map(len, durations), default=0)
     timeline: list[Intervals] = [[] for _ in durations]
     end = 0.0
     for turn in range(turns):
         slowest = 0.0
-        for own, empty, busy in zip(durations, padding, timeline, strict=True):
-            seconds = own[turn] if turn < len(own) else 0.0
+        for durations_of_rank, empty, busy in zip(durations, dummy_s, timeline, strict=True):
+            seconds = durations_of_rank[turn] if turn < len(durations_of_rank) else 0.0
             slowest = max(slowest, seconds or empty)
             if seconds:
                 busy.append((end, end + seconds))
         end += slowest
-    return Timing(end, timeline)
+    return SimulatedTiming(end, timeline)
 
 
-def apart(durations: Sequence[Sequence[float]]) -> Timing:
+def simulate_static(durations: Sequence[Sequence[float]]) -> SimulatedTiming:
     """Time ranks that have their own microbatches and skip empty ones.
 
     Local.
@@ -68,12 +68,12 @@ def apart(durations: Sequence[Sequence[float]]) -> Timing:
     Args:
         durations: For each rank, seconds of each of its microbatches; 0 for one that is empty.
     """
-    ends = [[0.0, *accumulate(own)] for own in durations]
-    timeline = [[(began, ended) for began, ended in pairwise(own) if ended > began] for own in ends]
-    return Timing(max((own[-1] for own in ends), default=0.0), timeline)
+    ends = [[0.0, *accumulate(ends_of_rank)] for ends_of_rank in durations]
+    timeline = [[(began, ended) for began, ended in pairwise(ends_of_rank) if ended > began] for ends_of_rank in ends]
+    return SimulatedTiming(max((ends_of_rank[-1] for ends_of_rank in ends), default=0.0), timeline)
 
 
-def layered(began: Sequence[float], seconds: Sequence[float], units: int) -> list[Intervals]:
+def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], units: int) -> list[Intervals]:
     """Time the pieces of one sequence, first to last, each on another rank.
 
     In forward a piece shows its keys and values when it comes to a unit, and waits for those of all pieces before it.
@@ -93,9 +93,9 @@ def layered(began: Sequence[float], seconds: Sequence[float], units: int) -> lis
     timeline: list[Intervals] = [[] for _ in at]
 
     def compute(part: float) -> list[float]:
-        ends = [start + part * own / units for start, own in zip(at, seconds, strict=True)]
-        for own, start, end in zip(timeline, at, ends, strict=True):
-            own.append((start, end))
+        ends = [start + part * chunk_s / units for start, chunk_s in zip(at, seconds, strict=True)]
+        for chunk_s, start, end in zip(timeline, at, ends, strict=True):
+            chunk_s.append((start, end))
         return ends
 
     for _ in range(units):
@@ -106,30 +106,30 @@ def layered(began: Sequence[float], seconds: Sequence[float], units: int) -> lis
     return timeline
 
 
-def drawn(
-    ready: Sequence[float], begun: Sequence[float], duration: Callable[[int, int], float], ticket_s: float = 0.0
-) -> Timing:
+def simulate_dynamic(
+    ready: Sequence[float], available_at: Sequence[float], duration: Callable[[int, int], float], ticket_s: float = 0.0
+) -> SimulatedTiming:
     """Time ranks that draw microbatches, in order, whenever they are free; of two free at once, the lower rank first.
 
     Local.
 
     Args:
         ready: When each microbatch can be run at the earliest, in seconds.
-        begun: When each rank begins to draw, in seconds.
+        available_at: When each rank begins to draw, in seconds.
         duration: Seconds of microbatch k on rank r, as (r, k).
         ticket_s: Seconds to draw a ticket. A rank draws one more than it gets microbatches: that there are none left is
             what the last one says.
     """
-    free = [(at, rank) for rank, at in enumerate(begun)]
+    free = [(at, rank) for rank, at in enumerate(available_at)]
     heapq.heapify(free)
-    timeline: list[Intervals] = [[] for _ in begun]
+    timeline: list[Intervals] = [[] for _ in available_at]
     for microbatch, ready_s in enumerate(ready):
         at, rank = free[0]
         began = max(at + ticket_s, ready_s)
         ended = began + duration(rank, microbatch)
         timeline[rank].append((began, ended))
         heapq.heapreplace(free, (ended, rank))
-    return Timing(max(at for at, _ in free) + ticket_s, timeline)
+    return SimulatedTiming(max(at for at, _ in free) + ticket_s, timeline)
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
@@ -138,7 +138,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
     return {"low": low, "median": median, "high": high}
 
 
-def merged(intervals: Iterable[tuple[float, float]], gap_s: float) -> Intervals:
+def merge_intervals(intervals: Iterable[tuple[float, float]], gap_s: float) -> Intervals:
     """Join neighbours that are closer than `gap_s`; they come in order. Local."""
     joined: Intervals = []
     for began, ended in intervals:

@@ -1,7 +1,7 @@
 """How long the sequences of known data sets are, as distributions to draw from; or those of a prepared data set.
 
 Of the data sets of the ODC paper (arXiv 2601.19362) mean lengths are published, and of LongAlign the range. Lengths of
-sequences look log-normal in general, cut at the longest; how wide they spread, sigma, is an assumption, said in `KNOWN`
+sequences look log-normal in general, cut at the longest; how wide they spread, sigma, is an assumption, said in `KNOWN_DISTRIBUTIONS`
 for each. Local, all of it.
 """
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.errors import UserError
-from odc_mpi.wording import did_you_mean
+from odc_mpi.formatting import did_you_mean
 
 Tokens = npt.NDArray[np.int64]
 
@@ -43,7 +43,7 @@ class LogNormal:
             low, high = (middle, high) if self._mean(middle) < self.mean_tokens else (low, middle)
         return low
 
-    def draw(self, n: int, rng: np.random.Generator) -> Tokens:
+    def sample(self, n: int, rng: np.random.Generator) -> Tokens:
         """Return lengths, int64 [n], from 1 to `max_tokens`. Local."""
         lengths = np.exp(self.location() + self.sigma * rng.standard_normal(n))
         return np.clip(np.rint(lengths), 1, self.max_tokens).astype(np.int64)
@@ -61,7 +61,7 @@ def _normal(x: float) -> float:
 
 
 @dataclass(frozen=True)
-class Observed:
+class EmpiricalLengths:
     """Lengths of sequences that there are, drawn with replacement.
 
     Attributes:
@@ -75,17 +75,17 @@ class Observed:
         """The longest length."""
         return int(self.lengths.max())
 
-    def draw(self, n: int, rng: np.random.Generator) -> Tokens:
+    def sample(self, n: int, rng: np.random.Generator) -> Tokens:
         """Return lengths, int64 [n]. Local."""
         return rng.choice(self.lengths, n)
 
 
 #: Where lengths come from: the longest possible length, and lengths drawn by a generator.
-Source: TypeAlias = LogNormal | Observed
+LengthDistribution: TypeAlias = LogNormal | EmpiricalLengths
 
 #: By name. Means from the ODC paper.
-KNOWN: dict[str, Source] = {
-    "equal": Observed(np.array([16_500])),  # there is nothing to balance
+KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
+    "equal": EmpiricalLengths(np.array([16_500])),  # there is nothing to balance
     # 10,000 instructions "of 8k-64k in length" (LongAlign, arXiv 2401.18058): with 0.65 three quarters are in there and
     # 0.7 % are cut. What follows for 8 ranks of 4 with sigma 0.5, 0.65, 0.8: LB-Mini 1.20, 1.26, 1.27.
     "longalign": LogNormal(16_500, 65_536, 0.65),
@@ -96,19 +96,21 @@ KNOWN: dict[str, Source] = {
 }
 
 
-def find(name: str) -> Source:
-    """Return the source of lengths of a name among `KNOWN`, or of a data set that `odc-mpi prepare` wrote. Local.
+def lengths_by_name(name: str) -> LengthDistribution:
+    """Return the source of lengths of a name among `KNOWN_DISTRIBUTIONS`, or of a data set that `odc-mpi prepare` wrote. Local.
 
     Raises:
         UserError: There is neither.
     """
-    if name in KNOWN:
-        return KNOWN[name]
+    if name in KNOWN_DISTRIBUTIONS:
+        return KNOWN_DISTRIBUTIONS[name]
     if not Path(name).exists() and "/" not in name and not name.endswith((".h5", ".hdf5")):
-        hint = did_you_mean(name, KNOWN)
-        raise UserError(f"expected --lengths among {', '.join(KNOWN)} or the path of a data set, got {name!r}{hint}")
+        hint = did_you_mean(name, KNOWN_DISTRIBUTIONS)
+        raise UserError(
+            f"expected --lengths among {', '.join(KNOWN_DISTRIBUTIONS)} or the path of a data set, got {name!r}{hint}"
+        )
     try:
         with Dataset(name) as dataset:
-            return Observed(np.array(dataset.lengths, dtype=np.int64))
+            return EmpiricalLengths(np.array(dataset.lengths, dtype=np.int64))
     except UserError as error:  # which names the setting of a run
         raise UserError(str(error).replace("data.path", "--lengths")) from error

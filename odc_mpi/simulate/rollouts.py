@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 from odc_mpi.data.plan.balance import Plan, dynamic, lb_micro
-from odc_mpi.data.plan.cut import Microbatch
+from odc_mpi.data.plan.dynamic_packing import SequenceIndices
 from odc_mpi.data.plan.partition import first_fit
-from odc_mpi.simulate.events import Timing, drawn
-from odc_mpi.simulate.options import GENERATION, check
-from odc_mpi.simulate.scenario import Scenario, Trial
-from odc_mpi.simulate.simulate import collected, ratios, timing
+from odc_mpi.simulate.events import SimulatedTiming, simulate_dynamic
+from odc_mpi.simulate.options import GENERATION, validate_options
+from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
+from odc_mpi.simulate.simulate import collect_timings, ratios, simulate_timing
 
 BASELINE = "collective/barrier"
 #: What is compared, as TRANSPORT/WAY.
@@ -41,7 +41,7 @@ SHARES = 4
 
 
 @dataclass(frozen=True)
-class Rollouts(Scenario):
+class RolloutScenario(Scenario):
     """A run of post-training with rewards: a scenario whose `per_rank` counts prompts.
 
     Attributes:
@@ -56,7 +56,7 @@ class Rollouts(Scenario):
     decode_sequence_s: float = GENERATION["decode_sequence_s"].default
 
     def __post_init__(self) -> None:
-        check(GENERATION, self)
+        validate_options(GENERATION, self)
         super().__post_init__()
 
     @property
@@ -71,68 +71,71 @@ class Rollouts(Scenario):
 
 
 @dataclass(frozen=True)
-class RolloutTrial:
+class SimulatedRollouts:
     """One minibatch. The completion `i` belongs to the prompt group `i // completions`.
 
     Attributes:
-        rollouts: Of what.
-        trial: Lengths of all completions, what they take to train, and speeds.
+        scenario: Of what.
+        minibatch: Lengths of all completions, what they take to train, and speeds.
     """
 
-    rollouts: Rollouts
-    trial: Trial
+    scenario: RolloutScenario
+    minibatch: SimulatedMinibatch
 
-    def dealt(self, rank: int) -> list[int]:
+    def assigned_groups(self, rank: int) -> list[int]:
         """Return the prompt groups of a rank, dealt out in turn. Local."""
-        return list(range(rank, self.rollouts.num_groups, self.rollouts.ranks))
+        return list(range(rank, self.scenario.num_groups, self.scenario.ranks))
 
     def positions(self, group: int) -> range:
         """Return the positions of a prompt group's completions. Local."""
-        count = self.rollouts.completions
+        count = self.scenario.completions
         return range(group * count, (group + 1) * count)
 
-    def decoded_s(self, rank: int, groups: Sequence[int]) -> list[tuple[float, int]]:
+    def decode_ends_s(self, rank: int, groups: Sequence[int]) -> list[tuple[float, int]]:
         """Return the end and the name of each of a rank's prompt groups, decoded at once, in that order. Local."""
-        lengths = np.array([self.trial.lengths[i] for group in groups for i in self.positions(group)])
+        lengths = np.array([self.minibatch.lengths[i] for group in groups for i in self.positions(group)])
         order = np.argsort(lengths, kind="stable")
         # Until the next one is done all that are left take a step for each token.
         left = np.arange(len(order), 0, -1)
         steps = np.diff(lengths[order], prepend=0)
-        ends = np.cumsum(steps * (self.rollouts.decode_step_s + self.rollouts.decode_sequence_s * left))
+        ends = np.cumsum(steps * (self.scenario.decode_step_s + self.scenario.decode_sequence_s * left))
         each = np.empty(len(order))
-        each[order] = ends / self.trial.speeds[rank]
+        each[order] = ends / self.minibatch.speeds[rank]
         last = each.reshape(len(groups), -1).max(axis=1).tolist()
         return sorted(zip(last, groups, strict=True))
 
     @cached_property
-    def dealt_s(self) -> list[list[tuple[float, int]]]:
-        """What `decoded_s` returns for each rank and the prompt groups that it is dealt."""
-        return [self.decoded_s(rank, self.dealt(rank)) for rank in range(self.rollouts.ranks)]
+    def assigned_decode_ends_s(self) -> list[list[tuple[float, int]]]:
+        """What `decode_ends_s` returns for each rank and the prompt groups that it is dealt."""
+        return [self.decode_ends_s(rank, self.assigned_groups(rank)) for rank in range(self.scenario.ranks)]
 
-    def shares(self, group: int) -> list[list[Microbatch]]:
+    def shares(self, group: int) -> list[list[SequenceIndices]]:
         """Return the shares of a finished prompt group, each as its microbatches. Local."""
-        lengths = self.trial.lengths
+        lengths = self.minibatch.lengths
         falling = sorted(self.positions(group), key=lambda i: (-lengths[i], i))
         # There and back again, so that the longest is with the shortest.
         turns = [*range(SHARES), *reversed(range(SHARES))]
         parts: list[list[int]] = [[] for _ in range(SHARES)]
         for turn, position in enumerate(falling):
             parts[turns[turn % len(turns)]].append(position)
-        return [self.packed(part) for part in parts]
+        return [self.pack(part) for part in parts]
 
-    def packed(self, positions: Sequence[int]) -> list[Microbatch]:
+    def pack(self, positions: Sequence[int]) -> list[SequenceIndices]:
         """Pack completions into few microbatches. Local."""
-        bins = first_fit(self.trial.lengths[list(positions)], self.rollouts.max_tokens)
-        return [tuple(positions[k] for k in own) for own in bins]
+        bins = first_fit(self.minibatch.lengths[list(positions)], self.scenario.max_tokens)
+        return [tuple(positions[k] for k in indices) for indices in bins]
 
     def plan(self, name: str) -> Plan:
         """Return the plan of training; `window/on_demand` has none, since it depends on what is finished. Local."""
-        scenario = self.rollouts
+        scenario = self.scenario
         if name == "window/on_demand_own":
-            own = ([i for group in self.dealt(rank) for i in self.positions(group)] for rank in range(scenario.ranks))
-            return Plan(tuple(tuple(self.packed(positions)) for positions in own))
+            positions_of_ranks = (
+                [i for group in self.assigned_groups(rank) for i in self.positions(group)]
+                for rank in range(scenario.ranks)
+            )
+            return Plan(tuple(tuple(self.pack(positions)) for positions in positions_of_ranks))
         balance = lb_micro if name == BASELINE else dynamic
-        return balance(self.trial.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
+        return balance(self.minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
 
     def bounds_s(self) -> tuple[float, float]:
         """Return two times in seconds before which no schedule ends. Local.
@@ -141,17 +144,19 @@ class RolloutTrial:
             That at which the completion that is generated last is trained, on the fastest rank, and that of all work on
             ranks that never wait.
         """
-        trial, scenario = self.trial, self.rollouts
-        decoded = [own[-1] for own in self.dealt_s]
+        minibatch, scenario = self.minibatch, self.scenario
+        decoded = [ends_of_rank[-1] for ends_of_rank in self.assigned_decode_ends_s]
         end, group = max(decoded)
-        cheapest = min(trial.sequence_s[i] for i in self.positions(group))
-        fewest = math.ceil(int(trial.lengths.sum()) / scenario.max_tokens)
-        work = math.fsum(trial.sequence_s.tolist()) + fewest * trial.overhead_s
-        work += math.fsum(own * speed for (own, _), speed in zip(decoded, trial.speeds.tolist(), strict=True))
-        return end + cheapest / float(trial.speeds.max()), work / float(trial.speeds.sum())
+        cheapest = min(minibatch.sequence_s[i] for i in self.positions(group))
+        fewest = math.ceil(int(minibatch.lengths.sum()) / scenario.max_tokens)
+        work = math.fsum(minibatch.sequence_s.tolist()) + fewest * minibatch.overhead_s
+        work += math.fsum(
+            ends_of_rank * speed for (ends_of_rank, _), speed in zip(decoded, minibatch.speeds.tolist(), strict=True)
+        )
+        return end + cheapest / float(minibatch.speeds.max()), work / float(minibatch.speeds.sum())
 
 
-def simulate_rollouts(rollouts: Rollouts) -> dict[str, Any]:
+def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
     """Compute what each schedule would take. Local.
 
     Args:
@@ -166,44 +171,53 @@ def simulate_rollouts(rollouts: Rollouts) -> dict[str, Any]:
     Raises:
         UserError: There are no such lengths.
     """
-    trials = [RolloutTrial(rollouts, trial) for trial in rollouts.trials()]
-    ends, busy, timeline = collected({name: _run(trial, name) for name in SCHEDULES} for trial in trials)
-    bounds = [trial.bounds_s() for trial in trials]
-    work = {name: float(own.sum()) for name, own in busy.items()}
+    minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
+    ends, busy, timeline = collect_timings(
+        {name: _simulate_schedule(minibatch, name) for name in SCHEDULES} for minibatch in minibatches
+    )
+    bounds = [minibatch.bounds_s() for minibatch in minibatches]
+    work = {name: float(seconds.sum()) for name, seconds in busy.items()}
     work[BOUND] = rollouts.ranks * math.fsum(shared for _, shared in bounds)
-    generated = sum(own[-1][0] for trial in trials for own in trial.dealt_s)
+    generated = sum(seconds[-1][0] for minibatch in minibatches for seconds in minibatch.assigned_decode_ends_s)
     return {
         "workload": "grpo",
         "scenario": asdict(rollouts),
-        **ratios({**ends, BOUND: [max(own) for own in bounds]}, work, BASELINE, rollouts.ranks),
+        **ratios({**ends, BOUND: [max(seconds) for seconds in bounds]}, work, BASELINE, rollouts.ranks),
         "generation_fraction": generated / work[BASELINE],
         "timeline": timeline,
     }
 
 
-def _run(trial: RolloutTrial, name: str) -> Timing:
+def _simulate_schedule(minibatch: SimulatedRollouts, name: str) -> SimulatedTiming:
     """Compute what a minibatch takes under a schedule; ranks work when they generate or train."""
-    decoded = trial.dealt_s
-    free = [own[-1][0] for own in decoded]
+    decoded = minibatch.assigned_decode_ends_s
+    free = [ends_of_rank[-1][0] for ends_of_rank in decoded]
     if name == "window/on_demand":
-        return _shared(trial, sorted(each for own in decoded for each in own), free)
+        return _simulate_shared(minibatch, sorted(each for ends_of_rank in decoded for each in ends_of_rank), free)
     transport, way = name.split("/")
-    found = timing(trial.trial, trial.plan(name), transport, trial.rollouts.ticket_s)
+    found = simulate_timing(minibatch.minibatch, minibatch.plan(name), transport, minibatch.scenario.ticket_s)
     begins = [max(free)] * len(free) if way == "barrier" else free
-    ends = [begin + (own[-1][1] if own else 0.0) for begin, own in zip(begins, found.timeline, strict=True)]
-    timeline = [
-        [(0.0, end), *((begin + began, begin + ended) for began, ended in own)]
-        for end, begin, own in zip(free, begins, found.timeline, strict=True)
+    ends = [
+        begin + (ends_of_rank[-1][1] if ends_of_rank else 0.0)
+        for begin, ends_of_rank in zip(begins, found.timeline, strict=True)
     ]
-    return Timing(max(begins) + found.end_s if way == "barrier" else max(ends), timeline)
+    timeline = [
+        [(0.0, end), *((begin + began, begin + ended) for began, ended in ends_of_rank)]
+        for end, begin, ends_of_rank in zip(free, begins, found.timeline, strict=True)
+    ]
+    return SimulatedTiming(max(begins) + found.end_s if way == "barrier" else max(ends), timeline)
 
 
-def _shared(trial: RolloutTrial, finished: Sequence[tuple[float, int]], free: Sequence[float]) -> Timing:
+def _simulate_shared(
+    minibatch: SimulatedRollouts, finished: Sequence[tuple[float, int]], free: Sequence[float]
+) -> SimulatedTiming:
     """Let ranks that have generated draw shares of prompt groups, in the order in which these are finished."""
-    ready, shares = zip(*((end, share) for end, group in finished for share in trial.shares(group)), strict=True)
+    ready, shares = zip(*((end, share) for end, group in finished for share in minibatch.shares(group)), strict=True)
 
     def duration(rank: int, k: int) -> float:
-        return math.fsum(trial.trial.window_s(rank, each, is_first=False) for each in shares[k])
+        return math.fsum(minibatch.minibatch.window_s(rank, each, is_first=False) for each in shares[k])
 
-    found = drawn(ready, free, duration, trial.rollouts.ticket_s)
-    return Timing(found.end_s, [[(0.0, end), *own] for end, own in zip(free, found.timeline, strict=True)])
+    found = simulate_dynamic(ready, free, duration, minibatch.scenario.ticket_s)
+    return SimulatedTiming(
+        found.end_s, [[(0.0, end), *intervals] for end, intervals in zip(free, found.timeline, strict=True)]
+    )

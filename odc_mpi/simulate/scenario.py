@@ -12,18 +12,18 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.cost import Cost
-from odc_mpi.data.plan.pieces import Split
+from odc_mpi.data.plan.chunks import SequenceSplit
+from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
-from odc_mpi.simulate.lengths import Source, find
-from odc_mpi.simulate.options import CACHES, MOST_S, RANKS, SCENARIO, TICKET_S, check
+from odc_mpi.simulate.lengths import LengthDistribution, lengths_by_name
+from odc_mpi.simulate.options import CACHES, MAX_S, RANKS, SCENARIO, TICKET_S, validate_options
 
 Floats = npt.NDArray[np.float64]
 
 #: Seconds of a sequence through a model of 1.5 B parameters on an A100: the fit in the reference implementation of ODC
 #: (sail-sg/odc, examples/llm_training/packing.py), there per 32,000 tokens. It has a constant of
 #: `REFERENCE_OVERHEAD_S`, too, which the reference leaves out when it plans, and so does the default here.
-REFERENCE_COST = Cost(linear=2.611821 / 32_000, quadratic=1.982122 / 32_000**2)
+REFERENCE_COST = CostModel(linear=2.611821 / 32_000, quadratic=1.982122 / 32_000**2)
 REFERENCE_OVERHEAD_S = 0.666759
 #: Of that model's parameters, in bf16.
 MODEL_BYTES = 2 * 1_500_000_000
@@ -33,11 +33,11 @@ KV_BYTES = 28 * 2 * 2 * 128 * 2
 #: as many bytes of gradients added.
 KV_MOVES = 3
 #: What is larger was a slip.
-MOST_SEQUENCES = 10**7
+MAX_SEQUENCES = 10**7
 
 
 @dataclass(frozen=True)
-class Trial:
+class SimulatedMinibatch:
     """One minibatch.
 
     Attributes:
@@ -46,8 +46,8 @@ class Trial:
         overhead_s: What a microbatch takes besides on a rank of speed 1, an empty one too, in seconds.
         communication_s: What a microbatch takes besides on any rank: fetches and pushes that nothing hides, in seconds.
         speeds: Of each rank in this minibatch, float64 [ranks].
-        saved_s: Of `communication_s`, what windows save where units stay and gradients are added up, in seconds.
-        once_s: What a rank pays for that in its first microbatch of a minibatch, in seconds.
+        cache_saving_s: Of `communication_s`, what windows save where units stay and gradients are added up, in seconds.
+        cache_cost_s: What a rank pays for that in its first microbatch of a minibatch, in seconds.
         cost: What ranks plan with, in seconds.
     """
 
@@ -56,9 +56,9 @@ class Trial:
     overhead_s: float
     communication_s: float
     speeds: Floats
-    saved_s: float = 0.0
-    once_s: float = 0.0
-    cost: Cost = REFERENCE_COST
+    cache_saving_s: float = 0.0
+    cache_cost_s: float = 0.0
+    cost: CostModel = REFERENCE_COST
 
     def work_s(self, microbatch: Sequence[int]) -> float:
         """Return the seconds of a microbatch, given as positions in the minibatch, on a rank of speed 1. Local."""
@@ -70,16 +70,16 @@ class Trial:
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
         """Return the same over windows, where a rank may keep units and gradients. Local."""
-        return self.duration_s(rank, microbatch) - self.saved_s + (self.once_s if is_first else 0.0)
+        return self.duration_s(rank, microbatch) - self.cache_saving_s + (self.cache_cost_s if is_first else 0.0)
 
-    def piece_s(self, rank: int, split: Split, index: int, *, is_first: bool) -> float:
+    def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:
         """Return the seconds for which a rank is busy with a piece of a sequence, without waiting for others. Local."""
         begin, end = split.bounds[index : index + 2]
         moved_s = self.cost.earlier * begin
         error = self._each_s[split.sequence] / float(self.cost.sequence(self.lengths[split.sequence]))
-        work_s = self.overhead_s + error * (self.cost.piece(begin, end) - moved_s)
-        kept_s = self.saved_s - (self.once_s if is_first else 0.0)
-        return work_s / float(self.speeds[rank]) + self.communication_s + moved_s - kept_s
+        work_s = self.overhead_s + error * (self.cost.chunk(begin, end) - moved_s)
+        saving_s = self.cache_saving_s - (self.cache_cost_s if is_first else 0.0)
+        return work_s / float(self.speeds[rank]) + self.communication_s + moved_s - saving_s
 
     @cached_property
     def _each_s(self) -> list[float]:
@@ -124,7 +124,7 @@ class Scenario:
     packing_ratio: float = SCENARIO["packing_ratio"].default
     speed_variation: float = SCENARIO["speed_variation"].default
     cost_error: float = SCENARIO["cost_error"].default
-    cost: Cost = REFERENCE_COST
+    cost: CostModel = REFERENCE_COST
     num_units: int = SCENARIO["num_units"].default
     unit_bytes: int = SCENARIO["unit_bytes"].default
     fetch_gb_per_s: float = SCENARIO["fetch_gb_per_s"].default
@@ -136,20 +136,19 @@ class Scenario:
     kv_gb_per_s: float = SCENARIO["kv_gb_per_s"].default
 
     def __post_init__(self) -> None:
-        check({"ranks": RANKS, **SCENARIO, "ticket_s": TICKET_S, **CACHES}, self)
+        validate_options({"ranks": RANKS, **SCENARIO, "ticket_s": TICKET_S, **CACHES}, self)
         self._check_together()
 
     def _check_together(self) -> None:
-        if self.num_sequences > MOST_SEQUENCES:
+        if self.num_sequences > MAX_SEQUENCES:
             raise UserError(
-                f"expected at most {MOST_SEQUENCES} sequences in a minibatch, got {self.num_sequences}: "
-                "lower --per-rank"
+                f"expected at most {MAX_SEQUENCES} sequences in a minibatch, got {self.num_sequences}: lower --per-rank"
             )
         if self.unit_bytes and not (self.fetch_gb_per_s or self.push_gb_per_s):
             raise UserError("--unit-bytes: expected --fetch-gb-per-s or --push-gb-per-s, too, got neither")
-        if self.communication_s > MOST_S:
+        if self.communication_s > MAX_S:
             raise UserError(
-                f"expected communication of at most {MOST_S} s a microbatch, got {self.communication_s:.3g} s: raise "
+                f"expected communication of at most {MAX_S} s a microbatch, got {self.communication_s:.3g} s: raise "
                 "--fetch-gb-per-s and --push-gb-per-s, or lower --unit-bytes"
             )
         if self.kv_gb_per_s and self.planned_cost.earlier > 1:
@@ -169,14 +168,14 @@ class Scenario:
         return self.cost.constant
 
     @cached_property
-    def source(self) -> Source:
+    def length_distribution(self) -> LengthDistribution:
         """Where lengths come from."""
-        return find(self.lengths)
+        return lengths_by_name(self.lengths)
 
     @property
     def max_tokens(self) -> int:
         """The most tokens in a microbatch."""
-        return int(self.packing_ratio * self.source.max_tokens)
+        return int(self.packing_ratio * self.length_distribution.max_tokens)
 
     @property
     def communication_s(self) -> float:
@@ -185,7 +184,7 @@ class Scenario:
         return 2 * fetch_s + push_s
 
     @property
-    def kept_s(self) -> tuple[float, float]:
+    def cache_saving_s(self) -> tuple[float, float]:
         """Seconds that the caches save in a microbatch over windows, and cost in a rank's first of a minibatch."""
         num_bytes = self._model_bytes
         fetch_s, push_s = self._model_s
@@ -205,25 +204,25 @@ class Scenario:
         return fetch_s, push_s
 
     @property
-    def planned_cost(self) -> Cost:
+    def planned_cost(self) -> CostModel:
         """The cost that ranks plan with, in seconds; communication is part of a microbatch's constant."""
         earlier = KV_MOVES * KV_BYTES / (1e9 * self.kv_gb_per_s) if self.kv_gb_per_s else 0.0
         constant = self.cost.constant + self.communication_s
         return replace(self.cost, constant=constant, piece_factor=self.piece_factor, earlier=earlier)
 
-    def trials(self) -> Iterator[Trial]:
+    def minibatches(self) -> Iterator[SimulatedMinibatch]:
         """Yield the minibatches, the same ones each time. Local."""
         for index in range(self.num_minibatches):
             # A generator for each kind: whether speeds vary does not change which sequences are drawn.
             lengths_rng, errors_rng, speeds_rng = (np.random.default_rng([self.seed, index, kind]) for kind in range(3))
-            lengths = self.source.draw(self.num_sequences, lengths_rng)
-            yield Trial(
+            lengths = self.length_distribution.sample(self.num_sequences, lengths_rng)
+            yield SimulatedMinibatch(
                 lengths,
                 self.cost.sequence(lengths) * _factors(len(lengths), self.cost_error, errors_rng),
                 self.cost.constant,
                 self.communication_s,
                 _factors(self.ranks, self.speed_variation, speeds_rng),
-                *self.kept_s,
+                *self.cache_saving_s,
                 self.planned_cost,
             )
 

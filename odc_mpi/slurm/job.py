@@ -145,7 +145,7 @@ _CHOICES = {
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """The resources that a batch script asks Slurm for, and the command that it runs.
 
     Attributes:
@@ -173,7 +173,7 @@ class Job:
     data: str | None = None
 
 
-def training(job: Job, headline: str, usage: str, *, array: str = "", settings: str = "") -> str:
+def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = "", settings: str = "") -> str:
     """Return the batch script of a training. Local.
 
     Args:
@@ -226,7 +226,7 @@ def unless_set(mpi: str) -> str:
     return f"${{SLURM_MPI_TYPE:-{mpi}}}"
 
 
-def for_config(job: Job, config: Path, overrides: tuple[str, ...], data: str) -> str:
+def script_for_config(job: SlurmJob, config: Path, overrides: tuple[str, ...], data: str) -> str:
     """Return the script that trains a configuration. Local.
 
     Args:
@@ -240,10 +240,10 @@ def for_config(job: Job, config: Path, overrides: tuple[str, ...], data: str) ->
     job = replace(job, arguments=arguments, data=data if job.stage else None)
     name = "".join(letter if letter.isprintable() else "?" for letter in config.name)  # in a comment of one line
     headline = f"Training of {name}: it saves before its time is up, queues again and goes on by itself."
-    return training(job, headline, "sbatch FILE [--section.key value ...]")
+    return training_script(job, headline, "sbatch FILE [--section.key value ...]")
 
 
-def _site(job: Job, output: str) -> str:
+def _site(job: SlurmJob, output: str) -> str:
     """Return the part of a script that a site changes, with the name of the log as sbatch takes it."""
     chosen = dict(job.choices)
     lines = [f"#SBATCH --{name}={chosen[name]}" for name in _CHOICES if name in chosen]

@@ -1,8 +1,8 @@
 import pytest
-from shown import shown
+from shown import render_report
 from transport_result import SLOWNESS, result
 
-from odc_mpi.bench.transport import GOALS, judge
+from odc_mpi.bench.transport import GOALS, evaluate_goals
 
 
 def verdicts(**slowness):
@@ -48,7 +48,7 @@ def test_what_was_not_measured_has_no_verdict():
     made = result([1 << 20])
     for entry in made["sizes"][0]["all_at_once"].values():
         entry["of_gloo"] = None
-    assert [goal["goal"] for goal in judge(made["sizes"][0])] == [
+    assert [goal["goal"] for goal in evaluate_goals(made["sizes"][0])] == [
         "fetch_of_memcpy",
         "accumulate_of_memcpy",
         "zero_copy_us",
@@ -57,16 +57,16 @@ def test_what_was_not_measured_has_no_verdict():
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_tables_fit(width):
-    told = shown(result(), width)
-    assert "…" not in told
-    assert max(len(line.rstrip()) for line in told.splitlines()) <= width
-    rows = [line.split() for line in told.splitlines()]
+    output = render_report(result(), width)
+    assert "…" not in output
+    assert max(len(line.rstrip()) for line in output.splitlines()) <= width
+    rows = [line.split() for line in output.splitlines()]
     assert next(row for row in rows if row[:1] == ["1M"])[:4] == ["1M", "0.00", "±", "10%"]
     for words in (
         "Open MPI 5.0.11, 2 ranks on 1 node, 1 core each, 7 rounds, all ranks at once",
         "load of the node: 0.5 before, 2.0 after",
     ):
-        assert words in told
+        assert words in output
     for cell in (
         "20 ms; 6.02",
         "0.12 ms; 8.10",
@@ -75,7 +75,7 @@ def test_the_tables_fit(width):
         "mailbox",
         "accumulate",
     ):
-        assert cell in told, cell
+        assert cell in output, cell
     assert ["fetch", "of", "memcpy", "fetch", "copy", "64K", "0.8", "0.6", "yes"] in rows
     assert ["accumulate", "of", "gloo", "push", "accumulate", "1M", "8", "10", "no"] in rows
 
@@ -86,7 +86,7 @@ def test_tables_of_one_rank_or_several_nodes():
     for size in made["sizes"]:
         size["one_alone"] = {}
         del size["all_at_once"]["gloo_all_gather"]
-    told = shown(made)
-    assert "left out: gloo_all_gather, for ranks of one node only" in told
-    assert "Rank 0 alone" not in told
-    assert "Goals" not in told
+    output = render_report(made)
+    assert "left out: gloo_all_gather, for ranks of one node only" in output
+    assert "Rank 0 alone" not in output
+    assert "Goals" not in output

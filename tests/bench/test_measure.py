@@ -2,8 +2,8 @@ import pytest
 
 from odc_mpi.bench.measure import DEFAULT_SIZES, entries, interleaved, parse_sizes, ratio, seconds
 from odc_mpi.errors import UserError
+from odc_mpi.formatting import format_size
 from odc_mpi.simulate.events import quartiles
-from odc_mpi.wording import format_size
 
 
 def test_spread_is_median_and_quartiles():

@@ -6,30 +6,30 @@ import numpy as np
 import pytest
 from local_transport import LocalGroup, LocalTransport
 
-from odc_mpi.bench.runners import Runner, Work
+from odc_mpi.bench.runners import Runner, TimedMicrobatch
 from odc_mpi.bench.schedule import measure
 from odc_mpi.data.plan.balance import Plan
-from odc_mpi.errors import AgreedError
-from odc_mpi.simulate.scenario import Scenario, Trial
+from odc_mpi.errors import AllRanksUserError
+from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 
 ALONE = SimpleNamespace(rank=0, size=1, comm=SimpleNamespace(Ibarrier=lambda: None), meet=lambda request, what: None)
 
 
 def test_several_nodes_are_refused():
     """Ranks that sleep there serve nobody."""
-    with pytest.raises(AgreedError, match="measures on one node, got 2"):
+    with pytest.raises(AllRanksUserError, match="measures on one node, got 2"):
         measure(SimpleNamespace(num_nodes=2), Scenario(), 1.0)
 
 
 class All(Runner):
-    def work(self, trial, plan):
+    def microbatches(self, minibatch, plan):
         for own in plan.microbatches[0]:
-            yield Work(trial.duration_s(0, own), is_padding=not own)
+            yield TimedMicrobatch(minibatch.duration_s(0, own), is_dummy=not own)
 
 
 def test_what_is_slept_for_is_told_as_if_unscaled_and_without_padding():
     # Sequences of 20 and 30 s, 10 s more in each microbatch, an empty one too: at a thousandth 30, 10 and 40 ms.
-    trial = Trial(np.array([1, 2]), np.array([20.0, 30.0]), 10.0, 0.0, np.ones(1))
+    trial = SimulatedMinibatch(np.array([1, 2]), np.array([20.0, 30.0]), 10.0, 0.0, np.ones(1))
     runner = All(ALONE, LocalTransport(LocalGroup(1), 0), num_units=2)
     sample = runner.run(trial, Plan((((0,), (), (1,)),)), scale=1e-3)
     runner.close()

@@ -6,7 +6,7 @@ import pytest
 
 from odc_mpi.bench.contenders import Round, agreement, deviation
 from odc_mpi.bench.train import TOLERANCE
-from odc_mpi.errors import AgreedError
+from odc_mpi.errors import AllRanksUserError
 
 
 def rounds(*losses):
@@ -38,7 +38,7 @@ def test_losses_of_zero():
 def test_contenders_that_do_not_agree_are_named():
     all_rounds = {"plain": rounds(2.0, 4.0, 1.0), "near": rounds(2.0, 4.0, 1.004), "far": rounds(2.0, 4.0, 1.02)}
     assert agreement(all_rounds, "plain", 0.03) == pytest.approx({"plain": 0.0, "near": 0.004, "far": 0.02})
-    with pytest.raises(AgreedError, match=r"the losses of far and plain differ by 0\.02"):
+    with pytest.raises(AllRanksUserError, match=r"the losses of far and plain differ by 0\.02"):
         agreement(all_rounds, "plain", 0.005)
-    with pytest.raises(AgreedError, match="got another from near or plain"):
+    with pytest.raises(AllRanksUserError, match="got another from near or plain"):
         agreement({**all_rounds, "near": rounds(2.0, math.nan, 1.0)}, "plain", 0.03)

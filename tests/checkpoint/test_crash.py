@@ -10,8 +10,8 @@ from saved import save
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, read_manifest, shard_name, step_name, steps_in
 from odc_mpi.checkpoint.publish import clean, prune, publish
 from odc_mpi.checkpoint.reader import Checkpoint
-from odc_mpi.train.rundir.records import open_run_directory, reopen_run_directory
-from odc_mpi.train.rundir.resume import _own_checkpoints
+from odc_mpi.training.rundir.records import open_run_directory, reopen_run_directory
+from odc_mpi.training.rundir.resume import _list_checkpoints
 
 CALLS = ("rename", "replace", "link", "unlink", "rmdir", "mkdir", "fsync")
 SIZE = 2
@@ -93,10 +93,10 @@ def publish_again(run_dir):
 
 def found_at_start(run_dir):
     """Return the checkpoints that a start finds, by step, after it has read every byte of each."""
-    found = _own_checkpoints(run_dir, 0, 10.0)
+    found = _list_checkpoints(run_dir, 0, 10.0)
     for path in found:
         with Checkpoint(path) as checkpoint:
-            assert list(checkpoint.damage()) == [], path
+            assert list(checkpoint.verify()) == [], path
     return {int(path.name.removeprefix("step_")): path for path in found}
 
 
@@ -110,12 +110,12 @@ def test_a_step_saved_twice_is_there_at_any_moment(run_dir, crashing):
         completes = crashing.completes(lambda: publish_again(path), number)  # noqa: B023 - called at once
         assert list(found_at_start(path)) == [2, 4, 6], f"crash before call {number}"
         clean(path / CHECKPOINTS)
-        about = read_manifest(path / CHECKPOINTS / step_name(4)).about
-        assert about in ({}, {"is": "new"}), about
+        metadata = read_manifest(path / CHECKPOINTS / step_name(4)).metadata
+        assert metadata in ({}, {"is": "new"}), metadata
         assert not list((path / CHECKPOINTS).glob(".*"))
         if completes:
             break
-    assert about == {"is": "new"} and number > 6
+    assert metadata == {"is": "new"} and number > 6
 
 
 def test_a_start_that_crashes_after_a_crash(run_dir, crashing):

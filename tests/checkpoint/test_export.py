@@ -32,7 +32,7 @@ FAMILIES = {
 TOKENS = torch.arange(8)[None]
 
 
-def about(module, data_path):
+def metadata(module, data_path):
     return {
         "config": {"model": {"param_dtype": "float32", "path": None}, "data": {"path": str(data_path)}},
         "transformers_config": json.loads(module.config.to_json_string(use_diff=False)),
@@ -45,14 +45,16 @@ def saved(request, tmp_path):
     """A checkpoint of a family's model, the model's whole state, and what it says."""
 
     def work(transport):
-        built = models.from_config({"model_type": request.param, **FAMILIES[request.param]}, seed=0)
-        model = ShardedModel(built.module, transport, weights=built.weights).eval()
+        meta_model = models.from_config({"model_type": request.param, **FAMILIES[request.param]}, seed=0)
+        model = ShardedModel(meta_model.module, transport, weights=meta_model.weights).eval()
         state = TrainingState(model, torch.optim.AdamW(model.shard_parameters()), transport.group.rank)
         saver = Saver(tmp_path, transport.group.rank, 2, "t", warn=print)
-        manifest = state.describe(1, about(model.module, tmp_path / "data.h5")) if transport.group.rank == 0 else None
+        manifest = (
+            state.describe(1, metadata(model.module, tmp_path / "data.h5")) if transport.group.rank == 0 else None
+        )
         saver.start(1, state.snapshot(), manifest)
         saver.wait_until_written()
-        saver.hear(transport.complete_gradients(np.array(saver.report())))
+        saver.receive_reports(transport.complete_gradients(np.array(saver.report())))
         saver.wait_until_published()
         bounds = torch.tensor([0, 8], dtype=torch.int32)
         with torch.no_grad():
@@ -91,7 +93,7 @@ def test_the_tokenizer_is_that_of_the_data_set(saved, tmp_path):
 
 def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
     directory, *_ = saved
-    alive, peaks, make = {}, [], module.WholeModel.tensor
+    alive, peaks, make = {}, [], module.WholeModelExporter.tensor
 
     def count(*arguments):
         made = make(*arguments)
@@ -100,7 +102,7 @@ def test_a_file_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
         peaks.append(sum(alive.values()))
         return made
 
-    monkeypatch.setattr(module.WholeModel, "tensor", count)
+    monkeypatch.setattr(module.WholeModelExporter, "tensor", count)
     monkeypatch.setattr(module, "FILE_BYTES", 6000)
     with Checkpoint(directory) as checkpoint:
         names = export(checkpoint, tmp_path / "out")

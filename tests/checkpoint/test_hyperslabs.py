@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from odc_mpi.checkpoint.index import boxes
+from odc_mpi.checkpoint.index import hyperslabs
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2, 2)])
@@ -13,7 +13,7 @@ def test_boxes_are_the_stretch_in_order(shape):
     for start in range(numel + 1):
         for stop in range(start, numel + 1):
             position = start
-            for first, last, box in boxes(shape, start, stop):
+            for first, last, box in hyperslabs(shape, start, stop):
                 assert first == position < last
                 found = tensor[tuple(slice(*bounds) for bounds in box)]
                 assert found.ravel().tolist() == list(range(first, last))
@@ -22,6 +22,6 @@ def test_boxes_are_the_stretch_in_order(shape):
 
 
 def test_they_are_few():
-    assert len(list(boxes((1000, 1000), 1500, 998_500))) == 3
-    assert len(list(boxes((10, 10, 10), 111, 889))) == 5
-    assert [box for _, _, box in boxes((4, 6), 6, 18)] == [((1, 3), (0, 6))]
+    assert len(list(hyperslabs((1000, 1000), 1500, 998_500))) == 3
+    assert len(list(hyperslabs((10, 10, 10), 111, 889))) == 5
+    assert [box for _, _, box in hyperslabs((4, 6), 6, 18)] == [((1, 3), (0, 6))]

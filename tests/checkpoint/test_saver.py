@@ -16,7 +16,7 @@ from saved import load, save
 from odc_mpi.checkpoint import manifest as manifests
 from odc_mpi.checkpoint import publish
 from odc_mpi.checkpoint import saver as savers
-from odc_mpi.checkpoint.commands import list_lines, newest, verify
+from odc_mpi.checkpoint.commands import list_lines, open_newest, verify
 from odc_mpi.checkpoint.manifest import (
     Manifest,
     TensorRecord,
@@ -27,9 +27,9 @@ from odc_mpi.checkpoint.manifest import (
     write_manifest,
 )
 from odc_mpi.checkpoint.publish import clean, prune
-from odc_mpi.checkpoint.reader import Checkpoint, directories
+from odc_mpi.checkpoint.reader import Checkpoint, checkpoint_directories
 from odc_mpi.checkpoint.saver import Saver
-from odc_mpi.checkpoint.shard_file import Entry
+from odc_mpi.checkpoint.shard_file import ShardEntry
 from odc_mpi.errors import UserError
 
 
@@ -40,7 +40,7 @@ def manifest(step, size):
 
 
 def entries(rank, size, value):
-    return [Entry("model/x", np.full(3, value, dtype=np.float32), 3 * rank, (3 * size,), "float32")]
+    return [ShardEntry("model/x", np.full(3, value, dtype=np.float32), 3 * rank, (3 * size,), "float32")]
 
 
 class Ranks:
@@ -63,7 +63,7 @@ class Ranks:
     def boundary(self):
         reports = np.array([saver.report() for saver in self.savers])
         for saver in self.savers:
-            saver.hear(reports)
+            saver.receive_reports(reports)
         self.savers[0].wait_until_published()
 
     def save(self, *steps):
@@ -171,7 +171,7 @@ def test_old_ones_go(tmp_path):
 def test_one_that_is_spared_stays_beside_the_newest(tmp_path):
     ranks = Ranks(tmp_path, 1)
     ranks.save(1, 2, 3, 4)
-    prune(tmp_path, 1, spared=2)
+    prune(tmp_path, 1, protected_step=2)
     assert ranks.steps() == [2, 4]
 
 
@@ -223,9 +223,9 @@ def test_verify_does_not_call_another_version_damaged(tmp_path, monkeypatch):
 
 def test_keys_that_are_numbers(tmp_path):
     """JSON makes them text, of which "10" comes before "2"."""
-    about = {"id2label": {2: "a", 10: "b", 9: "c"}}
-    write_manifest(tmp_path / "manifest.json", replace(manifest(1, 1), about=about))
-    assert read_manifest(tmp_path).about == {"id2label": {"2": "a", "10": "b", "9": "c"}}
+    metadata = {"id2label": {2: "a", 10: "b", 9: "c"}}
+    write_manifest(tmp_path / "manifest.json", replace(manifest(1, 1), about=metadata))
+    assert read_manifest(tmp_path).metadata == {"id2label": {"2": "a", "10": "b", "9": "c"}}
 
 
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
@@ -260,7 +260,7 @@ def test_tensors_that_cannot_be_read(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(UserError, match=r"cannot read .*rank_00000\.h5, model/x: Stale file handle"):
             checkpoint.read("model/x")
-        assert "Stale file handle" in checkpoint.problem([0])
+        assert "Stale file handle" in checkpoint.check_files([0])
 
 
 def test_what_was_saved_is_let_go(tmp_path):
@@ -296,16 +296,16 @@ def test_which_checkpoints_a_path_means(tmp_path):
     ranks = Ranks(tmp_path / "run" / "checkpoints", 1)
     ranks.save(1, 2)
     both = [ranks.directory / step_name(step) for step in (1, 2)]
-    assert directories(tmp_path / "run") == directories(ranks.directory) == both
-    assert directories(both[0]) == [both[0]]
-    assert newest(tmp_path / "run").step == 2
+    assert checkpoint_directories(tmp_path / "run") == checkpoint_directories(ranks.directory) == both
+    assert checkpoint_directories(both[0]) == [both[0]]
+    assert open_newest(tmp_path / "run").step == 2
     (both[1] / "manifest.json").unlink()
-    assert newest(tmp_path / "run").step == 1
+    assert open_newest(tmp_path / "run").step == 1
     assert ["NOT USABLE" in line for line in list_lines(tmp_path / "run")] == [False, True]
     with pytest.raises(UserError, match="no complete checkpoint"):
-        newest(both[1])
+        open_newest(both[1])
     with pytest.raises(UserError, match="where there are none"):
-        directories(tmp_path)
+        checkpoint_directories(tmp_path)
 
 
 def test_a_shard_of_another_step(tmp_path):
@@ -315,7 +315,7 @@ def test_a_shard_of_another_step(tmp_path):
     assert one.stat().st_size == other.stat().st_size
     other.write_bytes(one.read_bytes())
     with Checkpoint(other.parent) as checkpoint:
-        assert "belongs to another checkpoint" in checkpoint.problem(range(2))
+        assert "belongs to another checkpoint" in checkpoint.check_files(range(2))
     with pytest.raises(UserError, match="belongs to another checkpoint"):
         load(other.parent, 2)
 

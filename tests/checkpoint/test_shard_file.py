@@ -8,14 +8,14 @@ import pytest
 from damage import flip
 
 from odc_mpi.checkpoint import shard_file
-from odc_mpi.checkpoint.shard_file import Entry, ShardFile, write_shard
+from odc_mpi.checkpoint.shard_file import ShardEntry, ShardFile, write_shard
 from odc_mpi.errors import UserError
 
 ATTRIBUTES = {"format": "f", "version": 1, "step": 3, "rank": 0, "size": 1}
 
 
 def entry(path, values, start=0):
-    return Entry(path, values, start, (1000,), str(values.dtype))
+    return ShardEntry(path, values, start, (1000,), str(values.dtype))
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_stretches_are_read_from_any_element_to_any(tmp_path, entries, small_blo
                 file.read("model/b", start, stop), entries[0].values[start - 100 : stop - 100]
             )
         np.testing.assert_array_equal(file.read("optimizer/x/a.weight", 1, 3), entries[2].values[1:])
-        assert list(file.damage()) == []
+        assert list(file.verify()) == []
 
 
 def test_plain_h5py_reads_it(tmp_path, entries):
@@ -75,7 +75,7 @@ def test_checksums_are_those_of_zlib_in_the_order_of_the_file(tmp_path, entries,
 def test_a_rank_that_owns_nothing(tmp_path):
     record = write_shard(tmp_path / "x.h5", [], ATTRIBUTES)
     with ShardFile(tmp_path / "x.h5", record) as file:
-        assert list(file.damage()) == []
+        assert list(file.verify()) == []
 
 
 def test_every_flipped_bit_is_noticed(tmp_path, entries, small_blocks):
@@ -88,7 +88,7 @@ def test_every_flipped_bit_is_noticed(tmp_path, entries, small_blocks):
         flip(path, position)
         try:
             with ShardFile(path, record) as file:
-                assert list(file.damage()), f"byte {position}"
+                assert list(file.verify()), f"byte {position}"
         except UserError as error:
             assert str(path) in str(error)
         path.write_bytes(intact)
@@ -101,7 +101,7 @@ def test_damage_names_file_and_tensor(tmp_path, entries):
         position = file["model/b"].id.get_offset()
     flip(path, position + 5)
     with ShardFile(path, record) as file:
-        assert list(file.damage()) == [f"{path} is damaged: the checksum of model/b does not fit"]
+        assert list(file.verify()) == [f"{path} is damaged: the checksum of model/b does not fit"]
         with pytest.raises(UserError, match="model/b"):
             file.read("model/b", 100, 600)
         file.read("model/a.weight", 0, 33)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from odc_mpi.runtime.ranks import no_collections
+from odc_mpi.runtime.ranks import gc_paused
 
 #: Tells which large libraries are there when a command has ended.
 COMMAND = """
@@ -50,7 +50,7 @@ def test_a_command_imports_no_more_than_it_needs(arguments, expected):
 
 
 def test_ranks_and_the_probe_of_the_doctor_need_no_torch():
-    program = "import sys, odc_mpi.stack.probe; print('torch' in sys.modules, 'mpi4py' in sys.modules)"
+    program = "import sys, odc_mpi.probe.probe; print('torch' in sys.modules, 'mpi4py' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["False", "True"], done.stderr
 
@@ -58,7 +58,7 @@ def test_ranks_and_the_probe_of_the_doctor_need_no_torch():
 def test_what_is_imported_is_never_looked_through(unfrozen, tmp_path, monkeypatch):
     (tmp_path / "imported_here_only.py").write_text("things = [[] for _ in range(1000)]\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with no_collections():
+    with gc_paused():
         assert not gc.isenabled()
         import imported_here_only  # noqa: F401
     assert gc.isenabled()
@@ -66,16 +66,16 @@ def test_what_is_imported_is_never_looked_through(unfrozen, tmp_path, monkeypatc
 
 
 def test_a_second_time_leaves_the_program_s_own_objects_alone(unfrozen):
-    with no_collections():
+    with gc_paused():
         import gc as again  # noqa: F401
     assert gc.get_freeze_count() == 0
 
 
 def test_the_collector_is_on_again_after_a_failure_and_stays_off_where_it_was(unfrozen):
-    with pytest.raises(ImportError), no_collections():
+    with pytest.raises(ImportError), gc_paused():
         raise ImportError
     assert gc.isenabled()
     gc.disable()
-    with no_collections():
+    with gc_paused():
         pass
     assert not gc.isenabled()

@@ -85,10 +85,10 @@ def test_a_script_from_a_configuration(config, capsys):
 def test_mistakes(config, tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main(["job", str(config), *arguments]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1, told
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1, errors
     for word in words:
-        assert word in told[0]
+        assert word in errors[0]
 
 
 TIMES = ["0", "5", "5:00", "240", "90:30", "120:00:00", "00:30:00", "7-0", "1-12:30", "1-00:00:00"]
@@ -107,8 +107,8 @@ def test_without_a_wish_the_environment_tells_the_mpi(config, capsys):
 
 def test_the_configuration_comes_first(config, capsys):
     assert cli.main(["job", "--run.steps", "5", str(config)]) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert "5: expected a configuration file" in told and "CONFIG comes first" in told
+    (errors,) = capsys.readouterr().err.splitlines()
+    assert "5: expected a configuration file" in errors and "CONFIG comes first" in errors
 
 
 def test_the_name_of_a_configuration_stays_what_it_is(config, tmp_path, capsys):

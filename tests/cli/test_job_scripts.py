@@ -45,8 +45,8 @@ class Place:
     def run(self, script, *arguments, **env):
         """Return the exit code and what was told."""
         process = self.start(script, *arguments, **env)
-        _, told = process.communicate(timeout=30)
-        return process.returncode, told
+        _, output = process.communicate(timeout=30)
+        return process.returncode, output
 
     def wait_until_up(self):
         """Wait for the stand-in that says so."""
@@ -109,8 +109,8 @@ def test_a_stopped_task_of_an_array_queues_itself_alone(place):
 
 
 def test_a_number_without_settings_does_not_train(place):
-    code, told = place.run(TEMPLATES["sweep"], SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID="3")
-    assert code != 0 and "there is no line of settings for number 3" in told
+    code, output = place.run(TEMPLATES["sweep"], SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID="3")
+    assert code != 0 and "there is no line of settings for number 3" in output
     assert place.calls("srun") == []
 
 
@@ -157,9 +157,9 @@ def test_the_copy_is_what_is_trained_on(place):
 
 
 def test_a_copy_that_fails_is_told_and_leaves_nothing(place):
-    code, told = place.run(TRAIN, sbcast="exit 1", **STAGED)
+    code, output = place.run(TRAIN, sbcast="exit 1", **STAGED)
     assert code == 1
-    assert "error: cannot copy data of mine.h5 to /local on each node" in told
+    assert "error: cannot copy data of mine.h5 to /local on each node" in output
     assert [call[-len(REMOVED) :] for call in place.calls("srun")] == [REMOVED]
 
 
@@ -187,7 +187,7 @@ def test_a_job_cancelled_while_it_copies_leaves_nothing(place):
     ],
 )
 def test_mistakes_of_staging(place, arguments, env, words):
-    code, told = place.run(TRAIN, *arguments, **env)
+    code, output = place.run(TRAIN, *arguments, **env)
     assert code == 2
-    assert len(told.splitlines()) == 1 and words in told
+    assert len(output.splitlines()) == 1 and words in output
     assert place.calls("sbcast") == place.calls("srun") == []

@@ -68,11 +68,11 @@ def config(tmp_path):
 )
 def test_mistakes_in_training(config, tmp_path, capsys, arguments, words):
     assert cli.main(["train", "--config", str(config), *arguments]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1, told
-    assert told[0].startswith("odc-mpi: error: ")
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1, errors
+    assert errors[0].startswith("odc-mpi: error: ")
     for word in words:
-        assert word in told[0]
+        assert word in errors[0]
     assert not (tmp_path / "run").exists(), "something was written before the mistake was found"
 
 
@@ -101,10 +101,10 @@ def test_mistakes_in_training(config, tmp_path, capsys, arguments, words):
 def test_mistakes_elsewhere(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
     assert cli.main(arguments) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1, told
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1, errors
     for word in words:
-        assert word in told[0]
+        assert word in errors[0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -153,11 +153,11 @@ def test_how_a_stopped_run_ends(tmp_path, monkeypatch, capsys, note, rank, code)
         monkeypatch.setenv("ODC_MPI_STOPPED_FILE", str(tmp_path / note))
     closed = []
     world = types.SimpleNamespace(rank=rank, close=lambda: closed.append(rank))
-    assert ranks.on_ranks(world, stopped) == code
+    assert ranks.run_on_all_ranks(world, stopped) == code
     assert closed == [rank]
-    told = capsys.readouterr().err.splitlines()
-    assert told[:1] == ["odc-mpi: stopped as asked after step 3"] * (rank == 0)
-    assert told[1:] == [
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[:1] == ["odc-mpi: stopped as asked after step 3"] * (rank == 0)
+    assert errors[1:] == [
         f"odc-mpi: cannot write ODC_MPI_STOPPED_FILE={tmp_path / 'no/note'}: No such file or directory"
     ] * (note == "no/note" and rank == 0)
     assert (tmp_path / "note").exists() == (note == "note" and rank == 0)
@@ -195,10 +195,10 @@ def test_mistakes_in_a_model_directory(config, tmp_path, capsys, damage, words):
     damage(path)
     capsys.readouterr()
     assert cli.main(["train", "--model.path", str(path), "--data.path", str(data), "--run.dir", str(run_dir)]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1, told
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1, errors
     for word in ("model.path", *words):
-        assert word in told[0]
+        assert word in errors[0]
     assert not run_dir.exists()
 
 

@@ -10,7 +10,7 @@ from test_main import QWEN2
 from odc_mpi.cli import main as cli
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.tokenizer import tokenizer_files, write_files
-from odc_mpi.files import replacing
+from odc_mpi.files import atomic_write
 
 
 def test_prepare_says_what_it_did(tmp_path, capsys):
@@ -28,19 +28,21 @@ def test_prepare_says_what_it_did(tmp_path, capsys):
         capsys.readouterr()
         new = tmp_path / "new" / "lines.h5"
         assert cli.main(["prepare", str(source), str(new), "--tokenizer", str(tmp_path / "std.h5")]) == 2
-        told = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-        assert words in told[-1] and told[-1].startswith("odc-mpi: error: ")
-        assert len([line for line in told if "error" in line]) == 1
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+        assert words in errors[-1] and errors[-1].startswith("odc-mpi: error: ")
+        assert len([line for line in errors if "error" in line]) == 1
         assert not new.parent.exists(), "something was left of a mistake"
     source.write_text('{"text": "a"}\n{"text": \n{"text": ""}\n')
     assert cli.main(["prepare", str(source), str(out), "--vocab-size", "270", "--bad-lines", "skip"]) == 0
-    told = capsys.readouterr().out
-    assert f"trained on {source}" in told and "1 dropped: no token to learn from\n1 skipped: cannot be used\n" in told
+    errors = capsys.readouterr().out
+    assert (
+        f"trained on {source}" in errors and "1 dropped: no token to learn from\n1 skipped: cannot be used\n" in errors
+    )
 
 
 def test_a_preparation_that_is_told_to_end_leaves_nothing(tmp_path, monkeypatch):
     def begin(sources, out, options, console):
-        with replacing(out) as new:
+        with atomic_write(out) as new:
             new.write_text("half")
             os.kill(os.getpid(), signal.SIGTERM)
             signal.pause()
@@ -67,7 +69,7 @@ def test_a_model_and_data_with_different_tokenizers(tmp_path, capsys):
     arguments = ["train", "--model.path", str(model), "--run.dir", str(tmp_path / "run"), "--run.steps", "1"]
     capsys.readouterr()
     assert cli.main([*arguments, "--data.path", str(tmp_path / "two.h5")]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert "another tokenizer" in told[0]
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert "another tokenizer" in errors[0]
     assert cli.main([*arguments, "--data.path", str(tmp_path / "one.h5")]) == 0

@@ -12,7 +12,7 @@ def address(buffer: torch.Tensor) -> int:
 @pytest.mark.parametrize("numel", [0, 1, 7, 1000])
 def test_a_buffer_is_flat_and_of_the_size_asked_for(dtype: torch.dtype, numel: int) -> None:
     pool = BufferPool()
-    buffer = pool.take(numel, dtype)
+    buffer = pool.acquire(numel, dtype)
     assert buffer.shape == (numel,) and buffer.dtype == dtype and buffer.is_contiguous()
     assert buffer.storage_offset() == 0 and buffer._base is None
     buffer.fill_(1)
@@ -21,7 +21,7 @@ def test_a_buffer_is_flat_and_of_the_size_asked_for(dtype: torch.dtype, numel: i
 
 def test_lent_buffers_do_not_overlap() -> None:
     pool = BufferPool()
-    buffers = [pool.take(100, torch.float32) for _ in range(5)]
+    buffers = [pool.acquire(100, torch.float32) for _ in range(5)]
     for i, buffer in enumerate(buffers):
         buffer.fill_(i)
     assert all(bool((buffer == i).all()) for i, buffer in enumerate(buffers))
@@ -29,24 +29,24 @@ def test_lent_buffers_do_not_overlap() -> None:
 
 def test_a_buffer_given_back_is_lent_again_whatever_the_type() -> None:
     pool = BufferPool()
-    first = address(pool.take(100, torch.float32))
-    buffer = pool.take(50, torch.float32)
-    pool.give_back(buffer)
+    first = address(pool.acquire(100, torch.float32))
+    buffer = pool.acquire(50, torch.float32)
+    pool.release(buffer)
     second = address(buffer)
     del buffer
-    again = pool.take(100, torch.bfloat16)
+    again = pool.acquire(100, torch.bfloat16)
     assert address(again) == second != first
     assert pool.peak_bytes == 600
 
 
 def test_the_smallest_that_fits_is_taken() -> None:
     pool = BufferPool()
-    buffers = {numel: pool.take(numel, torch.uint8) for numel in (400, 100, 200, 300)}
+    buffers = {numel: pool.acquire(numel, torch.uint8) for numel in (400, 100, 200, 300)}
     addresses = {numel: address(buffer) for numel, buffer in buffers.items()}
     for buffer in buffers.values():
-        pool.give_back(buffer)
+        pool.release(buffer)
     del buffers, buffer
-    taken = [pool.take(numel, torch.uint8) for numel in (150, 150, 350)]
+    taken = [pool.acquire(numel, torch.uint8) for numel in (150, 150, 350)]
     assert [address(buffer) for buffer in taken] == [addresses[200], addresses[300], addresses[400]]
     assert pool.peak_bytes == 1000
 
@@ -65,75 +65,75 @@ def test_the_smallest_that_fits_is_taken() -> None:
 )
 def test_a_buffer_that_somebody_looks_into_is_not_lent_again(look) -> None:
     pool = BufferPool()
-    buffer = pool.take(100, torch.float32)
+    buffer = pool.acquire(100, torch.float32)
     buffer.copy_(torch.arange(100.0))
     where = address(buffer)
     view = look(buffer)
     before = torch.as_tensor(view).clone()
-    pool.give_back(buffer)
+    pool.release(buffer)
     del buffer
-    others = [pool.take(100, torch.float32).fill_(-1) for _ in range(3)]
+    others = [pool.acquire(100, torch.float32).fill_(-1) for _ in range(3)]
     assert where not in [address(other) for other in others]
     assert torch.equal(torch.as_tensor(view), before)
     del view
-    assert address(pool.take(100, torch.float32)) == where
+    assert address(pool.acquire(100, torch.float32)) == where
 
 
 def test_a_graph_looks_too() -> None:
     pool = BufferPool()
-    buffer = pool.take(4, torch.float32).fill_(3)
+    buffer = pool.acquire(4, torch.float32).fill_(3)
     x = torch.ones(4, requires_grad=True)
     y = (x * buffer).sum()  # saves the buffer
-    pool.give_back(buffer)
+    pool.release(buffer)
     where = address(buffer)
     del buffer
-    assert address(pool.take(4, torch.float32).fill_(-1)) != where
+    assert address(pool.acquire(4, torch.float32).fill_(-1)) != where
     y.backward()
     assert torch.equal(x.grad, torch.full((4,), 3.0))
-    assert address(pool.take(4, torch.float32)) == where
+    assert address(pool.acquire(4, torch.float32)) == where
 
 
 def test_a_buffer_too_small_makes_room() -> None:
     """Units of growing sizes do not each leave a buffer behind."""
     pool = BufferPool()
     for numel in range(1, 50):
-        pool.give_back(pool.take(numel, torch.uint8))
+        pool.release(pool.acquire(numel, torch.uint8))
     assert pool.peak_bytes == 49
 
 
 def test_the_peak_counts_idle_and_lent() -> None:
     pool = BufferPool()
-    a, b = pool.take(100, torch.uint8), pool.take(50, torch.uint8)
+    a, b = pool.acquire(100, torch.uint8), pool.acquire(50, torch.uint8)
     assert pool.peak_bytes == 150
-    pool.give_back(b)
+    pool.release(b)
     del b
-    c = pool.take(200, torch.uint8)  # frees the 50
+    c = pool.acquire(200, torch.uint8)  # frees the 50
     assert pool.peak_bytes == 300
     for buffer in (a, c):
-        pool.give_back(buffer)
+        pool.release(buffer)
     del a, c, buffer
     for numel in (200, 100):
-        pool.take(numel, torch.uint8)
+        pool.acquire(numel, torch.uint8)
     assert pool.peak_bytes == 300
 
 
 def test_clear_lets_go_of_what_is_idle_only() -> None:
     pool = BufferPool()
-    kept, idle = pool.take(100, torch.uint8).fill_(9), pool.take(50, torch.uint8)
-    pool.give_back(idle)
+    kept, idle = pool.acquire(100, torch.uint8).fill_(9), pool.acquire(50, torch.uint8)
+    pool.release(idle)
     del idle
     pool.clear()
     assert pool._held_bytes == 100 and bool((kept == 9).all())
-    pool.give_back(kept)
+    pool.release(kept)
     pool.clear()
     assert pool._held_bytes == 0 and pool.peak_bytes == 150
-    assert pool.take(10, torch.uint8).numel() == 10
+    assert pool.acquire(10, torch.uint8).numel() == 10
 
 
 def test_what_was_not_lent_cannot_be_given_back() -> None:
     pool = BufferPool()
-    buffer = pool.take(3, torch.float32)
-    pool.give_back(buffer)
+    buffer = pool.acquire(3, torch.float32)
+    pool.release(buffer)
     for wrong in (buffer, torch.empty(3)):
         with pytest.raises(KeyError):
-            pool.give_back(wrong)
+            pool.release(wrong)

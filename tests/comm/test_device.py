@@ -6,8 +6,8 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from odc_mpi.comm.device.device import Marks, _cupy
-from odc_mpi.comm.kernels.native import add_slots
+from odc_mpi.comm.device.device import BufferEvents, _cupy
+from odc_mpi.comm.kernels.native import add_segments_
 from odc_mpi.errors import UserError
 
 
@@ -24,19 +24,19 @@ def test_without_cupy_a_line_says_what_to_install(monkeypatch, cuda, extra):
 def test_slots_are_added_in_their_order():
     shard = torch.zeros(5)
     big, small = torch.full((2,), 1e8), torch.full((2,), 1.0)
-    add_slots(shard, [(1, big), (1, small), (1, -big), (3, small), (2, torch.zeros(0))])
+    add_segments_(shard, [(1, big), (1, small), (1, -big), (3, small), (2, torch.zeros(0))])
     # 1e8 swallows the 1: in another order it would be left.
     assert shard.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_a_mark_belongs_to_memory_not_to_a_view_of_it():
-    marks, device, memory = Marks(), LateDevice(), torch.zeros(8)
+    marks, device, memory = BufferEvents(), LateDevice(), torch.zeros(8)
     mark = device.mark()
     marks.set(memory[2:], mark)
     assert len(marks) == 1
-    assert marks.take(memory[4:].view(torch.int32)) is mark
+    assert marks.pop(memory[4:].view(torch.int32)) is mark
     with pytest.raises(KeyError):
-        marks.take(memory)
+        marks.pop(memory)
     assert len(marks) == 0
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from odc_mpi.comm.reduce import mailbox
-from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.progress import Progress
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
@@ -133,7 +133,7 @@ class Poked(Progress):
 
     def poke(self):
         self._group.progress()
-        return self.serve()
+        return self.run_tasks()
 
 
 class Group:
@@ -220,14 +220,14 @@ def assert_sums(reduction, minibatch):
 
 
 def train(world, ring_bytes, dtype, num_minibatches=12, serving_thread=False):
-    reduction = MailboxReduction(world, dtype, ring_bytes * max(1, world.size - 1))
+    reduction = MailboxGradientStore(world, dtype, ring_bytes * max(1, world.size - 1))
     reduction.plan(layouts(world.size))
     reduction.allocate()
     stop = threading.Event()
 
     def serve():
         while not stop.wait(1e-4):
-            reduction.serve()
+            reduction.make_progress()
 
     server = threading.Thread(target=serve)
     if serving_thread:
@@ -238,7 +238,7 @@ def train(world, ring_bytes, dtype, num_minibatches=12, serving_thread=False):
             for push in reversed(pushes):
                 push.wait()
             reduction.flush()
-            world.group.meet(reduction.serve)
+            world.group.meet(reduction.make_progress)
             reduction.complete()
             assert_sums(reduction, minibatch)
             world.group.barrier.wait()
@@ -273,7 +273,7 @@ def test_pushes_beyond_the_room_wait_for_their_owner():
 
     def work(world):
         numel = 4000
-        reduction = MailboxReduction(world, torch.float32, SMALLEST)
+        reduction = MailboxGradientStore(world, torch.float32, SMALLEST)
         reduction.plan(layouts(2, [numel]))
         reduction.allocate()
         gradient = torch.arange(numel, dtype=torch.float32)
@@ -285,7 +285,7 @@ def test_pushes_beyond_the_room_wait_for_their_owner():
             reduction.flush()
         else:
             time.sleep(0.3)
-        world.group.meet(reduction.serve)
+        world.group.meet(reduction.make_progress)
         reduction.complete()
         first, last = reduction.layouts[0].owned(world.rank)
         assert torch.equal(reduction.shard(0)[: last - first], 3 * gradient[first:last])
@@ -297,7 +297,7 @@ def test_what_has_arrived_is_added_in_the_order_of_ranks_and_of_their_pushes():
     """Numbers whose sum tells the order: the first two of each rank cancel, and swallow what comes between."""
 
     def work(world):
-        reduction = MailboxReduction(world, torch.float32)
+        reduction = MailboxGradientStore(world, torch.float32)
         reduction.plan(layouts(world.size, [1]))
         reduction.allocate()
         if world.rank:
@@ -318,18 +318,18 @@ def test_what_has_arrived_is_added_in_the_order_of_ranks_and_of_their_pushes():
 
 def test_a_mailbox_without_room_for_one_element_of_each_peer_is_refused():
     world = Group(4).world(0)
-    MailboxReduction(world, torch.float64, 3 * SMALLEST).plan(layouts(4))
+    MailboxGradientStore(world, torch.float64, 3 * SMALLEST).plan(layouts(4))
     for wrong in (3 * SMALLEST - 1, 0, -5):
         with pytest.raises(UserError, match=rf"comm.mailbox_bytes must be at least 768 .* got {wrong}$"):
-            MailboxReduction(world, torch.float64, wrong).plan(layouts(4))
+            MailboxGradientStore(world, torch.float64, wrong).plan(layouts(4))
     with pytest.raises(UserError, match=r"at least 1 .* got 0"):
-        MailboxReduction(Group(1).world(0), torch.float64, 0).plan(layouts(1))
+        MailboxGradientStore(Group(1).world(0), torch.float64, 0).plan(layouts(1))
 
 
 def test_memory_is_bounded_by_the_setting_and_by_what_is_of_use():
     many, few = Group(9).world(0), Group(2).world(0)
     counters = 2 * 128  # nine of eight bytes each, in lines of 64
     for mailbox_bytes in (10_000, 1 << 20, 50_000_000):
-        planned = MailboxReduction(many, torch.float32, mailbox_bytes).plan(layouts(9, [10**9]))
+        planned = MailboxGradientStore(many, torch.float32, mailbox_bytes).plan(layouts(9, [10**9]))
         assert 0.75 * mailbox_bytes < planned.shared_bytes - counters <= mailbox_bytes
-    assert MailboxReduction(few, torch.float32).plan(layouts(2, [1000])).shared_bytes < 6000
+    assert MailboxGradientStore(few, torch.float32).plan(layouts(2, [1000])).shared_bytes < 6000

@@ -9,23 +9,23 @@ import pytest
 
 from odc_mpi.data import stdlib
 from odc_mpi.data.dataset import DatasetWriter
-from odc_mpi.data.prepare import Options, PrepareReport, prepare
-from odc_mpi.data.stdlib import Sample
+from odc_mpi.data.prepare import PrepareOptions, PrepareReport, prepare
+from odc_mpi.data.stdlib import StdlibFunction
 from odc_mpi.data.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")
-def stdlib_samples() -> list[Sample]:
+def stdlib_samples() -> list[StdlibFunction]:
     """The functions of the standard library, searched once."""
     return list(stdlib.functions())
 
 
 @pytest.fixture(scope="session")
-def stdlib_report(stdlib_samples: list[Sample], tmp_path_factory: pytest.TempPathFactory) -> PrepareReport:
+def stdlib_report(stdlib_samples: list[StdlibFunction], tmp_path_factory: pytest.TempPathFactory) -> PrepareReport:
     """The standard library, prepared once, with a tokenizer trained on it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stdlib, "functions", lambda: iter(stdlib_samples))
-        return prepare(["stdlib"], tmp_path_factory.mktemp("stdlib") / "stdlib.h5", Options(vocab_size=2048))
+        return prepare(["stdlib"], tmp_path_factory.mktemp("stdlib") / "stdlib.h5", PrepareOptions(vocab_size=2048))
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from odc_mpi.data.encode import Encoded, encode, render_chat, render_prompt
-from odc_mpi.data.examples import BadLine, Conversation, Pair
+from odc_mpi.data.examples import Conversation, InvalidRecordError, PromptCompletion
 from odc_mpi.errors import UserError
 
 CHAT = [
@@ -28,7 +28,11 @@ def trained_runs(tokenizer: Any, encoded: Encoded) -> list[str]:
 
 
 def test_pairs_train_the_completion_and_the_end(tokenizer: Any) -> None:
-    pairs = [Pair("", "What is ä?\n", "A letter."), Pair("", "", "Only text"), Pair("", "p", " ")]
+    pairs = [
+        PromptCompletion("", "What is ä?\n", "A letter."),
+        PromptCompletion("", "", "Only text"),
+        PromptCompletion("", "p", " "),
+    ]
     for pair, encoded in zip(pairs, encode(tokenizer, pairs), strict=True):
         assert encoded.tokens.dtype == np.uint32 and encoded.loss_mask.dtype == np.bool_
         assert tokenizer.decode(encoded.tokens) == pair.prompt + pair.completion + "<|endoftext|>"
@@ -49,17 +53,22 @@ def test_an_empty_turn_of_the_assistant_is_context(tokenizer: Any) -> None:
 
 def test_text_of_a_template_that_no_tokenizer_takes(tokenizer: Any) -> None:
     named = with_template(tokenizer, "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}")
-    with pytest.raises(BadLine, match=r"^here: .* refuses the messages .*surrogates"):
+    with pytest.raises(InvalidRecordError, match=r"^here: .* refuses the messages .*surrogates"):
         encode(named, [Conversation("here", [{**message, "name": "\ud800"} for message in CHAT])])
 
 
 def test_a_prompt_without_a_message_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(BadLine, match=r"^here: .* refuses the messages \(expected a message, got none\)"):
+    with pytest.raises(InvalidRecordError, match=r"^here: .* refuses the messages \(expected a message, got none\)"):
         render_prompt(tokenizer, Conversation("here", []))
 
 
 def test_mixed_examples_keep_their_order(tokenizer: Any) -> None:
-    examples = [Pair("", "a", "b"), Conversation("", CHAT[:3]), Pair("", "c", "d"), Conversation("", CHAT)]
+    examples = [
+        PromptCompletion("", "a", "b"),
+        Conversation("", CHAT[:3]),
+        PromptCompletion("", "c", "d"),
+        Conversation("", CHAT),
+    ]
     together = encode(tokenizer, examples)
     for example, encoded in zip(examples, together, strict=True):
         [alone] = encode(tokenizer, [example])
@@ -131,14 +140,14 @@ def llama_like() -> Any:
 def test_sequences_begin_as_the_tokenizer_says() -> None:
     tokenizer = llama_like()
     tokenizer.eos_token = "</s>"
-    [encoded] = encode(tokenizer, [Pair("", "who is", "me")])
+    [encoded] = encode(tokenizer, [PromptCompletion("", "who is", "me")])
     assert tokenizer.convert_ids_to_tokens(encoded.tokens) == ["<s>", "▁who", "▁is", "▁me", "</s>"]
     assert encoded.loss_mask.tolist() == [False, False, False, True, True]
 
 
 def test_pairs_need_an_end_token() -> None:
     with pytest.raises(UserError, match=r"eos_token.*--tokenizer"):
-        encode(llama_like(), [Pair("", "who is", "me")])
+        encode(llama_like(), [PromptCompletion("", "who is", "me")])
 
 
 def test_masks_with_glued_blanks() -> None:

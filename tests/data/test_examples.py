@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from odc_mpi.data.examples import BadLine, Conversation, Fields, example_of
+from odc_mpi.data.examples import Conversation, FieldNames, InvalidRecordError, parse_example
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def chat_of(record: dict[str, Any]) -> Conversation:
-    example = example_of(record, "here", Fields())
+def parse_chat(record: dict[str, Any]) -> Conversation:
+    example = parse_example(record, "here", FieldNames())
     assert isinstance(example, Conversation)
     return example
 
@@ -35,24 +35,24 @@ def chat_of(record: dict[str, Any]) -> Conversation:
     ],
 )  # fmt: skip
 def test_forms(record: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-    chat = chat_of(record)
-    assert chat.messages == messages and chat.trains and chat.tools is None
+    chat = parse_chat(record)
+    assert chat.messages == messages and chat.has_loss and chat.tools is None
 
 
 def test_tools() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
     for given, expected in ((tools, tools), (json.dumps(tools), tools), ([], None), ("", None), ("[]", None)):
-        assert chat_of({"messages": CHAT, "tools": given}).tools == expected
+        assert parse_chat({"messages": CHAT, "tools": given}).tools == expected
     for bad, words in (("[{", "JSON text"), ({"a": 1}, "got an object"), (["f"], "list of objects")):
-        with pytest.raises(BadLine, match=rf"^here: expected 'tools' .*{words}"):
-            chat_of({"messages": CHAT, "tools": bad})
+        with pytest.raises(InvalidRecordError, match=rf"^here: expected 'tools' .*{words}"):
+            parse_chat({"messages": CHAT, "tools": bad})
 
 
 def test_only_the_completion_of_two_lists_of_messages_is_learnt() -> None:
-    chat = chat_of({"prompt": [*CHAT, CHAT[0]], "completion": CHAT[1:], "system": "Be brief."})
+    chat = parse_chat({"prompt": [*CHAT, CHAT[0]], "completion": CHAT[1:], "system": "Be brief."})
     assert chat.messages == [SYSTEM, *CHAT, *CHAT]
-    assert [chat.learns(i) for i in range(5)] == [False, False, False, False, True]
-    assert not chat_of({"prompt": CHAT, "completion": []}).trains
+    assert [chat.message_has_loss(i) for i in range(5)] == [False, False, False, False, True]
+    assert not parse_chat({"prompt": CHAT, "completion": []}).has_loss
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,6 @@ def test_only_the_completion_of_two_lists_of_messages_is_learnt() -> None:
     ],
 )
 def test_bad_records(record: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadLine, match=words) as caught:
-        example_of(record, "here", Fields())
+    with pytest.raises(InvalidRecordError, match=words) as caught:
+        parse_example(record, "here", FieldNames())
     assert str(caught.value).startswith("here: ")

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from odc_mpi.data.examples import BadLine, BadLines, Conversation, Example, Fields, Pair, example_of
+from odc_mpi.data.examples import (
+    Conversation,
+    Example,
+    FieldNames,
+    InvalidRecordError,
+    InvalidRecords,
+    PromptCompletion,
+    parse_example,
+)
 from odc_mpi.data.jsonl import read_lines
 from odc_mpi.errors import UserError
 
@@ -20,17 +28,17 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def read_bytes(
     content: bytes,
     name: str = "a.jsonl",
-    fields: Fields = Fields(),  # noqa: B008
-    bad: BadLines | None = None,
+    fields: FieldNames = FieldNames(),  # noqa: B008
+    bad: InvalidRecords | None = None,
 ) -> list[Example]:
     Path(name).write_bytes(content)
     examples = []
     for block in read_lines(Path(name), lambda: 1, lambda _: None):
         for where, record in block.records():
             try:
-                examples.append(example_of(record(), where, fields))
-            except BadLine as error:
-                (bad or BadLines()).add(error)
+                examples.append(parse_example(record(), where, fields))
+            except InvalidRecordError as error:
+                (bad or InvalidRecords()).add(error)
     return examples
 
 
@@ -38,7 +46,7 @@ def line(record: Any) -> bytes:
     return json.dumps(record).encode() + b"\n"
 
 
-def refused(content: bytes, name: str = "a.jsonl", fields: Fields = Fields()) -> str:  # noqa: B008
+def refused(content: bytes, name: str = "a.jsonl", fields: FieldNames = FieldNames()) -> str:  # noqa: B008
     with pytest.raises(UserError) as caught:
         read_bytes(content, name, fields)
     message = str(caught.value)
@@ -50,37 +58,37 @@ def test_the_three_shapes() -> None:
     content = line({"messages": CHAT, "id": 1}) + line({"prompt": "a", "completion": "b", "n": 2}) + line({"text": "ä"})
     assert read_bytes(content) == [
         Conversation("a.jsonl, line 1", CHAT),
-        Pair("a.jsonl, line 2", "a", "b"),
-        Pair("a.jsonl, line 3", "", "ä"),
+        PromptCompletion("a.jsonl, line 2", "a", "b"),
+        PromptCompletion("a.jsonl, line 3", "", "ä"),
     ]
 
 
 def test_the_first_shape_counts() -> None:
     record = {"text": "t", "prompt": "a", "completion": "b"}
-    assert read_bytes(line(record)) == [Pair("a.jsonl, line 1", "a", "b")]
+    assert read_bytes(line(record)) == [PromptCompletion("a.jsonl, line 1", "a", "b")]
     assert read_bytes(line({**record, "messages": CHAT})) == [Conversation("a.jsonl, line 1", CHAT)]
-    assert read_bytes(line({"prompt": "a", "text": "t"})) == [Pair("a.jsonl, line 1", "", "t")]
+    assert read_bytes(line({"prompt": "a", "text": "t"})) == [PromptCompletion("a.jsonl, line 1", "", "t")]
 
 
 def test_renamed_fields_are_the_only_ones() -> None:
-    fields = Fields("question", "answer")
+    fields = FieldNames("question", "answer")
     record = {"question": "q", "answer": "a", "messages": CHAT, "text": "t"}
-    assert read_bytes(line(record), fields=fields) == [Pair("a.jsonl, line 1", "q", "a")]
+    assert read_bytes(line(record), fields=fields) == [PromptCompletion("a.jsonl, line 1", "q", "a")]
     message = refused(line({"prompt": "a", "completion": "b"}), fields=fields)
     assert "'answer'" in message and "got 'prompt', 'completion'" in message and "--completion-field" in message
     assert "'question'" in refused(line({"answer": "a"}), fields=fields)
-    assert read_bytes(line({"prompt": "q", "answer": "a"}), fields=Fields(completion="answer"))
+    assert read_bytes(line({"prompt": "q", "answer": "a"}), fields=FieldNames(completion="answer"))
 
 
 def test_blank_lines_count_but_are_skipped() -> None:
     content = b"\n  \r\n" + line({"text": "x"}) + b"\n" + line({"text": "y"})[:-1]
-    assert [example.where for example in read_bytes(content)] == ["a.jsonl, line 3", "a.jsonl, line 5"]
+    assert [example.location for example in read_bytes(content)] == ["a.jsonl, line 3", "a.jsonl, line 5"]
 
 
 def test_byte_order_mark_and_windows_line_ends() -> None:
     assert read_bytes(b'\xef\xbb\xbf{"text": "x"}\r\n{"text": "y"}\r\n') == [
-        Pair("a.jsonl, line 1", "", "x"),
-        Pair("a.jsonl, line 2", "", "y"),
+        PromptCompletion("a.jsonl, line 1", "", "x"),
+        PromptCompletion("a.jsonl, line 2", "", "y"),
     ]
 
 
@@ -134,8 +142,8 @@ def test_bad_lines_are_named(bad: bytes, expected: str) -> None:
 
 def test_bad_lines_can_be_skipped() -> None:
     content = b'{"text": "x"}\n{"text": \n{}\n[]\n{"text": "y"}\n3\n'
-    bad = BadLines(skip=True)
-    assert [example.where[-1] for example in read_bytes(content, "a", bad=bad)] == ["1", "5"]
+    bad = InvalidRecords(skip=True)
+    assert [example.location[-1] for example in read_bytes(content, "a", bad=bad)] == ["1", "5"]
     assert bad.num_skipped == 4
     assert [message[:9] for message in bad.first] == ["a, line 2", "a, line 3", "a, line 4"]
 
@@ -154,10 +162,10 @@ def test_empty_texts_are_legal_and_may_have_nothing_to_learn() -> None:
         ([], False),
     ):
         [chat] = read_bytes(line({"messages": messages}))
-        assert isinstance(chat, Conversation) and chat.trains == trains, messages
+        assert isinstance(chat, Conversation) and chat.has_loss == trains, messages
         assert all(isinstance(message["content"], str) and "name" not in message for message in chat.messages)
     content = line({"prompt": "", "completion": "b"}) + line({"prompt": "a", "completion": ""}) + line({"text": ""})
-    assert [example.trains for example in read_bytes(content)] == [True, False, False]
+    assert [example.has_loss for example in read_bytes(content)] == [True, False, False]
 
 
 def test_parts_of_text_are_joined() -> None:
@@ -177,7 +185,7 @@ def test_messages_stay_short_whatever_a_line_holds() -> None:
 
 def test_a_huge_line() -> None:
     [example] = read_bytes(line({"text": "word " * 1_000_000}))
-    assert isinstance(example, Pair) and len(example.completion) == 5_000_000
+    assert isinstance(example, PromptCompletion) and len(example.completion) == 5_000_000
 
 
 def test_damaged_gzip_files() -> None:

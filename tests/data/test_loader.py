@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from odc_mpi.data.dataset import Dataset
-from odc_mpi.data.loader import IGNORED_LABEL, Batch, Loader, Minibatch, read_batch, read_piece
-from odc_mpi.data.plan.balance import BALANCES
-from odc_mpi.data.plan.cost import Cost
+from odc_mpi.data.loader import IGNORED_LABEL, Loader, Microbatch, Minibatch, read_chunk, read_microbatch
+from odc_mpi.data.plan.balance import BALANCE_STRATEGIES
+from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
 
 Write = Callable[[Sequence[int]], Path]
@@ -27,7 +27,7 @@ def loader(dataset: Dataset, **arguments: Any) -> Loader:
     return Loader(dataset, **{"minibatch_sequences": 8, "max_tokens_per_microbatch": 200, **arguments})
 
 
-def drawn(minibatch: Minibatch) -> tuple[Any, ...]:
+def minibatch_key(minibatch: Minibatch) -> tuple[Any, ...]:
     """What does not depend on the rank."""
     return (
         minibatch.data_epoch,
@@ -38,7 +38,7 @@ def drawn(minibatch: Minibatch) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("balance", BALANCE_STRATEGIES)
 @pytest.mark.parametrize("size", range(1, 9))
 def test_ranks_share_each_minibatch_exactly_once(dataset: Dataset, size: int, balance: str) -> None:
     rng = np.random.default_rng(size)
@@ -46,14 +46,14 @@ def test_ranks_share_each_minibatch_exactly_once(dataset: Dataset, size: int, ba
         "minibatch_sequences": int(rng.integers(1, 20)),
         "balance": balance,
         "seed": size,
-        "cost": Cost(1, 0.01),
+        "cost": CostModel(1, 0.01),
     }
     loaders = [loader(dataset, rank=rank, size=size, **settings) for rank in range(size)]
     for minibatches in islice(zip(*loaders, strict=True), 20):
         first = minibatches[0]
         # Tickets go to one rank after the other, as if all were equally fast.
         batches = [list(mine.batches(lambda count, mine=mine: range(mine.rank, count, size))) for mine in minibatches]
-        assert all(drawn(minibatch) == drawn(first) for minibatch in minibatches)
+        assert all(minibatch_key(minibatch) == minibatch_key(first) for minibatch in minibatches)
         assert all(minibatch.plan == first.plan for minibatch in minibatches)
         if not first.plan.pool:
             assert all(list(map(len, first.plan.microbatches)) == list(first.num_microbatches) for _ in batches)
@@ -70,21 +70,21 @@ def test_positions_are_drawn_when_they_are_due(dataset: Dataset) -> None:
     assert minibatch.num_microbatches == (0, 0)
     with pytest.raises(UserError, match="batches"):
         iter(minibatch)
-    pool, drawn, counts = minibatch.plan.pool, [], []
+    pool, claimed, counts = minibatch.plan.pool, [], []
 
     def draw(count: int) -> Iterator[int]:
         counts.append(count)
         for position in (1, 3, count - 1):
-            drawn.append(position)
+            claimed.append(position)
             yield position
 
-    batches = minibatch.batches(draw)
+    batches = minibatch.microbatches(draw)
     assert next(batches).indices.tolist() == minibatch.indices[list(pool[1])].tolist()
-    assert drawn == [1]
+    assert claimed == [1]
     assert [batch.indices.tolist() for batch in batches] == [
         minibatch.indices[list(pool[i])].tolist() for i in (3, len(pool) - 1)
     ]
-    assert drawn == [1, 3, len(pool) - 1]
+    assert claimed == [1, 3, len(pool) - 1]
     assert counts == [len(pool)]
 
 
@@ -94,7 +94,7 @@ def test_nothing_is_drawn_without_a_pool(dataset: Dataset) -> None:
     def draw(count: int) -> Iterator[int]:
         raise AssertionError("drew")
 
-    assert [b.indices.tolist() for b in minibatch.batches(draw)] == [b.indices.tolist() for b in minibatch]
+    assert [b.indices.tolist() for b in minibatch.microbatches(draw)] == [b.indices.tolist() for b in minibatch]
 
 
 def test_empty_microbatches_are_skipped(dataset: Dataset) -> None:
@@ -138,8 +138,8 @@ def test_resumes_with_the_same_continuation(dataset: Dataset, steps: int) -> Non
     resumed = loader(dataset, seed=5, size=3, rank=1)  # also on another number of ranks
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
-    continuation = [drawn(m) for m in islice(uninterrupted, 9)]
-    assert continuation == [drawn(m) for m in islice(resumed, 9)]
+    continuation = [minibatch_key(m) for m in islice(uninterrupted, 9)]
+    assert continuation == [minibatch_key(m) for m in islice(resumed, 9)]
     assert (continuation[0][0], continuation[0][1]) == (state["data_epoch"], state["position"])
     assert resumed.state_dict() == uninterrupted.state_dict()
 
@@ -166,7 +166,7 @@ def test_reads_only_what_is_due(dataset: Dataset, monkeypatch: pytest.MonkeyPatc
     assert len(read) < len(minibatch.indices)
 
 
-def unpacked(batch: Batch) -> list[dict[str, torch.Tensor]]:
+def unpacked(batch: Microbatch) -> list[dict[str, torch.Tensor]]:
     """Cut a batch into its sequences by its own bounds."""
     bounds = batch.inputs["cu_seq_lens_q"].tolist()
     names = ("input_ids", "labels", "position_ids")
@@ -197,7 +197,7 @@ def test_batches_hold_the_sequences_unpadded(dataset: Dataset) -> None:
 
 def test_no_sequence_predicts_the_next_one(dataset: Dataset) -> None:
     """What a model's own shift pairs up lies in one sequence: tokens of this data set count up by one."""
-    batch = read_batch(dataset, np.arange(10))
+    batch = read_microbatch(dataset, np.arange(10))
     inputs, labels = batch.inputs["input_ids"][0, :-1], batch.inputs["labels"][0, 1:]
     trained = labels != -100
     assert trained.sum() == batch.num_tokens
@@ -224,8 +224,8 @@ def test_a_model_sees_packed_sequences_as_single_ones(write_dataset: Write, atte
     )
     model = Qwen2ForCausalLM(config).eval()
     with Dataset(write_dataset([9, 20, 2, 30])) as dataset, torch.no_grad():
-        packed = read_batch(dataset, np.array([2, 0, 3, 1]))
-        single = [read_batch(dataset, np.array([i])) for i in range(4)]
+        packed = read_microbatch(dataset, np.array([2, 0, 3, 1]))
+        single = [read_microbatch(dataset, np.array([i])) for i in range(4)]
         total = sum(model(**batch.inputs).loss.item() * batch.num_tokens for batch in single)
         assert model(**packed.inputs).loss.item() * packed.num_tokens == pytest.approx(total, rel=1e-5)
 
@@ -262,8 +262,8 @@ def test_pieces_have_the_tokens_positions_and_labels_of_the_sequence(dataset: Da
     index = int(np.flatnonzero(dataset.lengths >= 12)[0])
     length = int(dataset.lengths[index])
     bounds = (*bounds[:-1], length)
-    pieces = [read_piece(dataset, index, *ends) for ends in pairwise(bounds)]
-    whole = read_batch(dataset, np.array([index]))
+    pieces = [read_chunk(dataset, index, *ends) for ends in pairwise(bounds)]
+    whole = read_microbatch(dataset, np.array([index]))
     for name in ("input_ids", "position_ids", "labels"):
         assert torch.equal(torch.cat([piece.inputs[name] for piece in pieces], 1), whole.inputs[name])
     successors = torch.cat([piece.inputs["shift_labels"] for piece in pieces], 1)
@@ -271,6 +271,6 @@ def test_pieces_have_the_tokens_positions_and_labels_of_the_sequence(dataset: Da
     assert sum(piece.num_tokens for piece in pieces) == whole.num_tokens
     assert sum(piece.num_input_tokens for piece in pieces) == length
     for piece in pieces:
-        assert piece.is_piece and piece.indices.tolist() == [index]
+        assert piece.is_chunk and piece.indices.tolist() == [index]
         assert piece.inputs["num_items_in_batch"] == max(1, piece.num_tokens)
         assert piece.inputs["cu_seq_lens_q"].tolist() == [0, piece.num_input_tokens]

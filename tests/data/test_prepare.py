@@ -13,17 +13,17 @@ from rich.console import Console
 
 from odc_mpi.data import prepare as module
 from odc_mpi.data import stdlib
-from odc_mpi.data.blocks import Counts, Limits, _fit
 from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.encode import Encoded
-from odc_mpi.data.prepare import Options
-from odc_mpi.data.prepared import PrepareReport
-from odc_mpi.data.stdlib import Sample
+from odc_mpi.data.encode_block import FilterCounts, SequenceFilter, _fit
+from odc_mpi.data.prepare import PrepareOptions
+from odc_mpi.data.prepare_report import PrepareReport
+from odc_mpi.data.stdlib import StdlibFunction
 from odc_mpi.data.tokenizer import load_tokenizer, tokenizer_files
 from odc_mpi.errors import UserError
 
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k_train.jsonl.gz"
-FEW = [Sample(f'def f{i}(x):\n    "Doc {i}."\n', f"    return x + {i}") for i in range(50)]
+FEW = [StdlibFunction(f'def f{i}(x):\n    "Doc {i}."\n', f"    return x + {i}") for i in range(50)]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare(source: str, out: Path, console: Console | None = None, **options: Any) -> PrepareReport:
-    return module.prepare([source], out, Options(**options), console)
+    return module.prepare([source], out, PrepareOptions(**options), console)
 
 
 def write_lines(path: Path, *records: Any) -> str:
@@ -54,7 +54,9 @@ def refused(source: str, out: Path, **arguments: Any) -> str:
     return message
 
 
-def test_the_standard_library(stdlib_report: PrepareReport, tokenizer: Any, stdlib_samples: list[Sample]) -> None:
+def test_the_standard_library(
+    stdlib_report: PrepareReport, tokenizer: Any, stdlib_samples: list[StdlibFunction]
+) -> None:
     samples = stdlib_samples
     assert stdlib_report.num_sequences == len(samples)
     assert (stdlib_report.num_truncated, stdlib_report.num_dropped, stdlib_report.num_untrained_dropped) == (0, 0, 0)
@@ -167,11 +169,11 @@ def test_dropping_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> No
 
 
 def test_what_only_the_first_token_would_teach_is_dropped() -> None:
-    counts = Counts()
+    counts = FilterCounts()
     tokens = np.arange(3, dtype=np.uint32)
     first_only, last_too = (Encoded(tokens, np.array([True, False, last])) for last in (False, True))
-    assert _fit(first_only, Limits(), counts) is None and _fit(last_too, Limits(), counts) is last_too
-    assert counts == Counts(num_untrained_dropped=1)
+    assert _fit(first_only, SequenceFilter(), counts) is None and _fit(last_too, SequenceFilter(), counts) is last_too
+    assert counts == FilterCounts(num_untrained_dropped=1)
 
 
 def test_examples_that_train_nothing_are_counted(stdlib_report: PrepareReport, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from odc_mpi.data import parquet
-from odc_mpi.data.examples import Conversation, Fields, Pair, example_of
+from odc_mpi.data.examples import Conversation, FieldNames, PromptCompletion, parse_example
 from odc_mpi.data.sources import Mixture, find_sources, mix
 from odc_mpi.errors import UserError
 
@@ -39,8 +39,8 @@ def taken(mixture: Mixture) -> list[str]:
     texts = []
     for _, block in mixture.read(lambda _: None):
         for where, record in block.records():
-            example = example_of(record(), where, Fields())
-            assert isinstance(example, Pair)
+            example = parse_example(record(), where, FieldNames())
+            assert isinstance(example, PromptCompletion)
             texts.append(example.completion)
     return texts
 
@@ -114,8 +114,8 @@ def test_rows_are_as_lines() -> None:
     ]
     [source] = find_sources([table("a.parquet", rows)])
     [block] = source.read(lambda: 1, lambda _: None)
-    examples = [example_of(record(), where, Fields()) for where, record in block.records()]
-    assert examples == [Conversation("a.parquet, row 1", chat, tools), Pair("a.parquet, row 2", "", "x")]
+    examples = [parse_example(record(), where, FieldNames()) for where, record in block.records()]
+    assert examples == [Conversation("a.parquet, row 1", chat, tools), PromptCompletion("a.parquet, row 2", "", "x")]
     Path("bad.parquet").write_bytes(b"PAR1 or not")
     assert "bad.parquet: cannot be read" in refused("bad.parquet")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from odc_mpi.data import stdlib
-from odc_mpi.data.stdlib import Sample, functions
+from odc_mpi.data.stdlib import StdlibFunction, functions
 
 BODY = "return argument_one + 1"
 
@@ -36,7 +36,7 @@ def test_cuts_behind_the_docstring_and_dedents(tmp_path: Path) -> None:
         "    y = 1\n",
     )
     assert list(functions(tmp_path)) == [
-        Sample(
+        StdlibFunction(
             prompt='@staticmethod\nasync def f(\n    x,\n):\n    """Say what.\n\n    More.\n    """\n',
             completion="    # a comment\n    text = '''\nflush left'''\n    return x + text",
         )
@@ -45,7 +45,7 @@ def test_cuts_behind_the_docstring_and_dedents(tmp_path: Path) -> None:
 
 def test_form_feeds_end_no_line(tmp_path: Path) -> None:
     write(tmp_path, "a.py", f'x = 1\n\f\ndef f():\n    "Doc."\n    {BODY}\n')
-    assert list(functions(tmp_path)) == [Sample('def f():\n    "Doc."\n', f"    {BODY}")]
+    assert list(functions(tmp_path)) == [StdlibFunction('def f():\n    "Doc."\n', f"    {BODY}")]
 
 
 def test_order_is_that_of_paths_and_source(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_skips_folders_and_repetitions(tmp_path: Path) -> None:
     assert [sample.prompt for sample in functions(root)] == ['def f1():\n    "Doc."\n']
 
 
-def test_the_running_standard_library(stdlib_samples: list[Sample]) -> None:
+def test_the_running_standard_library(stdlib_samples: list[StdlibFunction]) -> None:
     samples = stdlib_samples
     assert 5_000 < len(samples) < 10_000
     assert len(set(samples)) == len(samples)

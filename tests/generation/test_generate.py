@@ -5,17 +5,17 @@ import torch
 from packed_models import packed_model, plain_model
 
 from odc_mpi.errors import UserError
-from odc_mpi.generation.generate import Sampling, generate, seed_of
+from odc_mpi.generation.generate import SamplingParams, generate, prompt_seed
 from odc_mpi.models import attention
 from odc_mpi.models.decoding import Prompt
 
 PROMPTS = [Prompt(0, (5, 7, 9), ()), Prompt(1, tuple(range(1, 30)), ()), Prompt(2, (60,), ())]
-GREEDY = Sampling(max_new_tokens=9)
-DRAWN = Sampling(max_new_tokens=9, temperature=0.7, top_p=0.8, seed=3)
+GREEDY = SamplingParams(max_new_tokens=9)
+DRAWN = SamplingParams(max_new_tokens=9, temperature=0.7, top_p=0.8, seed=3)
 
 
 def reference(model, prompt, sampling):
-    torch.manual_seed(seed_of(sampling.seed, prompt.number))
+    torch.manual_seed(prompt_seed(sampling.seed, prompt.number))
     tokens = torch.tensor([prompt.tokens])
     drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
     found = model.generate(
@@ -113,4 +113,4 @@ def test_prompts_that_do_not_fit(tokens, words):
 )
 def test_settings_out_of_range(settings, words):
     with pytest.raises(UserError, match=words):
-        Sampling(**settings)
+        SamplingParams(**settings)

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from odc_mpi.data.encode import encode
-from odc_mpi.data.examples import Conversation, Pair
+from odc_mpi.data.examples import Conversation, PromptCompletion
 from odc_mpi.data.tokenizer import TURN_END, train_tokenizer
 from odc_mpi.errors import UserError
-from odc_mpi.generation.generate import Completion
-from odc_mpi.generation.prompts import read, tokenized, told
+from odc_mpi.generation.generate import CompletionOutput
+from odc_mpi.generation.prompts import output_record, read_examples, tokenize
 
 QUESTION = {"role": "user", "content": "one two"}
 ANSWER = {"role": "assistant", "content": "three"}
@@ -23,27 +23,27 @@ def tokenizer():
 @pytest.mark.parametrize(
     ("asked", "learnt"),
     [
-        (Pair("here", "one two ", ""), Pair("here", "one two ", "three")),
+        (PromptCompletion("here", "one two ", ""), PromptCompletion("here", "one two ", "three")),
         (Conversation("here", [QUESTION]), Conversation("here", [QUESTION, ANSWER])),
     ],
 )
 def test_tokens_are_those_before_the_completion(tokenizer, asked, learnt):
-    (request,) = tokenized(tokenizer, [asked], stop=[tokenizer.eos_token_id])
+    (request,) = tokenize(tokenizer, [asked], stop=[tokenizer.eos_token_id])
     (encoded,) = encode(tokenizer, [learnt])
     first = int(encoded.loss_mask.argmax())
     assert request.prompt.tokens == encoded.tokens[:first].tolist()
     # What training ends a completion with is among what ends one here.
     last = int(encoded.loss_mask.nonzero()[0][-1])
     assert encoded.tokens[last] in request.prompt.stop
-    completion = Completion(0, encoded.tokens[first : last + 1].tolist(), "stop")
-    line = told(tokenizer, request, completion)
+    completion = CompletionOutput(0, encoded.tokens[first : last + 1].tolist(), "stop")
+    line = output_record(tokenizer, request, completion)
     assert line["completion"] == "three" and line["finish_reason"] == "stop" and line["num_tokens"] == last + 1 - first
     assert next(iter(line)) == ("messages" if isinstance(asked, Conversation) else "prompt")
 
 
 def test_only_conversations_end_with_a_turn(tokenizer):
     (turn_end,) = tokenizer.convert_tokens_to_ids([TURN_END])
-    text, chat = tokenized(tokenizer, [Pair("a", "one", ""), Conversation("b", [QUESTION])], stop=[0])
+    text, chat = tokenize(tokenizer, [PromptCompletion("a", "one", ""), Conversation("b", [QUESTION])], stop=[0])
     assert (text.prompt.number, text.prompt.stop) == (0, (0,))
     assert (chat.prompt.number, chat.prompt.stop) == (1, (0, turn_end))
 
@@ -52,12 +52,12 @@ def test_messages_need_a_template(tokenizer):
     plain = train_tokenizer(["one two"] * 9, 300)
     plain.chat_template = None
     with pytest.raises(UserError, match="line 3: 'messages' need a chat template"):
-        tokenized(plain, [Conversation("file, line 3", [QUESTION])], stop=[0])
+        tokenize(plain, [Conversation("file, line 3", [QUESTION])], stop=[0])
 
 
 def test_the_answer_in_a_file_to_train_on_is_left_out(tmp_path):
     path = tmp_path / "chats.jsonl"
     lines = [[QUESTION], [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER]]
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in lines))
-    asked = [one.messages for one in read(None, path)]
+    asked = [one.messages for one in read_examples(None, path)]
     assert asked == [[QUESTION], [QUESTION], [QUESTION, ANSWER, QUESTION]]

@@ -81,8 +81,8 @@ def test_stages_are_named_and_counted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stages, "STAGES", {"good": lambda job: 0, "bad": lambda job: 2, "none": lambda job: "no GPU"})
     monkeypatch.setattr(sys, "argv", ["stages.py", "--logs", str(tmp_path)])
     assert stages.main() == 1
-    told = capsys.readouterr().out
-    assert "bad                failed: exit code 2" in told and "none               left out: no GPU" in told
+    errors = capsys.readouterr().out
+    assert "bad                failed: exit code 2" in errors and "none               left out: no GPU" in errors
     monkeypatch.setattr(sys, "argv", ["stages.py", "--logs", str(tmp_path), "good", "none"])
     assert stages.main() == 0
     monkeypatch.setattr(sys, "argv", ["stages.py", "nothing"])

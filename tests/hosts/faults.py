@@ -112,8 +112,8 @@ class Run:
         def all_are_there():
             for pid, words in descendants(self._process.pid).items():
                 with suppress(OSError):
-                    told = Path(f"/proc/{pid}/environ").read_bytes()
-                    rank = re.search(rb"(?:^|\0)(?:PMI_RANK|OMPI_COMM_WORLD_RANK)=(\d+)", told)
+                    output = Path(f"/proc/{pid}/environ").read_bytes()
+                    rank = re.search(rb"(?:^|\0)(?:PMI_RANK|OMPI_COMM_WORLD_RANK)=(\d+)", output)
                     if rank and words[1:3] == ["-m", "odc_mpi"]:
                         found[int(rank[1])] = pid
             return len(found) == count
@@ -229,11 +229,11 @@ def _inflict_all(runs, config, num_faults, seed):
         if not outlasted:
             code = run.finish()
             ending = f"ended with {code} at step {run.step}"
-            told = f"seed {seed}, fault {number}, {fault}: {ending}: {run.text}"
-            assert code not in (None, 0), told
+            output = f"seed {seed}, fault {number}, {fault}: {ending}: {run.text}"
+            assert code not in (None, 0), output
             # Of two hosts either is cut off from the other; and nobody knows who is late before MPI is up.
             is_known = run.step and "cut" not in fault.kind
-            assert named(run.text, fault.rank if is_known else None), told
+            assert named(run.text, fault.rank if is_known else None), output
         print(f"seed {seed}, fault {number} of {num_faults}, {fault}: {ending}", flush=True)
 
 

@@ -26,7 +26,7 @@ CROSSES = """
 import torch
 from pathlib import Path
 from odc_mpi import World
-from odc_mpi.comm.compose import window_transport
+from odc_mpi.comm.factory import window_transport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 world = World(timeout_s=20)
 transport = window_transport(world)

@@ -82,7 +82,7 @@ def test_a_late_host_is_named_with_what_it_was_doing(tmp_path, where, doing):
     """Over TCP, where its page can be read only because a thread of it enters MPI now and then."""
     done = launch(1, script(tmp_path, LATE), where, timeout_s=60)
     assert done.code not in (0, 124), done.err
-    told = re.search(r"rank 0 on node0 waited more than 3 s while .*", done.err)
-    assert told, done.err
-    assert re.search(rf"late is rank 1 on node1, which was last seen \d+\.\d s ago, {doing}", told.group()), done.err
+    errors = re.search(r"rank 0 on node0 waited more than 3 s while .*", done.err)
+    assert errors, done.err
+    assert re.search(rf"late is rank 1 on node1, which was last seen \d+\.\d s ago, {doing}", errors.group()), done.err
     assert "left behind" not in done.err

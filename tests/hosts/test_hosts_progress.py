@@ -12,7 +12,7 @@ import numpy as np, torch
 from odc_mpi import World
 from odc_mpi.comm.reduce.mailbox import MailboxReduction
 from odc_mpi.comm.reduce.accumulate import AccumulateReduction
-from odc_mpi.comm.compose import window_transport
+from odc_mpi.comm.factory import window_transport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 torch.set_num_threads(1)
 world = World(timeout_s=25)

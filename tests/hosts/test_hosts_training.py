@@ -38,8 +38,8 @@ JOB = """
 import json, sys
 from pathlib import Path
 from odc_mpi.runtime.world import World
-from odc_mpi.train.run import train
-from odc_mpi.train.settings import load
+from odc_mpi.training.run import train
+from odc_mpi.training.settings import load
 
 with World(timeout_s=60) as world:
     for directory, settings in json.loads(sys.argv[2]).items():
@@ -98,7 +98,7 @@ def run_dir(data, tmp_path_factory):
     ids=lambda value: value or "as it comes",
 )
 def test_losses_are_those_of_one_process(run_dir, alone, ranks_per_host, settings):
-    place, told = run_dir(ranks_per_host, settings)
+    place, output = run_dir(ranks_per_host, settings)
     summary = json.loads((place / "summary.json").read_text())
     counts = [int(count) for count in str(ranks_per_host).split(",")]
     assert summary["ranks_per_node"] == (counts if len(counts) == 2 else 2 * counts)
@@ -107,5 +107,5 @@ def test_losses_are_those_of_one_process(run_dir, alone, ranks_per_host, setting
     steps = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert [step["loss"] for step in steps] == pytest.approx(alone, rel=1e-5)
     if PIECES in settings:
-        assert "too long for an even share" in told
+        assert "too long for an even share" in output
         assert sum(step["num_cut_sequences"] for step in steps) >= 8

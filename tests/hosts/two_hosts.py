@@ -90,8 +90,8 @@ def finish(process, timeout_s):
     except subprocess.TimeoutExpired:
         end(process)
         out, err = process.communicate(timeout=20)
-        told = f"{err or ''}\ntwo_hosts: did not end within {timeout_s:g} s, all ranks were killed\n"
-        return Finished(TIMED_OUT, out or "", told, time.monotonic() - began)
+        errors = f"{err or ''}\ntwo_hosts: did not end within {timeout_s:g} s, all ranks were killed\n"
+        return Finished(TIMED_OUT, out or "", errors, time.monotonic() - began)
     finally:
         end(process)
 

@@ -45,7 +45,7 @@ def crash(directory, kills, seed, early_share=EARLY):
         process = mpi_launch.start(
             ranks, "-m", "odc_mpi", "train", "--config", config, "--run.steps", 100000, "--run.checkpoint_every", EVERY
         )
-        pids = _ranks_of(process.pid, ranks)
+        pids = _find_ranks(process.pid, ranks)
         early = draw.random() < early_share
         said = None if early else _wait_for_step(process, newest + draw.randrange(1, 4 * EVERY))
         time.sleep(draw.uniform(0, 4 if early else 0.3))
@@ -70,7 +70,7 @@ def _config(directory):
     return write_config(write_data(directory / "small.h5"), directory)
 
 
-def _ranks_of(launcher, count):
+def _find_ranks(launcher, count):
     """The ranks' processes, children of the launcher or of a helper of its."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:

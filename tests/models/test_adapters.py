@@ -20,13 +20,13 @@ def adapted(settings=UNTIED, seed=0, dtype=torch.float32, **changes):
     return add_adapters(models.from_config(settings, 0), LORA | changes, seed, dtype)
 
 
-def first_values(built):
-    return {name: built.weights.read(name, 0, p.numel()) for name, p in built.module.named_parameters()}
+def first_values(meta_model):
+    return {name: meta_model.weights.read(name, 0, p.numel()) for name, p in meta_model.module.named_parameters()}
 
 
 def test_adapters_alone_are_trained_and_nothing_has_memory():
-    built = adapted(dtype=torch.bfloat16)
-    for name, parameter in built.module.named_parameters():
+    meta_model = adapted(dtype=torch.bfloat16)
+    for name, parameter in meta_model.module.named_parameters():
         assert parameter.is_meta
         assert parameter.requires_grad == is_adapter(name)
         assert parameter.dtype == (torch.float32 if is_adapter(name) else torch.bfloat16)
@@ -55,12 +55,12 @@ def test_adapters_depend_on_seed_and_name_alone():
 
 
 def test_a_module_that_is_trained_whole_begins_as_the_base():
-    built = adapted(dtype=torch.bfloat16, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    values = first_values(built)
+    meta_model = adapted(dtype=torch.bfloat16, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    values = first_values(meta_model)
     assert torch.equal(values["lm_head.modules_to_save.default.weight"], values["lm_head.original_module.weight"])
-    trained = {name for name, p in built.module.named_parameters() if p.requires_grad}
+    trained = {name for name, p in meta_model.module.named_parameters() if p.requires_grad}
     assert "lm_head.modules_to_save.default.weight" in trained and len(trained) == 1 + 2 * 2
-    assert built.adapter["modules_to_save"] == ["lm_head"] and built.adapter["target_modules"] == ["q_proj"]
+    assert meta_model.adapter["modules_to_save"] == ["lm_head"] and meta_model.adapter["target_modules"] == ["q_proj"]
 
 
 @pytest.mark.parametrize(

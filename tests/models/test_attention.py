@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from odc_mpi.models import attention
-from odc_mpi.models.attention import UnpackableError, _window_as_mask, packed_attention
+from odc_mpi.models.attention import PackingUnsupportedError, _window_as_mask, packed_attention
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 
@@ -65,7 +65,7 @@ def test_sequences_of_one_length_are_one_call(monkeypatch, most, calls):
 
 
 def test_a_model_that_loses_the_bounds_is_refused():
-    with pytest.raises(UnpackableError, match="no boundaries"):
+    with pytest.raises(PackingUnsupportedError, match="no boundaries"):
         packed_attention(None, *draw(6), None)
 
 
@@ -91,14 +91,14 @@ def test_what_would_change_the_result_is_refused(given):
 
 
 @pytest.mark.parametrize("told", [None, 3, 9])
-def test_a_window_in_the_mask_counts(told):
+def test_a_window_in_the_mask_counts(output):
     inputs, boundaries = draw(12), [0, 1, 12]
     bounds = torch.tensor(boundaries, dtype=torch.int32)
     mask = _window_as_mask(local_size=3)
-    actual, _ = packed_attention(None, *inputs, mask, sliding_window=told, cu_seq_lens_q=bounds)
+    actual, _ = packed_attention(None, *inputs, mask, sliding_window=output, cu_seq_lens_q=bounds)
     torch.testing.assert_close(actual, written_out(*inputs, boundaries, 3))
     assert _window_as_mask() is None
-    with pytest.raises(UnpackableError, match="a mask of its own"):
+    with pytest.raises(PackingUnsupportedError, match="a mask of its own"):
         _window_as_mask(use_vmap=True)
 
 

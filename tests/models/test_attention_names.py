@@ -7,28 +7,28 @@ import pytest
 from test_build import QWEN2
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from odc_mpi.cli.options import attention
+from odc_mpi.cli.options import attention_name
 from odc_mpi.errors import UserError
 from odc_mpi.models import build as models
 from odc_mpi.models.attention import IMPLEMENTATIONS
-from odc_mpi.models.attention_names import SERVED, why_refused
+from odc_mpi.models.attention_names import SUPPORTED, unsupported_reason
 
 
 def test_what_is_served_is_implemented():
-    assert set(SERVED) == IMPLEMENTATIONS.keys()
+    assert set(SUPPORTED) == IMPLEMENTATIONS.keys()
 
 
 def test_every_other_attention_of_transformers_says_why_it_is_refused():
-    theirs = {*AttentionInterface(), "kernels-community/flash-attn2"} - {*SERVED, *IMPLEMENTATIONS.values()}
+    theirs = {*AttentionInterface(), "kernels-community/flash-attn2"} - {*SUPPORTED, *IMPLEMENTATIONS.values()}
     assert {"flash_attention_2", "flash_attention_3", "flex_attention", "paged|eager"} <= theirs
-    assert [name for name in theirs if not why_refused(name)] == []
-    assert why_refused("fast") == why_refused(None) == why_refused(3) == ""
+    assert [name for name in theirs if not unsupported_reason(name)] == []
+    assert unsupported_reason("fast") == unsupported_reason(None) == unsupported_reason(3) == ""
 
 
 def test_the_option_says_why():
-    assert attention("eager") == "eager"
+    assert attention_name("eager") == "eager"
     with pytest.raises(argparse.ArgumentTypeError, match=r"^expected sdpa or eager, got 'flash_attention_3' \(a lib"):
-        attention("flash_attention_3")
+        attention_name("flash_attention_3")
 
 
 def test_what_a_model_s_own_configuration_names_does_not_count(tmp_path):

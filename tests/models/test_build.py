@@ -45,8 +45,8 @@ QWEN2_MOE = EXPERTS | {
 GEMMA2 = SLIDING | {"model_type": "gemma2", "attn_logit_softcapping": 0.05, "head_dim": 8}
 
 
-def shard(built):
-    return ShardedModel(built.module, LocalTransport(LocalGroup(1), 0), weights=built.weights)
+def shard(meta_model):
+    return ShardedModel(meta_model.module, LocalTransport(LocalGroup(1), 0), weights=meta_model.weights)
 
 
 def stock(settings, path=None):
@@ -83,21 +83,21 @@ class Largest(TorchDispatchMode):
 
 class TestFromConfig:
     def test_no_parameter_has_memory_and_every_buffer_has(self):
-        built = models.from_config(QWEN2, seed=0)
-        assert all(parameter.is_meta for parameter in built.module.parameters())
-        assert not any(buffer.is_meta for buffer in built.module.buffers())
+        meta_model = models.from_config(QWEN2, seed=0)
+        assert all(parameter.is_meta for parameter in meta_model.module.parameters())
+        assert not any(buffer.is_meta for buffer in meta_model.module.buffers())
 
     def test_values_look_as_transformers_draws_them(self):
-        built, reference = models.from_config(QWEN2, seed=0), stock(QWEN2)
+        meta_model, reference = models.from_config(QWEN2, seed=0), stock(QWEN2)
         for name, parameter in reference.named_parameters():
-            drawn = built.weights.read(name, 0, parameter.numel())
-            assert drawn.std() == pytest.approx(parameter.std().item(), rel=0.2, abs=1e-6), name
-            assert drawn.mean() == pytest.approx(parameter.mean().item(), abs=0.01), name
+            values = meta_model.weights.read(name, 0, parameter.numel())
+            assert values.std() == pytest.approx(parameter.std().item(), rel=0.2, abs=1e-6), name
+            assert values.mean() == pytest.approx(parameter.mean().item(), abs=0.01), name
 
     def test_buffers_are_those_of_transformers(self):
-        built, reference = models.from_config(QWEN2, seed=0), stock(QWEN2)
+        meta_model, reference = models.from_config(QWEN2, seed=0), stock(QWEN2)
         for (name, buffer), (other, wanted) in zip(
-            built.module.named_buffers(), reference.named_buffers(), strict=True
+            meta_model.module.named_buffers(), reference.named_buffers(), strict=True
         ):
             assert name == other
             assert torch.equal(buffer, wanted)
@@ -128,11 +128,11 @@ class TestFromConfig:
         ids=["qwen2", "llama", "mistral", "tied", "phimoe", "qwen2_moe", "mistral_eager", "phimoe_eager", "gemma2"],
     )
     def test_packed_outputs_are_those_of_single_sequences(self, settings, implementation):
-        built, reference = models.from_config(settings, 0, implementation), stock(settings).eval()
+        meta_model, reference = models.from_config(settings, 0, implementation), stock(settings).eval()
         with torch.no_grad():
             for name, parameter in reference.named_parameters():
-                parameter.copy_(built.weights.read(name, 0, parameter.numel()).view(parameter.shape))
-        model = shard(built).eval()
+                parameter.copy_(meta_model.weights.read(name, 0, parameter.numel()).view(parameter.shape))
+        model = shard(meta_model).eval()
         tokens, bounds = torch.arange(30)[None] % 64, [0, 9, 10, 30]
         positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(bounds)])[None]
         lengths = torch.tensor(bounds, dtype=torch.int32)
@@ -148,8 +148,8 @@ class TestFromConfig:
     def test_nothing_of_the_size_of_the_squared_pack_is_made(self, settings):
         """Not by the attention, and not by transformers around it, for a pack of many short sequences."""
         num_tokens = 1024
-        built = models.from_config(settings | {"max_position_embeddings": num_tokens}, seed=0)
-        model = shard(built)
+        meta_model = models.from_config(settings | {"max_position_embeddings": num_tokens}, seed=0)
+        model = shard(meta_model)
         bounds = torch.arange(0, num_tokens + 1, 16, dtype=torch.int32)
         inputs = {"input_ids": torch.arange(num_tokens)[None] % 64, "position_ids": torch.arange(num_tokens)[None] % 16}
         with model.minibatch(), Largest() as made:
@@ -184,13 +184,13 @@ class TestFromConfig:
 
 class TestFromDirectory:
     def test_every_slice_is_that_of_the_file(self, saved):
-        built = models.from_directory(saved)
+        meta_model = models.from_directory(saved)
         stored = load_file(saved / "model.safetensors")
-        for name, parameter in built.module.named_parameters():
+        for name, parameter in meta_model.module.named_parameters():
             flat = stored[name].view(-1)
             assert list(parameter.shape) == list(stored[name].shape)
             for start, stop in [(0, flat.numel()), (1, 2), (flat.numel() // 3, flat.numel() // 2), (5, 5)]:
-                assert torch.equal(built.weights.read(name, start, stop).view(-1), flat[start:stop]), (name, start)
+                assert torch.equal(meta_model.weights.read(name, start, stop).view(-1), flat[start:stop]), (name, start)
 
     def test_outputs_are_those_of_transformers(self, saved):
         reference = transformers.AutoModelForCausalLM.from_pretrained(saved, attn_implementation="eager").eval()
@@ -202,7 +202,7 @@ class TestFromDirectory:
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
     def test_only_rows_that_a_slice_touches_are_read(self, saved, monkeypatch):
-        built = models.from_directory(saved)
+        meta_model = models.from_directory(saved)
         asked = []
 
         class Recording:
@@ -216,9 +216,9 @@ class TestFromDirectory:
                 asked.append(index)
                 return self.inner[index]
 
-        plain = built.weights._slice
-        monkeypatch.setattr(built.weights, "_slice", lambda stored: Recording(plain(stored)))
-        built.weights.read("model.embed_tokens.weight", 32 * 3 + 5, 32 * 5)
+        plain = meta_model.weights._slice
+        monkeypatch.setattr(meta_model.weights, "_slice", lambda stored: Recording(plain(stored)))
+        meta_model.weights.read("model.embed_tokens.weight", 32 * 3 + 5, 32 * 5)
         assert asked == [slice(3, 5)]
 
     def test_several_files_with_an_index(self, saved, tmp_path):
@@ -227,7 +227,7 @@ class TestFromDirectory:
         assert (tmp_path / "cut" / "model.safetensors.index.json").exists()
         one, two = (models.from_directory(path) for path in (saved, tmp_path / "cut"))
         for name, parameter in one.module.named_parameters():
-            whole = (built.weights.read(name, 0, parameter.numel()) for built in (one, two))
+            whole = (meta_model.weights.read(name, 0, parameter.numel()) for meta_model in (one, two))
             assert torch.equal(*whole), name
 
     def test_bf16_files_and_a_tied_head(self, tmp_path):
@@ -241,8 +241,8 @@ class TestFromDirectory:
         file = copy / "model.safetensors"
         stored = load_file(file)
         save_file({name.removeprefix("model."): tensor for name, tensor in stored.items()}, file, {"format": "pt"})
-        built = models.from_directory(copy)
-        assert torch.equal(built.weights.read("model.norm.weight", 0, 32), stored["model.norm.weight"])
+        meta_model = models.from_directory(copy)
+        assert torch.equal(meta_model.weights.read("model.norm.weight", 0, 32), stored["model.norm.weight"])
 
     def test_mistakes(self, copy, tmp_path):
         def refused(words, path=copy):

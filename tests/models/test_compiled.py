@@ -43,12 +43,17 @@ def backend(monkeypatch):
 
 
 def model(num_layers, **settings):
-    built = models.from_config({"model_type": "llama", "num_hidden_layers": num_layers} | SETTINGS | settings, seed=3)
-    state = {name: built.weights.read(name, 0, p.numel()).view(p.shape) for name, p in built.module.named_parameters()}
-    built.module.load_state_dict(state, strict=False, assign=True)
-    for parameter in built.module.parameters():
+    meta_model = models.from_config(
+        {"model_type": "llama", "num_hidden_layers": num_layers} | SETTINGS | settings, seed=3
+    )
+    state = {
+        name: meta_model.weights.read(name, 0, p.numel()).view(p.shape)
+        for name, p in meta_model.module.named_parameters()
+    }
+    meta_model.module.load_state_dict(state, strict=False, assign=True)
+    for parameter in meta_model.module.parameters():
         parameter.requires_grad_()
-    return built.module
+    return meta_model.module
 
 
 def loss(module, lengths):

@@ -13,13 +13,13 @@ VOCAB = 61
 #: Numbers of ranks that a test runs on unless its mark `sizes` says otherwise: a pair, and a pair that others stand by.
 USUAL_SIZES = (2, 3)
 #: Whoever asks for more ranks than that wants all tests on them.
-MOST = 4
+MAX_RANKS = 4
 
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what this number of ranks would tell nothing new about."""
     size = MPI.COMM_WORLD.size
-    if not config.getoption("--with-mpi") or size > MOST:
+    if not config.getoption("--with-mpi") or size > MAX_RANKS:
         return
     kept, left_out = [], []
     for item in items:

@@ -6,7 +6,7 @@ import numpy as np
 from number_words import number_words
 from small_training import configure
 
-from odc_mpi.data.prompts import Prompts
+from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.data.tokenizer import load_tokenizer
 
 STEPS = 4
@@ -42,12 +42,12 @@ def write_files(path):
     (path / "rewards.py").write_text(REWARDS)
 
 
-def prompts_of(path):
+def read_prompt_tokens(path):
     """Return the prompts."""
-    return Prompts(path / "prompts.jsonl", load_tokenizer(path / "words"))
+    return PromptDataset(path / "prompts.jsonl", load_tokenizer(path / "words"))
 
 
-def settings_of(path, **changes):
+def make_settings(path, **changes):
     """Return the settings of a run in which changes are made, `rl__beta` for `rl.beta`."""
     usual = {
         "run.objective": "grpo",

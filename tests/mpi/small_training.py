@@ -9,9 +9,9 @@ import torch
 
 from odc_mpi.data.loader import Loader
 from odc_mpi.models import build as models
-from odc_mpi.train import settings as configuration
-from odc_mpi.train.inputs import open_inputs
-from odc_mpi.train.run import build_trainer, decide
+from odc_mpi.training import settings as configuration
+from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.run import build_trainer, decide
 
 STEPS = 5
 QWEN2 = {
@@ -66,7 +66,7 @@ def expected(config, dataset, freeze=()):
 
 
 def plain_loop(config, dataset, freeze):
-    reference = plain.model(models.from_config(config.model.config, config.run.seed), config.model.config)
+    reference = plain.unsharded_model(models.from_config(config.model.config, config.run.seed), config.model.config)
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_(not any(word in name for word in freeze))
     draw = Loader(

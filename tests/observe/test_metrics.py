@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from odc_mpi.errors import UserError
-from odc_mpi.observe.metrics import Entry, MetricsWriter, Summary, write_summary
-from odc_mpi.observe.timing import Timing
-from odc_mpi.train.objectives.sft import SupervisedFineTuning
-from odc_mpi.train.source import DatasetSource
-from odc_mpi.train.update import Update
+from odc_mpi.observe.metrics import MetricsWriter, Summary, SummaryField, write_summary
+from odc_mpi.observe.timing import StepTimeMetrics
+from odc_mpi.training.objectives.sft import SFTObjective
+from odc_mpi.training.source import DatasetSource
+from odc_mpi.training.update import Update
 
 #: Who reports metrics in a run of `odc-mpi train`.
-REPORTING = (SupervisedFineTuning, Update, DatasetSource, Timing)
+REPORTING = (SFTObjective, Update, DatasetSource, StepTimeMetrics)
 ENTRIES = {key: entry for each in REPORTING for key, entry in each.summary.items()}
 STEP = {
     "step": 1,
@@ -128,7 +128,7 @@ class TestSummary:
 
     def test_of_an_entry_per_step_every_step_counts_the_same(self):
         summary = Summary(
-            {"moved": Entry("moved", "per_step")}, earlier=[{"step_s": 9.0, "skipped": False, "moved": 5}]
+            {"moved": SummaryField("moved", "per_step")}, previous_lines=[{"step_s": 9.0, "skipped": False, "moved": 5}]
         )
         for moved, step_s in ((1, 1.0), (3, 10.0)):
             summary.add({"step_s": step_s, "skipped": True, "moved": moved})
@@ -155,7 +155,9 @@ class TestSummary:
         assert 1.5 <= result["elapsed_s"] < 6.5
 
     def test_entries_are_those_of_who_reports(self):
-        summary = Summary({"reward_last": Entry("reward", "last"), "reward_mean": Entry("reward", "mean")})
+        summary = Summary(
+            {"reward_last": SummaryField("reward", "last"), "reward_mean": SummaryField("reward", "mean")}
+        )
         for reward, step_s in ((1.0, 3.0), (2.0, 1.0)):
             summary.add({"reward": reward, "step_s": step_s, "skipped": False})
         result = summary.finish({})

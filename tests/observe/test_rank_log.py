@@ -15,7 +15,7 @@ def world(rank, size=12):
     )  # fmt: skip
 
 
-def tell():
+def log_messages():
     for _ in range(3):
         with warnings.catch_warnings():  # which makes Python forget that it has shown the warning
             warnings.simplefilter("always")
@@ -33,14 +33,14 @@ def test_warnings_go_to_the_file_once_and_only_errors_to_the_terminal(tmp_path, 
     with RankLog(rank) as log:
         warnings.warn("of an import", stacklevel=1)
         log.open(str(tmp_path / "logs"), world(rank))
-        tell()
+        log_messages()
     assert logging.getLogger().handlers is before
     printed = capsys.readouterr().err
-    told = (tmp_path / "logs" / f"rank-{rank:02}.log").read_text()
-    assert told.startswith(f"== rank: {rank} of 12\nhost: {'ab'[rank // 6]}, node {rank // 6} of 2\n")
+    output = (tmp_path / "logs" / f"rank-{rank:02}.log").read_text()
+    assert output.startswith(f"== rank: {rank} of 12\nhost: {'ab'[rank // 6]}, node {rank // 6} of 2\n")
     for what in ("UserWarning: of an import", "FutureWarning: of the tokenizer", "of the library", "of the model"):
-        assert told.count(what) == 1
-    assert "chatter" not in told
+        assert output.count(what) == 1
+    assert "chatter" not in output
     assert printed == ("some: cannot work\n" if rank == 0 else "")
 
 
@@ -50,7 +50,7 @@ def test_without_a_directory_warnings_are_dropped(tmp_path, capsys, monkeypatch)
     for rank in (0, 1):
         with RankLog(rank) as log:
             log.open(None, world(rank))
-            tell()
+            log_messages()
         assert capsys.readouterr().err == ("some: cannot work\n" if rank == 0 else "")
     assert list(tmp_path.iterdir()) == []
 

@@ -9,9 +9,9 @@ import pytest
 
 from odc_mpi.data.plan.balance import Plan
 from odc_mpi.observe import trace
-from odc_mpi.observe.participant import Ran, Step
-from odc_mpi.observe.trace import Trace
-from odc_mpi.shard.boundary import Spans
+from odc_mpi.observe.callback import MicrobatchResult, Step
+from odc_mpi.observe.trace import TraceCallback
+from odc_mpi.shard.step_phases import SpanRecorder
 
 ALONE = SimpleNamespace(rank=0, size=1, gather_objects=lambda value: [value])
 
@@ -23,18 +23,20 @@ def minibatch(*microbatches, pool=()):
 
 
 def microbatch(kept, num_tokens):
-    kept.after_microbatch(Ran(SimpleNamespace(num_input_tokens=num_tokens), 0.0, kept._began, perf_counter(), 0.0))
+    kept.after_microbatch(
+        MicrobatchResult(SimpleNamespace(num_input_tokens=num_tokens), 0.0, kept._began, perf_counter(), 0.0)
+    )
 
 
 def recorded(tmp_path, num_steps, steps):
-    spans = Spans()
-    kept = Trace(ALONE, tmp_path, spans, num_steps, max_tokens=80)
+    spans = SpanRecorder()
+    kept = TraceCallback(ALONE, tmp_path, spans, num_steps, max_tokens=80)
     for step in range(1, steps + 1):
         spans.add("fetch", kept._began)
         microbatch(kept, 100 * step)
         spans.add("B", kept._began)
-        kept.after_step(Step(step, minibatch(((0,), (1, 2)), (), pool=((3,),)), {}))
-    assert kept.finish() == {}
+        kept.on_step_end(Step(step, minibatch(((0,), (1, 2)), (), pool=((3,),)), {}))
+    assert kept.on_train_end() == {}
     return json.loads((tmp_path / trace.NAME).read_text())
 
 
@@ -57,33 +59,33 @@ def test_every_microbatch_of_the_run_is_counted(tmp_path):
 
 
 def test_nothing_is_kept_or_written_if_nothing_is_asked_for(tmp_path):
-    spans = Spans()
-    none = Trace(ALONE, tmp_path, spans, 0, max_tokens=80)
+    spans = SpanRecorder()
+    none = TraceCallback(ALONE, tmp_path, spans, 0, max_tokens=80)
     spans.add("fetch", 0.0)
     microbatch(none, 1)
-    none.after_step(Step(1, minibatch(((0,),)), {}))
-    assert spans.take() == []
-    none.finish()
+    none.on_step_end(Step(1, minibatch(((0,),)), {}))
+    assert spans.drain() == []
+    none.on_train_end()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_of_too_many_spans_the_longest_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "MAX_SPANS", 4)
     monkeypatch.setattr(trace, "MIN_SPANS", 3)
-    spans = Spans()
-    kept = Trace(ALONE, tmp_path, spans, 1, max_tokens=80)
+    spans = SpanRecorder()
+    kept = TraceCallback(ALONE, tmp_path, spans, 1, max_tokens=80)
     for seconds in (5.0, 1.0, 7.0, 3.0, 6.0, 2.0):
         spans.add("fetch", kept._began - seconds)
-    kept.after_step(Step(1, minibatch(((0,),)), {}))
-    kept.finish()
+    kept.on_step_end(Step(1, minibatch(((0,),)), {}))
+    kept.on_train_end()
     (own,) = json.loads((tmp_path / trace.NAME).read_text())["steps"][0]["ranks"]
     assert [round(ended - began) for began, ended in own["fetch"]] == [5, 7, 3, 6]
     assert own["left_out_s"]["fetch"] == pytest.approx(3.0, abs=0.1)
 
 
 def test_a_run_does_not_end_for_a_trace_that_cannot_be_written(tmp_path, capsys):
-    spans = Spans()
-    kept = Trace(ALONE, tmp_path / "nowhere", spans, 1, max_tokens=80)
-    kept.after_step(Step(1, minibatch(((0,),)), {}))
-    kept.finish()
+    spans = SpanRecorder()
+    kept = TraceCallback(ALONE, tmp_path / "nowhere", spans, 1, max_tokens=80)
+    kept.on_step_end(Step(1, minibatch(((0,),)), {}))
+    kept.on_train_end()
     assert "WARNING: cannot write" in capsys.readouterr().err

@@ -13,8 +13,8 @@ from transport_result import result as transport_result
 from odc_mpi.cli import main as cli
 from odc_mpi.observe.trace import NUM_BINS
 from odc_mpi.report import report
-from odc_mpi.report.page import Figure, Report, html
-from odc_mpi.report.picture_parts import Picture, choose_ranks
+from odc_mpi.report.page import Figure, ReportPage, html
+from odc_mpi.report.plot_types import Plot, choose_ranks
 from odc_mpi.report.run_report import describe
 from odc_mpi.simulate.scenario import Scenario
 from odc_mpi.simulate.simulate import simulate
@@ -108,8 +108,8 @@ def training_result():
 
 def schedule_result(benchmark="schedule"):
     found = simulate(Scenario(ranks=4, num_minibatches=2, speed_variation=0.2)).as_json()
-    told = {"benchmark": benchmark, "library": "MPICH 5.0.2", "nodes": 1, "slept_step_s": 1.0}
-    return json.loads(json.dumps(told | found | {"simulated": found["speedup"]}))
+    output = {"benchmark": benchmark, "library": "MPICH 5.0.2", "nodes": 1, "slept_step_s": 1.0}
+    return json.loads(json.dumps(output | found | {"simulated": found["speedup"]}))
 
 
 def written(source, content=None, **options):
@@ -118,7 +118,7 @@ def written(source, content=None, **options):
     return report.write(source, **options).read_text()
 
 
-def pictures_of(page):
+def extract_plots(page):
     """The pictures of a page, which must be whole: each a well-formed document, and no name in it given twice."""
     found = re.findall(r"<svg.*?</svg>", page, re.S)
     ids = re.findall(r'\bid="([^"]+)"', page)
@@ -140,7 +140,7 @@ def test_a_page_of_a_run(run):
     page = written(run)
     assert (run / "report.html").read_text() == page
     needs_nothing_else(page)
-    assert len(pictures_of(page)) == 4
+    assert len(extract_plots(page)) == 4
     assert "ranks compute 48% of the time, fetch and push 10%, wait at the boundary 22%" in page
     for words in ("stood idle 10.0%", "5 to 30 tokens", "The loss fell from 7.9 to 7.5"):
         assert words in page
@@ -166,11 +166,11 @@ def test_a_run_that_was_killed(run):
     (run.parent / "data.h5").unlink()
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
-    told = describe(run)
-    assert [figure.picture.name for figure in told.figures] == ["time", "loss"]
-    for word, note in zip(("after step 5", "summary.json", "trace.json", "data.path"), told.notes, strict=True):
+    output = describe(run)
+    assert [figure.plot.name for figure in output.figures] == ["time", "loss"]
+    for word, note in zip(("after step 5", "summary.json", "trace.json", "data.path"), output.notes, strict=True):
         assert word in note
-    pictures_of(written(run))
+    extract_plots(written(run))
 
 
 def test_a_data_set_that_is_damaged_is_not_called_gone(run):
@@ -183,7 +183,7 @@ def test_a_run_that_was_killed_before_its_first_step(run):
     for path in run.iterdir():
         if path.name != "config.yaml":
             path.unlink()
-    assert [figure.picture.name for figure in describe(run).figures] == ["lengths"]
+    assert [figure.plot.name for figure in describe(run).figures] == ["lengths"]
     assert "ended before its first step" in written(run)
 
 
@@ -200,7 +200,7 @@ def test_steps_that_were_skipped_and_many_of_them(run):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = written(run)
     assert "6 steps were skipped" in page and "means over 4 steps" in page
-    assert "nan" not in "".join(pictures_of(page)).lower()
+    assert "nan" not in "".join(extract_plots(page)).lower()
 
 
 def test_of_many_ranks_some_are_shown(run):
@@ -224,7 +224,7 @@ def test_the_choice_of_ranks():
 def test_a_page_of_schedules(tmp_path, benchmark):
     page = written(tmp_path / "found.json", schedule_result(benchmark))
     needs_nothing_else(page)
-    gantt, speedups = pictures_of(page)
+    gantt, speedups = extract_plots(page)
     for words in ("saved", "collective/lb_micro", "window/dynamic", "rank 3", "waits for other ranks"):
         assert words in gantt
     for words in ("window/local_sort", "floor", "simulated"):
@@ -255,7 +255,7 @@ def test_a_rank_without_work_waits(tmp_path):
 def test_a_page_of_training(tmp_path):
     page = written(tmp_path / "found.json", training_result())
     needs_nothing_else(page)
-    speeds, losses = pictures_of(page)
+    speeds, losses = extract_plots(page)
     for words in ("window/dynamic trains 4.00 times as fast as FSDP2", "4,000", "0.80", "ceiling"):
         assert words in speeds
     assert "losses differ by at most 1e-06" in losses
@@ -266,7 +266,7 @@ def test_a_page_of_transports(tmp_path):
     result = transport_result() | {"left_out": {NASTY: "for ranks of one node only"}}
     page = written(tmp_path / "found.json", result)
     needs_nothing_else(page)
-    (speeds,) = pictures_of(page)
+    (speeds,) = extract_plots(page)
     for words in ("accumulate", "mailbox", "gloo", "MPI_Allgather", "64K", "10 times as fast as gloo"):
         assert words in speeds
     assert NASTY not in page and "left out" in page
@@ -282,7 +282,7 @@ def test_pictures_are_text_and_the_same_each_time(tmp_path):
 
 def test_a_page_has_colours_for_both_backgrounds():
     svg = '<?xml version="1.0"?>\n<svg><path style="fill: #ffffff; stroke: #1f2328"/></svg>'
-    page = html(Report("t", [], figures=[Figure(Picture("p", 'a "b"', lambda: svg))]))
+    page = html(ReportPage("t", [], figures=[Figure(Plot("p", 'a "b"', lambda: svg))]))
     assert "fill: var(--paper); stroke: var(--ink)" in page
     assert "prefers-color-scheme: dark" in page and "<?xml" not in page
     assert 'aria-label="a &quot;b&quot;"' in page
@@ -290,9 +290,9 @@ def test_a_page_has_colours_for_both_backgrounds():
 
 def mistake(capsys, *arguments):
     assert cli.main(["report", *map(str, arguments)]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    (line,) = told.err.splitlines()
+    errors = capsys.readouterr()
+    assert errors.out == ""
+    (line,) = errors.err.splitlines()
     assert line.startswith("odc-mpi: error: ") and "UserError" not in line
     return line
 

@@ -7,9 +7,9 @@ from packed_models import packed_model, plain_model
 
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.rollout import logps
-from odc_mpi.rollout.groups import RolloutGroup, batches
+from odc_mpi.rollout.groups import RolloutGroup, pack_microbatches
 from odc_mpi.rollout.logps import TokenLogps, token_logps
-from odc_mpi.rollout.sample import GroupSampling, sample
+from odc_mpi.rollout.sample import RolloutSamplingParams, sample
 
 
 def naive(hidden, weight, bias, targets, temperature):
@@ -63,11 +63,11 @@ def test_those_of_training_are_those_of_sampling_and_of_the_formula(temperature,
             parameter.data *= sharpness if parameter.ndim > 1 else 1.0
     tokens, made = [[5, 7, 9], list(range(1, 12)), [60]], {}
     asked = [Prompt(i, own, (3,)) for i, own in enumerate(tokens)]
-    sample(model, asked, GroupSampling(8, 20, temperature, seed=1), made.__setitem__)
+    sample(model, asked, RolloutSamplingParams(8, 20, temperature, seed=1), made.__setitem__)
     ones, none = np.ones(8), np.zeros(8, dtype=np.bool_)
     groups = [RolloutGroup(i, i, own, made[i].tokens, made[i].logps, ones, none) for i, own in enumerate(tokens)]
-    (batch,) = batches(groups, 10_000, with_all=True)
-    found = token_logps(model, batch.inputs, batch.places, batch.targets, temperature).detach()
+    (batch,) = pack_microbatches(groups, 10_000, with_all=True)
+    found = token_logps(model, batch.inputs, batch.logit_positions, batch.targets, temperature).detach()
     wanted = []
     for group in groups:
         for own in group.completions:

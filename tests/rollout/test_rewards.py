@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from odc_mpi.errors import UserError
-from odc_mpi.rollout.rewards import Reward, Scored, find_rewards, score
+from odc_mpi.rollout.rewards import GroupRewards, RewardFunction, compute_rewards, load_reward_functions
 
 TEXTS = ["12", " 13 ", "the answer is 1,300.0", "#### 4 and\n#### 13"]
 
@@ -23,14 +23,16 @@ def arguments(**columns):
 def scored(*functions, weights=None, timeout_s=5.0, skip=False, **columns):
     weights = weights or [1.0] * len(functions)
     rewards = [
-        Reward(function.__name__, f"mine.py:{function.__name__}", function, weight)
+        RewardFunction(function.__name__, f"mine.py:{function.__name__}", function, weight)
         for function, weight in zip(functions, weights, strict=True)
     ]
-    return score(rewards, arguments(**columns), 7, 3, timeout_s=timeout_s, skip=skip)
+    return compute_rewards(rewards, arguments(**columns), 7, 3, timeout_s=timeout_s, skip=skip)
 
 
 def built_in(name, **columns):
-    return score(find_rewards([name], None), arguments(**columns), 0, 0, timeout_s=5.0, skip=False).total.tolist()
+    return compute_rewards(
+        load_reward_functions([name], None), arguments(**columns), 0, 0, timeout_s=5.0, skip=False
+    ).rewards.tolist()
 
 
 def test_what_comes_along():
@@ -45,8 +47,8 @@ def test_what_comes_along():
 
 def test_a_chat_has_messages():
     chat = arguments(answer="13") | {"completions": [[{"role": "assistant", "content": text}] for text in TEXTS]}
-    found = score(find_rewards(["exact_match"], None), chat, 0, 0, timeout_s=5.0, skip=False)
-    assert found.total.tolist() == [0, 1, 0, 0]
+    found = compute_rewards(load_reward_functions(["exact_match"], None), chat, 0, 0, timeout_s=5.0, skip=False)
+    assert found.rewards.tolist() == [0, 1, 0, 0]
 
 
 def test_functions_from_a_file_and_a_module(tmp_path, monkeypatch):
@@ -54,10 +56,10 @@ def test_functions_from_a_file_and_a_module(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(code + "def two(completions):\n    return [2] * len(completions)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    rewards = find_rewards([f"{tmp_path / 'own.py'}:one", "own:two"], [1, 0.5])
+    rewards = load_reward_functions([f"{tmp_path / 'own.py'}:one", "own:two"], [1, 0.5])
     assert [reward.name for reward in rewards] == ["one", "two"]
-    found = score(rewards, arguments(n=5), 0, 0, timeout_s=5.0, skip=False)
-    assert found.each.tolist() == [[5] * 4, [2] * 4] and found.total.tolist() == [6] * 4
+    found = compute_rewards(rewards, arguments(n=5), 0, 0, timeout_s=5.0, skip=False)
+    assert found.per_function.tolist() == [[5] * 4, [2] * 4] and found.rewards.tolist() == [6] * 4
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_functions_from_a_file_and_a_module(tmp_path, monkeypatch):
 )
 def test_what_is_not_there_is_said(places, words):
     with pytest.raises(UserError, match=words):
-        find_rewards(places, None)
+        load_reward_functions(places, None)
 
 
 def fails(completions):
@@ -142,9 +144,9 @@ def test_a_function_that_fails_is_named_or_left_out(function, words, num_failed,
     assert f"reward function mine.py:{function.__name__}, prompt 7, rank 3: " in str(raised.value)
     assert words in str(raised.value) and "\n" not in str(raised.value)
     found = scored(function, timeout_s=0.2, skip=True)
-    assert found.num_failed == np.isnan(found.total).sum() == num_failed
+    assert found.num_failed == np.isnan(found.rewards).sum() == num_failed
     assert "WARNING: reward function mine.py" in capfd.readouterr().err
-    assert found.advantages(scaled=True)[np.isnan(found.total)].tolist() == [0] * num_failed
+    assert found.advantages(scaled=True)[np.isnan(found.rewards)].tolist() == [0] * num_failed
 
 
 def group_formula(total, scaled):
@@ -158,10 +160,10 @@ def group_formula(total, scaled):
 @pytest.mark.parametrize("scaled", [True, False])
 def test_advantages_are_those_of_the_formula(scaled):
     for total in ([1.0, 0.0, 0.0, 2.5], [1.0, math.nan, 0.0, 3.0]):
-        found = Scored(np.array([total]), np.array([1.0]), 0).advantages(scaled=scaled)
+        found = GroupRewards(np.array([total]), np.array([1.0]), 0).advantages(scaled=scaled)
         torch.testing.assert_close(torch.from_numpy(found), group_formula(total, scaled), rtol=1e-12, atol=1e-12)
     for equal in ([0.1] * 7, [math.nan, 3.0], [math.nan] * 3):
-        assert not Scored(np.array([equal]), np.array([1.0]), 0).advantages(scaled=scaled).any()
+        assert not GroupRewards(np.array([equal]), np.array([1.0]), 0).advantages(scaled=scaled).any()
 
 
 def test_arrays_and_tensors_are_lists_of_rewards():
@@ -171,9 +173,9 @@ def test_arrays_and_tensors_are_lists_of_rewards():
         lambda completions: torch.arange(4),
         lambda completions: range(4),
     ):
-        assert scored(function).total.tolist() == wanted
+        assert scored(function).rewards.tolist() == wanted
 
 
 def test_none_leaves_out_a_function_for_a_completion():
     found = scored(lambda completions: [None, 1, 2, None], lambda completions: [None, None, 3, 4], weights=[2.0, 10.0])
-    np.testing.assert_array_equal(found.total, [math.nan, 2, 34, 40])
+    np.testing.assert_array_equal(found.rewards, [math.nan, 2, 34, 40])

@@ -6,13 +6,13 @@ import torch
 from packed_models import packed_model, plain_model
 
 from odc_mpi.models.decoding import Prompt
-from odc_mpi.rollout.groups import RolloutGroup, batches
+from odc_mpi.rollout.groups import RolloutGroup, pack_microbatches
 from odc_mpi.rollout.logps import token_logps
-from odc_mpi.rollout.sample import GroupSampling, _inverse, _kept, sample
+from odc_mpi.rollout.sample import RolloutSamplingParams, _inverse_cdf, _truncate_distribution, sample
 
 STOP = (3, 7, 11, 30)
 PROMPTS = [Prompt(4, [5, 7, 9], STOP), Prompt(9, list(range(1, 12)), STOP), Prompt(2, [60], STOP)]
-DRAWN = GroupSampling(num_generations=3, max_completion_length=12, temperature=0.8, seed=3, step=2)
+DRAWN = RolloutSamplingParams(num_generations=3, max_completion_length=12, temperature=0.8, seed=3, step=2)
 
 
 def completed(model, prompts, sampling=DRAWN):
@@ -39,17 +39,17 @@ def test_a_completion_is_the_same_in_any_batch_and_its_logps_are_those_of_traini
         for i, prompt in enumerate(PROMPTS)
     ]
     assert groups[1].from_bytes(groups[1].to_bytes())[:4] == groups[1][:4]
-    for batch in batches(groups, 40, with_all=False):
+    for batch in pack_microbatches(groups, 40, with_all=False):
         assert batch.num_input_tokens <= 40
         with torch.no_grad():
-            found = token_logps(model.eval(), batch.inputs, batch.places, batch.targets, DRAWN.temperature)
+            found = token_logps(model.eval(), batch.inputs, batch.logit_positions, batch.targets, DRAWN.temperature)
         torch.testing.assert_close(found, batch.logps, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}])
 def test_a_prompt_is_computed_once_and_completions_that_ended_are_left_out(monkeypatch, changes):
     model = packed_model(**changes)
-    sampling = GroupSampling(num_generations=8, max_completion_length=20, seed=1)
+    sampling = RolloutSamplingParams(num_generations=8, max_completion_length=20, seed=1)
     shapes = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
     found = completed(model, PROMPTS, sampling)
@@ -73,12 +73,12 @@ def test_steps_and_seeds_draw_others():
     model = packed_model()
     usual = completed(model, PROMPTS[:1])[4].tokens
     for change in ({"step": 3}, {"seed": 4}):
-        assert completed(model, PROMPTS[:1], GroupSampling(**(vars(DRAWN) | change)))[4].tokens != usual
+        assert completed(model, PROMPTS[:1], RolloutSamplingParams(**(vars(DRAWN) | change)))[4].tokens != usual
 
 
 def test_greedy_is_transformers_own():
     plain, packed = plain_model(), packed_model()
-    greedy = GroupSampling(num_generations=1, max_completion_length=9, temperature=0.0)
+    greedy = RolloutSamplingParams(num_generations=1, max_completion_length=9, temperature=0.0)
     found = completed(packed, PROMPTS, greedy)
     for prompt in PROMPTS:
         tokens = torch.tensor([prompt.tokens])
@@ -96,10 +96,10 @@ def test_greedy_is_transformers_own():
 def test_tokens_are_drawn_by_their_probabilities():
     probabilities = torch.tensor([[0.0, 0.2, 0.5, 0.3, 0.0]], dtype=torch.float64)
     uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    drawn = _inverse(probabilities.expand(1000, 5).contiguous(), uniforms)
-    assert torch.bincount(drawn, minlength=5).tolist() == [0, 200, 500, 300, 0]
+    sampled = _inverse_cdf(probabilities.expand(1000, 5).contiguous(), uniforms)
+    assert torch.bincount(sampled, minlength=5).tolist() == [0, 200, 500, 300, 0]
     # Rounding may leave the sum short of a number that is almost 1.
-    assert _inverse(probabilities, torch.tensor([1.0], dtype=torch.float64)).tolist() == [3]
+    assert _inverse_cdf(probabilities, torch.tensor([1.0], dtype=torch.float64)).tolist() == [3]
 
 
 @pytest.mark.parametrize(
@@ -107,5 +107,5 @@ def test_tokens_are_drawn_by_their_probabilities():
 )
 def test_unlikely_tokens_are_left_out(top_k, top_p, kept):
     probabilities = torch.tensor([[0.0, 0.15, 0.5, 0.3, 0.05]])
-    found = _kept(probabilities, GroupSampling(1, 1, top_k=top_k, top_p=top_p))
+    found = _truncate_distribution(probabilities, RolloutSamplingParams(1, 1, top_k=top_k, top_p=top_p))
     assert torch.nonzero(found[0])[:, 0].tolist() == kept

@@ -2,76 +2,87 @@ from dataclasses import replace
 
 import pytest
 
-from odc_mpi.runtime.lateness import MAX_NAMED, Status, Wait, compare, late_ranks, say_late, say_status, stranded
+from odc_mpi.runtime.lateness import (
+    MAX_LISTED,
+    PendingWait,
+    Status,
+    compare,
+    format_late_ranks,
+    format_status,
+    late_ranks,
+    stranded,
+)
 
 AT_A = "meeting at point A"
 HOSTS = [f"host{rank // 2}" for rank in range(40)]
 
 
 def at(num_meetings: int, what: str = AT_A, **others: object) -> Status:
-    return replace(Status(what, num_meetings=num_meetings, told_at=100.0), **others)  # type: ignore[arg-type]
+    return replace(Status(what, num_collectives=num_meetings, published_at=100.0), **others)  # type: ignore[arg-type]
 
 
 def test_late_is_who_has_arrived_at_fewer_meetings() -> None:
     peers = {0: at(7), 2: at(6, "forward of unit x"), 3: at(7), 4: at(8, "after meeting at point A")}
-    assert late_ranks(Wait(AT_A, meeting=7), peers) == [2]
+    assert late_ranks(PendingWait(AT_A, collective=7), peers) == [2]
 
 
 def test_who_does_not_answer_or_is_silent_is_late_and_named_first() -> None:
     busy, silent = at(6, "x", told_at=90.0), at(7, silent=True, told_at=95.0)
     peers = {0: busy, 1: silent, 2: at(7), 3: at(6, "y", told_at=80.0), 5: None}
-    assert late_ranks(Wait(AT_A, meeting=7), peers) == [5, 1, 3, 0]
+    assert late_ranks(PendingWait(AT_A, collective=7), peers) == [5, 1, 3, 0]
 
 
 def test_who_leaves_is_late_elsewhere_but_not_where_all_leave() -> None:
     leaving = at(7, "leaving", leaving=True)
-    assert late_ranks(Wait(AT_A, meeting=7), {1: leaving, 2: at(7)}) == [1]
-    assert late_ranks(Wait("leaving", meeting=7), {1: leaving, 2: at(6)}) == [2]
+    assert late_ranks(PendingWait(AT_A, collective=7), {1: leaving, 2: at(7)}) == [1]
+    assert late_ranks(PendingWait("leaving", collective=7), {1: leaving, 2: at(6)}) == [2]
 
 
 def test_a_fetch_waits_for_its_owners_only() -> None:
     peers = {0: at(3), 1: at(3, told_at=50.0), 2: None, 3: at(3)}
-    assert late_ranks(Wait("fetching unit x", owners=(0, 1)), peers) == [1, 0]
+    assert late_ranks(PendingWait("fetching unit x", owners=(0, 1)), peers) == [1, 0]
 
 
 def test_where_no_owner_is_named_who_shows_no_life_is_late_or_else_anybody() -> None:
     alive = {0: at(3), 1: at(3, told_at=50.0)}
-    assert late_ranks(Wait("closing"), alive) == [1, 0]
-    assert late_ranks(Wait("closing"), {**alive, 2: None, 3: at(3, silent=True)}) == [2, 3]
+    assert late_ranks(PendingWait("closing"), alive) == [1, 0]
+    assert late_ranks(PendingWait("closing"), {**alive, 2: None, 3: at(3, silent=True)}) == [2, 3]
 
 
 def test_of_some_ranks_that_meet_who_is_not_there_is_late() -> None:
     there, busy = at(3, "gathering from all ranks"), at(5, "forward of unit x")
     peers = {0: busy, 2: there, 3: busy, 4: there}
-    assert late_ranks(Wait("gathering from all ranks", among=(1, 2, 3)), peers) == [3]
-    assert say_late(Wait("gathering from all ranks", among=(1,)), peers, HOSTS, now=100.0).startswith("all ranks have")
+    assert late_ranks(PendingWait("gathering from all ranks", among=(1, 2, 3)), peers) == [3]
+    assert format_late_ranks(PendingWait("gathering from all ranks", among=(1,)), peers, HOSTS, now=100.0).startswith(
+        "all ranks have"
+    )
 
 
 def test_the_sentence_for_one_late_rank() -> None:
-    status = Status("backward of unit layers.1", microbatch=3, num_meetings=6, told_at=93.9)
-    said = say_late(Wait(AT_A, meeting=7), {1: at(7), 2: status}, HOSTS, now=100.0)
+    status = Status("backward of unit layers.1", microbatch=3, num_collectives=6, published_at=93.9)
+    said = format_late_ranks(PendingWait(AT_A, collective=7), {1: at(7), 2: status}, HOSTS, now=100.0)
     assert said == "late is rank 2 on host1, which was last seen 6.1 s ago, in microbatch 3, backward of unit layers.1"
 
 
 def test_of_many_late_ranks_some_are_named_and_the_rest_is_counted() -> None:
     peers = {rank: at(6, told_at=float(rank)) for rank in range(1, 40)}
-    said = say_late(Wait(AT_A, meeting=7), peers, HOSTS, now=100.0)
+    said = format_late_ranks(PendingWait(AT_A, collective=7), peers, HOSTS, now=100.0)
     assert said.startswith("late are rank 1 on host0, ")
-    assert said.count("rank ") == MAX_NAMED
-    assert said.endswith(f"; and {39 - MAX_NAMED} more")
+    assert said.count("rank ") == MAX_LISTED
+    assert said.endswith(f"; and {39 - MAX_LISTED} more")
 
 
 def test_ranks_that_are_at_another_meeting_are_named() -> None:
     peers = {1: at(7, "meeting at point B"), 2: at(7)}
-    said = say_late(Wait(AT_A, meeting=7), peers, HOSTS, now=100.0)
+    said = format_late_ranks(PendingWait(AT_A, collective=7), peers, HOSTS, now=100.0)
     assert (
         said == "no rank is late, but elsewhere is rank 1 on host0, which was last seen 0.0 s ago, meeting at point B"
     )
 
 
 def test_where_all_have_arrived_nobody_is_blamed() -> None:
-    long = Wait("ä" * 500, meeting=7)
-    said = say_late(long, {1: at(7, "ä" * 100)}, HOSTS, now=100.0)
+    long = PendingWait("ä" * 500, collective=7)
+    said = format_late_ranks(long, {1: at(7, "ä" * 100)}, HOSTS, now=100.0)
     assert said == "all ranks have arrived there; the network or the MPI library is stuck"
 
 
@@ -87,16 +98,21 @@ def test_where_all_have_arrived_nobody_is_blamed() -> None:
     ids=["unanswered", "left", "left and silent", "silent", "clock ahead"],
 )
 def test_what_is_said_of_a_rank(status: Status | None, said: str) -> None:
-    assert say_status(3, "hostB", status, now=105.0) == f"rank 3 on hostB, {said}"
+    assert format_status(3, "hostB", status, now=105.0) == f"rank 3 on hostB, {said}"
 
 
 def test_silent_is_who_gave_no_sign_of_life_between_two_readings() -> None:
     first = {0: at(6, number=4), 1: at(6, number=4), 2: at(6, number=4), 3: None, 4: at(6, number=4)}
     second = {0: at(7, number=5), 1: at(6, number=4), 2: at(6, number=4, speaking=True), 3: at(6, number=1), 4: None}
     seen = compare(first, second)
-    assert {rank: status.silent for rank, status in seen.items() if status} == {0: False, 1: True, 2: False, 4: False}
+    assert {rank: status.heartbeat_missing for rank, status in seen.items() if status} == {
+        0: False,
+        1: True,
+        2: False,
+        4: False,
+    }
     assert seen[3] is None
-    assert seen[0] is not None and seen[0].num_meetings == 6, "what a rank did when the deadline passed counts"
+    assert seen[0] is not None and seen[0].num_collectives == 6, "what a rank did when the deadline passed counts"
 
 
 def test_who_waits_for_one_that_leaves_is_stranded() -> None:

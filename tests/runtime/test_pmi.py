@@ -9,7 +9,7 @@ from odc_mpi.runtime.start import pmi
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    for name in (*pmi._SIZES, pmi._SLURM_SIZE, *pmi._PMI, "PMIX_RANK", "SLURM_JOB_ID"):
+    for name in (*pmi._SIZE_VARIABLES, pmi._SLURM_SIZE, *pmi._PMI, "PMIX_RANK", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -10,13 +10,13 @@ def test_all_tasks_run_and_tell_whether_there_was_anything_to_do() -> None:
         calls.append(name)
         return found
 
-    assert not progress.serve()
+    assert not progress.run_tasks()
     first, second = (lambda: task("first", True)), (lambda: task("second", False))
     progress.add(first)
     progress.add(second)
-    assert progress.serve() and calls == ["first", "second"]
+    assert progress.run_tasks() and calls == ["first", "second"]
     progress.remove(first)
-    assert not progress.serve() and calls[2:] == ["second"]
+    assert not progress.run_tasks() and calls[2:] == ["second"]
 
 
 def test_one_thread_at_a_time_and_none_after_removal() -> None:
@@ -27,10 +27,10 @@ def test_one_thread_at_a_time_and_none_after_removal() -> None:
         return go_on.wait(10)
 
     progress.add(task)
-    server = threading.Thread(target=progress.serve)
+    server = threading.Thread(target=progress.run_tasks)
     server.start()
     assert begun.wait(10)
-    assert not progress.serve(), "another thread is at it"
+    assert not progress.run_tasks(), "another thread is at it"
     remover = threading.Thread(target=progress.remove, args=(task,))
     remover.start()
     assert remover.is_alive(), "the task still runs"
@@ -38,4 +38,4 @@ def test_one_thread_at_a_time_and_none_after_removal() -> None:
     for thread in (server, remover):
         thread.join(10)
     begun.clear()
-    assert not progress.serve() and not begun.is_set()
+    assert not progress.run_tasks() and not begun.is_set()

@@ -27,32 +27,32 @@ def test_what_is_written_is_read(page: StatusPage, memory: bytearray) -> None:
     before = time.time()
     page.write("forward of unit layers.3", 2)
     status = read(memory)
-    assert (status.what, status.microbatch, status.num_meetings) == ("forward of unit layers.3", 2, 0)
-    assert before <= status.told_at <= time.time()
-    assert not status.leaving and not status.speaking
+    assert (status.what, status.microbatch, status.num_collectives) == ("forward of unit layers.3", 2, 0)
+    assert before <= status.published_at <= time.time()
+    assert not status.finalizing and not status.aborting
     page.write("short")
     assert (read(memory).what, read(memory).microbatch) == ("short", 0)
 
 
 def test_meetings_are_counted(page: StatusPage, memory: bytearray) -> None:
     page.write("forward of unit x", 3)
-    assert [page.arrive("meeting at point A"), page.arrive("meeting at point B")] == [1, 2]
-    assert read(memory).num_meetings == 2
+    assert [page.enter_collective("meeting at point A"), page.enter_collective("meeting at point B")] == [1, 2]
+    assert read(memory).num_collectives == 2
     assert (read(memory).what, read(memory).microbatch) == ("meeting at point B", 0)
     page.write("after")
-    assert read(memory).num_meetings == 2
+    assert read(memory).num_collectives == 2
 
 
 def test_a_sign_of_life_changes_only_the_number(page: StatusPage, memory: bytearray) -> None:
     page.write("forward of unit x", 3)
-    told = read(memory)
-    page.beat()
-    assert read(memory).number == told.number + 1
-    page.speak()
-    assert read(memory) == Status("forward of unit x", 3, 0, False, True, False, told.told_at, told.number + 2)
-    page.leaving = True
-    page.beat()
-    assert read(memory).leaving
+    output = read(memory)
+    page.heartbeat()
+    assert read(memory).number == output.number + 1
+    page.announce_abort()
+    assert read(memory) == Status("forward of unit x", 3, 0, False, True, False, output.published_at, output.number + 2)
+    page.finalizing = True
+    page.heartbeat()
+    assert read(memory).finalizing
 
 
 def test_an_empty_page_tells_nothing(memory: bytearray) -> None:

@@ -9,11 +9,11 @@ import torch
 from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn
 
-from odc_mpi.shard.autograd import SavedTensors, UnitCalls, in_backward
+from odc_mpi.shard.autograd import SavedTensorHooks, UnitForwards, in_backward
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.units.ready import ReadyUnits
 from odc_mpi.shard.units.unit import Unit, UnitState
+from odc_mpi.shard.units.unsharded import UnshardedUnits
 
 
 class Parts:
@@ -34,9 +34,9 @@ class Parts:
         for i in range(len(layouts)):
             transport.parameters.shard(i).copy_(torch.arange(1.0, layouts[i].shard_numel + 1))
         self.pushed: list[tuple[str, dict[str, torch.Tensor | None]]] = []
-        self.ready = ReadyUnits(transport)
-        self.calls = UnitCalls(self.ready, self.push)
-        self.saved = SavedTensors(self.ready)
+        self.ready = UnshardedUnits(transport)
+        self.calls = UnitForwards(self.ready, self.push)
+        self.saved = SavedTensorHooks(self.ready)
 
     def push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
         self.pushed.append((unit.name, dict(zip(names, gradients, strict=True))))
@@ -60,7 +60,7 @@ def no_collection() -> Iterator[None]:
 def test_one_call_hands_out_the_same_tensors_and_pushes_once(transport: RecordingTransport) -> None:
     parts = Parts(transport, {"a": VECTOR, "b": VECTOR, "c": VECTOR})
     (unit,) = parts.units
-    with parts.calls.call(unit):
+    with parts.calls.run(unit):
         a, b = (parts.calls.parameter(unit, name) for name in "ab")
         assert parts.calls.parameter(unit, "a") is a
         ((a * 2).sum() + (a * b.detach()).sum() + (b * 5).sum()).backward()
@@ -76,7 +76,7 @@ def test_each_call_pushes_by_itself(transport: RecordingTransport) -> None:
     (unit,) = parts.units
     total = torch.zeros(3, dtype=torch.float64)
     for factor in (2.0, 3.0):
-        with parts.calls.call(unit):
+        with parts.calls.run(unit):
             total = total + parts.calls.parameter(unit, "a") * factor
     total.sum().backward()
     assert sorted(float(gradients["a"][0]) for _, gradients in parts.pushed) == [2.0, 3.0]
@@ -86,9 +86,9 @@ def test_each_call_pushes_by_itself(transport: RecordingTransport) -> None:
 def test_a_call_inside_a_call_of_the_same_unit(transport: RecordingTransport) -> None:
     parts = Parts(transport, {"a": VECTOR})
     (unit,) = parts.units
-    with parts.calls.call(unit):
+    with parts.calls.run(unit):
         outer = parts.calls.parameter(unit, "a")
-        with parts.calls.call(unit):
+        with parts.calls.run(unit):
             assert parts.calls.parameter(unit, "a") is not outer
         assert parts.calls.parameter(unit, "a") is outer
     assert parts.calls.parameter(unit, "a") is not outer
@@ -107,7 +107,7 @@ def test_outside_of_a_call_a_parameter_stands_alone(transport: RecordingTranspor
 def test_frozen_parameters_have_no_history(transport: RecordingTransport) -> None:
     parts = Parts(transport, {"a": VECTOR, "f": FROZEN}, {"g": FROZEN})
     mixed, frozen = parts.units
-    with parts.calls.call(mixed), parts.calls.call(frozen):
+    with parts.calls.run(mixed), parts.calls.run(frozen):
         a, f, g = (parts.calls.parameter(u, n) for u, n in ((mixed, "a"), (mixed, "f"), (frozen, "g")))
         assert [t.requires_grad for t in (a, f, g)] == [True, False, False]
         (a * f * g).sum().backward()
@@ -119,7 +119,7 @@ def test_frozen_parameters_have_no_history(transport: RecordingTransport) -> Non
 def test_tensors_without_a_graph_do_not_serve_code_that_wants_one(transport: RecordingTransport) -> None:
     parts = Parts(transport, {"a": VECTOR})
     (unit,) = parts.units
-    with parts.calls.call(unit):
+    with parts.calls.run(unit):
         with torch.no_grad():
             assert not parts.calls.parameter(unit, "a").requires_grad
         with torch.inference_mode():
@@ -147,11 +147,11 @@ def test_what_is_saved_is_where_to_look(transport: RecordingTransport) -> None:
     x = torch.ones(2, 3, dtype=torch.float64)
     with parts.saved.active():
         for i, unit in enumerate(parts.units):
-            with parts.calls.call(unit):
+            with parts.calls.run(unit):
                 x = x @ parts.calls.parameter(unit, f"p{i}").t()
     shapes = 6 * [(3, 3)]
     assert parts.units[0].state is UnitState.SHARDED
-    parts.ready.release_all()
+    parts.ready.reshard_all()
     buffers = transport.parameters.buffers
     assert len(buffers._idle) == 2 and buffers.peak_bytes == 2 * 9 * 8  # nobody looks, all were used again
     x.sum().backward()
@@ -168,13 +168,13 @@ def test_views_of_parameters_come_back_as_they_were(transport: RecordingTranspor
     views = [lambda t: t.t()[1:, ::2], lambda t: t[2], lambda t: t.view(2, 2, 6)[:, 1].permute(1, 0), lambda t: t]
     for view in views:
         x = torch.ones((), dtype=torch.float64, requires_grad=True)
-        with parts.saved.active(), parts.calls.call(parts.units[1]):
+        with parts.saved.active(), parts.calls.run(parts.units[1]):
             parameter = parts.calls.parameter(parts.units[1], "b")
             expected = view(parameter.detach()).sum()
             loss = (view(parameter) * x).sum()
         del parameter
         for unit in (parts.units[2], parts.units[3], parts.units[0]):  # others take the memory
-            parts.ready.require(unit)
+            parts.ready.unshard(unit)
         loss.backward()
         torch.testing.assert_close(x.grad, expected)
 
@@ -188,7 +188,7 @@ def test_hooks_of_others_see_every_tensor(transport: RecordingTransport) -> None
     with (
         parts.saved.active(),
         torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t),
-        parts.calls.call(unit),
+        parts.calls.run(unit),
         parts.saved.active(),  # nested: stands back
     ):
         loss = (parts.calls.parameter(unit, "a") * x).sum()
@@ -201,9 +201,9 @@ def test_a_saved_parameter_of_before_a_publication_is_refused(transport: Recordi
     parts = Parts(transport, {"a": VECTOR})
     (unit,) = parts.units
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    with parts.saved.active(), parts.calls.call(unit):
+    with parts.saved.active(), parts.calls.run(unit):
         loss = (parts.calls.parameter(unit, "a") * x).sum()
-    parts.ready.expire()
+    parts.ready.invalidate()
     with pytest.raises(RuntimeError, match=r"backward after publish\(\)"):
         loss.backward()
     assert parts.pushed == []

@@ -11,7 +11,7 @@ from ranks import RecordingTransport, on_ranks
 from torch import nn
 from zoo import VOCABULARY, WIDTH, Block, Layer, Stack, Transformer
 
-from odc_mpi.comm.pending import Pending
+from odc_mpi.comm.work import Work
 from odc_mpi.shard.model import ShardedModel
 
 
@@ -22,7 +22,7 @@ class InStep(RecordingTransport):
     one_sided = False
     most_lent = 0
 
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         self.most_lent = max(self.most_lent, len(self.buffers._lent))
         return super().start_fetch(index, buffer)
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from ranks import LateTransport, RecordingTransport, on_ranks, run_ranks
 
-from odc_mpi.comm.pending import Pending
-from odc_mpi.shard.boundary import Spans
+from odc_mpi.comm.work import Work
 from odc_mpi.shard.gradients import MAX_BUFFERS, GradientPusher
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
 
 SHAPES = {"a": (3, 5), "b": (40,), "c": (), "d": (2, 2, 3), "e": (0, 4)}
@@ -27,14 +27,14 @@ def reduced(ranks: list[tuple[FlatLayout, torch.Tensor]]) -> dict[str, torch.Ten
     layout = ranks[0][0]
     flat = torch.cat([shard for _, shard in ranks])
     used = torch.zeros_like(flat, dtype=torch.bool)
-    for slot in layout.slots:
+    for slot in layout.ranges:
         used[slot.start : slot.stop] = True
     assert not flat[~used].any(), "padding was touched"
-    return {slot.spec.name: flat[slot.start : slot.stop].view(slot.spec.shape) for slot in layout.slots}
+    return {slot.spec.name: flat[slot.start : slot.stop].view(slot.spec.shape) for slot in layout.ranges}
 
 
 def fullness(pusher: GradientPusher) -> float:
-    return float(pusher.elements.tell()[0])
+    return float(pusher.gradient_format.local_statistics()[0])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -66,10 +66,10 @@ def test_the_names_of_what_was_pushed(transport: RecordingTransport) -> None:
     unit, pusher = make_unit(transport), GradientPusher(transport)
     for name in "ae":
         pusher.start()
-        assert pusher.names == set()
+        assert pusher.parameters_with_gradient == set()
         pusher.push(unit, [name, "b"], [torch.ones(SHAPES[name]), None])
         pusher.finish()
-        assert pusher.names == {name}
+        assert pusher.parameters_with_gradient == {name}
 
 
 @on_ranks(1, param_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -104,7 +104,7 @@ def test_only_the_stretch_with_gradients_travels() -> None:
     sent: list[tuple[int, int]] = []
 
     class Measuring(RecordingTransport):
-        def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+        def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
             sent.append((start, gradient.numel()))
             return super().accumulate(index, gradient, start)
 
@@ -137,14 +137,14 @@ def test_a_push_is_waited_for_before_its_memory_is_used_again(transport: LateTra
     assert torch.equal(
         reduced([(unit.layouts[0], transport.gradients.shard(0))])["b"], torch.full((40,), 15.0).double()
     )
-    assert pusher._buffers.peak_bytes == MAX_BUFFERS * 40 * 8 and not pusher._buffers._lent
+    assert pusher._buffers.peak_bytes == MAX_BUFFERS * 40 * 8 and not pusher._buffers._in_use
     pusher.close()
 
 
 @on_ranks(1, transport=LateTransport)
 def test_pushing_in_a_thread_takes_no_time_that_the_computation_has_to_spend(transport: LateTransport) -> None:
     transport.push_s = 0.05
-    spans = Spans()
+    spans = SpanRecorder()
     unit, pusher = make_unit(transport), GradientPusher(transport, in_thread=True, spans=spans)
     transport.publish_parameters()
     pusher.start()
@@ -162,7 +162,7 @@ def test_pushing_in_a_thread_takes_no_time_that_the_computation_has_to_spend(tra
 
 
 class Failing(RecordingTransport):
-    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         raise ConnectionError("lost")
 
 

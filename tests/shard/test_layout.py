@@ -25,7 +25,7 @@ def test_numel_of_a_spec(shape: tuple[int, ...], numel: int) -> None:
 def test_slots_follow_each_other_aligned_and_as_close_as_alignment_allows() -> None:
     for layout in LAYOUTS:
         end = 0
-        for slot in layout.slots:
+        for slot in layout.ranges:
             assert slot.start % ALIGNMENT_NUMEL == 0
             assert 0 <= slot.start - end < ALIGNMENT_NUMEL
             end = slot.stop
@@ -52,14 +52,14 @@ def test_shards_are_aligned_and_no_larger_than_alignment_asks() -> None:
 def test_slices_reassemble_every_parameter() -> None:
     for layout in LAYOUTS:
         flat = torch.arange(layout.numel) + 1
-        values = {slot.spec.name: flat[slot.start : slot.stop] for slot in layout.slots}
+        values = {slot.spec.name: flat[slot.start : slot.stop] for slot in layout.ranges}
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in values}
         for rank in range(layout.num_owners):
             first, last = layout.owned(rank)
             shard = torch.zeros(layout.shard_numel, dtype=flat.dtype)
             shard[: last - first] = flat[first:last]
             slices = layout.slices(rank)
-            assert [piece.spec for piece in slices] == [slot.spec for slot in layout.slots]
+            assert [piece.spec for piece in slices] == [slot.spec for slot in layout.ranges]
             for piece in slices:
                 assert 0 <= piece.start <= piece.stop <= piece.spec.numel
                 assert piece.offset >= 0 and (piece.numel == 0 or piece.offset + piece.numel <= layout.shard_numel)

@@ -14,8 +14,8 @@ from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn, optim
 from zoo import WIDTH, Block, Drawn, Layer, Stack, Transformer
 
-from odc_mpi.comm.pending import Done, Fetch
 from odc_mpi.comm.transport import Access
+from odc_mpi.comm.work import CompletedWork, FetchWork
 from odc_mpi.shard.model import ShardedModel
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -263,8 +263,8 @@ class InPlace(RecordingTransport):
 
     access = Access.VIEW
 
-    def fetch(self, index: int) -> Fetch:
-        return Fetch(self.parameters.shard(index)[: self.layouts[index].numel], Done())
+    def fetch(self, index: int) -> FetchWork:
+        return FetchWork(self.parameters.shard(index)[: self.layouts[index].numel], CompletedWork())
 
     def release(self, fetched: torch.Tensor) -> None:
         pass
@@ -369,7 +369,7 @@ def test_a_forward_that_failed_leaves_nothing_behind(transport: RecordingTranspo
         with pytest.raises(MemoryError):
             work_once(model)
         model.module[2].fail = False
-        assert all(unit.num_calls == 0 for unit in model.units)
+        assert all(unit.num_forwards == 0 for unit in model.units)
         work_once(model)
     optimizer.step()
     model.publish()
@@ -387,15 +387,15 @@ def test_numbers_of_a_minibatch(size: int) -> None:
         model = shard(module, transport)
         for factor in (1.0, 10.0):
             with model.minibatch("loss", "tokens") as minibatch:
-                minibatch.values["tokens"] += 5
-                minibatch.values["loss"] += 0.1 * factor * (transport.group.rank + 1)
-                minibatch.values["tokens"] += transport.group.rank
+                minibatch.local["tokens"] += 5
+                minibatch.local["loss"] += 0.1 * factor * (transport.group.rank + 1)
+                minibatch.local["tokens"] += transport.group.rank
             model.publish()
             np.testing.assert_array_equal(minibatch.per_rank("tokens"), 5.0 + np.arange(size))
             np.testing.assert_array_equal(minibatch.per_rank("loss"), 0.1 * factor * np.arange(1, size + 1))
-            assert minibatch.total("tokens") == 5 * size + size * (size - 1) / 2
+            assert minibatch.sum("tokens") == 5 * size + size * (size - 1) / 2
             assert minibatch.finite
-        return minibatch.total("loss")
+        return minibatch.sum("loss")
 
     assert len(set(run_ranks(size, work))) == 1
 

@@ -147,9 +147,9 @@ def test_a_closed_model_looks_at_no_optimizer(transport: RecordingTransport) -> 
     module = Stack(1)
     model = sharded(transport, module)
     slices = model.shard_parameters()
-    assert len(StepGuard.of(optim.SGD(slices))) == 1
+    assert len(StepGuard.for_optimizer(optim.SGD(slices))) == 1
     model.close()
-    assert not StepGuard.of(optim.SGD(slices))
+    assert not StepGuard.for_optimizer(optim.SGD(slices))
     for p in slices:
         p.grad = torch.ones_like(p)
     optim.Adafactor(slices).step()

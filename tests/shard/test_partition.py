@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from zoo import Block, Layer, Stack, Transformer
 
-from odc_mpi.shard.partition import UnitChoice, partition, whole_on_every_rank
+from odc_mpi.shard.partition import UnitChoice, partition, replicated_tensors
 
 
 def names(module: nn.Module, units: list[UnitChoice] | None = None) -> dict[str, list[str]]:
@@ -138,7 +138,7 @@ def test_what_is_not_floating_point_is_left_alone() -> None:
     module.register_buffer("scratch", torch.ones(2), persistent=False)
     module.register_parameter("absent", None)
     assert names(module) == {"": ["linear.weight", "linear.bias"]}
-    assert sorted(name for name, _ in whole_on_every_rank(module)) == ["scale", "scratch", "steps"]
+    assert sorted(name for name, _ in replicated_tensors(module)) == ["scale", "scratch", "steps"]
 
 
 def test_trainable_and_frozen_are_described_apart() -> None:

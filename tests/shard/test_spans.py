@@ -6,34 +6,34 @@ import torch
 from ranks import LateTransport, run_ranks
 from torch import nn
 
-from odc_mpi.shard.boundary import KINDS, Spans
 from odc_mpi.shard.model import ShardedModel
+from odc_mpi.shard.step_phases import SPAN_KINDS, SpanRecorder
 
 
 def test_seconds_add_up_whether_spans_are_kept_or_not():
-    spans = Spans()
+    spans = SpanRecorder()
     began = time.perf_counter() - 2.0
     spans.add("fetch", began)
-    assert spans.take() == [], "nobody asked for them"
-    spans.keep()
+    assert spans.drain() == [], "nobody asked for them"
+    spans.start_recording()
     spans.add("fetch", began)
     spans.add("A", began + 1.0)
     assert spans.seconds["fetch"] == pytest.approx(4.0, abs=0.1)
     assert spans.seconds["A"] == pytest.approx(1.0, abs=0.1)
-    assert spans.seconds.keys() == set(KINDS)
-    first, second = spans.take()
+    assert spans.seconds.keys() == set(SPAN_KINDS)
+    first, second = spans.drain()
     assert (first.kind, first.began) == ("fetch", began)
     assert second.ended - second.began == pytest.approx(1.0, abs=0.1)
-    assert spans.take() == [], "taken once"
+    assert spans.drain() == [], "taken once"
     spans.add("B", began)
-    assert [span.kind for span in spans.take()] == ["B"], "still kept"
+    assert [span.kind for span in spans.drain()] == ["B"], "still kept"
 
 
 def test_a_span_costs_no_more_than_some_looks_at_the_clock():
-    spans, rounds = Spans(), 20_000
+    spans, rounds = SpanRecorder(), 20_000
 
     def seconds(call, *arguments):
-        spans.keep()
+        spans.start_recording()
         began = time.perf_counter()
         for _ in range(rounds):
             call(*arguments)
@@ -49,22 +49,24 @@ def test_what_a_model_waits_for_is_kept_in_order_and_adds_up(prefetch):
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)).double()
         model = ShardedModel(module, transport, units=[nn.Linear], prefetch=prefetch)
         before = dict(model.spans.seconds)
-        model.spans.keep()
+        model.spans.start_recording()
         with model.minibatch():
             model(torch.ones(2, 4).double()).sum().backward()
         model.clip_grad_norm_(1.0)
         model.publish()
-        kept = model.spans.take()
-        waits = {kind: model.spans.seconds[kind] - before[kind] for kind in KINDS}
-        told = (model.fetch_wait_s, model.accumulate_wait_s, model.boundary_wait_s)
+        kept = model.spans.drain()
+        waits = {kind: model.spans.seconds[kind] - before[kind] for kind in SPAN_KINDS}
+        output = (model.fetch_wait_s, model.accumulate_wait_s, model.boundary_wait_s)
         totals = dict(model.spans.seconds)
         model.close()
-        return kept, waits, told, totals
+        return kept, waits, output, totals
 
-    for kept, waits, told, totals in run_ranks(2, work, transport=LateTransport):
-        for kind in KINDS:
+    for kept, waits, gathered, totals in run_ranks(2, work, transport=LateTransport):
+        for kind in SPAN_KINDS:
             assert sum(s.ended - s.began for s in kept if s.kind == kind) == pytest.approx(waits[kind], abs=1e-9)
             assert waits[kind] > 0
         assert [span.kind for span in kept][-3:] == ["A", "N", "B"]
         assert all(a.began <= a.ended <= b.began for a, b in itertools.pairwise(kept))
-        assert told == pytest.approx((totals["fetch"], totals["accumulate"], totals["A"] + totals["N"] + totals["B"]))
+        assert gathered == pytest.approx(
+            (totals["fetch"], totals["accumulate"], totals["A"] + totals["N"] + totals["B"])
+        )

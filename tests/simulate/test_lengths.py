@@ -5,24 +5,26 @@ import pytest
 from small_run import write_sequences
 
 from odc_mpi.errors import UserError
-from odc_mpi.simulate.lengths import KNOWN, LogNormal, find
+from odc_mpi.simulate.lengths import KNOWN_DISTRIBUTIONS, LogNormal, lengths_by_name
 
 
-@pytest.mark.parametrize("name", [name for name, lengths in KNOWN.items() if isinstance(lengths, LogNormal)])
+@pytest.mark.parametrize(
+    "name", [name for name, lengths in KNOWN_DISTRIBUTIONS.items() if isinstance(lengths, LogNormal)]
+)
 def test_means_and_limits_are_those_of_the_data_set(name):
-    lengths = find(name).draw(200_000, np.random.default_rng(0))
+    lengths = lengths_by_name(name).sample(200_000, np.random.default_rng(0))
     assert lengths.dtype == np.int64 and lengths.min() >= 1
-    assert lengths.mean() == pytest.approx(KNOWN[name].mean_tokens, rel=0.01)
-    assert lengths.max() == KNOWN[name].max_tokens == find(name).max_tokens
+    assert lengths.mean() == pytest.approx(KNOWN_DISTRIBUTIONS[name].mean_tokens, rel=0.01)
+    assert lengths.max() == KNOWN_DISTRIBUTIONS[name].max_tokens == lengths_by_name(name).max_tokens
     assert (lengths == lengths.max()).mean() < 0.02
 
 
 def test_equal_lengths_are_equal():
-    assert set(find("equal").draw(1000, np.random.default_rng(0))) == {find("equal").max_tokens}
+    assert set(lengths_by_name("equal").sample(1000, np.random.default_rng(0))) == {lengths_by_name("equal").max_tokens}
 
 
 def test_most_of_longalign_is_in_its_range():
-    lengths = find("longalign").draw(100_000, np.random.default_rng(0))
+    lengths = lengths_by_name("longalign").sample(100_000, np.random.default_rng(0))
     assert 0.7 < ((lengths >= 8192) & (lengths < 65_536)).mean() < 0.85
 
 
@@ -31,14 +33,14 @@ def test_an_uncut_distribution_is_where_the_formula_has_it():
 
 
 def test_the_generator_decides():
-    one, same, other = (find("aime").draw(50, np.random.default_rng(seed)).tolist() for seed in (1, 1, 2))
+    one, same, other = (lengths_by_name("aime").sample(50, np.random.default_rng(seed)).tolist() for seed in (1, 1, 2))
     assert one == same != other
 
 
 def test_a_data_set_gives_its_own_lengths(tmp_path):
     path = write_sequences(tmp_path / "data.h5", map(np.arange, (5, 20, 30)))
-    assert find(str(path)).max_tokens == 30
-    lengths = find(str(path)).draw(3000, np.random.default_rng(0))
+    assert lengths_by_name(str(path)).max_tokens == 30
+    lengths = lengths_by_name(str(path)).sample(3000, np.random.default_rng(0))
     assert set(lengths.tolist()) == {5, 20, 30}
     assert lengths.mean() == pytest.approx(55 / 3, rel=0.05)
 
@@ -49,7 +51,7 @@ def test_a_data_set_gives_its_own_lengths(tmp_path):
 )
 def test_mistakes_are_told(name, words):
     with pytest.raises(UserError) as caught:
-        find(name).draw(1, np.random.default_rng(0))
+        lengths_by_name(name).sample(1, np.random.default_rng(0))
     assert all(word in str(caught.value) for word in words)
 
 
@@ -57,5 +59,5 @@ def test_a_damaged_data_set_names_the_option_of_this_command(tmp_path):
     path = tmp_path / "damaged.h5"
     path.write_bytes(b"damaged")
     with pytest.raises(UserError, match="change --lengths") as caught:
-        find(str(path))
+        lengths_by_name(str(path))
     assert "data.path" not in str(caught.value)

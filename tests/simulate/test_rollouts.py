@@ -7,68 +7,80 @@ import numpy as np
 import pytest
 
 from odc_mpi.cli import main as cli
-from odc_mpi.data.plan.cost import Cost
+from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.report.bench_report import describe
-from odc_mpi.simulate.rollouts import BASELINE, BOUND, SCHEDULES, SHARES, Rollouts, RolloutTrial, simulate_rollouts
-from odc_mpi.simulate.scenario import Trial
+from odc_mpi.simulate.rollouts import (
+    BASELINE,
+    BOUND,
+    SCHEDULES,
+    SHARES,
+    RolloutScenario,
+    SimulatedRollouts,
+    simulate_rollouts,
+)
+from odc_mpi.simulate.scenario import SimulatedMinibatch
 
-SMALL = Rollouts(ranks=3, per_rank=2, num_minibatches=3, speed_variation=0.2, completions=4)
+SMALL = RolloutScenario(ranks=3, per_rank=2, num_minibatches=3, speed_variation=0.2, completions=4)
 
 
 def by_hand(lengths, speeds, ranks=2, completions=2, sequence_s=1.0):
     """Two ranks with a prompt each; a decode step takes 1 s and 0.5 s a sequence, a sequence 1 s to train."""
     per_rank = len(lengths) // (ranks * completions)
     decode = {"completions": completions, "decode_step_s": 1.0, "decode_sequence_s": 0.5}
-    rollouts = Rollouts(ranks=ranks, per_rank=per_rank, lengths="equal", cost=Cost(0.0, 0.0, 0.0), **decode)
-    trial = Trial(np.array(lengths), np.full(len(lengths), sequence_s), 0.0, 0.0, np.array(speeds, dtype=float))
-    return RolloutTrial(rollouts, trial)
+    rollouts = RolloutScenario(ranks=ranks, per_rank=per_rank, lengths="equal", cost=CostModel(0.0, 0.0, 0.0), **decode)
+    minibatch = SimulatedMinibatch(
+        np.array(lengths), np.full(len(lengths), sequence_s), 0.0, 0.0, np.array(speeds, dtype=float)
+    )
+    return SimulatedRollouts(rollouts, minibatch)
 
 
 def test_decoding_by_hand():
     # Lengths 2 and 4: two steps of 2 s, then two of 1.5 s; lengths 1 and 6: one of 2 s, five of 1.5 s, on half the
     # speed.
-    trial = by_hand([2, 4, 1, 6], [1.0, 0.5])
-    assert trial.dealt_s == [[(7.0, 0)], [(19.0, 1)]]
+    minibatch = by_hand([2, 4, 1, 6], [1.0, 0.5])
+    assert minibatch.assigned_decode_ends_s == [[(7.0, 0)], [(19.0, 1)]]
     # Both on one rank: 1, 2, 4, 6 with 4, 3, 2, 1 sequences left: 3 + 2.5 + 2 * 2 + 2 * 1.5.
-    assert trial.decoded_s(0, [1, 0]) == [(9.5, 0), (12.5, 1)]
+    assert minibatch.decode_ends_s(0, [1, 0]) == [(9.5, 0), (12.5, 1)]
 
 
 def test_bounds_by_hand():
-    trial = by_hand([2, 4, 1, 6], [1.0, 0.5])
-    longest, shared = trial.bounds_s()
+    minibatch = by_hand([2, 4, 1, 6], [1.0, 0.5])
+    longest, shared = minibatch.bounds_s()
     assert longest == pytest.approx(19.0 + 1.0) and shared == pytest.approx((7.0 + 9.5 + 4.0) / 1.5)
 
 
 def test_every_completion_is_trained_once():
-    for trial in (RolloutTrial(SMALL, each) for each in SMALL.trials()):
+    for minibatch in (SimulatedRollouts(SMALL, each) for each in SMALL.minibatches()):
         count = SMALL.num_groups * SMALL.completions
-        assert len(trial.trial.lengths) == count
-        assert sorted(group for rank in range(3) for group in trial.dealt(rank)) == list(range(SMALL.num_groups))
-        shared = [i for g in range(SMALL.num_groups) for share in trial.shares(g) for own in share for i in own]
+        assert len(minibatch.minibatch.lengths) == count
+        assert sorted(group for rank in range(3) for group in minibatch.assigned_groups(rank)) == list(
+            range(SMALL.num_groups)
+        )
+        shared = [i for g in range(SMALL.num_groups) for share in minibatch.shares(g) for own in share for i in own]
         assert sorted(shared) == list(range(count))
-        assert all(len(trial.shares(g)) == SHARES for g in range(SMALL.num_groups))
+        assert all(len(minibatch.shares(g)) == SHARES for g in range(SMALL.num_groups))
         for name in SCHEDULES[:-1]:
-            plan = trial.plan(name)
+            plan = minibatch.plan(name)
             packs = [*(own for rank in plan.microbatches for own in rank), *plan.pool]
             assert sorted(i for own in packs for i in own) == list(range(count)), name
             most = SMALL.max_tokens
-            assert all(trial.trial.lengths[list(own)].sum() <= most for own in packs)
+            assert all(minibatch.minibatch.lengths[list(own)].sum() <= most for own in packs)
 
 
-def walk(trial, step):
+def walk(minibatch, step):
     """Train on demand by small steps of time, whoever is free, in the order in which groups are finished."""
-    size = trial.rollouts.ranks
-    free = [own[-1][0] for own in trial.dealt_s]
+    size = minibatch.rollouts.ranks
+    free = [own[-1][0] for own in minibatch.dealt_s]
     due = [
-        (ready, sum(trial.trial.work_s(own) for own in share))
-        for ready, group in sorted(each for own in trial.dealt_s for each in own)
-        for share in trial.shares(group)
+        (ready, sum(minibatch.trial.work_s(own) for own in share))
+        for ready, group in sorted(each for own in minibatch.dealt_s for each in own)
+        for share in minibatch.shares(group)
     ]
     now, busy = 0.0, [0.0] * size
     while due:
         for rank in sorted(range(size), key=lambda r: free[r]):
             if due and now >= free[rank] and now >= due[0][0]:
-                seconds = due.pop(0)[1] / trial.trial.speeds[rank]
+                seconds = due.pop(0)[1] / minibatch.trial.speeds[rank]
                 free[rank], busy[rank] = now + seconds, busy[rank] + seconds
         now += step
     return max(free)
@@ -78,11 +90,13 @@ def test_a_second_implementation_agrees():
     for seed in range(3):
         rollouts = replace(SMALL, seed=seed, num_minibatches=1)
         end = simulate_rollouts(rollouts)["step_s"]["window/on_demand"]
-        assert walk(RolloutTrial(rollouts, next(rollouts.trials())), end / 2e4) == pytest.approx(end, rel=5e-3)
+        assert walk(SimulatedRollouts(rollouts, next(rollouts.minibatches())), end / 2e4) == pytest.approx(
+            end, rel=5e-3
+        )
 
 
 def test_nothing_beats_the_bound_and_sharing_wins():
-    outcome = simulate_rollouts(Rollouts(num_minibatches=6, speed_variation=0.1))
+    outcome = simulate_rollouts(RolloutScenario(num_minibatches=6, speed_variation=0.1))
     assert set(outcome["speedup"]) == set(outcome["idle_fraction"]) == {*SCHEDULES, BOUND}
     speedup = outcome["speedup"]
     assert speedup[BASELINE] == 1.0 and speedup[BOUND] == max(speedup.values())
@@ -114,10 +128,10 @@ def test_the_command_prints_an_object_and_a_table(capsys):
     assert said["workload"] == "grpo" and said["scenario"]["lengths"] == "aime"
     assert said["scenario"]["completions"] == 8 and set(said["speedup"]) == {*SCHEDULES, "bound"}
     charts = describe(said).figures[0]
-    assert "completions" in charts.picture.title
+    assert "completions" in charts.plot.title
     assert cli.main(command) == 0
-    told = capsys.readouterr().out
-    assert all(words in told for words in (*SCHEDULES, "bound", "8 completions of each"))
+    errors = capsys.readouterr().out
+    assert all(words in errors for words in (*SCHEDULES, "bound", "8 completions of each"))
 
 
 @pytest.mark.parametrize(
@@ -132,5 +146,5 @@ def test_the_command_prints_an_object_and_a_table(capsys):
 )
 def test_mistakes_are_one_line(capsys, arguments, words):
     assert cli.main(["simulate", *arguments]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and all(word in told[0] for word in words)
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1 and all(word in errors[0] for word in words)

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from odc_mpi.data.plan.cost import Cost
+from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
 from odc_mpi.simulate.scenario import REFERENCE_COST, Scenario
 from odc_mpi.simulate.simulate import simulate
@@ -13,18 +13,18 @@ SCENARIO = Scenario(ranks=4, per_rank=3, num_minibatches=5, speed_variation=0.2,
 
 
 def test_everything_follows_from_the_seed():
-    def facts(scenario):
+    def fields(scenario):
         return [[array.tolist() for array in (t.lengths, t.sequence_s, t.speeds)] for t in scenario.trials()]
 
-    assert facts(SCENARIO) == facts(SCENARIO) == facts(replace(SCENARIO))
-    assert facts(SCENARIO) != facts(replace(SCENARIO, seed=1))
-    assert len(facts(SCENARIO)) == 5
+    assert fields(SCENARIO) == fields(SCENARIO) == fields(replace(SCENARIO))
+    assert fields(SCENARIO) != fields(replace(SCENARIO, seed=1))
+    assert len(fields(SCENARIO)) == 5
 
 
 def test_noise_changes_neither_lengths_nor_the_other_noise():
     plain = replace(SCENARIO, speed_variation=0.0, cost_error=0.0)
     for calm, noisy, slow in zip(
-        plain.trials(), SCENARIO.trials(), replace(SCENARIO, cost_error=0.0).trials(), strict=True
+        plain.minibatches(), SCENARIO.minibatches(), replace(SCENARIO, cost_error=0.0).minibatches(), strict=True
     ):
         assert (calm.lengths == noisy.lengths).all()
         assert (calm.speeds == 1).all() and (noisy.speeds == slow.speeds).all()
@@ -34,9 +34,11 @@ def test_noise_changes_neither_lengths_nor_the_other_noise():
 
 def test_speeds_and_errors_have_the_mean_and_deviation_asked_for():
     scenario = replace(SCENARIO, ranks=2000, num_minibatches=10)
-    trials = list(scenario.trials())
-    speeds = np.concatenate([trial.speeds for trial in trials])
-    errors = np.concatenate([trial.sequence_s / scenario.cost.sequence(trial.lengths) for trial in trials])
+    minibatches = list(scenario.minibatches())
+    speeds = np.concatenate([minibatch.speeds for minibatch in minibatches])
+    errors = np.concatenate(
+        [minibatch.sequence_s / scenario.cost.sequence(minibatch.lengths) for minibatch in minibatches]
+    )
     assert speeds.mean() == pytest.approx(1, abs=0.005) and speeds.std() == pytest.approx(0.2, rel=0.03)
     assert errors.mean() == pytest.approx(1, abs=0.005) and errors.std() == pytest.approx(0.1, rel=0.03)
 
@@ -44,19 +46,19 @@ def test_speeds_and_errors_have_the_mean_and_deviation_asked_for():
 def test_durations_by_hand():
     scenario = Scenario(
         ranks=2,
-        cost=Cost(1.0, 0.0, 3.0),
+        cost=CostModel(1.0, 0.0, 3.0),
         num_units=10,
         unit_bytes=500_000_000,
         fetch_gb_per_s=5.0,
         push_gb_per_s=2.5,
     )
     assert scenario.communication_s == pytest.approx(2 * 1.0 + 2.0)
-    assert scenario.planned_cost == Cost(1.0, 0.0, 7.0)
-    trial = next(scenario.trials())
-    trial = replace(trial, sequence_s=np.array([4.0, 9.0]), speeds=np.array([1.0, 0.5]))
-    assert trial.work_s((0, 1)) == 16.0 and trial.work_s(()) == 3.0
-    assert trial.duration_s(0, (0, 1)) == pytest.approx(20.0)
-    assert trial.duration_s(1, (0,)) == pytest.approx(18.0)  # communication does not depend on the rank's speed
+    assert scenario.planned_cost == CostModel(1.0, 0.0, 7.0)
+    minibatch = next(scenario.minibatches())
+    minibatch = replace(minibatch, sequence_s=np.array([4.0, 9.0]), speeds=np.array([1.0, 0.5]))
+    assert minibatch.work_s((0, 1)) == 16.0 and minibatch.work_s(()) == 3.0
+    assert minibatch.duration_s(0, (0, 1)) == pytest.approx(20.0)
+    assert minibatch.duration_s(1, (0,)) == pytest.approx(18.0)  # communication does not depend on the rank's speed
 
 
 def test_a_speed_alone_moves_the_bytes_of_the_model_that_costs_are_of():
@@ -91,12 +93,12 @@ def test_the_packing_ratio_sets_the_most_tokens():
         ({"packing_ratio": 1e300}, "--packing-ratio"),
         ({"speed_variation": 1e200}, "--speed-variation"),
         ({"cost_error": 1e200}, "--cost-error"),
-        ({"cost": Cost(1.0, 0.0, 1e308)}, "--overhead-s"),
+        ({"cost": CostModel(1.0, 0.0, 1e308)}, "--overhead-s"),
         ({"unit_bytes": 10**8}, "--fetch-gb-per-s or --push-gb-per-s, too, got neither"),
         ({"fetch_gb_per_s": 1e-300}, "raise --fetch-gb-per-s"),
         ({"speed_variation": float("nan")}, "--speed-variation"),
         ({"cost_error": float("inf")}, "--cost-error"),
-        ({"cost": Cost(1.0, 0.0, -1.0)}, "--overhead-s"),
+        ({"cost": CostModel(1.0, 0.0, -1.0)}, "--overhead-s"),
         ({"fetch_gb_per_s": -1.0}, "--fetch-gb-per-s"),
     ],
 )

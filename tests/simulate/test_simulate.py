@@ -9,13 +9,19 @@ import pytest
 
 from odc_mpi.cli import main as cli
 from odc_mpi.data.plan.balance import Plan
-from odc_mpi.data.plan.cost import Cost
-from odc_mpi.data.plan.pieces import Split
+from odc_mpi.data.plan.chunks import SequenceSplit
+from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.report.bench_report import describe
-from odc_mpi.simulate.advice import advice
-from odc_mpi.simulate.events import apart, drawn, layered, lockstep, merged
-from odc_mpi.simulate.scenario import REFERENCE_OVERHEAD_S, Scenario, Trial
-from odc_mpi.simulate.simulate import SCHEDULES, floor_s, plan, simulate, timing
+from odc_mpi.simulate.events import (
+    merge_intervals,
+    simulate_collective,
+    simulate_context_parallel,
+    simulate_dynamic,
+    simulate_static,
+)
+from odc_mpi.simulate.recommendation import recommend_batch_size
+from odc_mpi.simulate.scenario import REFERENCE_OVERHEAD_S, Scenario, SimulatedMinibatch
+from odc_mpi.simulate.simulate import SCHEDULES, floor_s, plan, simulate, simulate_timing
 
 #: Schedules that leave sequences whole.
 WHOLE = [name for name in SCHEDULES if name != "window/split"]
@@ -24,14 +30,14 @@ NOISY = Scenario(ranks=4, per_rank=5, num_minibatches=4, speed_variation=0.2, co
 
 def test_pieces_wait_for_each_other_in_each_unit_by_hand():
     # Three seconds in one unit: one forward, two backward. The second is twice as slow, so the first waits at the end.
-    assert layered([0.0, 0.0], [3.0, 6.0], 1) == [[(0.0, 1.0), (1.0, 3.0)], [(0.0, 2.0), (2.0, 6.0)]]
+    assert simulate_context_parallel([0.0, 0.0], [3.0, 6.0], 1) == [[(0.0, 1.0), (1.0, 3.0)], [(0.0, 2.0), (2.0, 6.0)]]
     # A first piece that comes late holds up the second in forward; a second, the first in backward.
-    assert layered([2.0, 0.0], [3.0, 3.0], 1) == [[(2.0, 3.0), (3.0, 5.0)]] * 2
-    first, second = layered([0.0, 4.0], [6.0, 6.0], 2)
+    assert simulate_context_parallel([2.0, 0.0], [3.0, 3.0], 1) == [[(2.0, 3.0), (3.0, 5.0)]] * 2
+    first, second = simulate_context_parallel([0.0, 4.0], [6.0, 6.0], 2)
     assert [b for _, b in first] == [1.0, 2.0, 4.0, 10.0], "its last unit begins when the other has left one"
     assert [b for _, b in second] == [5.0, 6.0, 8.0, 10.0]
     # Without waiting, units are all that they are.
-    assert layered([1.0], [4.0], 3)[0][-1][1] == pytest.approx(5.0)
+    assert simulate_context_parallel([1.0], [4.0], 3)[0][-1][1] == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -58,7 +64,7 @@ def test_a_second_implementation_of_pieces_agrees(seed):
                 if ready:
                     left[i] = seconds[i] * (1 / 3 if forward else 2 / 3) / units
         now += step
-    found = [[end for _, end in own] for own in layered(began, seconds, units)]
+    found = [[end for _, end in own] for own in simulate_context_parallel(began, seconds, units)]
     assert np.array(found) == pytest.approx(np.array(ends), abs=0.02)
 
 
@@ -75,13 +81,13 @@ def test_what_splitting_gains_and_what_keys_and_values_cost():
 
 
 def test_pieces_are_timed_by_hand():
-    cost = Cost(1.0, 0.0, 2.0, 1.5, 0.5)
-    trial = replace(trial_of([20, 4], [1.0, 0.5], overhead_s=2.0), lengths=np.array([20, 4]), cost=cost)
-    split = Split(0, (0, 12, 20), (1, 0))
-    assert trial.piece_s(1, split, 0, is_first=True) == pytest.approx((2 + 1.5 * 12) / 0.5)
-    assert trial.piece_s(0, split, 1, is_first=True) == pytest.approx(2 + 1.5 * 8 + 0.5 * 12)
+    cost = CostModel(1.0, 0.0, 2.0, 1.5, 0.5)
+    minibatch = replace(trial_of([20, 4], [1.0, 0.5], overhead_s=2.0), lengths=np.array([20, 4]), cost=cost)
+    split = SequenceSplit(0, (0, 12, 20), (1, 0))
+    assert minibatch.chunk_s(1, split, 0, is_first=True) == pytest.approx((2 + 1.5 * 12) / 0.5)
+    assert minibatch.chunk_s(0, split, 1, is_first=True) == pytest.approx(2 + 1.5 * 8 + 0.5 * 12)
     # As one unit: rank 1 takes 40, rank 0 20, and draws the other sequence, 6 more.
-    found = timing(trial, Plan(((), ()), ((1,),), (split,)), "window")
+    found = simulate_timing(minibatch, Plan(((), ()), ((1,),), (split,)), "window")
     assert busy_s(found) == pytest.approx(66.0) and found.end_s == pytest.approx(40.0)
 
 
@@ -95,33 +101,36 @@ def outline(found):
 
 def test_lockstep_by_hand():
     # Turns: max(3, 1) + max(2, 4) + max(1, padding 0.5).
-    assert outline(lockstep([[3.0, 2.0, 1.0], [1.0, 4.0]], [0.2, 0.5])) == (8.0, 11.0)
-    assert outline(lockstep([[1.0], [0.0]], [2.0, 2.0])) == (2.0, 1.0)  # an empty one is run, and can be the slowest
+    assert outline(simulate_collective([[3.0, 2.0, 1.0], [1.0, 4.0]], [0.2, 0.5])) == (8.0, 11.0)
+    assert outline(simulate_collective([[1.0], [0.0]], [2.0, 2.0])) == (
+        2.0,
+        1.0,
+    )  # an empty one is run, and can be the slowest
 
 
 def test_apart_by_hand():
-    assert outline(apart([[3.0, 2.0, 1.0], [1.0, 4.0], []])) == (6.0, 11.0)
+    assert outline(simulate_static([[3.0, 2.0, 1.0], [1.0, 4.0], []])) == (6.0, 11.0)
 
 
 def test_drawn_by_hand():
     # Rank 0: 5, then 2 more; rank 1: 3, 3, 1: both end at 7.
     work = [5.0, 3.0, 3.0, 2.0, 1.0]
-    assert outline(drawn([0.0] * 5, [0.0] * 2, lambda rank, k: work[k])) == (7.0, 14.0)
+    assert outline(simulate_dynamic([0.0] * 5, [0.0] * 2, lambda rank, k: work[k])) == (7.0, 14.0)
     # Rank 1 is half as fast: 6, and rank 0: 5, 3 (8), 1 (9); rank 1: 6, 2 * 2 (10).
-    slower = drawn([0.0] * 5, [0.0] * 2, lambda rank, k: work[k] * (1 + rank))
+    slower = simulate_dynamic([0.0] * 5, [0.0] * 2, lambda rank, k: work[k] * (1 + rank))
     assert outline(slower) == (10.0, 5.0 + 6.0 + 3.0 + 4.0 + 1.0)
     # Two tickets and the one that says there are none left.
-    assert drawn([0.0] * 2, [0.0], lambda rank, k: 1.0, ticket_s=0.25).end_s == 2.75
+    assert simulate_dynamic([0.0] * 2, [0.0], lambda rank, k: 1.0, ticket_s=0.25).end_s == 2.75
 
 
 def test_timelines_by_hand():
-    found = lockstep([[3.0, 2.0, 1.0], [1.0, 4.0]], [0.2, 0.5])
+    found = simulate_collective([[3.0, 2.0, 1.0], [1.0, 4.0]], [0.2, 0.5])
     assert found.timeline == [[(0.0, 3.0), (3.0, 5.0), (7.0, 8.0)], [(0.0, 1.0), (3.0, 7.0)]]
-    assert apart([[3.0, 0.0, 1.0], []]).timeline == [[(0.0, 3.0), (3.0, 4.0)], []]
-    found = drawn([0.0] * 3, [0.0] * 2, lambda rank, k: [5.0, 3.0, 1.0][k], ticket_s=0.5)
+    assert simulate_static([[3.0, 0.0, 1.0], []]).timeline == [[(0.0, 3.0), (3.0, 4.0)], []]
+    found = simulate_dynamic([0.0] * 3, [0.0] * 2, lambda rank, k: [5.0, 3.0, 1.0][k], ticket_s=0.5)
     assert found.timeline == [[(0.5, 5.5)], [(0.5, 3.5), (4.0, 5.0)]]
-    assert merged([(0.0, 1.0), (1.4, 2.0), (2.5, 3.0)], gap_s=0.5) == [(0.0, 2.0), (2.5, 3.0)]
-    assert merged([], gap_s=0.5) == []
+    assert merge_intervals([(0.0, 1.0), (1.4, 2.0), (2.5, 3.0)], gap_s=0.5) == [(0.0, 2.0), (2.5, 3.0)]
+    assert merge_intervals([], gap_s=0.5) == []
 
 
 @pytest.mark.parametrize("scenario", [NOISY, replace(NOISY, num_units=4, cost=replace(NOISY.cost, constant=0.5))])
@@ -153,8 +162,8 @@ def walk(durations, meets):
 def test_a_second_implementation_agrees(seed):
     rng = np.random.default_rng(seed)
     durations = [rng.integers(1, 64, 6).astype(float).tolist() for _ in range(3)]
-    assert lockstep(durations, [1.0] * 3).end_s == pytest.approx(walk(durations, meets=True))
-    assert apart(durations).end_s == pytest.approx(walk(durations, meets=False))
+    assert simulate_collective(durations, [1.0] * 3).end_s == pytest.approx(walk(durations, meets=True))
+    assert simulate_static(durations).end_s == pytest.approx(walk(durations, meets=False))
     work = rng.integers(1, 64, 20).astype(float)
     speeds = rng.uniform(0.5, 1.5, 3)
     # Draw in small steps of time instead of by events.
@@ -166,60 +175,62 @@ def test_a_second_implementation_agrees(seed):
                 next_one += 1
             left[rank] -= step
         ended += step
-    found = drawn([0.0] * 20, [0.0] * 3, lambda rank, k: work[k] / speeds[rank])
+    found = simulate_dynamic([0.0] * 20, [0.0] * 3, lambda rank, k: work[k] / speeds[rank])
     assert found.end_s == pytest.approx(ended, abs=0.5)
 
 
 def trial_of(sequence_s, speeds, overhead_s=0.0, communication_s=0.0):
     times = np.array(sequence_s, dtype=float)
-    return Trial((times * 10).astype(np.int64), times, overhead_s, communication_s, np.array(speeds, dtype=float))
+    return SimulatedMinibatch(
+        (times * 10).astype(np.int64), times, overhead_s, communication_s, np.array(speeds, dtype=float)
+    )
 
 
 def test_plans_are_timed_by_hand():
-    trial = trial_of([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0, communication_s=0.5)
+    minibatch = trial_of([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0, communication_s=0.5)
     fixed = Plan((((0,), ()), ((1, 2), (3,))))
     # Rank 0: 7 + 0.5; rank 1: 6 / 0.5 + 0.5 and 2 / 0.5 + 0.5.
-    assert timing(trial, fixed, "window").end_s == pytest.approx(12.5 + 4.5)
-    assert timing(trial, fixed, "collective").end_s == pytest.approx(12.5 + 4.5)
-    assert busy_s(timing(trial, fixed, "window")) == pytest.approx(7.5 + 17.0)
+    assert simulate_timing(minibatch, fixed, "window").end_s == pytest.approx(12.5 + 4.5)
+    assert simulate_timing(minibatch, fixed, "collective").end_s == pytest.approx(12.5 + 4.5)
+    assert busy_s(simulate_timing(minibatch, fixed, "window")) == pytest.approx(7.5 + 17.0)
     # 7.5 and 3.5 beside 4.5 and 8.5: in turns each waits for the other once.
     crossed = Plan((((0,), (1,)), ((3,), (2,))))
-    assert timing(trial, crossed, "window").end_s == pytest.approx(4.5 + 8.5)
-    assert timing(trial, crossed, "collective").end_s == pytest.approx(7.5 + 8.5)
+    assert simulate_timing(minibatch, crossed, "window").end_s == pytest.approx(4.5 + 8.5)
+    assert simulate_timing(minibatch, crossed, "collective").end_s == pytest.approx(7.5 + 8.5)
     pool = Plan(((), ()), pool=((0,), (2,), (1,), (3,)))
     # Rank 0: 7.5, then 3.5 (11), then 2.5 (13.5); rank 1: 4 / 0.5 + 0.5 = 8.5, then 4.5 (13).
-    trial = replace(trial, speeds=np.array([1.0, 0.5]))
-    assert timing(trial, pool, "window").end_s == pytest.approx(13.0)
+    minibatch = replace(minibatch, speeds=np.array([1.0, 0.5]))
+    assert simulate_timing(minibatch, pool, "window").end_s == pytest.approx(13.0)
 
 
 def test_the_floor_by_hand():
-    trial = trial_of([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0)
-    longest, shared = floor_s(trial, max_tokens=60)
+    minibatch = trial_of([6, 2, 3, 1], [1.0, 0.5], overhead_s=1.0)
+    longest, shared = floor_s(minibatch, max_tokens=60)
     assert longest == 7.0
     assert shared == pytest.approx((12 + 2) / 1.5)  # 120 tokens: two microbatches
 
 
 @pytest.mark.parametrize("scenario", [NOISY, replace(NOISY, ranks=7, cost=replace(NOISY.cost, constant=0.5))])
 def test_windows_never_lose_to_collectives_and_nothing_beats_the_floor(scenario):
-    for trial in scenario.trials():
-        floor = max(floor_s(trial, scenario.max_tokens))
+    for minibatch in scenario.trials():
+        floor = max(floor_s(minibatch, scenario.max_tokens))
         for name in SCHEDULES:
             transport, balance = name.split("/")
-            planned = plan(scenario, trial, balance)
-            end = timing(trial, planned, transport).end_s
-            assert end >= (floor if name in WHOLE else floor_s(trial, scenario.max_tokens)[1]) * (1 - 1e-9), name
+            planned = plan(scenario, minibatch, balance)
+            end = simulate_timing(minibatch, planned, transport).end_s
+            assert end >= (floor if name in WHOLE else floor_s(minibatch, scenario.max_tokens)[1]) * (1 - 1e-9), name
             if transport == "collective":
-                assert timing(trial, planned, "window").end_s <= end * (1 + 1e-9)
+                assert simulate_timing(minibatch, planned, "window").end_s <= end * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("constant", [0.0, REFERENCE_OVERHEAD_S])
 def test_dynamic_is_within_the_bound_of_list_scheduling(constant):
     scenario = replace(NOISY, speed_variation=0.0, cost=replace(NOISY.cost, constant=constant))
-    for trial in scenario.trials():
-        pool = plan(scenario, trial, "dynamic").pool
-        work = list(map(trial.work_s, pool))
+    for minibatch in scenario.minibatches():
+        pool = plan(scenario, minibatch, "dynamic").pool
+        work = list(map(minibatch.work_s, pool))
         bound = (2 - 1 / scenario.ranks) * max(max(work), sum(work) / scenario.ranks)
-        assert timing(trial, plan(scenario, trial, "dynamic"), "window").end_s <= bound * (1 + 1e-9)
+        assert simulate_timing(minibatch, plan(scenario, minibatch, "dynamic"), "window").end_s <= bound * (1 + 1e-9)
 
 
 def test_outcomes_repeat_and_depend_on_the_seed():
@@ -250,7 +261,7 @@ def test_one_rank_has_nobody_to_wait_for():
 def test_one_sequence_per_rank_gains_nothing():
     outcome = simulate(Scenario(per_rank=1, num_minibatches=5))
     assert outcome.speedup["window/lb_mini"] == pytest.approx(1.0)
-    assert outcome.longest_rules == 1.0
+    assert outcome.longest_sequence_bound_fraction == 1.0
 
 
 def test_tickets_win_where_speeds_vary_and_costs_err():
@@ -276,14 +287,16 @@ def test_what_a_cache_buys():
     slow = replace(free, num_units=10, unit_bytes=10**8, fetch_gb_per_s=2.0, push_gb_per_s=1.0)
     kept = replace(slow, parameter_cache_bytes=10**9, gradient_cache_bytes=10**10)
     half = replace(slow, parameter_cache_bytes=5 * 10**8, gradient_cache_bytes=5 * 10**8)
-    assert slow.kept_s == (0.0, 0.0) and half.kept_s == (1.0, 0.75) and kept.kept_s == (2.0, 1.5)
+    assert (
+        slow.cache_saving_s == (0.0, 0.0) and half.cache_saving_s == (1.0, 0.75) and kept.cache_saving_s == (2.0, 1.5)
+    )
 
     def ends(scenario, transport, balance):
-        trial = next(scenario.trials())
-        trial = replace(trial, lengths=lengths, sequence_s=np.full(8, 3.0))
+        minibatch = next(scenario.trials())
+        minibatch = replace(minibatch, lengths=lengths, sequence_s=np.full(8, 3.0))
         pool = tuple((i,) for i in range(8))
         own = Plan(((), ()), pool) if balance == "dynamic" else Plan((pool[:4], (*pool[4:7], ())), ())
-        return timing(trial, own, transport).end_s
+        return simulate_timing(minibatch, own, transport).end_s
 
     for balance in ("lb_mini", "dynamic"):
         of_each = [ends(scenario, "window", balance) for scenario in (free, slow, half, kept)]
@@ -336,9 +349,9 @@ def captions(scenario):
 
 
 def test_the_paper_is_quoted_where_it_applies_only():
-    told = "".join(captions(Scenario(num_minibatches=1)))
-    assert "The paper has, for 8 ranks with 4 sequences each: window/lb_micro 1.16, window/lb_mini 1.34." in told
-    assert "paper" not in told.replace("The paper has", "")
+    output = "".join(captions(Scenario(num_minibatches=1)))
+    assert "The paper has, for 8 ranks with 4 sequences each: window/lb_micro 1.16, window/lb_mini 1.34." in output
+    assert "paper" not in output.replace("The paper has", "")
     assert "paper" not in "".join(captions(Scenario(num_minibatches=1, lengths="aime"))).lower()
 
 
@@ -368,8 +381,8 @@ def test_idle_time_by_rank_and_quartiles_over_minibatches():
 
 
 def test_advice_names_what_is_enough():
-    told = advice(Scenario(ranks=2, num_minibatches=2))
-    assert [line.split()[0] for line in told.splitlines()[2:7]] == ["1", "2", "4", "8", "16"]
+    output = recommend_batch_size(Scenario(ranks=2, num_minibatches=2))
+    assert [line.split()[0] for line in output.splitlines()[2:7]] == ["1", "2", "4", "8", "16"]
 
 
 @pytest.mark.parametrize(
@@ -390,6 +403,6 @@ def test_advice_names_what_is_enough():
 )
 def test_mistakes_are_one_line(capsys, arguments, words):
     assert cli.main(["simulate", *arguments]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert all(word in told[0] for word in words)
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert all(word in errors[0] for word in words)

@@ -70,10 +70,10 @@ class Cluster:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        told = select.select([self._process.stdout], [], [], START_S)[0] and self._process.stdout.readline()
-        if told != "ready\n":
+        output = select.select([self._process.stdout], [], [], START_S)[0] and self._process.stdout.readline()
+        if output != "ready\n":
             os.kill(self._process.pid, signal.SIGKILL)
-            raise RuntimeError(f"Slurm did not start within {START_S:g} s: {told}{self._process.stdout.read()}")
+            raise RuntimeError(f"Slurm did not start within {START_S:g} s: {output}{self._process.stdout.read()}")
         self.first = int(Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()[0])
         return self
 

@@ -124,8 +124,8 @@ def start_slurm():
 
 
 def idle_nodes():
-    told = subprocess.run(["sinfo", "-h", "-o", "%T %D"], capture_output=True, text=True, timeout=20).stdout
-    return sum(int(words[1]) for words in map(str.split, told.splitlines()) if words[0] == "idle")
+    output = subprocess.run(["sinfo", "-h", "-o", "%T %D"], capture_output=True, text=True, timeout=20).stdout
+    return sum(int(words[1]) for words in map(str.split, output.splitlines()) if words[0] == "idle")
 
 
 def main():

@@ -58,9 +58,9 @@ class Directory:
     def finish(self, job, state="COMPLETED", timeout_s=LIMIT_S):
         """Wait for the end of a job, which has to be this one; return its output."""
         facts = self.cluster.wait(job, timeout_s)
-        told = "".join(path.read_text() for path in self.path.glob(f"*-{job}.out"))
-        assert facts["JobState"] == state, f"{facts}\n{told}"
-        return told
+        output = "".join(path.read_text() for path in self.path.glob(f"*-{job}.out"))
+        assert facts["JobState"] == state, f"{facts}\n{output}"
+        return output
 
     def steps(self, run="run"):
         """The lines of a run's metrics.jsonl, so far."""

@@ -112,13 +112,13 @@ def start_wrongly(place, kind):
 @pytest.mark.library
 def test_two_nodes_find_the_losses_of_one_process(place, jobs):
     place.finish(jobs["single"])
-    told = place.finish(jobs["rendered"])
+    output = place.finish(jobs["rendered"])
     assert place.losses("rendered") == pytest.approx(place.losses("single"), rel=1e-3)
     summary = place.summary("rendered")
     assert summary["hosts"] == ["node0", "node1"]
     assert summary["ranks_per_node"] == [1, 1]
     assert summary["slurm_job_id"] == str(jobs["rendered"])
-    assert f"on node0 (1 rank), node1 (1 rank); Slurm job {jobs['rendered']}" in told
+    assert f"on node0 (1 rank), node1 (1 rank); Slurm job {jobs['rendered']}" in output
     for rank in (0, 1):
         log = place.path / "rendered-logs" / f"rank-{rank}.log"
         assert f"host: node{rank}, node {rank} of 2" in log.read_text()
@@ -132,8 +132,8 @@ def test_a_data_set_is_staged(place, jobs):
 
 
 def test_a_data_set_that_cannot_be_staged(place, jobs):
-    told = place.finish(jobs["nowhere"], "FAILED")
-    assert f"error: cannot copy {place.data} to {SCRATCH}/nowhere on each node" in told
+    output = place.finish(jobs["nowhere"], "FAILED")
+    assert f"error: cannot copy {place.data} to {SCRATCH}/nowhere on each node" in output
     assert not (place.path / "run").exists()
 
 
@@ -164,14 +164,14 @@ def test_ranks_of_a_node_have_cores_of_their_own(place, jobs):
 
 def test_a_job_told_to_stop_goes_on_by_itself(place, jobs):
     assert jobs["stopping"].result().code == 0
-    told = place.finish(jobs["stopped"])
-    saved = re.search(r"stopped as asked after step (\d+), which is saved", told)
-    assert saved, told
+    output = place.finish(jobs["stopped"])
+    saved = re.search(r"stopped as asked after step (\d+), which is saved", output)
+    assert saved, output
     after = int(saved.group(1))
     assert 10 <= after < STEPS
-    assert f"resuming after step {after}" in told
+    assert f"resuming after step {after}" in output
     assert place.summary("stopped")["slurm_restarts"] == 2, "once for being told at its start"
-    assert f"Slurm job {jobs['stopped']}, start 3" in told
+    assert f"Slurm job {jobs['stopped']}, start 3" in output
     place.finish(jobs["rendered"])
     assert place.losses("stopped") == pytest.approx(place.losses("rendered"), rel=1e-5)
     assert not list(place.path.glob(".*.stopped"))
@@ -180,8 +180,8 @@ def test_a_job_told_to_stop_goes_on_by_itself(place, jobs):
 @pytest.mark.library
 def test_a_lost_rank_fails_the_job_at_once_which_then_resumes(place, jobs):
     assert jobs["losing"].result() < 20
-    told = place.finish(jobs["lost"])
-    assert re.search(r"resuming after step \d+0,", told)
+    output = place.finish(jobs["lost"])
+    assert re.search(r"resuming after step \d+0,", output)
     place.finish(jobs["rendered"])
     assert place.losses("lost") == pytest.approx(place.losses("rendered"), rel=1e-3)
 
@@ -191,8 +191,8 @@ def test_a_lost_rank_fails_the_job_at_once_which_then_resumes(place, jobs):
 def test_a_launcher_that_the_library_does_not_know(place, kind):
     done = start_wrongly(place, kind)
     assert done.code == 2, done.err
-    (told,) = [line for line in done.lines if line.startswith("odc-mpi: error: ")]
-    assert f"try srun --mpi={srun_mpi()}" in told
+    (errors,) = [line for line in done.lines if line.startswith("odc-mpi: error: ")]
+    assert f"try srun --mpi={srun_mpi()}" in errors
     assert not (place.path / kind).exists()
 
 

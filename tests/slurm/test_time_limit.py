@@ -25,7 +25,7 @@ from odc_mpi.cli import main as cli
 from odc_mpi.cli import train
 on_ranks = train.on_ranks
 def slowly(world, work):
-    from odc_mpi.train.loop import Trainer
+    from odc_mpi.training.loop import Trainer
     step = Trainer.step
     Trainer.step = lambda self: (time.sleep({SLOW_S}), step(self))[1]
     return on_ranks(world, work)
@@ -46,9 +46,9 @@ def train_slowly(place):
 
 
 def test_slurm_itself_tells_a_job_to_stop(place):
-    told = place.finish(train_slowly(place))
-    after = [int(step) for step in re.findall(r"stopped as asked after step (\d+), which is saved", told)]
+    output = place.finish(train_slowly(place))
+    after = [int(step) for step in re.findall(r"stopped as asked after step (\d+), which is saved", output)]
     assert after and place.summary("slow-run")["slurm_restarts"] >= len(after)
-    assert all(f"resuming after step {step}" in told for step in after)
+    assert all(f"resuming after step {step}" in output for step in after)
     assert [line["step"] for line in place.steps("slow-run")] == list(range(1, SLOW_STEPS + 1))
     assert not list((place.path / "slow-run").glob("earlier-*")), "never means the first start"

@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from odc_mpi.comm.compose import window_transport
-from odc_mpi.comm.reduce.accumulate import AccumulateReduction
-from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
+from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.tickets import Tickets
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
@@ -63,7 +63,9 @@ class Life:
         # From a 64th of all gradients to more than is of use.
         room = max(SMALLEST_RING * world.size, int(sum(self.sizes) * 8 * 4 ** rng.uniform(-3, 1)))
         make = (
-            functools.partial(MailboxReduction, mailbox_bytes=room) if reduction == "mailbox" else AccumulateReduction
+            functools.partial(MailboxGradientStore, mailbox_bytes=room)
+            if reduction == "mailbox"
+            else AccumulateGradientStore
         )
         self.transport = window_transport(
             world, torch.float32, self.dtype, zero_copy=bool(rng.integers(2)), reduction=self._keep(make)
@@ -222,16 +224,16 @@ def main():
         began = time.perf_counter()
         shared = set(Path("/dev/shm").iterdir())  # with what MPI itself made there
         checked = soak(world, arguments.minibatches, arguments.seed, reductions, memory.look)
-        told = world.gather_objects((checked, set(Path("/dev/shm").iterdir()) - shared, memory))
+        gathered = world.gather_objects((checked, set(Path("/dev/shm").iterdir()) - shared, memory))
         if world.rank:
             return 0
-        left = set().union(*(files for _, files, _ in told))
+        left = set().union(*(files for _, files, _ in gathered))
         print(
             f"soak: {arguments.minibatches} minibatches on {world.size} ranks of {world.num_nodes} nodes, seed "
-            f"{arguments.seed}, {' and '.join(reductions)}: {sum(checked for checked, *_ in told):,} sums exact, "
+            f"{arguments.seed}, {' and '.join(reductions)}: {sum(checked for checked, *_ in gathered):,} sums exact, "
             f"{time.perf_counter() - began:.0f} s, {world.mpi_library}"
         )
-        for rank, (_, _, seen) in enumerate(told):
+        for rank, (_, _, seen) in enumerate(gathered):
             held = ", ".join(f"{held:.1f}" for held in seen.held)
             print(f"  rank {rank}: {held} MiB; {seen.num_sent:,} pieces sent after the first")
         print(f"  left in /dev/shm: {', '.join(sorted(map(str, left))) or 'nothing'}")

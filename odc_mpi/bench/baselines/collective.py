@@ -5,14 +5,14 @@ microbatches: a rank that has fewer runs its minibatch's shortest sequence with 
 """
 
 from odc_mpi.api import decide_for, shard_model
-from odc_mpi.bench.baselines.plain import run_microbatches
+from odc_mpi.bench.baselines.unsharded import run_microbatches
 from odc_mpi.runtime.world import World
-from odc_mpi.train.inputs import Inputs
-from odc_mpi.train.settings import OptimConfig
-from odc_mpi.train.update import make_optimizer
+from odc_mpi.training.inputs import Inputs
+from odc_mpi.training.settings import OptimConfig
+from odc_mpi.training.update import make_optimizer
 
 
-class Collective:
+class CollectiveBaseline:
     """Training over collectives. Making one, and each step, is collective.
 
     Args:
@@ -39,7 +39,7 @@ class Collective:
         minibatch = next(self._inputs.sequence_loader)
         with self.model.minibatch():
             loss = run_microbatches(self.model, minibatch, minibatch)
-            run_microbatches(self.model, minibatch, minibatch.padding(), factor=0.0)
+            run_microbatches(self.model, minibatch, minibatch.dummy_microbatches(), factor=0.0)
         if self._max_norm:
             self.model.clip_grad_norm_(self._max_norm)
         self._optimizer.step()

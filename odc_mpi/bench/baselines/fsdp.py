@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from odc_mpi.bench.baselines.gloo import Gloo
-from odc_mpi.bench.baselines.plain import Whole, run_microbatches
+from odc_mpi.bench.baselines.unsharded import UnshardedBaseline, run_microbatches
 from odc_mpi.data.loader import Loader, Minibatch
 from odc_mpi.runtime.world import World
-from odc_mpi.train.settings import Config
+from odc_mpi.training.settings import Config
 
 
-class Fsdp(Whole):
+class FSDPBaseline(UnshardedBaseline):
     """Training with FSDP2. Making one, and each step, is collective.
 
     Args:
@@ -47,5 +47,5 @@ class Fsdp(Whole):
     def _run(self, minibatch: Minibatch) -> float:
         # FSDP takes the mean over ranks.
         loss = run_microbatches(self._model, minibatch, minibatch, factor=self._world.size)
-        run_microbatches(self._model, minibatch, minibatch.padding(), factor=0.0)
+        run_microbatches(self._model, minibatch, minibatch.dummy_microbatches(), factor=0.0)
         return loss

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 import torch
 
-from odc_mpi.comm.kernels.native import Piece, add_slots
+from odc_mpi.comm.kernels.native import Segment, add_segments_
 from odc_mpi.errors import UserError
 
 
-class Mark(Protocol):
+class Event(Protocol):
     """A place behind everything that a device had been given so far. `torch.cuda.Event` is one."""
 
     def synchronize(self) -> None:
@@ -45,11 +45,11 @@ class Device:
         self.torch_device = torch.device("cuda", index)
         self.num_visible = torch.cuda.device_count()
         self.name = f"{torch.cuda.get_device_name(index)} ({self.num_visible} visible), CUDA {torch.version.cuda}"
-        self._inward = torch.cuda.Stream(self.torch_device)
-        self._outward = torch.cuda.Stream(self.torch_device)
-        self._adding = torch.cuda.Stream(self.torch_device)
+        self._h2d_stream = torch.cuda.Stream(self.torch_device)
+        self._d2h_stream = torch.cuda.Stream(self.torch_device)
+        self._add_stream = torch.cuda.Stream(self.torch_device)
 
-    def use(self) -> None:
+    def set_current(self) -> None:
         """Make it the one that this thread's calls are about, those of an MPI library too. Local; costs little."""
         torch.cuda.set_device(self.torch_device)
 
@@ -59,7 +59,7 @@ class Device:
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + kept
 
-    def memory(self, num_bytes: int) -> torch.Tensor:
+    def empty(self, num_bytes: int) -> torch.Tensor:
         """Return memory of the device, `[num_bytes]` uint8, its content undefined. Local.
 
         torch's allocator takes memory to be used by the stream that computes alone. Ours is written by another, but
@@ -67,7 +67,7 @@ class Device:
         """
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
-    def window_memory(self, num_bytes: int) -> torch.Tensor:
+    def empty_for_windows(self, num_bytes: int) -> torch.Tensor:
         """Return memory of the device that MPI may be given, `[num_bytes]` uint8, its content undefined. Local.
 
         Slow, and may wait for all that the device was given: not for use within a step.
@@ -97,7 +97,7 @@ class Device:
             torch.cuda.empty_cache()  # what torch keeps for later is memory, too
             return cupy.cuda.Memory(num_bytes)
 
-    def pinned(self, num_bytes: int) -> torch.Tensor:
+    def empty_pinned(self, num_bytes: int) -> torch.Tensor:
         """Return host memory that the device can copy to and from by itself, `[num_bytes]` uint8. Local.
 
         It goes back to the system when nobody looks at it any more. Not torch's pinned memory, which rounds sizes up to
@@ -121,7 +121,7 @@ class Device:
 
         Slow: the driver pins every page. Until `unregister`, which comes before the memory goes.
         """
-        self.use()
+        self.set_current()
         if memory.numel() == 0:
             return True
         if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
@@ -136,11 +136,11 @@ class Device:
         if memory.numel():
             self._unregister(memory.data_ptr())
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         """Return a mark behind what this thread has given the device to compute. Local."""
         return _record(torch.cuda.current_stream(self.torch_device))
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, after: Mark) -> Mark:
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, wait_for: Event) -> Event:
         """Start a copy beside the computation, between pinned and device memory or within the latter. Local.
 
         Any thread may call it.
@@ -148,19 +148,19 @@ class Device:
         Args:
             destination: Overwritten; nobody touches it until the copy is done.
             source: Of the same shape and dtype; untouched until then.
-            after: The copy begins when all before this mark is done.
+            wait_for: The copy begins when all before this mark is done.
 
         Returns:
             A mark behind the copy.
         """
-        assert isinstance(after, torch.cuda.Event)
-        stream = self._inward if destination.is_cuda else self._outward
+        assert isinstance(wait_for, torch.cuda.Event)
+        stream = self._h2d_stream if destination.is_cuda else self._d2h_stream
         with torch.cuda.stream(stream), torch.no_grad():
-            stream.wait_event(after)
+            stream.wait_event(wait_for)
             destination.copy_(source, non_blocking=True)
         return _record(stream)
 
-    def add(self, shard: torch.Tensor, slots: Sequence[Piece]) -> Mark:
+    def add(self, shard: torch.Tensor, slots: Sequence[Segment]) -> Event:
         """Start to add slots to a shard, in their order, beside the computation. Local; any thread may call it.
 
         Args:
@@ -170,35 +170,35 @@ class Device:
         Returns:
             A mark behind this addition and all that were started before.
         """
-        with torch.cuda.stream(self._adding), torch.no_grad():
-            add_slots(shard, slots)
-        return _record(self._adding)
+        with torch.cuda.stream(self._add_stream), torch.no_grad():
+            add_segments_(shard, slots)
+        return _record(self._add_stream)
 
     def _unregister(self, address: int) -> None:
-        self.use()
+        self.set_current()
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-class Marks:
+class BufferEvents:
     """The marks behind what was given before some memory was handed over. Any thread may call it."""
 
     def __init__(self) -> None:
-        self._marks: dict[int, Mark] = {}
+        self._events: dict[int, Event] = {}
 
-    def set(self, memory: torch.Tensor, mark: Mark) -> None:
+    def set(self, memory: torch.Tensor, event: Event) -> None:
         """Note the mark that whoever takes this memory over has to wait for. Local."""
-        self._marks[memory.untyped_storage().data_ptr()] = mark
+        self._events[memory.untyped_storage().data_ptr()] = event
 
-    def take(self, memory: torch.Tensor) -> Mark:
+    def pop(self, memory: torch.Tensor) -> Event:
         """Return the mark of memory that was handed over; it is forgotten. Local.
 
         Raises:
             KeyError: It was not handed over.
         """
-        return self._marks.pop(memory.untyped_storage().data_ptr())
+        return self._events.pop(memory.untyped_storage().data_ptr())
 
     def __len__(self) -> int:
-        return len(self._marks)
+        return len(self._events)
 
 
 def find_device(kind: str, host_rank: int) -> Device | None:
@@ -226,7 +226,7 @@ def find_device(kind: str, host_rank: int) -> Device | None:
 
 def zeros(device: Device, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return memory of a device, `[numel]` of zeros. Local."""
-    return device.memory(numel * dtype.itemsize).view(dtype).zero_()
+    return device.empty(numel * dtype.itemsize).view(dtype).zero_()
 
 
 def _cupy() -> Any:

@@ -19,11 +19,11 @@ from functools import partial
 import torch
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.device.device import Device, Mark, Marks
-from odc_mpi.comm.host import Host, Layout
-from odc_mpi.comm.pending import Later, Pending
+from odc_mpi.comm.device.device import BufferEvents, Device, Event
+from odc_mpi.comm.shard_storage import Layout, ShardStorage
 from odc_mpi.comm.transport import GradientStore, ParameterStore
 from odc_mpi.comm.windows.parameters import ParameterWindows
+from odc_mpi.comm.work import DeferredWork, Work
 
 
 class DeviceParameters(ParameterStore):
@@ -36,11 +36,11 @@ class DeviceParameters(ParameterStore):
 
     def __init__(self, windows: ParameterWindows, device: Device) -> None:
         # Not torch's memory: MPI may have to show it to another process or to a network card.
-        super().__init__(windows.dtype, BufferPool(device.window_memory))
+        super().__init__(windows.dtype, BufferPool(device.empty_for_windows))
         self._windows = windows
         self._device = device
         self._rank = windows.world.rank
-        self._marks = Marks()
+        self._events = BufferEvents()
 
     @property
     def layouts(self) -> Sequence[Layout]:  # noqa: D102
@@ -49,22 +49,22 @@ class DeviceParameters(ParameterStore):
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._windows[index].tensor
 
-    def hand_over(self, buffer: torch.Tensor) -> None:  # noqa: D102
-        self._marks.set(buffer, self._device.mark())
+    def record_event(self, buffer: torch.Tensor) -> None:  # noqa: D102
+        self._events.set(buffer, self._device.record_event())
 
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
-        return Later(partial(self._fetch, index, buffer, self._marks.take(buffer)))
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:  # noqa: D102
+        return DeferredWork(partial(self._fetch, index, buffer, self._events.pop(buffer)))
 
-    def _fetch(self, index: int, buffer: torch.Tensor, after: Mark) -> None:
+    def _fetch(self, index: int, buffer: torch.Tensor, wait_for: Event) -> None:
         """Fill a buffer, whose old content is of no use to anybody behind the mark. One-sided."""
-        self._device.use()
-        after.synchronize()
-        self._windows.world.progress.serve()
-        parts = self._windows.parts(index)
+        self._device.set_current()
+        wait_for.synchronize()
+        self._windows.world.progress.run_tasks()
+        parts = self._windows.owned_ranges(index)
         pending = self._windows.start_gets(index, [owner for owner in parts if owner != self._rank], buffer)
         if self._rank in parts:
             start, stop = parts[self._rank]
-            copied = self._device.copy(buffer[start:stop], self.shard(index)[: stop - start], after)
+            copied = self._device.copy(buffer[start:stop], self.shard(index)[: stop - start], wait_for)
             pending.wait()
             copied.synchronize()
         else:
@@ -83,28 +83,28 @@ class DeviceGradients(GradientStore):
         super().__init__(inner.dtype)
         self._inner = inner
         self._device = device
-        self._marks = Marks()
+        self._events = BufferEvents()
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._inner.shard(index)
 
-    def memory(self, num_bytes: int) -> torch.Tensor:  # noqa: D102
-        return self._device.window_memory(num_bytes)
+    def empty(self, num_bytes: int) -> torch.Tensor:  # noqa: D102
+        return self._device.empty_for_windows(num_bytes)
 
-    def hand_over(self, gradient: torch.Tensor) -> None:  # noqa: D102
-        self._marks.set(gradient, self._device.mark())
+    def record_event(self, gradient: torch.Tensor) -> None:  # noqa: D102
+        self._events.set(gradient, self._device.record_event())
 
-    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
-        return Later(partial(self._push, index, gradient, start, self._marks.take(gradient)))
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:  # noqa: D102
+        return DeferredWork(partial(self._push, index, gradient, start, self._events.pop(gradient)))
 
-    def _push(self, index: int, gradient: torch.Tensor, start: int, after: Mark) -> None:
+    def _push(self, index: int, gradient: torch.Tensor, start: int, wait_for: Event) -> None:
         """Bring a gradient, which is there behind the mark, to its owners. One-sided."""
-        self._device.use()
-        after.synchronize()
+        self._device.set_current()
+        wait_for.synchronize()
         self._inner.push(index, gradient, start).wait()
 
 
-class DeviceOrder(Host):
+class DeviceSynchronizer(ShardStorage):
     """What a device was given to compute, which has to be done before others read the windows on it.
 
     Args:
@@ -115,4 +115,4 @@ class DeviceOrder(Host):
         self._device = device
 
     def sync(self) -> None:  # noqa: D102
-        self._device.mark().synchronize()
+        self._device.record_event().synchronize()

@@ -24,32 +24,32 @@ from functools import partial
 import torch
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.device.device import Device, Mark, Marks
+from odc_mpi.comm.device.device import BufferEvents, Device, Event
 from odc_mpi.comm.device.device_stores import DeviceGradients
-from odc_mpi.comm.host import Host, Layout
-from odc_mpi.comm.pending import Fetch, Later, Pending
+from odc_mpi.comm.shard_storage import Layout, ShardStorage
 from odc_mpi.comm.transport import Access, GradientStore, ParameterStore
+from odc_mpi.comm.work import DeferredWork, FetchWork, Work
 
 
-class PinnedMemory(Host):
+class PinnedMemory(ShardStorage):
     """Host memory that a device copies to and from by itself: a pool, and the memory of other hosts.
 
     Args:
-        hosts: Allocated before this one.
+        storages: Allocated before this one.
         device: Whose driver pins the memory.
 
     Attributes:
         pool: Lends pinned memory.
     """
 
-    def __init__(self, hosts: Sequence[Host], device: Device) -> None:
-        self.pool = BufferPool(device.pinned)
-        self._hosts = tuple(hosts)
+    def __init__(self, storages: Sequence[ShardStorage], device: Device) -> None:
+        self.pool = BufferPool(device.empty_pinned)
+        self._storages = tuple(storages)
         self._device = device
         self._registered: dict[int, torch.Tensor] = {}
 
     def allocate(self) -> None:  # noqa: D102
-        memory = [piece for host in self._hosts for piece in host.in_place()]
+        memory = [piece for host in self._storages for piece in host.mapped_memory()]
         self._registered = {piece.data_ptr(): piece for piece in memory if self._device.register(piece)}
 
     def free(self) -> None:  # noqa: D102
@@ -72,12 +72,12 @@ class StagedParameters(ParameterStore):
     """
 
     def __init__(self, inner: ParameterStore, device: Device, pinned: PinnedMemory) -> None:
-        super().__init__(inner.dtype, BufferPool(device.memory))
+        super().__init__(inner.dtype, BufferPool(device.empty))
         inner.buffers = pinned.pool
         self._inner = inner
         self._device = device
         self._pinned = pinned
-        self._marks = Marks()
+        self._events = BufferEvents()
 
     @property
     def layouts(self) -> Sequence[Layout]:  # noqa: D102
@@ -86,24 +86,24 @@ class StagedParameters(ParameterStore):
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._inner.shard(index)
 
-    def hand_over(self, buffer: torch.Tensor) -> None:  # noqa: D102
-        self._marks.set(buffer, self._device.mark())
+    def record_event(self, buffer: torch.Tensor) -> None:  # noqa: D102
+        self._events.set(buffer, self._device.record_event())
 
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
-        after = self._marks.take(buffer)
-        return Later(partial(self._bring, self._inner.fetch(index), buffer, after))
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:  # noqa: D102
+        after = self._events.pop(buffer)
+        return DeferredWork(partial(self._copy_to_device, self._inner.fetch(index), buffer, after))
 
-    def _bring(self, fetch: Fetch, buffer: torch.Tensor, after: Mark) -> None:
+    def _copy_to_device(self, fetch: FetchWork, buffer: torch.Tensor, wait_for: Event) -> None:
         """Bring what is fetched to the host on to the device."""
         whole = fetch.wait()
         if self._inner.access is Access.COPY or self._pinned.is_pinned(whole):
-            self._device.copy(buffer, whole, after).synchronize()
+            self._device.copy(buffer, whole, wait_for).synchronize()
         else:
             # It is the windows' own memory, which the driver did not take: only the processor can copy from it.
-            pinned = self._pinned.pool.take(whole.numel(), whole.dtype)
+            pinned = self._pinned.pool.acquire(whole.numel(), whole.dtype)
             pinned.copy_(whole)
-            self._device.copy(buffer, pinned, after).synchronize()
-            self._pinned.pool.give_back(pinned)
+            self._device.copy(buffer, pinned, wait_for).synchronize()
+            self._pinned.pool.release(pinned)
         self._inner.release(whole)
 
 
@@ -120,17 +120,17 @@ class StagedGradients(DeviceGradients):
         super().__init__(inner, device)
         self._pinned = pinned
 
-    def memory(self, num_bytes: int) -> torch.Tensor:  # noqa: D102
-        return self._device.memory(num_bytes)
+    def empty(self, num_bytes: int) -> torch.Tensor:  # noqa: D102
+        return self._device.empty(num_bytes)
 
-    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
-        after = self._marks.take(gradient)
-        pinned = self._pinned.pool.take(gradient.numel(), self.dtype)
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:  # noqa: D102
+        after = self._events.pop(gradient)
+        pinned = self._pinned.pool.acquire(gradient.numel(), self.dtype)
         copied = self._device.copy(pinned, gradient, after)
-        return Later(partial(self._send, index, start, pinned, copied))
+        return DeferredWork(partial(self._push_pinned, index, start, pinned, copied))
 
-    def _send(self, index: int, start: int, pinned: torch.Tensor, copied: Mark) -> None:
+    def _push_pinned(self, index: int, start: int, pinned: torch.Tensor, copy_event: Event) -> None:
         """Push what has come from the device."""
-        copied.synchronize()
+        copy_event.synchronize()
         self._inner.push(index, pinned, start).wait()
-        self._pinned.pool.give_back(pinned)
+        self._pinned.pool.release(pinned)

@@ -28,23 +28,23 @@ import numpy as np
 import torch
 
 import odc_mpi
-from odc_mpi.errors import in_one_line
+from odc_mpi.errors import one_line_message
 
 #: Where a tensor begins in a flat array, in elements, and the tensor.
-Piece = tuple[int, torch.Tensor]
+Segment = tuple[int, torch.Tensor]
 
 #: For NVRTC; nvcc takes them, too. CuPy adds -ftz=true, against which the sources guard themselves.
 COMPILE_OPTIONS = ("-std=c++17",)
 
 #: The same in `src/pieces.cuh`: how types are numbered, and how many pieces one launch takes.
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-MAX_PIECES = 128
+MAX_SEGMENTS = 128
 _TABLE = np.dtype(
     [
-        ("source", np.uint64, MAX_PIECES),
-        ("start", np.int64, MAX_PIECES),
-        ("stop", np.int64, MAX_PIECES),
-        ("type", np.uint8, MAX_PIECES),
+        ("source", np.uint64, MAX_SEGMENTS),
+        ("start", np.int64, MAX_SEGMENTS),
+        ("stop", np.int64, MAX_SEGMENTS),
+        ("type", np.uint8, MAX_SEGMENTS),
     ]
 )
 #: What kernels write, by the end of their names.
@@ -57,13 +57,13 @@ BLOCK_NUMEL = 8 * THREADS
 BLOCKS_PER_MULTIPROCESSOR = 32
 
 
-def flatten(pieces: Sequence[Piece], flat: torch.Tensor) -> torch.Tensor:
+def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
     """Lay tensors into a flat array, zeros between them, and find the largest magnitude in it. Local.
 
     Nobody waits for a device: the result is there when what this thread has given it so far is done.
 
     Args:
-        pieces: Where each tensor begins in `flat`, and the tensor: of any shape, dtype, strides and layout. In order,
+        segments: Where each tensor begins in `flat`, and the tensor: of any shape, dtype, strides and layout. In order,
             none over another.
         flat: `[n]`, contiguous; all of it is overwritten.
 
@@ -71,23 +71,23 @@ def flatten(pieces: Sequence[Piece], flat: torch.Tensor) -> torch.Tensor:
         The largest magnitude of what is in `flat` now, a scalar, float64, on its device. NaN if there is one.
     """
     filled = 0
-    for start, piece in pieces:
+    for start, piece in segments:
         assert filled <= start, "pieces overlap or are out of order"
         filled = start + piece.numel()
     assert filled <= flat.numel(), f"pieces end at {filled}, the array at {flat.numel()}"
-    if _falls_to_torch(flat):
-        return flatten_with_torch(pieces, flat)
-    plain = [(start, _as_in_memory(piece, flat)) for start, piece in pieces if piece.numel()]
+    if _use_torch_fallback(flat):
+        return flatten_with_torch(segments, flat)
+    plain = [(start, _as_contiguous_input(piece, flat)) for start, piece in segments if piece.numel()]
     largest = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for first, stop, run in _runs(plain, flat.numel()):
+    for first, stop, run in _batches(plain, flat.numel()):
         _launch("flatten", flat, run, first, stop, largest.data_ptr())
     return largest
 
 
-def flatten_with_torch(pieces: Sequence[Piece], flat: torch.Tensor) -> torch.Tensor:
+def flatten_with_torch(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
     """Do what `flatten` does, with torch's operators. Local."""
     filled = 0
-    for start, piece in pieces:
+    for start, piece in segments:
         if filled < start:
             flat[filled:start].zero_()
         filled = start + piece.numel()
@@ -106,7 +106,7 @@ def largest_magnitude(flat: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low, high).double()
 
 
-def add_slots(shard: torch.Tensor, slots: Sequence[Piece]) -> None:
+def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
     """Add slots to a shard in their order: each element becomes `((shard + slot 0) + slot 1) + ...`. Local.
 
     Slots are cast to the shard's dtype before they are added, and every sum is rounded to it: so the result depends on
@@ -115,27 +115,27 @@ def add_slots(shard: torch.Tensor, slots: Sequence[Piece]) -> None:
 
     Args:
         shard: `[n]`, contiguous.
-        slots: Where each slot begins in the shard, and the slot: of any shape, layout and floating-point dtype, on the
+        segments: Where each slot begins in the shard, and the slot: of any shape, layout and floating-point dtype, on the
             shard's device. They may overlap one another, but not the shard's memory.
     """
-    for start, slot in slots:
+    for start, slot in segments:
         stop = start + slot.numel()
         assert 0 <= start <= stop <= shard.numel(), f"slot {start} to {stop} of a shard of {shard.numel()}"
-    if _falls_to_torch(shard):
-        add_slots_with_torch(shard, slots)
+    if _use_torch_fallback(shard):
+        add_segments_with_torch_(shard, segments)
         return
-    plain = [(start, _as_in_memory(slot, shard)) for start, slot in slots if slot.numel()]
-    for i in range(0, len(plain), MAX_PIECES):
-        run = plain[i : i + MAX_PIECES]
+    plain = [(start, _as_contiguous_input(slot, shard)) for start, slot in segments if slot.numel()]
+    for i in range(0, len(plain), MAX_SEGMENTS):
+        run = plain[i : i + MAX_SEGMENTS]
         # From a multiple of a block's elements on, so that these are aligned as the shard is.
         first = min(start for start, _ in run) // BLOCK_NUMEL * BLOCK_NUMEL
         stop = max(start + slot.numel() for start, slot in run)
         _launch("add_slots", shard, run, first, stop)
 
 
-def add_slots_with_torch(shard: torch.Tensor, slots: Sequence[Piece]) -> None:
-    """Do what `add_slots` does, with torch's operators: one pass for each slot. Local."""
-    for start, slot in slots:
+def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
+    """Do what `add_segments_` does, with torch's operators: one pass for each slot. Local."""
+    for start, slot in segments:
         dense = _dense(slot)
         # What is narrower is cast on the way, without a copy.
         exact = torch.promote_types(dense.dtype, shard.dtype) == shard.dtype
@@ -143,7 +143,7 @@ def add_slots_with_torch(shard: torch.Tensor, slots: Sequence[Piece]) -> None:
         shard[start : start + slot.numel()].view(slot.shape).add_(values)
 
 
-def why_no_kernels(device: torch.device) -> str | None:
+def kernels_unavailable_reason(device: torch.device) -> str | None:
     """Return the reason for torch's operators instead of kernels on a device; None if kernels run. Local.
 
     Raises:
@@ -183,16 +183,16 @@ def read_source(name: str) -> str:
     return (places / f"{name}.cu").read_text().replace('#include "pieces.cuh"\n', header)
 
 
-def _falls_to_torch(target: torch.Tensor) -> bool:
+def _use_torch_fallback(target: torch.Tensor) -> bool:
     assert target.dim() == 1 and target.is_contiguous()
-    return target.dtype not in _TARGETS or why_no_kernels(target.device) is not None
+    return target.dtype not in _TARGETS or kernels_unavailable_reason(target.device) is not None
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_dense() if tensor.layout is not torch.strided else tensor
 
 
-def _as_in_memory(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _as_contiguous_input(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Make a tensor one that a kernel can read: itself, as a rule."""
     # Asked first: of many small gradients the operators below take longer to call than the kernel to run.
     is_plain = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
@@ -204,25 +204,25 @@ def _as_in_memory(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return dense.to(target.device, dtype).resolve_neg().contiguous()
 
 
-def _runs(pieces: Sequence[Piece], numel: int) -> Iterator[tuple[int, int, Sequence[Piece]]]:
+def _batches(segments: Sequence[Segment], numel: int) -> Iterator[tuple[int, int, Sequence[Segment]]]:
     """Cut a flat array into stretches with as many pieces as a launch takes: the first element, the end, the pieces."""
     first = 0
-    for i in range(0, max(1, len(pieces)), MAX_PIECES):
-        stop = pieces[i + MAX_PIECES][0] if i + MAX_PIECES < len(pieces) else numel
-        yield first, stop, pieces[i : i + MAX_PIECES]
+    for i in range(0, max(1, len(segments)), MAX_SEGMENTS):
+        stop = segments[i + MAX_SEGMENTS][0] if i + MAX_SEGMENTS < len(segments) else numel
+        yield first, stop, segments[i : i + MAX_SEGMENTS]
         first = stop
 
 
 def _launch(
-    name: str, target: torch.Tensor, pieces: Sequence[Piece], first: int, stop: int, *more_addresses: int
+    name: str, target: torch.Tensor, segments: Sequence[Segment], first: int, stop: int, *more_addresses: int
 ) -> None:
     """Launch a kernel over elements `first` to `stop` of a flat array, on torch's current stream."""
     table = np.zeros(1, dtype=_TABLE)
-    count = len(pieces)
-    table["source"][0, :count] = [piece.data_ptr() for _, piece in pieces]
-    table["start"][0, :count] = [start for start, _ in pieces]
-    table["stop"][0, :count] = [start + piece.numel() for start, piece in pieces]
-    table["type"][0, :count] = [TYPES[piece.dtype] for _, piece in pieces]
+    count = len(segments)
+    table["source"][0, :count] = [piece.data_ptr() for _, piece in segments]
+    table["start"][0, :count] = [start for start, _ in segments]
+    table["stop"][0, :count] = [start + piece.numel() for start, piece in segments]
+    table["type"][0, :count] = [TYPES[piece.dtype] for _, piece in segments]
     addresses = (np.uint64(address) for address in (target.data_ptr(), *more_addresses))
     arguments = (table, np.int32(count), np.int64(first), np.int64(stop), *addresses)
     if first < stop:
@@ -234,11 +234,11 @@ def _run(file: str, kernel: str, device: torch.device, num_blocks: int, argument
     assert cupy is not None
     stream = _stream(torch.cuda.current_stream(device).cuda_stream)
     most = BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device)
-    with _on(device, cupy), stream:
+    with _device_guard(device, cupy), stream:
         _kernel(file, kernel)((min(num_blocks, most),), (THREADS,), arguments)
 
 
-def _on(device: torch.device, cupy: ModuleType) -> AbstractContextManager[object]:
+def _device_guard(device: torch.device, cupy: ModuleType) -> AbstractContextManager[object]:
     """Make a device the current one meanwhile. As a rule it is, and nothing is done: a launch takes long enough."""
     if torch.cuda.current_device() == device.index:
         return nullcontext()
@@ -281,7 +281,7 @@ def _kernel(file: str, kernel: str) -> Any:
         return cupy.RawModule(code=read_source(file), options=COMPILE_OPTIONS).get_function(kernel)
     except Exception as error:
         raise RuntimeError(
-            f"CuPy {cupy.__version__} cannot build {source_dir() / file}.cu: {in_one_line(error)}. "
+            f"CuPy {cupy.__version__} cannot build {source_dir() / file}.cu: {one_line_message(error)}. "
             "ODC_MPI_KERNELS=off goes on with torch's operators"
         ) from error
 
@@ -294,7 +294,7 @@ def _cupy() -> ModuleType | None:
         import cupy
     except Exception as error:
         raise RuntimeError(
-            f"CuPy is installed, but cannot be imported: {in_one_line(error)}. "
+            f"CuPy is installed, but cannot be imported: {one_line_message(error)}. "
             "Uninstall it, or set ODC_MPI_KERNELS=off, to go on with torch's operators"
         ) from error
     return cupy

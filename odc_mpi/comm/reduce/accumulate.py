@@ -12,10 +12,10 @@ from itertools import chain
 
 import torch
 
-from odc_mpi.comm.host import Footprint, Host, Layout, owned_parts
-from odc_mpi.comm.pending import Pending
+from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import GradientStore
-from odc_mpi.comm.windows.rma import HOST_WINDOWS, Window, WindowKind, flush_later
+from odc_mpi.comm.windows.rma import HOST_WINDOW, Window, WindowFactory, deferred_flush
+from odc_mpi.comm.work import Work
 from odc_mpi.runtime.world import World
 
 #: So many ranks of a node can add at once to an array; more were not measured.
@@ -25,7 +25,7 @@ MAX_WINDOWS_PER_ARRAY = 4
 MAX_WINDOWS = 800
 
 
-class Reduction(GradientStore, Host):
+class WindowGradientStore(GradientStore, ShardStorage):
     """Hosts this rank's gradient shards and brings gradients to those of others. Making one is local.
 
     Args:
@@ -37,10 +37,10 @@ class Reduction(GradientStore, Host):
         super().__init__(dtype)
         self.world = world
 
-    def in_place(self) -> list[torch.Tensor]:  # noqa: D102
-        return [self.shard(index) for index in self.trained]
+    def mapped_memory(self) -> list[torch.Tensor]:  # noqa: D102
+        return [self.shard(index) for index in self.trainable_numels]
 
-    def pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int, slice]]:
+    def split_by_owner(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int, slice]]:
         """Cut a gradient among its owners. Local.
 
         Args:
@@ -52,11 +52,11 @@ class Reduction(GradientStore, Host):
             An owner, the first element in its shard, and which part of the gradient goes from there on.
         """
         layout = self.layouts[index]
-        for owner, begin, end in owned_parts(layout, self.world.rank, start, stop):
+        for owner, begin, end in ranges_by_owner(layout, self.world.rank, start, stop):
             yield owner, begin - layout.owned(owner)[0], slice(begin - start, end - start)
 
 
-class AccumulateReduction(Reduction):
+class AccumulateGradientStore(WindowGradientStore):
     """MPI_Accumulate(MPI_SUM) into the owners' gradient windows; owners take no part.
 
     MPICH serialises all Accumulates of a window on a node, also those to different owners. There an array has several
@@ -68,7 +68,7 @@ class AccumulateReduction(Reduction):
         kind: Of the windows.
     """
 
-    def __init__(self, world: World, dtype: torch.dtype, kind: WindowKind = HOST_WINDOWS) -> None:
+    def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory = HOST_WINDOW) -> None:
         super().__init__(world, dtype)
         self._kind = kind
         self._per_array = 1
@@ -76,26 +76,26 @@ class AccumulateReduction(Reduction):
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
         super().plan(layouts)
-        self._per_array = windows_per_array(self.world.mpi_library, self.world.size, len(self.trained))
-        num_bytes = sum(self.trained.values()) * self.dtype.itemsize
-        return Footprint(len(self.trained) * self._per_array, num_bytes if self._kind.on_host else 0)
+        self._per_array = windows_per_array(self.world.mpi_library, self.world.size, len(self.trainable_numels))
+        num_bytes = sum(self.trainable_numels.values()) * self.dtype.itemsize
+        return Footprint(len(self.trainable_numels) * self._per_array, num_bytes if self._kind.on_host else 0)
 
     def allocate(self) -> None:  # noqa: D102
-        self._windows = {index: self._share_out(numel) for index, numel in self.trained.items()}
+        self._windows = {index: self._allocate_windows(numel) for index, numel in self.trainable_numels.items()}
 
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._window(index, self.world.rank).tensor
 
-    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:  # noqa: D102
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:  # noqa: D102
         assert gradient.dtype == self.dtype
         layout, values, stop = self.layouts[index], self._kind.memory(gradient), start + gradient.numel()
         what = f"accumulating the gradient of unit {layout.name}"
         owners = layout.owners(start, stop)
         with self.world.deadline(what, owners):
-            for owner, begin, part in self.pieces(index, start, stop):
+            for owner, begin, part in self.split_by_owner(index, start, stop):
                 self._window(index, owner).accumulate(owner, begin, values[part])
         # At this end only: the buffer may be reused. `flush` completes it at the targets.
-        return flush_later(self.world, lambda: self._flush_local(index), what, owners, gradient)
+        return deferred_flush(self.world, lambda: self._flush_local(index), what, owners, gradient)
 
     def flush(self) -> None:  # noqa: D102
         with self.world.deadline("flushing gradients"):
@@ -114,7 +114,7 @@ class AccumulateReduction(Reduction):
             window.free()
         self._windows = {}
 
-    def _share_out(self, numel: int) -> list[Window]:
+    def _allocate_windows(self, numel: int) -> list[Window]:
         own = self.world.rank % self._per_array
         numels = [numel if i == own else 0 for i in range(self._per_array)]
         return [self._kind.make(self.world, n, self.dtype, same_size=self._per_array == 1) for n in numels]

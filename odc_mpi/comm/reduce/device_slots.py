@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from odc_mpi.comm.device.device import Device, zeros
-from odc_mpi.comm.kernels.native import Piece
-from odc_mpi.comm.reduce.slots import HEADER_BYTES, Header, HostSlots, ring_number
-from odc_mpi.comm.windows.device_window import DeviceWindow, by_address
+from odc_mpi.comm.kernels.native import Segment
+from odc_mpi.comm.reduce.slots import HEADER_BYTES, Header, HostSlots, ring_index
+from odc_mpi.comm.windows.device_window import DeviceWindow, as_mpi_buffer
 from odc_mpi.comm.windows.rma import Memory, Window
 from odc_mpi.runtime.world import World
 
@@ -49,27 +49,27 @@ class DeviceSlots(HostSlots):
         self._elements = DeviceWindow(self.world, (self.world.size - 1) * ring_bytes, torch.uint8, self._device)
 
     def values(self, gradient: torch.Tensor) -> Memory:  # noqa: D102
-        return by_address(gradient)
+        return as_mpi_buffer(gradient)
 
-    def put(self, owner: int, place: int, header: np.ndarray, values: Memory) -> None:  # noqa: D102
+    def put(self, owner: int, offset: int, header: np.ndarray, values: Memory) -> None:  # noqa: D102
         assert isinstance(values, memoryview)
-        self._inbox.put(owner, self._header_start(self.world.rank, owner, place), header)
-        self._elements.put(owner, self._elements_start(self.world.rank, owner, place), values.cast("B"))
+        self._inbox.put(owner, self._header_start(self.world.rank, owner, offset), header)
+        self._elements.put(owner, self._elements_start(self.world.rank, owner, offset), values.cast("B"))
 
     def flush(self, owner: int | None = None) -> None:  # noqa: D102
         self._elements.flush(owner)
         self._inbox.flush(owner)
 
-    def add(self, pusher: int, headers: Sequence[Header]) -> None:  # noqa: D102
-        slots: dict[int, list[Piece]] = {}
+    def add(self, origin: int, headers: Sequence[Header]) -> None:  # noqa: D102
+        slots: dict[int, list[Segment]] = {}
         for index, start, numel, place in headers:
-            at = self._elements_start(pusher, self.world.rank, place)
+            at = self._elements_start(origin, self.world.rank, place)
             values = self._elements.tensor[at : at + numel * self.dtype.itemsize].view(self.dtype)
             slots.setdefault(index, []).append((start, values))
         self._elements.sync()
         self._add_on_device(slots)
 
-    def add_own(self, index: int, start: int, values: torch.Tensor) -> None:  # noqa: D102
+    def add_local(self, index: int, start: int, values: torch.Tensor) -> None:  # noqa: D102
         self._add_on_device({index: [(start, values)]})
 
     def free(self) -> None:  # noqa: D102
@@ -79,12 +79,12 @@ class DeviceSlots(HostSlots):
     def _make_shards(self, numels: Mapping[int, int]) -> None:
         self.shards = {index: zeros(self._device, numel, self.dtype) for index, numel in numels.items()}
 
-    def _add_on_device(self, slots: Mapping[int, list[Piece]]) -> None:
+    def _add_on_device(self, slots: Mapping[int, list[Segment]]) -> None:
         for mark in [self._device.add(self.shards[index], those) for index, those in slots.items()]:
             mark.synchronize()
 
-    def _header_start(self, pusher: int, owner: int, place: int) -> int:
-        return super()._header_start(pusher, owner, place // self.alignment * HEADER_BYTES)
+    def _header_start(self, origin: int, owner: int, offset: int) -> int:
+        return super()._header_start(origin, owner, offset // self.alignment * HEADER_BYTES)
 
     def _elements_start(self, pusher: int, owner: int, place: int) -> int:
-        return ring_number(pusher, owner) * self._device_ring_bytes + place
+        return ring_index(pusher, owner) * self._device_ring_bytes + place

@@ -24,7 +24,7 @@ class Header(NamedTuple):
     array: int
     start: int
     numel: int
-    place: int
+    offset: int
 
 
 class HostSlots:
@@ -51,7 +51,7 @@ class HostSlots:
         self.shards: dict[int, torch.Tensor] = {}
         self._sums: dict[int, np.ndarray] = {}
         # Not that of serving: who serves may have to wait for others, who adds never.
-        self._adding = threading.Lock()
+        self._add_lock = threading.Lock()
 
     def host_ring_bytes(self, ring_bytes: int) -> int:
         """Return the bytes that a ring takes of the inbox. Local."""
@@ -75,17 +75,17 @@ class HostSlots:
         """Return the memory of a gradient as MPI takes it. Local."""
         return gradient.numpy()
 
-    def put(self, owner: int, place: int, header: np.ndarray, values: Memory) -> None:
+    def put(self, owner: int, offset: int, header: np.ndarray, values: Memory) -> None:
         """Start to put a slot into this rank's ring at an owner. One-sided; `flush` completes it.
 
         Args:
             owner: The rank.
-            place: Where in the ring the slot begins, in bytes.
+            offset: Where in the ring the slot begins, in bytes.
             header: `[32]` bytes; untouched until the flush.
             values: Of `dtype`, a part of what `values` returned; untouched until the flush.
         """
         assert isinstance(values, np.ndarray)
-        at = self._header_start(self.world.rank, owner, place)
+        at = self._header_start(self.world.rank, owner, offset)
         self._inbox.put(owner, at, header)
         self._inbox.put(owner, at + HEADER_BYTES, values.view(np.uint8))
 
@@ -93,19 +93,19 @@ class HostSlots:
         """Wait until all puts are at an owner, or at all owners. One-sided."""
         self._inbox.flush(owner)
 
-    def header(self, pusher: int, place: int) -> list[int]:
+    def header(self, origin: int, offset: int) -> list[int]:
         """Return the numbers in the header of a slot that has arrived. Local."""
-        at = self._header_start(pusher, self.world.rank, place)
+        at = self._header_start(origin, self.world.rank, offset)
         return self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
 
-    def add(self, pusher: int, headers: Sequence[Header]) -> None:
+    def add(self, origin: int, headers: Sequence[Header]) -> None:
         """Add slots that have arrived, one after the other; return when their room is free. Local."""
         for index, start, numel, place in headers:
-            at = self._header_start(pusher, self.world.rank, place) + HEADER_BYTES
+            at = self._header_start(origin, self.world.rank, place) + HEADER_BYTES
             values = self._memory[at : at + numel * self.dtype.itemsize]
             self._add(index, start, values.view(self._sums[index].dtype))
 
-    def add_own(self, index: int, start: int, values: torch.Tensor) -> None:
+    def add_local(self, index: int, start: int, values: torch.Tensor) -> None:
         """Add the part of a gradient that this rank owns; return when it was. Local."""
         self._add(index, start, values.numpy())
 
@@ -121,13 +121,13 @@ class HostSlots:
     def _add(self, index: int, start: int, values: np.ndarray) -> None:
         # Not torch: its threads would come once more for every thread that serves. inf - inf is no news here.
         own = self._sums[index][start : start + values.size]
-        with self._adding, np.errstate(all="ignore"):
+        with self._add_lock, np.errstate(all="ignore"):
             np.add(own, values, out=own)
 
-    def _header_start(self, pusher: int, owner: int, place: int) -> int:
-        return self._rings_start + ring_number(pusher, owner) * self._ring_bytes + place
+    def _header_start(self, origin: int, owner: int, offset: int) -> int:
+        return self._rings_start + ring_index(origin, owner) * self._ring_bytes + offset
 
 
-def ring_number(pusher: int, owner: int) -> int:
+def ring_index(origin: int, owner: int) -> int:
     """Return the number of a pusher's ring at an owner, which has none for itself. Local."""
-    return pusher - (pusher > owner)
+    return origin - (origin > owner)

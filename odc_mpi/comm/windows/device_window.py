@@ -1,7 +1,7 @@
 """Windows over a device's memory: `Win.Create` over what its driver allocated, told to MPI by address.
 
 MPI allocates no memory on devices, so a window there is made over memory that exists. It comes from the driver itself
-(`Device.window_memory`): of what memory pools hand out an MPI library may get no handle to show another process, and
+(`Device.empty_for_windows`): of what memory pools hand out an MPI library may get no handle to show another process, and
 then copies through the host, or fails.
 
 Whether an operation on such a window works at all, and for whom it waits, depends on the library: it is used where
@@ -16,11 +16,11 @@ import torch
 from mpi4py import MPI
 
 from odc_mpi.comm.device.device import Device
-from odc_mpi.comm.windows.rma import Window, WindowKind
+from odc_mpi.comm.windows.rma import Window, WindowFactory
 from odc_mpi.runtime.world import World
 
 #: How the elements of a view are called. What is summed has a type; everything else travels as bytes.
-_FORMATS: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.uint8: "B"}
+_TYPE_CODES: dict[torch.dtype, Any] = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.uint8: "B"}
 
 
 class DeviceWindow(Window):
@@ -42,7 +42,7 @@ class DeviceWindow(Window):
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype, device: Device, *, same_size: bool = True) -> None:
         # All hear of it where one has too little memory: in the collective operation it would leave the others waiting.
-        self._memory = world.agree(lambda: device.window_memory(numel * dtype.itemsize))
+        self._memory = world.run_on_all(lambda: device.empty_for_windows(numel * dtype.itemsize))
         super().__init__(world, numel, dtype, same_size=same_size)
 
     def free(self) -> None:
@@ -53,16 +53,16 @@ class DeviceWindow(Window):
 
     def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> tuple[MPI.Win, torch.Tensor]:
         tensor = self._memory.view(dtype)
-        memory = by_address(tensor.view(torch.uint8)) if numel else None
+        memory = as_mpi_buffer(tensor.view(torch.uint8)) if numel else None
         return MPI.Win.Create(memory, dtype.itemsize, info, world.comm), tensor
 
 
-def device_windows(device: Device) -> WindowKind:
+def device_windows(device: Device) -> WindowFactory:
     """Return how windows on this rank's device are made. Local."""
-    return WindowKind(partial(DeviceWindow, device=device), by_address, on_host=False)
+    return WindowFactory(partial(DeviceWindow, device=device), as_mpi_buffer, on_host=False)
 
 
-def by_address(tensor: torch.Tensor) -> memoryview:
+def as_mpi_buffer(tensor: torch.Tensor) -> memoryview:
     """Tell where a flat tensor's memory is, on whatever device. Local.
 
     A view of a device's memory is for MPI alone: a program that looked into it would crash.
@@ -75,4 +75,4 @@ def by_address(tensor: torch.Tensor) -> memoryview:
     """
     assert tensor.dim() == 1 and tensor.is_contiguous()
     view = memoryview(MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes))  # type: ignore[arg-type]
-    return view.cast(_FORMATS[tensor.dtype])
+    return view.cast(_TYPE_CODES[tensor.dtype])

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from odc_mpi.comm.host import Footprint, Host, Layout, owned_parts
-from odc_mpi.comm.pending import Done, Fetch, Pending
+from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import Access, ParameterStore
-from odc_mpi.comm.windows.rma import COPIES_WHAT_IS_SEEN, ReadableWindow, WindowKind, flush_later
+from odc_mpi.comm.windows.rma import CAN_DETACH_STORAGE, ReadableWindow, WindowFactory, deferred_flush
+from odc_mpi.comm.work import CompletedWork, FetchWork, Work
 from odc_mpi.runtime.world import World
 
 
-class ParameterWindows(Host):
+class ParameterWindows(ShardStorage):
     """A window for this rank's shard of each array. Making one is local.
 
     Args:
@@ -28,15 +28,15 @@ class ParameterWindows(Host):
         kind: Of the windows.
 
     Attributes:
-        are_whole: Whether this rank sees the shards of all ranks in place, one after the other, in every window.
+        all_shards_mapped: Whether this rank sees the shards of all ranks in place, one after the other, in every window.
     """
 
-    def __init__(self, world: World, dtype: torch.dtype, kind: WindowKind) -> None:
+    def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory) -> None:
         self.dtype = dtype
         self.world = world
         self._kind = kind
         self._windows: list[ReadableWindow] = []
-        self.are_whole = False
+        self.all_shards_mapped = False
 
     def __getitem__(self, index: int) -> ReadableWindow:
         return self._windows[index]
@@ -44,20 +44,22 @@ class ParameterWindows(Host):
     def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
         super().plan(layouts)
         num_bytes = sum(layout.shard_numel * (layout.dtype or self.dtype).itemsize for layout in layouts)
-        per_array = 2 if self._kind.in_place and self.world.num_nodes > 1 else 1
+        per_array = 2 if self._kind.shared and self.world.num_nodes > 1 else 1
         return Footprint(len(layouts) * per_array, num_bytes if self._kind.on_host else 0)
 
     def allocate(self) -> None:  # noqa: D102
         for layout in self.layouts:
             self._windows.append(self._kind.make(self.world, layout.shard_numel, layout.dtype or self.dtype))
-        self.are_whole = all(window.whole is not None for window in self._windows)
+        self.all_shards_mapped = all(window.all_shards is not None for window in self._windows)
 
-    def parts(self, index: int) -> dict[int, tuple[int, int]]:
+    def owned_ranges(self, index: int) -> dict[int, tuple[int, int]]:
         """Return the owners that have elements of an array, and the first and the end of each one's part. Local."""
         layout = self.layouts[index]
-        return {owner: (start, stop) for owner, start, stop in owned_parts(layout, self.world.rank, 0, layout.numel)}
+        return {
+            owner: (start, stop) for owner, start, stop in ranges_by_owner(layout, self.world.rank, 0, layout.numel)
+        }
 
-    def start_gets(self, index: int, owners: Sequence[int], buffer: torch.Tensor) -> Pending:
+    def start_gets(self, index: int, owners: Sequence[int], buffer: torch.Tensor) -> Work:
         """Start to read the parts of these owners into a buffer for the whole array. One-sided."""
         layout, window, memory = self.layouts[index], self._windows[index], self._kind.memory(buffer.view(torch.uint8))
         what = f"fetching unit {layout.name}"
@@ -65,14 +67,14 @@ class ParameterWindows(Host):
             for owner in owners:
                 start, stop = layout.owned(owner)
                 window.get(owner, memory[start * buffer.itemsize : stop * buffer.itemsize])
-        return flush_later(self.world, window.flush, what, owners, buffer)
+        return deferred_flush(self.world, window.flush, what, owners, buffer)
 
     def sync(self) -> None:  # noqa: D102
         for window in self._windows:
             window.sync()
 
-    def in_place(self) -> list[torch.Tensor]:  # noqa: D102
-        return [memory for window in self._windows for memory in window.in_place()]
+    def mapped_memory(self) -> list[torch.Tensor]:  # noqa: D102
+        return [memory for window in self._windows for memory in window.mapped_memory()]
 
     def free(self) -> None:  # noqa: D102
         while self._windows:
@@ -93,9 +95,9 @@ class WindowParameters(ParameterStore):
     @property
     def access(self) -> Access:  # type: ignore[override]
         """By copies, unless all arrays are seen in one piece. Local."""
-        if not self._windows.are_whole:
+        if not self._windows.all_shards_mapped:
             return Access.COPY
-        return Access.KEEP if COPIES_WHAT_IS_SEEN else Access.VIEW
+        return Access.KEEP if CAN_DETACH_STORAGE else Access.VIEW
 
     @property
     def layouts(self) -> Sequence[Layout]:  # noqa: D102
@@ -104,22 +106,22 @@ class WindowParameters(ParameterStore):
     def shard(self, index: int) -> torch.Tensor:  # noqa: D102
         return self._windows[index].tensor
 
-    def fetch(self, index: int) -> Fetch:  # noqa: D102
+    def fetch(self, index: int) -> FetchWork:  # noqa: D102
         if self.access is Access.COPY:
             return super().fetch(index)
-        self._windows.world.progress.serve()
-        whole = self._windows[index].whole
+        self._windows.world.progress.run_tasks()
+        whole = self._windows[index].all_shards
         assert whole is not None
-        return Fetch(whole[: self.layouts[index].numel], Done())
+        return FetchWork(whole[: self.layouts[index].numel], CompletedWork())
 
     def release(self, fetched: torch.Tensor) -> None:  # noqa: D102
         if self.access is Access.COPY:
             super().release(fetched)
 
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:  # noqa: D102
-        self._windows.world.progress.serve()
-        parts, window = self._windows.parts(index), self._windows[index]
-        near = {owner: shard for owner in parts if (shard := window.near(owner)) is not None}
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:  # noqa: D102
+        self._windows.world.progress.run_tasks()
+        parts, window = self._windows.owned_ranges(index), self._windows[index]
+        near = {owner: shard for owner in parts if (shard := window.mapped_shard(owner)) is not None}
         pending = self._windows.start_gets(index, [owner for owner in parts if owner not in near], buffer)
         # While those are on their way:
         for owner, shard in near.items():

@@ -21,7 +21,7 @@ import torch
 from mpi4py import MPI
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from odc_mpi.comm.pending import Later
+from odc_mpi.comm.work import DeferredWork
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.library import memory_model
 from odc_mpi.runtime.world import World
@@ -37,7 +37,7 @@ MAX_MESSAGE_NUMEL = 1 << 27
 ALIGNMENT = 64
 #: Whether tensors that look at a window's memory can be given memory of their own when it is freed: not by older
 #: versions of torch.
-COPIES_WHAT_IS_SEEN = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+CAN_DETACH_STORAGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 class ReadableWindow(Protocol):
@@ -45,14 +45,14 @@ class ReadableWindow(Protocol):
 
     Attributes:
         tensor: This rank's shard.
-        whole: All shards as one array, where this rank sees it in place; else None.
+        all_shards: All shards as one array, where this rank sees it in place; else None.
     """
 
     tensor: torch.Tensor
-    whole: torch.Tensor | None
+    all_shards: torch.Tensor | None
 
-    def near(self, target: int) -> torch.Tensor | None: ...  # noqa: D102
-    def in_place(self) -> list[torch.Tensor]: ...  # noqa: D102
+    def mapped_shard(self, target: int) -> torch.Tensor | None: ...  # noqa: D102
+    def mapped_memory(self) -> list[torch.Tensor]: ...  # noqa: D102
     def get(self, target: int, buffer: Memory, start: int = 0) -> None: ...  # noqa: D102
     def flush(self) -> None: ...  # noqa: D102
     def sync(self) -> None: ...  # noqa: D102
@@ -70,16 +70,16 @@ class Window:
 
     Attributes:
         tensor: This rank's shard, over the window's memory, zero at first.
-        whole: None: no rank sees the shards of others in place, as those of a `SharedWindow`.
+        all_shards: None: no rank sees the shards of others in place, as those of a `SharedWindow`.
     """
 
-    whole: torch.Tensor | None = None
+    all_shards: torch.Tensor | None = None
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype, *, same_size: bool = True) -> None:
         self._rank = world.rank
         # Sums name their element type; everything else, bf16 included, travels as bytes of the same size.
         self._element = MPI_DTYPES.get(dtype, MPI.BYTE)
-        with world.meeting("allocating a window"):
+        with world.collective("allocating a window"):
             # `same_size` lets the library leave out a table of sizes; no other hint was found to matter.
             info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
             self._win, self.tensor = self._make(world, numel, dtype, info)
@@ -90,11 +90,11 @@ class Window:
         # Once the ranks have met, others may read it, or add to it.
         self.sync()
 
-    def near(self, target: int) -> torch.Tensor | None:
+    def mapped_shard(self, target: int) -> torch.Tensor | None:
         """Return this rank's own shard; None for others. Local."""
         return self.tensor if target == self._rank else None
 
-    def in_place(self) -> list[torch.Tensor]:
+    def mapped_memory(self) -> list[torch.Tensor]:
         """Return this rank's own shard. Local."""
         return [self.tensor]
 
@@ -124,32 +124,32 @@ class Window:
             place = (start + first, len(piece), self._element)
             self._win.Accumulate([piece, self._element], target, place, MPI.SUM)
 
-    def fetch_and_add(self, target: int, place: int, value: int) -> int:
+    def fetch_and_add(self, target: int, offset: int, value: int) -> int:
         """Add to an int64 element of a rank's shard and return what was there before, at once. One-sided."""
-        return self._fetch_and(MPI.SUM, target, place, value)
+        return self._fetch_and(MPI.SUM, target, offset, value)
 
-    def read(self, target: int, place: int) -> int:
-        """Return an int64 element of a rank's shard, as `fetch_and_add` and `replace` leave it. One-sided."""
-        return self._fetch_and(MPI.NO_OP, target, place, 0)
+    def atomic_read(self, target: int, offset: int) -> int:
+        """Return an int64 element of a rank's shard, as `fetch_and_add` and `atomic_store` leave it. One-sided."""
+        return self._fetch_and(MPI.NO_OP, target, offset, 0)
 
-    def replace(self, target: int, place: int, value: int) -> None:
+    def atomic_store(self, target: int, offset: int, value: int) -> None:
         """Overwrite an int64 element of a rank's shard at once, as `fetch_and_add` sees it. One-sided."""
-        self._fetch_and(MPI.REPLACE, target, place, value)
+        self._fetch_and(MPI.REPLACE, target, offset, value)
 
-    def compare_and_swap(self, target: int, place: int, expected: int, value: int) -> int:
+    def compare_and_swap(self, target: int, offset: int, expected: int, value: int) -> int:
         """Overwrite an int64 element of a rank's shard if it is as expected; return what was there. One-sided."""
         assert self.tensor.dtype == torch.int64, "counters are int64"
         given, compared, before = (np.array([number], dtype=np.int64) for number in (value, expected, 0))
-        self._win.Compare_and_swap(given, compared, before, target, place)
+        self._win.Compare_and_swap(given, compared, before, target, offset)
         self._win.Flush(target)
         return int(before[0])
 
-    def read_all(self, target: int, count: int) -> np.ndarray:
+    def atomic_read_all(self, target: int, count: int) -> np.ndarray:
         """Return the first elements of a rank's shard, int64 [count], each as `read` does. One-sided."""
         return self._exchange_all(MPI.NO_OP, target, np.zeros(count, dtype=np.int64))
 
-    def swap_all(self, target: int, values: np.ndarray) -> None:
-        """Overwrite the first elements of a rank's shard, int64 [count], each as `replace` does. One-sided."""
+    def atomic_store_all(self, target: int, values: np.ndarray) -> None:
+        """Overwrite the first elements of a rank's shard, int64 [count], each as `atomic_store` does. One-sided."""
         self._exchange_all(MPI.REPLACE, target, values)
 
     def _exchange_all(self, operation: MPI.Op, target: int, values: np.ndarray) -> np.ndarray:
@@ -160,10 +160,10 @@ class Window:
         self._win.Flush(target)
         return before
 
-    def _fetch_and(self, operation: MPI.Op, target: int, place: int, value: int) -> int:
+    def _fetch_and(self, operation: MPI.Op, target: int, offset: int, value: int) -> int:
         assert self.tensor.dtype == torch.int64, "counters are int64"
         given, before = np.array([value], dtype=np.int64), np.empty(1, dtype=np.int64)
-        self._win.Fetch_and_op([given, MPI.INT64_T], [before, MPI.INT64_T], target, place, operation)
+        self._win.Fetch_and_op([given, MPI.INT64_T], [before, MPI.INT64_T], target, offset, operation)
         self._win.Flush(target)
         return int(before[0])
 
@@ -196,33 +196,33 @@ class Window:
 
 
 @dataclass(frozen=True)
-class WindowKind:
+class WindowFactory:
     """Where the windows of a store are.
 
     Attributes:
         make: Makes one of `(world, numel, dtype)`.
         memory: Returns a flat tensor's memory as MPI takes it, for tensors where the windows are.
         on_host: Whether they are in the host's memory.
-        in_place: Whether the ranks of a node see each other's.
+        shared: Whether the ranks of a node see each other's.
     """
 
     make: Callable[..., Any]
     memory: Callable[[torch.Tensor], Memory] = torch.Tensor.numpy
     on_host: bool = True
-    in_place: bool = False
+    shared: bool = False
 
 
-HOST_WINDOWS = WindowKind(Window)
+HOST_WINDOW = WindowFactory(Window)
 
 
-def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+def align_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
     """Return the next multiple of the alignment. Local."""
     return -(-num_bytes // alignment) * alignment
 
 
-def flush_later(
+def deferred_flush(
     world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
-) -> Later:
+) -> DeferredWork:
     """Return operations that were started on a window, to be completed where they are waited for. Local.
 
     Args:
@@ -238,7 +238,7 @@ def flush_later(
         with world.deadline(what, owners):
             flush()
 
-    return Later(partial(complete, memory))
+    return DeferredWork(partial(complete, memory))
 
 
 def read_shard(win: MPI.Win, target: int, buffer: Memory, itemsize: int, start: int) -> None:
@@ -265,18 +265,18 @@ def open_epoch(win: MPI.Win, world: World) -> None:
     win.Lock_all(MPI.MODE_NOCHECK)
 
 
-def free_window(win: MPI.Win, seen: Iterable[StorageWeakRef] = ()) -> None:
+def free_window(win: MPI.Win, views: Iterable[StorageWeakRef] = ()) -> None:
     """Free a window. Collective.
 
     A tensor that somebody holds longer would crash the process, so it gets memory of its own.
 
     Args:
         win: The window.
-        seen: Memory of the window that tensors look at.
+        views: Memory of the window that tensors look at.
     """
-    for reference in seen:
+    for reference in views:
         held = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-        if held is not None and COPIES_WHAT_IS_SEEN:
+        if held is not None and CAN_DETACH_STORAGE:
             held._swap_data_ptr_(held.clone())  # type: ignore[attr-defined]
     win.Unlock_all()
     win.Free()

@@ -4,7 +4,7 @@ import torch
 from mpi4py import MPI
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from odc_mpi.comm.windows.rma import Memory, WindowKind, free_window, open_epoch, read_shard
+from odc_mpi.comm.windows.rma import Memory, WindowFactory, free_window, open_epoch, read_shard
 from odc_mpi.runtime.world import World
 
 
@@ -18,67 +18,70 @@ class SharedWindow:
 
     Attributes:
         tensor: This rank's shard, zero at first.
-        whole: All shards as one array, where all ranks are on one node; None where they are not, or where the library
+        all_shards: All shards as one array, where all ranks are on one node; None where they are not, or where the library
             leaves gaps (MPICH and Open MPI do not).
     """
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype) -> None:
         self._itemsize = dtype.itemsize
         num_bytes = numel * dtype.itemsize
-        with world.meeting("allocating a shared window"):
+        with world.collective("allocating a shared window"):
             self._shared = MPI.Win.Allocate_shared(num_bytes, dtype.itemsize, MPI.INFO_NULL, world.node_comm)
             open_epoch(self._shared, world)
         shards = [self._shared.Shared_query(local_rank)[0] for local_rank in range(world.local_size)]
-        self._near = {
+        self._mapped_shards = {
             rank: torch.frombuffer(shard, dtype=dtype, count=numel)
             for rank, shard in zip(world.node_ranks, shards, strict=True)
         }
-        self.tensor = self._near[world.rank]
+        self.tensor = self._mapped_shards[world.rank]
         self.tensor.zero_()
-        self.whole = None
+        self.all_shards = None
         contiguous = all(shard.address == shards[0].address + i * num_bytes for i, shard in enumerate(shards))
         if world.num_nodes == 1 and contiguous:
             memory = MPI.memory.fromaddress(shards[0].address, num_bytes * world.size)
-            self.whole = torch.frombuffer(memory, dtype=dtype)
-        self._far: MPI.Win | None = None
+            self.all_shards = torch.frombuffer(memory, dtype=dtype)
+        self._remote_win: MPI.Win | None = None
         if world.num_nodes > 1:
-            with world.meeting("opening a shared window to other nodes"):
-                self._far = MPI.Win.Create(shards[world.local_rank], dtype.itemsize, MPI.INFO_NULL, world.comm)
-                open_epoch(self._far, world)
+            with world.collective("opening a shared window to other nodes"):
+                self._remote_win = MPI.Win.Create(shards[world.local_rank], dtype.itemsize, MPI.INFO_NULL, world.comm)
+                open_epoch(self._remote_win, world)
         self.sync()
 
-    def near(self, target: int) -> torch.Tensor | None:
+    def mapped_shard(self, target: int) -> torch.Tensor | None:
         """Return the shard of a rank of this node; None for others. Local."""
-        return self._near.get(target)
+        return self._mapped_shards.get(target)
 
-    def in_place(self) -> list[torch.Tensor]:
+    def mapped_memory(self) -> list[torch.Tensor]:
         """Return the shards of this node, as one piece where they are one. Local."""
-        return [self.whole] if self.whole is not None else list(self._near.values())
+        return [self.all_shards] if self.all_shards is not None else list(self._mapped_shards.values())
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
         """Start to read elements of the shard of a rank on another node, from `start` on, into bytes. One-sided."""
-        assert self._far is not None and target not in self._near
-        read_shard(self._far, target, buffer, self._itemsize, start)
+        assert self._remote_win is not None and target not in self._mapped_shards
+        read_shard(self._remote_win, target, buffer, self._itemsize, start)
 
     def flush(self) -> None:
         """Complete everything that this rank started. One-sided."""
-        if self._far is not None:
-            self._far.Flush_all()
+        if self._remote_win is not None:
+            self._remote_win.Flush_all()
 
     def sync(self) -> None:
         """Make stores of this rank seen by others, and theirs by this rank, once all have met. Local."""
         self._shared.Sync()
-        if self._far is not None:
-            self._far.Sync()
+        if self._remote_win is not None:
+            self._remote_win.Sync()
 
     def free(self) -> None:
         """End the epochs and free the memory; who still looks at it sees a copy. Collective."""
-        seen = [StorageWeakRef(memory.untyped_storage()) for memory in (*self._near.values(), *self.in_place())]
-        self.tensor, self.whole = torch.empty(0), None
-        self._near.clear()
-        if self._far is not None:
-            free_window(self._far)
+        seen = [
+            StorageWeakRef(memory.untyped_storage())
+            for memory in (*self._mapped_shards.values(), *self.mapped_memory())
+        ]
+        self.tensor, self.all_shards = torch.empty(0), None
+        self._mapped_shards.clear()
+        if self._remote_win is not None:
+            free_window(self._remote_win)
         free_window(self._shared, seen)
 
 
-SHARED_WINDOWS = WindowKind(SharedWindow, in_place=True)
+SHARED_WINDOW = WindowFactory(SharedWindow, shared=True)

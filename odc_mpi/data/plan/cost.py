@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 #: Cost of a piece of a sequence to the cost of its part: attention in two parts that are joined, and smaller products.
 #: An assumption. A sketch in plain torch, 4,096 tokens in two pieces on CPUs, had 1.01.
-PIECE_FACTOR = 1.08
+CHUNK_FACTOR = 1.08
 
 
 @dataclass(frozen=True)
-class Cost:
+class CostModel:
     """Cost of a sequence of s tokens: linear * s + quadratic * s²; and of a microbatch, a constant besides.
 
     Attributes:
@@ -29,7 +29,7 @@ class Cost:
     linear: float = 1.0
     quadratic: float = 0.0
     constant: float = 0.0
-    piece_factor: float = PIECE_FACTOR
+    piece_factor: float = CHUNK_FACTOR
     earlier: float = 0.0
 
     def sequence(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
@@ -44,7 +44,7 @@ class Cost:
         tokens = np.asarray(lengths, dtype=np.float64)
         return self.linear * tokens + self.quadratic * tokens**2
 
-    def piece(self, begin: int, end: int) -> float:
+    def chunk(self, begin: int, end: int) -> float:
         """Return the cost of the tokens from `begin` to `end` of a sequence, computed apart from the others. Local.
 
         Under causal attention a token attends to all tokens before it, so the part's cost is that of `end` tokens less
@@ -68,7 +68,7 @@ class Cost:
 MICROBATCH_TOKENS = 100
 
 
-def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> Cost:
+def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> CostModel:
     """Return the FLOPs of forward and backward through a decoder-only transformer.
 
     Matrices: a token passes every parameter once with one multiplication and one addition, 2 N in forward; backward
@@ -88,4 +88,4 @@ def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> Cost:
         hidden_size: Heads times their dimension.
     """
     linear = 6.0 * num_parameters
-    return Cost(linear, 6.0 * num_layers * hidden_size, MICROBATCH_TOKENS * linear)
+    return CostModel(linear, 6.0 * num_layers * hidden_size, MICROBATCH_TOKENS * linear)

@@ -1,7 +1,7 @@
 """A cost that is learned from the times of this run's own microbatches.
 
 The model is seconds = speed of the rank * (constant + linear * tokens + quadratic * sum of squared lengths), and for a
-piece of a sequence a factor on its part of that besides (`Cost.piece`). Every rank observes its own microbatches and
+piece of a sequence a factor on its part of that besides (`CostModel.piece`). Every rank observes its own microbatches and
 boils them down to a row of sums; the rows travel with what the ranks exchange at the minibatch boundary anyway, and
 every rank fits the same cost to the same rows.
 
@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odc_mpi.data.plan.cost import Cost
+from odc_mpi.data.plan.cost import CostModel
 
-Rows = npt.NDArray[np.float64]
+ReportRows = npt.NDArray[np.float64]
 _Vector = tuple[float, float, float]
 
 #: A row: the upper triangle of the features' products, the features times the seconds, how many microbatches; then of
@@ -43,13 +43,13 @@ HISTORY = 256
 #: these are what Bayes' rule compares.
 PRIOR_WEIGHT = 0.01
 #: So many pieces the prior's factor weighs, and what a piece took counts as at most so many times its part.
-PRIOR_PIECES, MOST_FACTOR = 8, 3.0
+PRIOR_CHUNKS, MAX_CHUNK_FACTOR = 8, 3.0
 #: Speeds and coefficients take turns; they start from the last fit, so few turns are enough.
-TURNS = 4
+NUM_ALTERNATIONS = 4
 
 
-class FittedCost:
-    """Learns the coefficients of a `Cost` while a run goes on.
+class FittedCostModel:
+    """Learns the coefficients of a `CostModel` while a run goes on.
 
     Robust against outliers: each time is compared to the present cost times this rank's median ratio, and weighs less
     the more it exceeds this product. Relative errors count, not seconds, so that short microbatches matter too. Ranks
@@ -60,16 +60,16 @@ class FittedCost:
         prior: The cost until there is enough data, in any unit.
     """
 
-    def __init__(self, prior: Cost) -> None:
+    def __init__(self, prior: CostModel) -> None:
         self._prior = self._cost = prior
-        self._seen: deque[tuple[float, float, float]] = deque(maxlen=HISTORY)  # tokens, squares, seconds
+        self._observations: deque[tuple[float, float, float]] = deque(maxlen=HISTORY)  # tokens, squares, seconds
         self._new: list[tuple[float, float, float]] = []
-        self._new_pieces: list[tuple[int, int, float]] = []  # begin, end, seconds
-        self._num_reported = self._num_reported_pieces = 0
-        self._rows: Rows = np.zeros((0, ROW_LENGTH))
+        self._new_chunks: list[tuple[int, int, float]] = []  # begin, end, seconds
+        self._num_reported = self._num_reported_chunks = 0
+        self._rows: ReportRows = np.zeros((0, ROW_LENGTH))
 
     @property
-    def cost(self) -> Cost:
+    def cost(self) -> CostModel:
         """The present cost, the same on every rank: the prior at first, then in seconds on a rank of mean speed."""
         return self._cost
 
@@ -83,10 +83,10 @@ class FittedCost:
         tokens = np.asarray(lengths, dtype=np.float64)
         if tokens.size and math.isfinite(seconds) and seconds > 0:
             observation = (float(tokens.sum()), float((tokens * tokens).sum()), float(seconds))
-            self._seen.append(observation)
+            self._observations.append(observation)
             self._new.append(observation)
 
-    def observe_piece(self, begin: int, end: int, seconds: float) -> None:
+    def observe_chunk(self, begin: int, end: int, seconds: float) -> None:
         """Record the time of a piece of a sequence on this rank, without waits for other pieces. Local.
 
         Args:
@@ -95,9 +95,9 @@ class FittedCost:
             seconds: Its time; ignored unless finite and above 0.
         """
         if begin < end and math.isfinite(seconds) and seconds > 0:
-            self._new_pieces.append((begin, end, float(seconds)))
+            self._new_chunks.append((begin, end, float(seconds)))
 
-    def report(self) -> Rows:
+    def report(self) -> ReportRows:
         """Return this rank's sums over its observations since the last update. Local.
 
         Returns:
@@ -117,15 +117,15 @@ class FittedCost:
                 row[:6] += [features[i] * features[j] for i, j in _PAIRS]
                 row[6:9] += [feature * time for feature in features]
                 row[9] += 1.0
-        self._num_reported_pieces = len(self._new_pieces)
-        if self._seen:  # else nothing tells how fast this rank is
+        self._num_reported_chunks = len(self._new_chunks)
+        if self._observations:  # else nothing tells how fast this rank is
             usual = self._usual()
-            for begin, end, seconds in self._new_pieces:
-                part = usual * replace(self._cost, piece_factor=1.0, earlier=0.0).piece(begin, end)
+            for begin, end, seconds in self._new_chunks:
+                part = usual * replace(self._cost, piece_factor=1.0, earlier=0.0).chunk(begin, end)
                 factor = (
                     (seconds - usual * (self._cost.constant + self._cost.earlier * begin)) / part if part > 0 else 1.0
                 )
-                row[10:] += [min(max(factor, 0.0), MOST_FACTOR), 1.0]
+                row[10:] += [min(max(factor, 0.0), MAX_CHUNK_FACTOR), 1.0]
         return row
 
     def update(self, reports: npt.ArrayLike) -> None:
@@ -138,14 +138,14 @@ class FittedCost:
         rows = np.asarray(reports, dtype=np.float64)
         assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
         del self._new[: self._num_reported]
-        del self._new_pieces[: self._num_reported_pieces]
-        self._num_reported = self._num_reported_pieces = 0
+        del self._new_chunks[: self._num_reported_chunks]
+        self._num_reported = self._num_reported_chunks = 0
         if len(self._rows) != len(rows):
             self._rows = self._spread(len(rows))
         self._rows = self._rows * DECAY + rows
         if math.fsum(self._rows[:, 9].tolist()) >= MIN_OBSERVATIONS:
             self._cost = _fit(self._rows, self._cost, self._prior)
-        self._fit_pieces()
+        self._fit_chunks()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fit as plain floats and lists. Local; the same on every rank."""
@@ -156,41 +156,43 @@ class FittedCost:
         constant, linear, quadratic = state["cost"]
         self._cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
         self._rows = np.array(state["rows"], dtype=np.float64).reshape(-1, ROW_LENGTH)
-        self._fit_pieces()
-        self._seen.clear()
+        self._fit_chunks()
+        self._observations.clear()
         self._new.clear()
-        self._new_pieces.clear()
+        self._new_chunks.clear()
 
-    def _fit_pieces(self) -> None:
+    def _fit_chunks(self) -> None:
         """Take the mean of what pieces took to their parts, drawn to the prior."""
         total, count = (math.fsum(self._rows[:, column].tolist()) for column in (10, 11))
         if count > 0:
-            factor = (PRIOR_PIECES * self._prior.piece_factor + total) / (PRIOR_PIECES + count)
+            factor = (PRIOR_CHUNKS * self._prior.piece_factor + total) / (PRIOR_CHUNKS + count)
             self._cost = replace(self._cost, piece_factor=max(1.0, factor))
 
     def _usual(self) -> float:
         """Return the median ratio of this rank's times to the cost."""
-        return float(np.median([seconds / self._estimate(tokens, squares) for tokens, squares, seconds in self._seen]))
+        return float(
+            np.median([seconds / self._estimate(tokens, squares) for tokens, squares, seconds in self._observations])
+        )
 
     def _estimate(self, tokens: float, squares: float) -> float:
         cost = self._cost
         estimate = cost.constant + cost.linear * tokens + cost.quadratic * squares
         return estimate if estimate > 0 else 1.0
 
-    def _spread(self, size: int) -> Rows:
+    def _spread(self, size: int) -> ReportRows:
         """Return the sums for another number of ranks: all of them at mean speed, a share for each."""
         total = _at_mean_speed(self._rows, _numbers(self._cost)).sum(axis=0) if len(self._rows) else 0.0
         return np.zeros((size, ROW_LENGTH)) + total / size
 
 
-def _numbers(cost: Cost) -> _Vector:
+def _numbers(cost: CostModel) -> _Vector:
     return cost.constant, cost.linear, cost.quadratic
 
 
-def _fit(rows: Rows, start: Cost, prior: Cost) -> Cost:
+def _fit(rows: ReportRows, start: CostModel, prior: CostModel) -> CostModel:
     """Fit coefficients and the ranks' speeds in turns."""
     coefficients, before = _numbers(start), _numbers(prior)
-    for _ in range(TURNS):
+    for _ in range(NUM_ALTERNATIONS):
         even = _at_mean_speed(rows, coefficients)
         coefficients = _solve([math.fsum(column) for column in even.T.tolist()], before)
     constant, linear, quadratic = coefficients
@@ -199,7 +201,7 @@ def _fit(rows: Rows, start: Cost, prior: Cost) -> Cost:
     return replace(start, linear=linear, quadratic=quadratic, constant=constant)
 
 
-def _at_mean_speed(rows: Rows, coefficients: _Vector) -> Rows:
+def _at_mean_speed(rows: ReportRows, coefficients: _Vector) -> ReportRows:
     """Divide each row by its rank's slowness under these coefficients."""
     # The least squares estimate of a factor on all times; column by column, see the module's docstring.
     moment = _times(rows[:, 6:9].T, coefficients)

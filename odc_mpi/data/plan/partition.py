@@ -60,7 +60,9 @@ def partition_evenly(costs: Sequence[float], size: int) -> list[list[int]]:
     Local. Arguments and result are those of `partition`.
     """
     num_items = len(costs)
-    order = by_falling(np.asarray(costs, dtype=np.float64)) + list(range(num_items, -(-num_items // size) * size))
+    order = argsort_descending(np.asarray(costs, dtype=np.float64)) + list(
+        range(num_items, -(-num_items // size) * size)
+    )
     splits: list[_Split] = []
     for begin in range(0, len(order), size):
         bins: list[_Bin] = [(-costs[i] if i < num_items else 0.0, i, i) for i in order[begin : begin + size]]
@@ -68,7 +70,7 @@ def partition_evenly(costs: Sequence[float], size: int) -> list[list[int]]:
     if not splits:
         return [[] for _ in range(size)]
     parts = [[i for i in part if i < num_items] for part in _difference_out(splits, size)]
-    return _exchange(parts, np.asarray(costs, dtype=np.float64))
+    return _swap(parts, np.asarray(costs, dtype=np.float64))
 
 
 def _difference_out(splits: list[_Split], size: int) -> list[list[int]]:
@@ -83,7 +85,7 @@ def _difference_out(splits: list[_Split], size: int) -> list[list[int]]:
     return [_flatten(contents) for _, _, contents in splits[0][2]]
 
 
-def _exchange(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[int]]:
+def _swap(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[int]]:
     """Exchange single items of the costliest and the cheapest part, as long as that brings both closer."""
     loads = np.array([costs[part].sum() for part in parts])
     for _ in range(4 * len(parts)):  # few are needed; the bound keeps the time short
@@ -98,7 +100,7 @@ def _exchange(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[li
         parts[high][a], parts[low][b] = parts[low][b], parts[high][a]
         loads[high] -= moved
         loads[low] += moved
-    order = by_falling(np.array([costs[part].sum() for part in parts]))
+    order = argsort_descending(np.array([costs[part].sum() for part in parts]))
     return [sorted(parts[i]) for i in order]
 
 
@@ -125,11 +127,11 @@ def _halving(high: npt.NDArray[np.float64], low: npt.NDArray[np.float64], gap: f
 def _join(one: list[_Bin], other: list[_Bin], size: int) -> list[_Bin]:
     """Join two splits, largest bins to smallest; empty bins, not stored, are the smallest."""
     num_shared = max(0, len(one) + len(other) - size)  # pairs of bins where neither is empty
-    apart = len(one) - num_shared
+    separate = len(one) - num_shared
     changed = other[: len(other) - num_shared]
-    for a, b in zip(one[apart:], reversed(other), strict=False):
+    for a, b in zip(one[separate:], reversed(other), strict=False):
         changed.append((a[0] + b[0], min(a[1], b[1]), (a[2], b[2])))
-    del one[apart:]  # nobody else has this split any more
+    del one[separate:]  # nobody else has this split any more
     if len(changed) * FEW < len(one):
         for new in changed:
             insort(one, new)
@@ -168,29 +170,29 @@ def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
         Bins of indices, each by falling size, in the order in which they were opened.
     """
     bins: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []
     usable: list[int] = []  # bins with room for the smallest item, in the order in which they were opened
     each = sizes.tolist()
     order = sorted(range(len(each)), key=each.__getitem__, reverse=True)  # stable; numpy's takes longer for a few
     for i in order:
         size = each[i]
         for slot in usable:
-            if room[slot] >= size:
+            if free[slot] >= size:
                 break
         else:
             slot = len(bins)
             bins.append([])
-            room.append(capacity)
+            free.append(capacity)
             usable.append(slot)
         bins[slot].append(i)
-        room[slot] -= size
-        if room[slot] < each[order[-1]]:
+        free[slot] -= size
+        if free[slot] < each[order[-1]]:
             usable.remove(slot)
     return bins
 
 
 def even_fit(
-    sizes: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], capacity: int, most: float
+    sizes: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], capacity: int, max_cost: float
 ) -> list[list[int]]:
     """Pack items by falling cost, each into the bin of the least cost, or into a new one where it does not fit there.
 
@@ -202,36 +204,36 @@ def even_fit(
         sizes: Size of each item, int64 [n], at most `capacity`.
         costs: Cost of each item, float64 [n], at least 0.
         capacity: The largest size of a bin.
-        most: The largest cost of a bin of several items.
+        max_cost: The largest cost of a bin of several items.
 
     Returns:
         Bins of indices in the order in which they were opened.
     """
-    order = by_falling(costs)
+    order = argsort_descending(costs)
     falling = costs[order]
-    fitting = np.flatnonzero(falling[:-1] + falling[1:] <= most)
+    fitting = np.flatnonzero(falling[:-1] + falling[1:] <= max_cost)
     alone = int(fitting[0]) + 1 if len(fitting) else len(order)  # so many open a bin each, whatever the sizes are
-    rooms = (capacity - sizes[order]).tolist()  # what each leaves in a bin of its own
+    free_sizes = (capacity - sizes[order]).tolist()  # what each leaves in a bin of its own
     bins = [[i] for i in order[:alone]]
-    others = list(zip(falling[:alone].tolist(), range(alone), rooms[:alone], strict=True))
+    others = list(zip(falling[:alone].tolist(), range(alone), free_sizes[:alone], strict=True))
     heapq.heapify(others)
-    total, serial, room = heapq.heappop(others)  # the cheapest bin
+    total, serial, free = heapq.heappop(others)  # the cheapest bin
     next_total = others[0][0] if others else math.inf
-    for i, cost, left in zip(order[alone:], falling[alone:].tolist(), rooms[alone:], strict=True):
-        if total + cost <= most and room + left >= capacity:
+    for i, cost, left in zip(order[alone:], falling[alone:].tolist(), free_sizes[alone:], strict=True):
+        if total + cost <= max_cost and free + left >= capacity:
             bins[serial].append(i)
-            total, room = total + cost, room + left - capacity
+            total, free = total + cost, free + left - capacity
         else:
-            heapq.heappush(others, (total, serial, room))
-            total, serial, room = cost, len(bins), left
+            heapq.heappush(others, (total, serial, free))
+            total, serial, free = cost, len(bins), left
             bins.append([i])
             next_total = others[0][0]
         if total >= next_total:
-            total, serial, room = heapq.heappushpop(others, (total, serial, room))
+            total, serial, free = heapq.heappushpop(others, (total, serial, free))
             next_total = others[0][0]
     return bins
 
 
-def by_falling(values: npt.NDArray[Any]) -> list[int]:
+def argsort_descending(values: npt.NDArray[Any]) -> list[int]:
     """Return the indices by falling value, equal ones by index. Local."""
     return np.argsort(-values, kind="stable").tolist()

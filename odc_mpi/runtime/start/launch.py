@@ -1,7 +1,7 @@
 """Processes beside MPI: a parent that survives the crash of its child, which takes the rank's place in the job.
 
-    parent   `take_part` starts the child and hears its news; the parent never starts MPI
-    child    `run_child` runs its main function, which tells the news of rank 0: a JSON object in a line each, on a file
+    parent   `run_in_child` starts the child and hears its news; the parent never starts MPI
+    child    `child_main` runs its main function, which tells the news of rank 0: a JSON object in a line each, on a file
              descriptor. The key `doing` says what the child does next, in words; null when all is done
 
 Launchers end all ranks when one of their processes dies, MPICH's with SIGKILL, so
@@ -37,9 +37,9 @@ _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 #: Slurm's variable for it, which is set for every task, whether MPI runs in the task or not.
 _TASK_VARIABLE = "SLURM_PROCID"
 #: Seconds between checks of the child. Open MPI's launcher sends SIGKILL 0.25 s after its SIGTERM.
-_LOOK_S = 0.03
+_POLL_S = 0.03
 #: Seconds to wait for news of the failing operation when a crash is reported.
-_LAST_NEWS_S = 0.1
+_LAST_MESSAGES_S = 0.1
 #: Seconds that a parent stays after its child's crash where it cannot see whether rank 0 still needs it.
 _STAY_S = 20.0
 #: Seconds that a child may take to end after rank 0's child has ended.
@@ -47,7 +47,7 @@ _END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 #: What a child tells its parent.
-News = Mapping[str, Any]
+ChildMessage = Mapping[str, Any]
 
 
 def is_launched() -> bool:
@@ -77,49 +77,49 @@ class Failure:
 
     Attributes:
         kind: Its kind.
-        how: Of a crash: "SIGSEGV", "exit code 1" or "MPI_Abort"; without an answer: the time limit.
+        description: Of a crash: "SIGSEGV", "exit code 1" or "MPI_Abort"; without an answer: the time limit.
         rank: Of a crash: the rank.
     """
 
     kind: FailureKind
-    how: str = ""
+    description: str = ""
     rank: int | None = None
 
     def __str__(self) -> str:
-        how = self.how if self.rank is None else f"({self.how} on rank {self.rank})"
+        how = self.description if self.rank is None else f"({self.description} on rank {self.rank})"
         return f"{self.kind.value} {how}".rstrip()
 
 
 @dataclass(frozen=True)
-class Ending:
+class ChildResult:
     """The end of a child.
 
     Attributes:
-        news: The last news; empty if there were none.
+        messages: The last news; empty if there were none.
         failure: Its failure; None if the child finished.
-        last_words: The last lines of the failed child's standard streams.
+        output_tail: The last lines of the failed child's standard streams.
     """
 
-    news: News
+    messages: ChildMessage
     failure: Failure | None
-    last_words: str
+    output_tail: str
 
     @property
-    def trouble(self) -> tuple[str, Failure] | None:
+    def failure_point(self) -> tuple[str, Failure] | None:
         """What the child was doing when it failed, and the failure; None if it had done all. Local."""
-        doing = self.news.get("doing", "starting MPI")
+        doing = self.messages.get("doing", "starting MPI")
         if self.failure is None and doing is None:
             return None
         return doing or "closing", self.failure or Failure(FailureKind.ENDED_EARLY)
 
-    def show_last_words(self) -> None:
+    def print_output_tail(self) -> None:
         """Print the last lines of a child that failed, on standard error. Local."""
         if self.failure:
-            print(f"The last lines of the failed process:\n{self.last_words or '(none)'}", file=sys.stderr, flush=True)
+            print(f"The last lines of the failed process:\n{self.output_tail or '(none)'}", file=sys.stderr, flush=True)
 
 
-def run_child(main: Callable[[Sequence[str], Callable[[News], None]], None]) -> None:
-    """Run the main function of a process that `take_part` started; an error ends this process alone.
+def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], None]) -> None:
+    """Run the main function of a process that `run_in_child` started; an error ends this process alone.
 
     Not the job: by way of MPI_Abort it would end the parents, which are to tell the answer. Local, but for what the
     function does.
@@ -131,7 +131,7 @@ def run_child(main: Callable[[Sequence[str], Callable[[News], None]], None]) -> 
     try:
         with os.fdopen(int(descriptor), "w") as out:
 
-            def tell(news: News) -> None:
+            def tell(news: ChildMessage) -> None:
                 if launched_rank() == 0:
                     out.write(json.dumps(news) + "\n")
                     out.flush()
@@ -144,13 +144,13 @@ def run_child(main: Callable[[Sequence[str], Callable[[News], None]], None]) -> 
 
 
 @contextmanager
-def take_part(
+def run_in_child(
     command: Sequence[str],
     rank: int,
     deadline_s: float,
     quiet_s: float,
-    hear: Callable[[News], object] = lambda news: None,
-) -> Iterator[Ending]:
+    on_message: Callable[[ChildMessage], object] = lambda news: None,
+) -> Iterator[ChildResult]:
     """Run a child in this process's place in the job until it ends. Local; the child communicates.
 
     Print the answer within the block: the child is ended after the block, which may end the job.
@@ -160,15 +160,15 @@ def take_part(
         rank: Rank of this process. Rank 0 returns with the answer, other ranks when they are not needed any more.
         deadline_s: Seconds for the whole run; then the child is ended.
         quiet_s: The most seconds between two lines of news on rank 0; then the child is ended.
-        hear: Called on rank 0 with the latest news; lines that arrive together are passed on as one.
+        on_message: Called on rank 0 with the latest news; lines that arrive together are passed on as one.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    notes = _Notes(rank)
+    notes = _SharedNotes(rank)
     child = _Child(command, rank)
     try:
         if rank == 0:
-            yield _until_known(child, notes, ended, deadline_s, quiet_s, hear)
+            yield _until_known(child, notes, ended, deadline_s, quiet_s, on_message)
         else:
             yield _until_not_needed(child, notes, ended, deadline_s + _END_S)
     finally:
@@ -179,48 +179,48 @@ def take_part(
 
 def _until_known(
     child: "_Child",
-    notes: "_Notes",
+    notes: "_SharedNotes",
     ended: threading.Event,
     deadline_s: float,
     quiet_s: float,
-    hear: Callable[[News], object],
-) -> Ending:
-    deadline, known = time.monotonic() + deadline_s, child.news
+    on_message: Callable[[ChildMessage], object],
+) -> ChildResult:
+    deadline, known = time.monotonic() + deadline_s, child.messages
     quiet_until = deadline
     while True:
-        child.listen(_LOOK_S)
-        if child.news is not known:
-            known, quiet_until = child.news, time.monotonic() + quiet_s
-            hear(known)
+        child.listen(_POLL_S)
+        if child.messages is not known:
+            known, quiet_until = child.messages, time.monotonic() + quiet_s
+            on_message(known)
         crash = child.crash() or notes.read()
         if crash is not None:
-            child.listen(_LAST_NEWS_S)
-            return Ending(child.news, *crash)
+            child.listen(_LAST_MESSAGES_S)
+            return ChildResult(child.messages, *crash)
         if child.is_done():
-            return Ending(child.news, None, "")
+            return ChildResult(child.messages, None, "")
         if ended.is_set():
-            return Ending(child.news, Failure(FailureKind.ENDED_BY_LAUNCHER), child.last_words())
+            return ChildResult(child.messages, Failure(FailureKind.ENDED_BY_LAUNCHER), child.output_tail())
         if time.monotonic() > min(deadline, quiet_until):
             limit_s = quiet_s if quiet_until < deadline else deadline_s
-            return Ending(child.news, Failure(FailureKind.NO_ANSWER, f"{limit_s:g} s"), child.last_words())
+            return ChildResult(child.messages, Failure(FailureKind.NO_ANSWER, f"{limit_s:g} s"), child.output_tail())
 
 
-def _until_not_needed(child: "_Child", notes: "_Notes", ended: threading.Event, deadline_s: float) -> Ending:
+def _until_not_needed(child: "_Child", notes: "_SharedNotes", ended: threading.Event, deadline_s: float) -> ChildResult:
     deadline = time.monotonic() + deadline_s
     crash, was_heard = None, False
     while not ended.is_set() and time.monotonic() < deadline:
-        child.listen(_LOOK_S)
+        child.listen(_POLL_S)
         if crash is None and (crash := child.crash()):
             notes.write(*crash)
             deadline = min(deadline, time.monotonic() + _STAY_S)
         elif crash is None and child.is_done():
             break
-        is_heard = notes.is_heard()
+        is_heard = notes.is_received()
         if was_heard and not is_heard:
             # Rank 0 has told the answer. If all went well, this rank's child is about to end, too.
             deadline = min(deadline, time.monotonic() + (0.0 if crash else _END_S))
         was_heard = was_heard or is_heard
-    return Ending(child.news, crash and crash[0], "")
+    return ChildResult(child.messages, crash and crash[0], "")
 
 
 class _Child:
@@ -228,18 +228,18 @@ class _Child:
 
     def __init__(self, command: Sequence[str], rank: int) -> None:
         self._rank = rank
-        self.news: News = {}
+        self.messages: ChildMessage = {}
         self._read, write = os.pipe()
         os.set_inheritable(write, True)
         self._rest = b""
-        self._noise = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
         self._pmi = PmiRelay()
         libc = ctypes.CDLL(None)
         self._process = subprocess.Popen(
             [*command, str(write)],
             stdin=subprocess.DEVNULL,
-            stdout=self._noise,
-            stderr=self._noise,
+            stdout=self._output,
+            stderr=self._output,
             close_fds=False,
             env=os.environ | self._pmi.environment,
             # Whatever ends this process, SIGKILL from the launcher included, ends the child. Safe before any thread.
@@ -263,7 +263,7 @@ class _Child:
             self._read = -1
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if lines:
-            self.news = json.loads(lines[-1])
+            self.messages = json.loads(lines[-1])
 
     def is_done(self) -> bool:
         """Whether the child has ended and all its news were read. Local."""
@@ -275,12 +275,12 @@ class _Child:
         if not code and not self._pmi.abort_was_asked:
             return None
         how = "MPI_Abort" if not code else signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return Failure(FailureKind.CRASHED, how, self._rank), self.last_words()
+        return Failure(FailureKind.CRASHED, how, self._rank), self.output_tail()
 
-    def last_words(self) -> str:
+    def output_tail(self) -> str:
         """Return the last lines of the child's standard streams. Local."""
-        self._noise.seek(max(0, self._noise.seek(0, os.SEEK_END) - 4000))
-        lines = self._noise.read().decode(errors="replace").splitlines()
+        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - 4000))
+        lines = self._output.read().decode(errors="replace").splitlines()
         return "\n".join([line for line in lines if line.strip()][-25:])
 
     def end(self) -> None:
@@ -288,12 +288,12 @@ class _Child:
         self._process.kill()
         self._process.wait()
         self._pmi.leave(self._rank)
-        self._noise.close()
+        self._output.close()
         if self._read >= 0:
             os.close(self._read)
 
 
-class _Notes:
+class _SharedNotes:
     """A socket by which the parents of one node report a crash to rank 0's; named by their launcher's process id."""
 
     def __init__(self, rank: int) -> None:
@@ -305,12 +305,12 @@ class _Notes:
             with suppress(OSError):
                 self._socket.bind(self._name)
 
-    def write(self, crash: Failure, last_words: str) -> None:
+    def write(self, crash: Failure, output_tail: str) -> None:
         """Report a crash to rank 0's parent, if it is on this node. Local."""
         with suppress(OSError):
-            self._socket.sendto(json.dumps([crash.how, crash.rank, last_words]).encode(), self._name)
+            self._socket.sendto(json.dumps([crash.description, crash.rank, output_tail]).encode(), self._name)
 
-    def is_heard(self) -> bool:
+    def is_received(self) -> bool:
         """Whether rank 0's parent is on this node and still listens. Local."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
             return other.connect_ex(self._name) == 0

@@ -19,7 +19,7 @@ from odc_mpi.errors import UserError
 #: The value of srun --mpi for a library, by the beginning of the library's name.
 SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}
 #: Variables in which launchers give the number of processes; Slurm's is the last resort.
-_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 _SLURM_SIZE = "SLURM_STEP_NUM_TASKS"
 _PMI = ("PMI_FD", "PMI_RANK", "PMI_PORT")
 #: Seconds for the launcher to forward printed lines before it is asked to end the job.
@@ -43,7 +43,7 @@ def check_before_start() -> None:
     version = MPI.Get_library_version()
     # MPICH tells there how it was configured. Libraries that descend from it call themselves otherwise.
     if version.startswith("MPICH") and "pmix" not in version.lower():
-        raise UserError(f"the launcher speaks PMIx, which this MPICH does not: {_cure('MPICH')}")
+        raise UserError(f"the launcher speaks PMIx, which this MPICH does not: {_advice('MPICH')}")
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
 
@@ -61,7 +61,7 @@ def check_launcher(library: str, size: int) -> None:
     variable, started = _started()
     if started > 1 and size == 1:
         raise UserError(
-            f"the launcher started {started} processes ({variable}), but {library} sees 1: {_cure(library)}"
+            f"the launcher started {started} processes ({variable}), but {library} sees 1: {_advice(library)}"
         )
 
 
@@ -86,13 +86,13 @@ def srun_mpi() -> str:
 def _started() -> tuple[str, int]:
     """Return the variable with the number of processes that the launcher started, and that number; 0 without one."""
     # An mpiexec within a Slurm job starts its helpers with srun: then Slurm's number is theirs.
-    names = [name for name in _SIZES if name in os.environ] or [_SLURM_SIZE]
+    names = [name for name in _SIZE_VARIABLES if name in os.environ] or [_SLURM_SIZE]
     sizes = [(int(os.environ.get(name) or 0), name) for name in names]
     size, name = max(sizes)
     return name, size
 
 
-def _cure(library: str) -> str:
+def _advice(library: str) -> str:
     wanted = next((kind for name, kind in SRUN_MPI.items() if library.startswith(name)), "pmix or --mpi=pmi2")
     own = "the mpiexec of the MPI library that this Python environment has"
     return f"try srun --mpi={wanted} (srun --mpi=list tells what there is), or {own}" if _is_slurm() else f"use {own}"

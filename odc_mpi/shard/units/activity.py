@@ -21,7 +21,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Activity:
+class ActivityReporter:
     """Tells what this rank is doing.
 
     Args:
@@ -29,9 +29,9 @@ class Activity:
     """
 
     def __init__(self, group: Group) -> None:
-        self._note = group.note
-        self._told: tuple[str, str] | None = None
-        self._whole = ""
+        self._set_status = group.set_status
+        self._last: tuple[str, str] | None = None
+        self._override = ""
         self._in_minibatch = False
         self._microbatch = 0
 
@@ -41,37 +41,37 @@ class Activity:
 
     def finish_minibatch(self) -> None:
         """Count no more microbatches: the boundary comes, which the transport tells itself. Local."""
-        self._in_minibatch, self._microbatch, self._told = False, 0, None
+        self._in_minibatch, self._microbatch, self._last = False, 0, None
 
     def start_microbatch(self) -> None:
         """Take a forward of the whole module for the beginning of a microbatch, within a minibatch. Local."""
-        if self._in_minibatch and not self._whole:
+        if self._in_minibatch and not self._override:
             self._microbatch += 1
-            self._told = None
+            self._last = None
 
     @contextmanager
-    def whole(self, what: str) -> Iterator[Callable[[str], None]]:
+    def override(self, what: str) -> Iterator[Callable[[str], None]]:
         """Tell in words what this rank does, and no units meanwhile; yield what tells other words. Local."""
-        self._tell_whole(what)
+        self._report_override(what)
         try:
-            yield self._tell_whole
+            yield self._report_override
         finally:
-            self._tell_whole("")
+            self._report_override("")
 
-    def tell(self, doing: str, unit: str) -> None:
+    def update(self, phase: str, unit: str) -> None:
         """Tell, if it is new, what is done with a unit. Local.
 
         Args:
-            doing: "forward of", "backward of" or "fetching".
+            phase: "forward of", "backward of" or "fetching".
             unit: Dotted name; "" for the root.
         """
-        if not self._whole and (doing, unit) != self._told:
-            self._told = doing, unit
-            if not self._microbatch and doing != "fetching":
-                doing = "using"
-            self._note(f"{doing} unit {unit or '(root)'}", self._microbatch)
+        if not self._override and (phase, unit) != self._last:
+            self._last = phase, unit
+            if not self._microbatch and phase != "fetching":
+                phase = "using"
+            self._set_status(f"{phase} unit {unit or '(root)'}", self._microbatch)
 
-    def _tell_whole(self, what: str) -> None:
-        self._whole, self._told = what, None
+    def _report_override(self, what: str) -> None:
+        self._override, self._last = what, None
         if what:
-            self._note(what)
+            self._set_status(what)

@@ -7,16 +7,16 @@ next microbatch. Nothing is fetched ahead, and nothing stays.
 
 from collections.abc import Sequence
 
-from odc_mpi.comm.traffic import Traffic
+from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Transport
 from odc_mpi.errors import UserError
-from odc_mpi.shard.boundary import Spans
+from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.activity import in_backward
-from odc_mpi.shard.units.ready import ReadyUnits
 from odc_mpi.shard.units.unit import Unit
+from odc_mpi.shard.units.unsharded import UnshardedUnits
 
 
-class CollectiveUnits(ReadyUnits):
+class CollectivelyUnshardedUnits(UnshardedUnits):
     """Fetches units when they are needed and releases them after use, at the same places on every rank.
 
     Args:
@@ -25,22 +25,24 @@ class CollectiveUnits(ReadyUnits):
         traffic: Told of every fetch.
     """
 
-    stay = False
+    tensors_stay_valid = False
 
-    def __init__(self, transport: Transport, spans: Spans | None = None, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self, transport: Transport, spans: SpanRecorder | None = None, traffic: TrafficCounter | None = None
+    ) -> None:
         super().__init__(transport, 0, spans, traffic, max_others=0)
 
     def start_microbatch(self) -> None:
         """Begin a microbatch with no unit ready. Local."""
         super().start_microbatch()
-        self.release_all()
+        self.reshard_all()
 
-    def forward_ended(self, unit: Unit) -> None:
+    def post_forward(self, unit: Unit) -> None:
         """Release a unit after its forward, unless that ran again in a backward, which then needs the unit. Local."""
-        if not in_backward() and unit in self._held and not (unit.is_root or unit.num_calls):
-            self._release(unit)
+        if not in_backward() and unit in self._held and not (unit.is_root or unit.num_forwards):
+            self._reshard(unit)
 
-    def require_all(self, units: Sequence[Unit]) -> None:
+    def unshard_all(self, units: Sequence[Unit]) -> None:
         """Refuse to keep the whole model. Local.
 
         Raises:

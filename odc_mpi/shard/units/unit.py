@@ -7,7 +7,7 @@ FETCHING  a buffer is being filled from the owners' windows, perhaps in a thread
 READY     the buffer holds the whole parameters; tensors look into it
 
 Parameters are immutable between two publications, so a ready unit may stay, be dropped and be fetched again at will,
-also ahead of its use: `shard.units.ready` decides. Whoever touches a parameter gets it, fetched if need be: modules
+also ahead of its use: `shard.units.unsharded` decides. Whoever touches a parameter gets it, fetched if need be: modules
 find them through `shard.modules`, autograd through `shard.autograd`.
 
 Note: changes in place
@@ -23,9 +23,9 @@ from enum import Enum
 
 import torch
 
-from odc_mpi.comm.pending import Fetch
 from odc_mpi.comm.transport import Access, Transport
-from odc_mpi.shard.layout import FlatLayout, Slot
+from odc_mpi.comm.work import FetchWork
+from odc_mpi.shard.layout import FlatLayout, ParameterRange
 
 
 class UnitState(Enum):
@@ -33,7 +33,7 @@ class UnitState(Enum):
 
     SHARDED = "sharded"
     FETCHING = "fetching"
-    READY = "ready"
+    UNSHARDED = "ready"
 
 
 class Unit:
@@ -49,15 +49,15 @@ class Unit:
         self.name = name
         self.layouts = tuple(layouts)
         self.indices = tuple(indices)
-        self.slots: dict[str, tuple[int, Slot]] = {
-            slot.spec.name: (i, slot) for i, layout in enumerate(layouts) for slot in layout.slots
+        self.ranges: dict[str, tuple[int, ParameterRange]] = {
+            slot.spec.name: (i, slot) for i, layout in enumerate(layouts) for slot in layout.ranges
         }
         self.state = UnitState.SHARDED
-        self.num_calls = 0
-        self._fetches: list[Fetch] = []
+        self.num_forwards = 0
+        self._fetches: list[FetchWork] = []
         self._arrays: list[torch.Tensor] = []
         # Of what aliases were handed out, with its version before.
-        self._handed_out: dict[str, tuple[torch.Tensor, int]] = {}
+        self._aliases: dict[str, tuple[torch.Tensor, int]] = {}
 
     @property
     def is_root(self) -> bool:
@@ -67,13 +67,13 @@ class Unit:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Keep the unit from being released meanwhile. Local."""
-        self.num_calls += 1
+        self.num_forwards += 1
         try:
             yield
         finally:
-            self.num_calls -= 1
+            self.num_forwards -= 1
 
-    def start_fetch(self, fetch: Callable[[int], Fetch]) -> None:
+    def start_fetch(self, fetch: Callable[[int], FetchWork]) -> None:
         """Start to fetch the whole parameters. One-sided.
 
         Args:
@@ -89,21 +89,21 @@ class Unit:
         fetches, self._fetches = self._fetches, []
         self.state = UnitState.SHARDED
         self._arrays = [fetch.wait() for fetch in fetches]
-        self.state = UnitState.READY
+        self.state = UnitState.UNSHARDED
 
-    def release(self, transport: Transport) -> None:
+    def reshard(self, transport: Transport) -> None:
         """Give the whole parameters up. Local."""
-        assert self.state is UnitState.READY
+        assert self.state is UnitState.UNSHARDED
         arrays, self._arrays = self._arrays, []
         if transport.parameters.access is Access.COPY:
-            self._handed_out = {}  # they keep the buffer; what is a view is in the same place the next time
+            self._aliases = {}  # they keep the buffer; what is a view is in the same place the next time
         self.state = UnitState.SHARDED
         for array in arrays:
             transport.parameters.release(array)
 
-    def forget(self) -> None:
+    def drop_aliases(self) -> None:
         """Let go of all memory of a unit that will not be fetched again. Local."""
-        self._handed_out = {}
+        self._aliases = {}
 
     def buffer_bytes(self) -> int:
         """Return the bytes of the memory that a ready unit's arrays occupy. Local."""
@@ -113,7 +113,7 @@ class Unit:
         """Return the addresses of the memory that a ready unit's arrays occupy. Local."""
         return [array.untyped_storage().data_ptr() for array in self._arrays]
 
-    def look(
+    def as_strided(
         self, i: int, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
         """Return a tensor over the memory of a ready unit's i-th array. Local.
@@ -125,20 +125,20 @@ class Unit:
 
     def parameter(self, name: str) -> torch.Tensor:
         """Return a whole parameter of a ready unit, without history. Local."""
-        if name not in self._handed_out:
-            i, slot = self.slots[name]
+        if name not in self._aliases:
+            i, slot = self.ranges[name]
             array, shape = self._arrays[i], slot.spec.shape
             start = int(array.storage_offset()) + slot.start
             # Of inference tensors nobody counts the changes.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 contiguous = torch.empty(shape, device="meta").stride()
-                whole = self.look(i, array.dtype, start, shape, contiguous)
-            self._handed_out[name] = whole, whole._version
-        return self._handed_out[name][0].detach()
+                whole = self.as_strided(i, array.dtype, start, shape, contiguous)
+            self._aliases[name] = whole, whole._version
+        return self._aliases[name][0].detach()
 
     def check_unchanged(self) -> None:
         """Refuse that a parameter was changed in place since the unit became ready. Local."""
-        for name, (whole, version) in self._handed_out.items():
+        for name, (whole, version) in self._aliases.items():
             if whole._version != version:
                 raise RuntimeError(
                     f"{name} was changed in place, which trains nothing and may reach other ranks: expected changes "

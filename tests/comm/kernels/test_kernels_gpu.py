@@ -19,13 +19,13 @@ def gpu():
     if not torch.cuda.is_available():
         (pytest.fail if required else pytest.skip)(f"torch {torch.__version__} sees no GPU")
     device = torch.device("cuda", torch.cuda.current_device())
-    reason = native.why_no_kernels(device)
+    reason = native.kernels_unavailable_reason(device)
     if reason is not None:
         (pytest.fail if required else pytest.skip)(f"no kernels: {reason}")
     for dtype in TARGETS:  # builds them
         flat = torch.empty(1, dtype=dtype, device=device)
         native.flatten([(0, flat.clone())], flat)
-        native.add_slots(flat, [(0, flat.clone())])
+        native.add_segments_(flat, [(0, flat.clone())])
     return device
 
 
@@ -56,8 +56,8 @@ def test_add_slots_is_torch_s_to_the_bit(gpu, dtype, special):
         shard = random_values(rng, (numel + 1,), dtype, special, gpu)[int(rng.integers(2)) :][:numel]
         wanted = shard.clone()
         slots = random_slots(rng, numel, int(rng.integers(0, 9)), special, gpu)
-        native.add_slots(shard, slots)
-        native.add_slots_with_torch(wanted, slots)
+        native.add_segments_(shard, slots)
+        native.add_segments_with_torch_(wanted, slots)
         assert_same(shard, wanted)
 
 
@@ -73,7 +73,7 @@ def test_every_value_of_two_bytes_is_cast_right(gpu, dtype, target):
 def test_subnormal_numbers_are_no_zeros(gpu):
     tiny = torch.tensor([1e-40, -3e-41, 1e-45], device=gpu)
     shard = tiny.clone()
-    native.add_slots(shard, [(0, tiny), (0, tiny.double())])
+    native.add_segments_(shard, [(0, tiny), (0, tiny.double())])
     assert_same(shard, (tiny.cpu() + tiny.cpu()) + tiny.cpu())
     for dtype in TARGETS:
         flat = torch.empty(3, dtype=dtype, device=gpu)
@@ -93,7 +93,7 @@ def test_a_launch_takes_its_turn_on_torch_s_stream(gpu, source):
         wide.fill_(3.0)
         largest = native.flatten([(0, wide.t())], flat)  # a copy is made of it, and is gone when this returns
         torch.full_like(wide, 9.0)
-        native.add_slots(shard, [(0, flat), (0, wide.view(-1))])
+        native.add_segments_(shard, [(0, flat), (0, wide.view(-1))])
         wide.fill_(9.0)
         flat = flat.clone()
     assert not stream.query(), "somebody waited for the device"
@@ -109,7 +109,7 @@ def test_nobody_waits_for_the_device(gpu):
     torch.cuda.set_sync_debug_mode("error")
     try:
         native.flatten(pieces, flat)
-        native.add_slots(flat, [(5, pieces[0][1])])
+        native.add_segments_(flat, [(5, pieces[0][1])])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert float(flat.sum()) == 263
@@ -121,7 +121,7 @@ def test_without_kernels_the_same(gpu, monkeypatch):
     with_kernels, without = torch.empty(numel, device=gpu), torch.empty(numel, device=gpu)
     native.flatten(pieces, with_kernels)
     monkeypatch.setenv("ODC_MPI_KERNELS", "off")
-    assert native.why_no_kernels(gpu) is not None
+    assert native.kernels_unavailable_reason(gpu) is not None
     native.flatten(pieces, without)
     assert_same(with_kernels, without)
 
@@ -135,6 +135,6 @@ def test_arrays_beyond_32_bits(gpu):
     flat = torch.empty(numel + 32, device=gpu)
     assert_same_number(native.flatten([(31, gradient)], flat), 5.0)
     assert not flat[:31].any() and not flat[31 + numel :].any()
-    native.add_slots(flat, [(31, gradient), (numel, gradient[-32:])])
+    native.add_segments_(flat, [(31, gradient), (numel, gradient[-32:])])
     assert flat[numel - 1 :].tolist() == [2.0] + [3.0] * 30 + [11.0, 5.0]
     assert int((flat == 2).sum()) == numel - 31

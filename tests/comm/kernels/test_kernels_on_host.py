@@ -35,12 +35,12 @@ def built(tmp_path_factory):
 
 
 @pytest.fixture
-def kernels(built, monkeypatch):
-    monkeypatch.setattr(native, "_run", built.run)
+def kernels(meta_model, monkeypatch):
+    monkeypatch.setattr(native, "_run", meta_model.run)
     monkeypatch.setattr(native, "why_no_kernels", lambda device: None)
-    built.threads, built.blocks = 3, 2
-    built.launches.clear()
-    return built
+    meta_model.threads, meta_model.blocks = 3, 2
+    meta_model.launches.clear()
+    return meta_model
 
 
 @pytest.mark.parametrize("dtype", TARGETS, ids=str)
@@ -77,8 +77,8 @@ def test_add_slots_is_torch_s_to_the_bit(kernels, dtype, grid):
         before, shard = around.clone(), around[offset : offset + numel]
         slots = random_slots(rng, numel, int(rng.integers(0, 7)), special)
         wanted = shard.clone()
-        native.add_slots(shard, slots)
-        native.add_slots_with_torch(wanted, slots)
+        native.add_segments_(shard, slots)
+        native.add_segments_with_torch_(wanted, slots)
         assert_same(shard, wanted)
         assert_same(around[:offset], before[:offset])
         assert_same(around[offset + numel :], before[offset + numel :])
@@ -93,14 +93,19 @@ def test_every_value_of_two_bytes_is_cast_right(kernels, dtype, target):
     assert math.isnan(float(native.flatten([(0, every)], flat)))
     assert_same(flat, every.to(target))
     sums = torch.zeros(every.numel(), dtype=target)
-    native.add_slots(sums, [(0, every)])
+    native.add_segments_(sums, [(0, every)])
     assert_same(sums, 0 + every.to(target))
 
 
 @pytest.mark.parametrize("dtype", TARGETS, ids=str)
 def test_more_pieces_than_a_launch_takes(kernels, dtype):
     rng = np.random.default_rng(3)
-    for count, launches in [(0, 1), (native.MAX_PIECES, 1), (native.MAX_PIECES + 1, 2), (3 * native.MAX_PIECES, 3)]:
+    for count, launches in [
+        (0, 1),
+        (native.MAX_SEGMENTS, 1),
+        (native.MAX_SEGMENTS + 1, 2),
+        (3 * native.MAX_SEGMENTS, 3),
+    ]:
         pieces = [(8 * i + i % 3, torch.from_numpy(rng.normal(size=1 + i % 5))) for i in range(count)]
         kernels.launches.clear()
         flat = torch.full((8 * count + 3,), math.nan, dtype=dtype)
@@ -112,7 +117,7 @@ def test_more_pieces_than_a_launch_takes(kernels, dtype):
         shard = torch.from_numpy(rng.normal(size=flat.numel())).to(dtype)
         slots = [pieces[i] for i in rng.permutation(count)] + pieces
         wanted = add_naively(shard, slots)
-        native.add_slots(shard, slots)
+        native.add_segments_(shard, slots)
         assert_same(shard, wanted)
 
 
@@ -155,7 +160,7 @@ def test_nothing_is_read_or_written_behind_the_end(kernels, source, target):
         piece, flat = before_a_hole(numel, source), before_a_hole(numel + numel % 3, target)
         piece.copy_(torch.arange(numel))
         native.flatten([(numel % 3, piece)], flat)
-        native.add_slots(flat, [(numel % 3, piece), (0, piece)])
+        native.add_segments_(flat, [(numel % 3, piece), (0, piece)])
         assert float(flat[-1]) == (2 if numel % 3 else 3) * (numel - 1)
 
 
@@ -172,13 +177,13 @@ def test_the_order_of_slots_decides(kernels):
     large, small = torch.tensor([1e8]), torch.tensor([1.0])
     for slots, wanted in [((large, small, -large), 0.0), ((large, -large, small), 1.0)]:
         shard = torch.zeros(1)
-        native.add_slots(shard, [(0, slot) for slot in slots])
+        native.add_segments_(shard, [(0, slot) for slot in slots])
         assert float(shard) == wanted
 
 
 def test_the_table_is_the_kernels_own(kernels):
     header = (native.source_dir() / "pieces.cuh").read_text()
-    assert f"constexpr int MAX_PIECES = {native.MAX_PIECES};" in header
+    assert f"constexpr int MAX_PIECES = {native.MAX_SEGMENTS};" in header
     assert f"constexpr int MAX_THREADS = {native.THREADS};" in header
     assert f"constexpr int QUADS_PER_THREAD = {native.BLOCK_NUMEL // native.THREADS // 4};" in header
     # With the other arguments, what a launch may carry on any GPU.

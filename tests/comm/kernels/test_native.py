@@ -54,7 +54,7 @@ def test_slots_are_added_in_their_order(dtype, special):
         shard = random_values(rng, (numel,), dtype, special)
         slots = random_slots(rng, numel, int(rng.integers(0, 6)), special)
         wanted = add_naively(shard, slots)
-        native.add_slots(shard, slots)
+        native.add_segments_(shard, slots)
         assert_same(shard, wanted)
 
 
@@ -62,14 +62,14 @@ def test_slots_are_added_in_their_order(dtype, special):
 def test_slots_are_cast_before_they_are_added(dtype):
     shard = torch.tensor([1.0])
     term = torch.tensor([1.5 * 2.0**-24], dtype=torch.float64).to(dtype)
-    native.add_slots(shard, [(0, term)] * 3)
+    native.add_segments_(shard, [(0, term)] * 3)
     assert float(shard) == 1 + 3 * 2.0**-23
 
 
 def test_an_imaginary_part_is_as_negative_as_it_looks():
     imaginary = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
-    assert imaginary.is_neg() and not native._as_in_memory(imaginary, torch.empty(0)).is_neg()
-    assert native._as_in_memory(imaginary, torch.empty(0)).tolist() == [-2.0, 4.0]
+    assert imaginary.is_neg() and not native._as_contiguous_input(imaginary, torch.empty(0)).is_neg()
+    assert native._as_contiguous_input(imaginary, torch.empty(0)).tolist() == [-2.0, 4.0]
 
 
 def test_nothing_to_lay_out():
@@ -77,7 +77,7 @@ def test_nothing_to_lay_out():
     assert_same_number(native.flatten([], flat), 0.0)
     assert not flat.any()
     assert_same_number(native.flatten([(0, torch.ones(0))], torch.ones(0)), 0.0)
-    native.add_slots(flat, [(5, torch.ones(0))])
+    native.add_segments_(flat, [(5, torch.ones(0))])
     assert not flat.any()
 
 
@@ -90,20 +90,20 @@ def test_pieces_over_one_another_or_beyond_the_array(pieces):
 @pytest.mark.parametrize(("start", "numel"), [(-1, 2), (7, 2), (8, 1)])
 def test_a_slot_beyond_the_shard(start, numel):
     with pytest.raises(AssertionError, match=f"slot {start} to {start + numel} of a shard of 8"):
-        native.add_slots(torch.zeros(8), [(start, torch.ones(numel))])
+        native.add_segments_(torch.zeros(8), [(start, torch.ones(numel))])
 
 
 def test_why_there_are_no_kernels(monkeypatch, no_cache):
     gpu = torch.device("cuda", 0)
-    assert "torch's device cpu" in native.why_no_kernels(torch.device("cpu"))
+    assert "torch's device cpu" in native.kernels_unavailable_reason(torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert native.why_no_kernels(gpu).startswith("CuPy is not installed: pip install 'odc_mpi[cuda13]'")
+    assert native.kernels_unavailable_reason(gpu).startswith("CuPy is not installed: pip install 'odc_mpi[cuda13]'")
     monkeypatch.setattr(native, "_cupy", lambda: sys)
-    assert native.why_no_kernels(gpu) is None
+    assert native.kernels_unavailable_reason(gpu) is None
     monkeypatch.setenv("ODC_MPI_KERNELS", "off")
-    assert native.why_no_kernels(gpu) == "ODC_MPI_KERNELS is off"
+    assert native.kernels_unavailable_reason(gpu) == "ODC_MPI_KERNELS is off"
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "ROCm" in native.why_no_kernels(gpu)
+    assert "ROCm" in native.kernels_unavailable_reason(gpu)
 
 
 def test_a_cupy_that_cannot_be_imported_is_told_of(monkeypatch, tmp_path, no_cache):
@@ -111,9 +111,9 @@ def test_a_cupy_that_cannot_be_imported_is_told_of(monkeypatch, tmp_path, no_cac
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     with pytest.raises(RuntimeError, match=r"libcuda.so.1: cannot open .*ODC_MPI_KERNELS=off"):
-        native.why_no_kernels(torch.device("cuda", 0))
+        native.kernels_unavailable_reason(torch.device("cuda", 0))
     monkeypatch.setenv("ODC_MPI_KERNELS", "off")
-    assert native.why_no_kernels(torch.device("cuda", 0)) is not None
+    assert native.kernels_unavailable_reason(torch.device("cuda", 0)) is not None
 
 
 def test_a_kernel_that_cannot_be_built_is_told_of(monkeypatch):

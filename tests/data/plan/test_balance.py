@@ -2,27 +2,27 @@ import time
 
 import numpy as np
 import pytest
-from drawn import COST, lognormal
+from drawn import COST, lognormal_lengths
 
-from odc_mpi.data.plan.balance import BALANCES, Plan, dynamic, lb_micro, lb_mini, local_sort
-from odc_mpi.data.plan.cost import Cost
+from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, Plan, dynamic, lb_micro, lb_mini, local_sort
+from odc_mpi.data.plan.cost import CostModel
 from odc_mpi.errors import UserError
 
 
-def rank_costs(plan: Plan, lengths: np.ndarray, cost: Cost) -> list[float]:
+def rank_costs(plan: Plan, lengths: np.ndarray, cost: CostModel) -> list[float]:
     return [
         sum(float(cost.sequence(lengths[list(pack)]).sum()) for pack in microbatches)
         for microbatches in plan.microbatches
     ]
 
 
-@pytest.mark.parametrize("name", BALANCES)
+@pytest.mark.parametrize("name", BALANCE_STRATEGIES)
 @pytest.mark.parametrize("size", range(1, 9))
 def test_each_sequence_is_planned_once_and_fits(name: str, size: int) -> None:
     rng = np.random.default_rng(size)
     for n in (0, 1, 2, 3, 7, 16, 61):
-        lengths = lognormal(rng, n)
-        plan = BALANCES[name](lengths, size, 4096, COST)
+        lengths = lognormal_lengths(rng, n)
+        plan = BALANCE_STRATEGIES[name](lengths, size, 4096, COST)
         assert len(plan.microbatches) == size
         packs = [*(pack for microbatches in plan.microbatches for pack in microbatches), *plan.pool]
         assert sorted(i for pack in packs for i in pack) == list(range(n))
@@ -30,27 +30,27 @@ def test_each_sequence_is_planned_once_and_fits(name: str, size: int) -> None:
         assert name == "lb_micro" or all(packs)
 
 
-@pytest.mark.parametrize("name", BALANCES)
+@pytest.mark.parametrize("name", BALANCE_STRATEGIES)
 def test_plans_are_made_of_plain_integers_and_repeat(name: str) -> None:
     lengths = np.repeat(np.array([5, 9, 5, 1]), 25)  # many ties
-    plan = BALANCES[name](lengths, 3, 20, COST)
-    assert plan == BALANCES[name](lengths.copy(), 3, 20, COST)
+    plan = BALANCE_STRATEGIES[name](lengths, 3, 20, COST)
+    assert plan == BALANCE_STRATEGIES[name](lengths.copy(), 3, 20, COST)
     packs = [*(pack for microbatches in plan.microbatches for pack in microbatches), *plan.pool]
     assert {type(i) for pack in packs for i in pack} == {int}
 
 
-@pytest.mark.parametrize("name", BALANCES)
+@pytest.mark.parametrize("name", BALANCE_STRATEGIES)
 def test_equal_costs_are_told_apart_by_their_place_alone(name: str) -> None:
     lengths = np.full(24, 7)
-    assert BALANCES[name](lengths, 3, 20, COST) == BALANCES[name](
+    assert BALANCE_STRATEGIES[name](lengths, 3, 20, COST) == BALANCE_STRATEGIES[name](
         np.random.default_rng(0).permutation(lengths), 3, 20, COST
     )
 
 
-@pytest.mark.parametrize("name", BALANCES)
+@pytest.mark.parametrize("name", BALANCE_STRATEGIES)
 def test_refuses_what_does_not_fit(name: str) -> None:
     with pytest.raises(UserError, match=r"at most 20 tokens, got 21 in sequence 2 .*max_tokens_per_microbatch"):
-        BALANCES[name](np.array([20, 5, 21, 30]), 2, 20, COST)
+        BALANCE_STRATEGIES[name](np.array([20, 5, 21, 30]), 2, 20, COST)
 
 
 def test_local_sort_deals_in_turn_and_sorts_by_length() -> None:
@@ -61,8 +61,8 @@ def test_local_sort_deals_in_turn_and_sorts_by_length() -> None:
 def test_lb_mini_packs_each_rank_alone_by_falling_cost() -> None:
     # Halves of 20: {10, 6, 4} and {9, 8, 3}, or the like; packs of at most 10.
     lengths = np.array([10, 9, 8, 6, 4, 3])
-    plan = lb_mini(lengths, 2, 10, Cost())
-    assert rank_costs(plan, lengths, Cost()) == [20.0, 20.0]
+    plan = lb_mini(lengths, 2, 10, CostModel())
+    assert rank_costs(plan, lengths, CostModel()) == [20.0, 20.0]
     for microbatches in plan.microbatches:
         costs = [lengths[list(pack)].sum() for pack in microbatches]
         assert costs == sorted(costs, reverse=True)
@@ -71,13 +71,13 @@ def test_lb_mini_packs_each_rank_alone_by_falling_cost() -> None:
 
 def test_lb_mini_lets_the_numbers_of_microbatches_differ() -> None:
     lengths = np.array([1000] + [100] * 20)
-    plan = lb_mini(lengths, 2, 1000, Cost(1.0, 0.0012))  # 2200 against 20 times 112
+    plan = lb_mini(lengths, 2, 1000, CostModel(1.0, 0.0012))  # 2200 against 20 times 112
     assert sorted(map(len, plan.microbatches)) == [1, 2]
 
 
 def test_packing_is_first_fit_decreasing() -> None:
     # Decreasing: 6 | 5 5 | 4 joins the 6, 3 and 2 share a new one: 3 packs; in the given order it takes 4.
-    plan = lb_mini(np.array([2, 5, 4, 5, 3, 6]), 1, 10, Cost())
+    plan = lb_mini(np.array([2, 5, 4, 5, 3, 6]), 1, 10, CostModel())
     assert plan.microbatches == (((1, 3), (5, 2), (4, 0)),)
 
 
@@ -94,7 +94,7 @@ def shape(plan: Plan) -> list[list[int]]:
 def test_lb_micro_gives_ranks_equal_numbers(size: int) -> None:
     rng = np.random.default_rng(size)
     for n in (0, 1, 3, 7, 16, 24, 61):
-        lengths = lognormal(rng, n)
+        lengths = lognormal_lengths(rng, n)
         plan = lb_micro(lengths, size, 4096, COST)
         counts = shape(plan)
         assert len({len(own) for own in counts}) == 1
@@ -107,7 +107,7 @@ def test_lb_micro_gives_ranks_equal_numbers(size: int) -> None:
 
 
 def test_lb_micro_leaves_nothing_empty_where_costs_say_nothing() -> None:
-    plan = lb_micro(np.array([10] * 4 + [3] * 4), 2, 10, Cost(0.0))
+    plan = lb_micro(np.array([10] * 4 + [3] * 4), 2, 10, CostModel(0.0))
     assert all(own.count(0) == max(0, len(own) - sum(own)) for own in shape(plan))
 
 
@@ -115,21 +115,21 @@ def test_lb_micro_takes_as_few_microbatches_as_packing_finds() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         lengths = rng.integers(1, 60, 24)
-        parts = lb_micro(lengths, 3, 100, Cost()).microbatches
+        parts = lb_micro(lengths, 3, 100, CostModel()).microbatches
         least = max(-(-sum(lengths[list(pack)].sum() for pack in own) // 100) for own in parts)
         assert least <= len(parts[0]) <= 11 / 9 * least + 6 / 9
 
 
 def test_lb_micro_is_even_in_each_turn() -> None:
     lengths = np.array([90, 88, 60, 61, 30, 31, 29, 32])
-    plan = lb_micro(lengths, 2, 100, Cost())
+    plan = lb_micro(lengths, 2, 100, CostModel())
     assert len(plan.microbatches[0]) == len(plan.microbatches[1])
     for one, other in zip(*plan.microbatches, strict=True):
         assert abs(lengths[list(one)].sum() - lengths[list(other)].sum()) <= 4
 
 
 def test_lb_micro_pads_the_rank_that_has_one_sequence() -> None:
-    plan = lb_micro(np.array([9, 9, 9]), 2, 10, Cost())
+    plan = lb_micro(np.array([9, 9, 9]), 2, 10, CostModel())
     assert sorted(shape(plan)) == [[1, 0], [1, 1]]
 
 
@@ -137,7 +137,7 @@ def test_lb_micro_needs_less_time_with_collectives_than_dealing_in_turn() -> Non
     rng = np.random.default_rng(0)
     ratios = []
     for _ in range(20):
-        lengths = lognormal(rng, 64)
+        lengths = lognormal_lengths(rng, 64)
         ratios.append(
             lockstep(local_sort(lengths, 8, 4096, COST), lengths) / lockstep(lb_micro(lengths, 8, 4096, COST), lengths)
         )
@@ -151,8 +151,8 @@ def lockstep(plan: Plan, lengths: np.ndarray) -> float:
 
 
 def test_dynamic_leaves_everything_in_the_pool_by_falling_cost() -> None:
-    lengths = lognormal(np.random.default_rng(3), 50)
-    for cost in (COST, Cost(1.0, 1e-3, 500.0), Cost(1.0, 0.0, 1e6)):
+    lengths = lognormal_lengths(np.random.default_rng(3), 50)
+    for cost in (COST, CostModel(1.0, 1e-3, 500.0), CostModel(1.0, 0.0, 1e6)):
         for size in (1, 2, 3, 8):
             plan = dynamic(lengths, size, 4096, cost)
             assert plan.microbatches == ((),) * size
@@ -161,9 +161,9 @@ def test_dynamic_leaves_everything_in_the_pool_by_falling_cost() -> None:
 
 
 def test_dynamic_packs_more_the_more_a_microbatch_costs() -> None:
-    lengths = lognormal(np.random.default_rng(3), 200)
+    lengths = lognormal_lengths(np.random.default_rng(3), 200)
     mean = float(COST.sequence(lengths).mean())
-    counts = [len(dynamic(lengths, 8, 1 << 20, Cost(1.0, 1e-3, mean * part)).pool) for part in (0.0, 0.1, 1.0)]
+    counts = [len(dynamic(lengths, 8, 1 << 20, CostModel(1.0, 1e-3, mean * part)).pool) for part in (0.0, 0.1, 1.0)]
     assert counts[0] > counts[1] > counts[2]
 
 
@@ -171,8 +171,8 @@ def test_dynamic_packs_more_the_more_a_microbatch_costs() -> None:
 def test_dynamic_ends_as_list_scheduling_must(size: int) -> None:
     rng = np.random.default_rng(size)
     for constant in (0.0, 100.0):
-        lengths = lognormal(rng, 40)
-        cost = Cost(1.0, 1e-3, constant)
+        lengths = lognormal_lengths(rng, 40)
+        cost = CostModel(1.0, 1e-3, constant)
         work = [cost.microbatch(lengths[list(pack)]) for pack in dynamic(lengths, size, 4096, cost).pool]
         free = [0.0] * size
         for one in work:
@@ -180,12 +180,12 @@ def test_dynamic_ends_as_list_scheduling_must(size: int) -> None:
         assert max(free) <= (2 - 1 / size) * max(max(work), sum(work) / size)
 
 
-@pytest.mark.parametrize("name", BALANCES)
+@pytest.mark.parametrize("name", BALANCE_STRATEGIES)
 @pytest.mark.parametrize("size", [1, 64])
 def test_large_minibatches_plan_quickly(name: str, size: int) -> None:
-    lengths = lognormal(np.random.default_rng(0), 10_000)
+    lengths = lognormal_lengths(np.random.default_rng(0), 10_000)
     begin = time.process_time()
-    plan = BALANCES[name](lengths, size, 4096, Cost(1.0, 1e-3, 100.0))
+    plan = BALANCE_STRATEGIES[name](lengths, size, 4096, CostModel(1.0, 1e-3, 100.0))
     # On 64 ranks none may take half a second; the limit is for slow machines, and fails what grows with the square.
     assert time.process_time() - begin < 6.0
     if name in ("lb_micro", "lb_mini"):

@@ -1,21 +1,21 @@
 import numpy as np
 import pytest
 
-from odc_mpi.data.plan.cost import Cost, flops_cost
+from odc_mpi.data.plan.cost import CostModel, flops_cost
 
 
 def test_sequence_is_a_polynomial_of_the_length() -> None:
-    cost = Cost(linear=2.0, quadratic=0.5).sequence([0, 1, 4])
+    cost = CostModel(linear=2.0, quadratic=0.5).sequence([0, 1, 4])
     assert cost.dtype == np.float64
     assert cost.tolist() == [0.0, 2.5, 16.0]
 
 
 def test_default_counts_tokens() -> None:
-    assert Cost().sequence(np.array([3, 70_000])).tolist() == [3.0, 70_000.0]
+    assert CostModel().sequence(np.array([3, 70_000])).tolist() == [3.0, 70_000.0]
 
 
 def test_long_lengths_do_not_overflow() -> None:
-    assert Cost(0.0, 1.0).sequence(np.array([2**20], dtype=np.int32)).tolist() == [2.0**40]
+    assert CostModel(0.0, 1.0).sequence(np.array([2**20], dtype=np.int32)).tolist() == [2.0**40]
 
 
 def test_flops_count_the_multiplications_of_a_layer() -> None:
@@ -30,7 +30,7 @@ def test_flops_count_the_multiplications_of_a_layer() -> None:
 
 
 def test_a_microbatch_costs_its_sequences_and_a_constant() -> None:
-    cost = Cost(2.0, 0.5, constant=7.0)
+    cost = CostModel(2.0, 0.5, constant=7.0)
     assert cost.microbatch([1, 4]) == 2.5 + 16.0 + 7.0
     assert cost.microbatch([]) == 7.0
     assert cost.sequence([1]).tolist() == [2.5]

@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from odc_mpi.data.plan.cost import Cost
-from odc_mpi.data.plan.fitted import MIN_OBSERVATIONS, ROW_LENGTH, FittedCost
+from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.data.plan.fitted import MIN_OBSERVATIONS, ROW_LENGTH, FittedCostModel
 
-TRUE = Cost(linear=2e-5, quadratic=1e-9, constant=0.05)
+TRUE = CostModel(linear=2e-5, quadratic=1e-9, constant=0.05)
 LENGTHS = np.array([300, 1000, 5000, 20_000, 60_000])
 
 
 def learn(
-    ranks: list[FittedCost],
-    true: Cost = TRUE,
+    ranks: list[FittedCostModel],
+    true: CostModel = TRUE,
     *,
     minibatches: int = 40,
     seed: int = 0,
@@ -37,29 +37,29 @@ def learn(
         share(ranks)
 
 
-def share(ranks: list[FittedCost]) -> None:
+def share(ranks: list[FittedCostModel]) -> None:
     reports = np.array([rank.report() for rank in ranks])
     for rank in ranks:
         rank.update(reports)
 
 
-def errors(cost: Cost, true: Cost = TRUE) -> np.ndarray:
+def errors(cost: CostModel, true: CostModel = TRUE) -> np.ndarray:
     """Relative errors at some lengths; only ratios matter, so the mean is taken out."""
     ratios = np.array([cost.microbatch([length]) / true.microbatch([length]) for length in LENGTHS])
     return np.abs(ratios / np.exp(np.log(ratios).mean()) - 1)
 
 
-@pytest.mark.parametrize("prior", [Cost(), Cost(6e9, 1e5), Cost(0.0, 1.0), Cost(1.0, 1.0, 1.0)])
+@pytest.mark.parametrize("prior", [CostModel(), CostModel(6e9, 1e5), CostModel(0.0, 1.0), CostModel(1.0, 1.0, 1.0)])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_recovers_the_cost_from_noise_and_outliers(prior: Cost, seed: int) -> None:
-    ranks = [FittedCost(prior) for _ in range(4)]
+def test_recovers_the_cost_from_noise_and_outliers(prior: CostModel, seed: int) -> None:
+    ranks = [FittedCostModel(prior) for _ in range(4)]
     learn(ranks, minibatches=80, seed=seed)
     assert errors(ranks[0].cost).max() < 0.05
     assert ranks[0].cost.microbatch([5000]) == pytest.approx(TRUE.microbatch([5000]), rel=0.05)
 
 
 def test_a_hiccup_of_a_hundred_times_does_not_move_it() -> None:
-    calm, hit = ([FittedCost(Cost())] for _ in range(2))
+    calm, hit = ([FittedCostModel(CostModel())] for _ in range(2))
     for ranks in (calm, hit):
         learn(ranks, outliers=0.0)
     for ranks, seconds in ((calm, 1.0), (hit, 100.0)):
@@ -70,7 +70,7 @@ def test_a_hiccup_of_a_hundred_times_does_not_move_it() -> None:
 
 
 def test_ranks_of_different_speed() -> None:
-    ranks = [FittedCost(Cost()) for _ in range(4)]
+    ranks = [FittedCostModel(CostModel()) for _ in range(4)]
     learn(ranks, slowness=[0.5, 1.0, 1.5, 3.0], minibatches=80)
     assert errors(ranks[0].cost).max() < 0.05
     assert ranks[0].cost.microbatch([5000]) == pytest.approx(1.5 * TRUE.microbatch([5000]), rel=0.1)
@@ -79,8 +79,8 @@ def test_ranks_of_different_speed() -> None:
 def test_a_slow_rank_with_long_sequences_is_not_taken_for_a_square() -> None:
     """One rank sees short sequences, a rank of a third of its speed long ones; some are common to both."""
     rng = np.random.default_rng(0)
-    ranks = [FittedCost(Cost()), FittedCost(Cost())]
-    true = Cost(1e-5)
+    ranks = [FittedCostModel(CostModel()), FittedCostModel(CostModel())]
+    true = CostModel(1e-5)
     for _ in range(60):
         for rank, slow, low, high in ((ranks[0], 1.0, 100, 4000), (ranks[1], 3.0, 2000, 60_000)):
             for length in rng.integers(low, high, 8):
@@ -90,22 +90,22 @@ def test_a_slow_rank_with_long_sequences_is_not_taken_for_a_square() -> None:
 
 
 def test_the_same_on_every_rank_to_the_last_bit() -> None:
-    ranks = [FittedCost(Cost()) for _ in range(5)]
+    ranks = [FittedCostModel(CostModel()) for _ in range(5)]
     learn(ranks, slowness=[1.0, 2.0, 1.1, 0.7, 1.0])
     assert {rank.cost for rank in ranks} == {ranks[0].cost}
     assert {json.dumps(rank.state_dict()) for rank in ranks} == {json.dumps(ranks[0].state_dict())}
 
 
 def test_forgets_what_is_long_past() -> None:
-    rank = FittedCost(Cost())
-    learn([rank], Cost(1e-5, 1e-9), minibatches=100)
-    learn([rank], Cost(1e-5, 0.0, 0.2), minibatches=300)
-    assert errors(rank.cost, Cost(1e-5, 0.0, 0.2)).max() < 0.06
+    rank = FittedCostModel(CostModel())
+    learn([rank], CostModel(1e-5, 1e-9), minibatches=100)
+    learn([rank], CostModel(1e-5, 0.0, 0.2), minibatches=300)
+    assert errors(rank.cost, CostModel(1e-5, 0.0, 0.2)).max() < 0.06
 
 
 def test_the_prior_stands_until_there_is_enough() -> None:
-    prior = Cost(3.0, 2.0)
-    rank = FittedCost(prior)
+    prior = CostModel(3.0, 2.0)
+    rank = FittedCostModel(prior)
     share([rank])
     assert rank.report().tolist() == [0.0] * ROW_LENGTH and rank.cost is prior
     for _ in range(MIN_OBSERVATIONS - 1):
@@ -119,8 +119,8 @@ def test_the_prior_stands_until_there_is_enough() -> None:
 
 
 def test_equal_lengths_keep_the_ratios_of_the_prior() -> None:
-    prior = Cost(6.0, 3e-4)
-    ranks = [FittedCost(prior), FittedCost(prior)]
+    prior = CostModel(6.0, 3e-4)
+    ranks = [FittedCostModel(prior), FittedCostModel(prior)]
     learn(ranks, lengths=8000)
     cost = ranks[0].cost
     assert cost.microbatch([8000]) == pytest.approx(TRUE.microbatch([8000]), rel=0.05)
@@ -130,42 +130,42 @@ def test_equal_lengths_keep_the_ratios_of_the_prior() -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 1.3])
 def test_learns_what_pieces_take_to_their_parts(factor: float) -> None:
-    ranks, rng = [FittedCost(Cost()) for _ in range(3)], np.random.default_rng(1)
+    ranks, rng = [FittedCostModel(CostModel()) for _ in range(3)], np.random.default_rng(1)
     true, slowness = replace(TRUE, piece_factor=factor), [0.8, 1.0, 1.3]
     learn(ranks, slowness=slowness)
     for _ in range(30):
         for rank, slow in zip(ranks, slowness, strict=True):
             for begin, end in ((0, 9000), (9000, 13_000)):
                 hiccup = 50 if rng.random() < 0.01 else 1
-                seconds = hiccup * slow * (true.constant + true.piece(begin, end)) * (1 + 0.1 * rng.standard_normal())
-                rank.observe_piece(begin, end, seconds)
+                seconds = hiccup * slow * (true.constant + true.chunk(begin, end)) * (1 + 0.1 * rng.standard_normal())
+                rank.observe_chunk(begin, end, seconds)
         share(ranks)
     assert ranks[0].cost.piece_factor == pytest.approx(factor, abs=0.06)
     assert {rank.cost for rank in ranks} == {ranks[0].cost}
     # It is kept, also by another number of ranks, and the rest of the fit stays.
-    other = FittedCost(Cost())
+    other = FittedCostModel(CostModel())
     other.load_state_dict(json.loads(json.dumps(ranks[0].state_dict())))
     assert other.cost == ranks[0].cost and errors(other.cost).max() < 0.05
 
 
 def test_pieces_alone_change_nothing() -> None:
     """Nothing then tells how fast the rank is."""
-    rank = FittedCost(Cost())
-    rank.observe_piece(0, 100, 7.0)
-    rank.observe_piece(5, 5, 1.0)
+    rank = FittedCostModel(CostModel())
+    rank.observe_chunk(0, 100, 7.0)
+    rank.observe_chunk(5, 5, 1.0)
     share([rank])
-    assert rank.cost == Cost()
+    assert rank.cost == CostModel()
 
 
 def test_what_says_nothing_is_left_out() -> None:
-    rank = FittedCost(Cost())
+    rank = FittedCostModel(CostModel())
     for lengths, seconds in (([], 1.0), ([5], 0.0), ([5], -1.0), ([5], math.nan), ([5], math.inf)):
         rank.observe(lengths, seconds)
     assert rank.report().tolist() == [0.0] * ROW_LENGTH
 
 
 def test_a_rank_without_work_does_not_matter() -> None:
-    ranks = [FittedCost(Cost()) for _ in range(3)]
+    ranks = [FittedCostModel(CostModel()) for _ in range(3)]
     rng = np.random.default_rng(0)
     for _ in range(60):
         for rank in ranks[:2]:
@@ -178,7 +178,7 @@ def test_a_rank_without_work_does_not_matter() -> None:
 def test_no_coefficient_is_negative() -> None:
     rng = np.random.default_rng(0)
     for power in (0.0, 0.3, 0.7, 1.0, 1.5, 2.0, 3.0):
-        rank = FittedCost(Cost(1.0, 1e-4))
+        rank = FittedCostModel(CostModel(1.0, 1e-4))
         for _ in range(20):
             for length in rng.integers(100, 60_000, 6):
                 rank.observe([length], (length / 1000) ** power)
@@ -189,10 +189,10 @@ def test_no_coefficient_is_negative() -> None:
 
 
 def test_state_goes_through_json_and_continues() -> None:
-    whole = [FittedCost(Cost()) for _ in range(3)]
+    whole = [FittedCostModel(CostModel()) for _ in range(3)]
     learn(whole, minibatches=20)
     state = json.loads(json.dumps(whole[0].state_dict()))
-    resumed = [FittedCost(Cost()) for _ in range(3)]
+    resumed = [FittedCostModel(CostModel()) for _ in range(3)]
     for rank in resumed:
         rank.load_state_dict(state)
     assert resumed[0].cost == whole[0].cost
@@ -204,9 +204,9 @@ def test_state_goes_through_json_and_continues() -> None:
 
 @pytest.mark.parametrize("size", [1, 5])
 def test_continues_on_another_number_of_ranks(size: int) -> None:
-    before = [FittedCost(Cost()) for _ in range(3)]
+    before = [FittedCostModel(CostModel()) for _ in range(3)]
     learn(before, minibatches=60, slowness=[1.0, 2.0, 1.5])
-    after = [FittedCost(Cost()) for _ in range(size)]
+    after = [FittedCostModel(CostModel()) for _ in range(size)]
     for rank in after:
         rank.load_state_dict(before[0].state_dict())
     share(after)
@@ -216,7 +216,7 @@ def test_continues_on_another_number_of_ranks(size: int) -> None:
 
 
 def test_what_comes_between_report_and_update_counts_next_time() -> None:
-    rank = FittedCost(Cost())
+    rank = FittedCostModel(CostModel())
     rank.observe([5], 1.0)
     report = rank.report()
     rank.observe([7], 1.0)

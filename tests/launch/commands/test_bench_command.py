@@ -86,8 +86,8 @@ def test_under_mpiexec_it_takes_the_ranks_it_finds():
 def test_other_ranks_than_mpiexec_started_are_a_mistake():
     done = odc_mpi(2, *SMALL, "--ranks", 3)
     assert done.code == 2
-    told = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
-    assert told == ["odc-mpi: error: --ranks 3: mpiexec started 2, leave --ranks out under it"]
+    errors = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
+    assert errors == ["odc-mpi: error: --ranks 3: mpiexec started 2, leave --ranks out under it"]
     assert "Traceback" not in done.err
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from mpi_launch import ROOT, launch
 
-from odc_mpi.stack.gpu import has_gpu
+from odc_mpi.probe.gpu import has_gpu
 
 pytestmark = pytest.mark.slow
 

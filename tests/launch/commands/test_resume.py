@@ -16,7 +16,7 @@ from mpi_launch import MPIEXEC, end_all, finish, odc_mpi, start
 from small_run import losses, write_config
 
 from odc_mpi.checkpoint import export as exporting
-from odc_mpi.checkpoint.commands import newest, verify
+from odc_mpi.checkpoint.commands import open_newest, verify
 from odc_mpi.checkpoint.manifest import steps_in
 from odc_mpi.errors import UserError
 
@@ -56,7 +56,7 @@ def test_a_second_signal_does_not_wait(config, tmp_path):
     # A save that takes longer than anybody wants to wait.
     script.write_text(
         "import sys, time\n"
-        "from odc_mpi.train.rundir.saving import Saving\n"
+        "from odc_mpi.training.rundir.checkpointing import Saving\n"
         "def after_step(self, step):\n"
         "    if self._stop.agreed:\n"
         "        print('saving', flush=True)\n"
@@ -92,7 +92,7 @@ def test_checkpoints_cannot_be_written(config, tmp_path):
     script = tmp_path / "script.py"
     # Neither root nor the run directory itself is kept from writing: a file is where the checkpoints should be.
     script.write_text(
-        "import sys, odc_mpi.train.rundir.saving as saving\n"
+        "import sys, odc_mpi.training.rundir.checkpointing as saving\n"
         "saving.CHECKPOINTS = 'config.yaml'\n"
         "from odc_mpi.cli import main as cli\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
@@ -226,7 +226,7 @@ def test_export_loads_in_transformers(trained, tmp_path, monkeypatch):
     done = odc_mpi(0, "checkpoint", "export", trained, tmp_path / "bfloat16")
     assert done.code == 0, done.err
     monkeypatch.setattr(exporting, "FILE_BYTES", 20_000)
-    with newest(trained) as checkpoint:
+    with open_newest(trained) as checkpoint:
         assert len(exporting.export(checkpoint, tmp_path / "float32", "float32")) > 4, "several files"
         with pytest.raises(UserError, match="expected OUT to be a new directory"):
             exporting.export(checkpoint, tmp_path / "float32")

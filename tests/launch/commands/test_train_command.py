@@ -9,7 +9,7 @@ import pytest
 from mpi_launch import finish, launch, odc_mpi, start
 from small_run import losses
 
-from odc_mpi.train import settings as configuration
+from odc_mpi.training import settings as configuration
 
 SUMMARY = {
     "world_size",
@@ -80,11 +80,11 @@ def test_a_run_and_what_it_leaves(config, tmp_path, ranks):
     assert summary["decision"]["reduction"]["reason"]
 
 
-def spans_of(own):
+def read_spans(own):
     return sorted((began, ended, kind) for kind in ("fetch", "accumulate", *"ANB") for began, ended in own[kind])
 
 
-def seconds_of(own, kind, until_s=math.inf):
+def sum_seconds(own, kind, until_s=math.inf):
     return sum(ended - began for began, ended in own[kind] if ended <= until_s)
 
 
@@ -96,26 +96,26 @@ def test_the_trace_tells_when_the_waits_of_the_metrics_were(config, tmp_path, ba
     trace, summary = (json.loads((run / name).read_text()) for name in ("trace.json", "summary.json"))
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in trace["steps"]] == [step["step"] for step in steps]
-    for traced, told in zip(trace["steps"], steps, strict=True):
+    for traced, output in zip(trace["steps"], steps, strict=True):
         assert len(traced["ranks"]) == 2
         for own in traced["ranks"]:
-            spans = spans_of(own)
+            spans = read_spans(own)
             assert spans[0][0] >= 0 and spans[-1][1] <= own["end_s"]
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "they do not overlap"
             assert "".join(kind for _, _, kind in spans if kind in "ANB") == "ANB"
-            ran = own["microbatches"]
-            assert all(a[1] <= b[0] for a, b in itertools.pairwise(ran))
-            assert not ran or ran[-1][1] <= own["A"][0][0]
+            microbatches = own["microbatches"]
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(microbatches))
+            assert not microbatches or microbatches[-1][1] <= own["A"][0][0]
         for kind in ("fetch", "accumulate"):
             # The metrics tell of the time until the last microbatch is done.
             sums = [
-                seconds_of(own, kind, max([0.0, *(one[1] for one in own["microbatches"])])) for own in traced["ranks"]
+                sum_seconds(own, kind, max([0.0, *(one[1] for one in own["microbatches"])])) for own in traced["ranks"]
             ]
-            assert sum(sums) / 2 == pytest.approx(told[f"{kind}_wait_s"], abs=1e-4)
-        assert sum(one[2] for own in traced["ranks"] for one in own["microbatches"]) == told["num_input_tokens"]
+            assert sum(sums) / 2 == pytest.approx(output[f"{kind}_wait_s"], abs=1e-4)
+        assert sum(one[2] for own in traced["ranks"] for one in own["microbatches"]) == output["num_input_tokens"]
     everyone = [own for step in trace["steps"] for own in step["ranks"]]
     for kind in ("fetch", "accumulate"):
-        assert sum(seconds_of(own, kind) for own in everyone) / 2 == pytest.approx(summary[f"{kind}_wait_s"], abs=1e-3)
+        assert sum(sum_seconds(own, kind) for own in everyone) / 2 == pytest.approx(summary[f"{kind}_wait_s"], abs=1e-3)
     assert sum(trace["tokens_per_microbatch"]["counts"]) == sum(len(own["microbatches"]) for own in everyone)
 
 
@@ -135,12 +135,12 @@ def test_a_second_run_keeps_the_first_ones_records(config, tmp_path):
 
 def mistake(done, *words):
     """Check that a mistake is told once, in one line, and ends with exit code 2."""
-    told = [line for line in done.lines if "error:" in line]
+    errors = [line for line in done.lines if "error:" in line]
     assert done.code == 2, (done.code, done.out, done.err)
-    assert len(told) == 1, done.lines
+    assert len(errors) == 1, done.lines
     assert "Traceback" not in done.err
     for word in words:
-        assert word in told[0]
+        assert word in errors[0]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import transformers
 from small_training import QWEN2, configure
 
 from odc_mpi.bench import contenders, train
-from odc_mpi.bench.baselines.plain import whole_model
-from odc_mpi.errors import AgreedError
-from odc_mpi.train.inputs import open_inputs
+from odc_mpi.bench.baselines.unsharded import build_unsharded_model
+from odc_mpi.errors import AllRanksUserError
+from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 4)]
 
@@ -29,7 +29,7 @@ def test_all_ways_train_the_same(world, config):
     for name in ("tokens_per_s", "quartiles", "ratio_to_fsdp2", "ratio_to_ceiling", "ratio_to_apart"):
         assert set(result[name]) == set(train.CONTENDERS)
     # Each of those apart trains by its own gradients.
-    assert set(result["loss_deviation"]) == set(train.CONTENDERS) - {train.APART}
+    assert set(result["loss_deviation"]) == set(train.CONTENDERS) - {train.INDEPENDENT}
     assert all(speed > 0 for speed in result["tokens_per_s"].values())
     assert result["ratio_to_fsdp2"]["fsdp2"] == result["ratio_to_ceiling"]["ceiling"] == 1.0
     assert result["ratio_to_apart"]["apart"] == 1.0
@@ -47,9 +47,9 @@ def test_exact_runs_take_part_if_asked(world, config):
 
 def test_one_that_trains_something_else_is_found_out(world, config, monkeypatch):
     monkeypatch.setattr(
-        contenders.Ours, "step", lambda self: (lambda loss, tokens: (1.01 * loss, tokens))(*_step(self))
+        contenders.OdcContender, "step", lambda self: (lambda loss, tokens: (1.01 * loss, tokens))(*_step(self))
     )
-    with pytest.raises(AgreedError, match=r"losses of .* and fsdp2 differ by 0\.01"):
+    with pytest.raises(AllRanksUserError, match=r"losses of .* and fsdp2 differ by 0\.01"):
         train.measure(world, config, steps=1, repeats=1)
 
 
@@ -63,11 +63,11 @@ def test_one_that_trains_something_else_is_found_out(world, config, monkeypatch)
     ],
 )
 def test_what_only_we_can_do_is_not_compared(world, dataset_path, changes, words):
-    with pytest.raises(AgreedError, match=words):
+    with pytest.raises(AllRanksUserError, match=words):
         train.measure(world, configure(dataset_path, **changes), steps=1, repeats=1)
 
 
-_step = contenders.Ours.step
+_step = contenders.OdcContender.step
 
 
 def test_the_whole_model_is_in_fp32_whatever_files_hold(world, shared_dir, config):
@@ -77,15 +77,15 @@ def test_the_whole_model_is_in_fp32_whatever_files_hold(world, shared_dir, confi
         model.to(torch.bfloat16).save_pretrained(path)
     world.gather_objects(None)
     config = replace(config, model=replace(config.model, path=str(path), config=None))
-    assert {parameter.dtype for parameter in whole_model(config).parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in build_unsharded_model(config).parameters()} == {torch.float32}
 
 
 def test_the_whole_model_is_that_of_a_run(world, config):
     settings = {**config.model.config, "tie_word_embeddings": True}
     config = replace(config, model=replace(config.model, config=settings))
-    whole = whole_model(config)
-    built = open_inputs(config, world.rank, world.size).model
+    whole = build_unsharded_model(config)
+    meta_model = open_inputs(config, world.rank, world.size).model
     assert whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
     for name, parameter in whole.named_parameters():
-        assert torch.equal(parameter.view(-1), built.weights.read(name, 0, parameter.numel()))
+        assert torch.equal(parameter.view(-1), meta_model.weights.read(name, 0, parameter.numel()))
     assert not any(tensor.is_meta for tensor in (*whole.parameters(), *whole.buffers()))

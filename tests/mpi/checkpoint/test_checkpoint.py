@@ -15,12 +15,12 @@ from odc_mpi.checkpoint import saver
 from odc_mpi.checkpoint.commands import verify
 from odc_mpi.checkpoint.manifest import read_manifest, shard_name, step_name, steps_in
 from odc_mpi.data.dataset import Dataset, DatasetWriter
-from odc_mpi.data.plan.fitted import FittedCost
-from odc_mpi.errors import AgreedError, StoppedError, TrainingError
-from odc_mpi.train.run import train
-from odc_mpi.train.rundir import saving
-from odc_mpi.train.source import LearnedCost
-from odc_mpi.train.stop import StopWish
+from odc_mpi.data.plan.fitted import FittedCostModel
+from odc_mpi.errors import AllRanksUserError, StoppedError, TrainingError
+from odc_mpi.training.run import train
+from odc_mpi.training.rundir import checkpointing
+from odc_mpi.training.source import FitCostModel
+from odc_mpi.training.stop import StopRequest
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_refused(run, one_run, settings, words):
         key: one_run.with_name(value) if value in ("one", "other") else value for key, value in settings.items()
     }
     before = sorted(one_run.rglob("*"))
-    with pytest.raises(AgreedError, match=words):
+    with pytest.raises(AllRanksUserError, match=words):
         run("unused", **settings)
     assert sorted(one_run.rglob("*")) == before, "nothing was touched"
 
@@ -190,7 +190,7 @@ def test_other_data_is_refused(run, one_run, world, dataset_path, shared_dir, di
                     tokens[0] ^= 1
                 writer.append(tokens.astype(np.uint32), mask)
     world.gather_objects(None)
-    with pytest.raises(AgreedError, match="was trained on other data"):
+    with pytest.raises(AllRanksUserError, match="was trained on other data"):
         run("unused", run__dir=one_run, data__path=other)
 
 
@@ -228,7 +228,7 @@ def test_a_tensor_is_damaged(run, world, part):
             name, position = datasets[-1].name.lstrip("/"), datasets[-1].id.get_offset()
         flip(path, position)
     world.gather_objects(None)
-    with pytest.raises(AgreedError, match=f"the checksum of {part}/.* does not fit: set run.resume to an older"):
+    with pytest.raises(AllRanksUserError, match=f"the checksum of {part}/.* does not fit: set run.resume to an older"):
         run("run")
     if world.rank == 0:
         flip(path, position)
@@ -239,7 +239,7 @@ def test_a_tensor_is_damaged(run, world, part):
 
 def test_steps_that_are_shorter_than_writing(run, world, monkeypatch):
     """Whenever a save begins, the one before it is complete: two intervals are all that can be lost."""
-    write, save, behind = saver.write_shard, saving.Saving._save, []
+    write, save, behind = saver.write_shard, checkpointing.CheckpointCallback._save, []
 
     def slow(*arguments):
         time.sleep(0.3 if world.rank == world.size - 1 else 0.0)
@@ -250,7 +250,7 @@ def test_steps_that_are_shorter_than_writing(run, world, monkeypatch):
         behind.append(step - max(steps_in(run.base / "run" / "checkpoints"), default=0))
 
     monkeypatch.setattr(saver, "write_shard", slow)
-    monkeypatch.setattr(saving.Saving, "_save", look)
+    monkeypatch.setattr(checkpointing.CheckpointCallback, "_save", look)
     run("run", run__checkpoint_every=1)
     if world.rank == 0:
         assert max(behind) <= 1, behind
@@ -285,23 +285,25 @@ def test_a_path_is_not_held_up_by_damage_in_the_own_directory(run, world, one_ru
 
 def test_what_was_learned_of_the_cost_and_what_the_run_was(run, world, monkeypatch):
     settings = {"data__cost": "fitted", "data__max_tokens_per_microbatch": 40}
-    observe = FittedCost.observe
+    observe = FittedCostModel.observe
     # Real times of so small a model are all alike, but for noise: what is learned may be nothing.
-    monkeypatch.setattr(FittedCost, "observe", lambda self, lengths, _: observe(self, lengths, 1e-3 * lengths.sum()))
+    monkeypatch.setattr(
+        FittedCostModel, "observe", lambda self, lengths, _: observe(self, lengths, 1e-3 * lengths.sum())
+    )
     run("run", run__checkpoint_every=STEPS, **settings)
-    about = read_manifest(run.base / "run" / "checkpoints" / step_name(STEPS)).about
-    assert about["config"]["optim"]["learning_rate"] == 1e-2 and about["config"]["data"]["cost"] == "fitted"
-    assert {"odc_mpi", "python", "torch", "transformers", "numpy", "h5py", "mpi4py"} == about["versions"].keys()
-    restored, load = [], LearnedCost.load_state
+    metadata = read_manifest(run.base / "run" / "checkpoints" / step_name(STEPS)).metadata
+    assert metadata["config"]["optim"]["learning_rate"] == 1e-2 and metadata["config"]["data"]["cost"] == "fitted"
+    assert {"odc_mpi", "python", "torch", "transformers", "numpy", "h5py", "mpi4py"} == metadata["versions"].keys()
+    restored, load = [], FitCostModel.load_state_dict
 
-    def look(self, about):
+    def look(self, metadata):
         prior = self._loader.cost
-        load(self, about)
+        load(self, metadata)
         restored.append((json.loads(json.dumps(self._fitted.state_dict())), self._loader.cost != prior))
 
-    monkeypatch.setattr(LearnedCost, "load_state", look)
+    monkeypatch.setattr(FitCostModel, "load_state", look)
     run("run", run__steps=STEPS + 1, **settings)
-    assert restored == [(about["cost"], True)]
+    assert restored == [(metadata["cost"], True)]
 
 
 def test_a_schedule_goes_on(run, world, monkeypatch):
@@ -309,14 +311,14 @@ def test_a_schedule_goes_on(run, world, monkeypatch):
     whole = run("whole", **settings)
     rates = [line["learning_rate"] for line in lines(run.base / "whole")]
     assert len(set(rates)) > 4, "it rises and falls"
-    tell = StopWish.tell
+    original = StopRequest.local_values
 
-    def told(self):
+    def values_after_signal(self):
         if world.rank == 0 and not self.told and len(lines(run.base / "cut")) == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return tell(self)
+        return original(self)
 
-    monkeypatch.setattr(StopWish, "tell", told)
+    monkeypatch.setattr(StopRequest, "tell", values_after_signal)
     with pytest.raises(StoppedError, match="after step 2"):
         run("cut", **settings)
     world.gather_objects(None)
@@ -330,18 +332,18 @@ def test_all_are_damaged(run, world):
     if world.rank == 0:
         (run.base / "run" / "checkpoints" / step_name(2) / shard_name(2, 0)).unlink()
     world.gather_objects(None)
-    with pytest.raises(AgreedError, match="expected a complete checkpoint, got none among 1"):
+    with pytest.raises(AllRanksUserError, match="expected a complete checkpoint, got none among 1"):
         run("run")
 
 
 def test_stop_is_told_to_one_rank(run, world, monkeypatch):
-    def told(self):
+    def values_after_signal(self):
         if world.rank == world.size - 1 and not self.told:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return tell(self)
+        return original(self)
 
-    tell = StopWish.tell
-    monkeypatch.setattr(StopWish, "tell", told)
+    original = StopRequest.local_values
+    monkeypatch.setattr(StopRequest, "tell", values_after_signal)
     with pytest.raises(StoppedError, match="after step 1, which is saved"):
         run("run")
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
@@ -362,5 +364,5 @@ def test_a_rank_that_cannot_write(run, world, monkeypatch, capfd):
     assert len(losses(run.base / "run")) == STEPS, "the training went on"
     assert list((run.base / "run" / "checkpoints").iterdir()) == []
     if world.rank == 0:
-        told = capfd.readouterr().err
-        assert told.count("WARNING: there is no checkpoint of step") == 3
+        errors = capfd.readouterr().err
+        assert errors.count("WARNING: there is no checkpoint of step") == 3

@@ -8,12 +8,12 @@ from torch import nn
 from units import Block, assert_nan_is_known_to_all, assert_pushed, assert_reports_and_sums, stretches
 
 from odc_mpi.api import decide_for
-from odc_mpi.bench.baselines.collective import Collective
+from odc_mpi.bench.baselines.collective import CollectiveBaseline
 from odc_mpi.comm import collective
-from odc_mpi.comm.compose import collective_transport, window_transport
+from odc_mpi.comm.factory import collective_transport, window_transport
 from odc_mpi.errors import UserError
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.train.inputs import open_inputs
+from odc_mpi.training.inputs import open_inputs
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -28,7 +28,7 @@ def assert_like_plain(world, dataset_path, freeze=(), **changes):
     for name, parameter in inputs.model.module.named_parameters():
         parameter.requires_grad_(not any(word in name for word in freeze))
     losses, wanted = expected(config, inputs.dataset, freeze)
-    baseline = Collective(world, config.optim, inputs)
+    baseline = CollectiveBaseline(world, config.optim, inputs)
     parts = world.gather_objects([baseline.step()[0] for _ in range(STEPS)])
     assert [sum(step) for step in zip(*parts, strict=True)] == pytest.approx(losses, rel=1e-5)
     assert_close(baseline.model.state_dict(), wanted)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from odc_mpi.comm.compose import window_transport
-from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.errors import UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
@@ -28,7 +28,7 @@ def make(world):
 
         def reduction(*arguments):
             mailbox_bytes = ring_bytes * max(1, world.size - 1)
-            reductions.append(MailboxReduction(*arguments, mailbox_bytes=mailbox_bytes))
+            reductions.append(MailboxGradientStore(*arguments, mailbox_bytes=mailbox_bytes))
             return reductions[-1]
 
         transport = window_transport(world, reduce_dtype=reduce_dtype, reduction=reduction)
@@ -195,7 +195,7 @@ def test_serving_costs_little_when_nothing_has_arrived(make, world):
 @pytest.mark.mpi(min_size=2)
 def test_too_little_room_is_an_error_that_names_the_setting(world):
     wrong = SMALLEST * (world.size - 1) - 1
-    transport = window_transport(world, reduction=functools.partial(MailboxReduction, mailbox_bytes=wrong))
+    transport = window_transport(world, reduction=functools.partial(MailboxGradientStore, mailbox_bytes=wrong))
     with pytest.raises(UserError, match=rf"comm.mailbox_bytes must be at least {wrong + 1} .* got {wrong}$"):
         transport.allocate([FlatLayout.build("unit", [ParameterSpec("p", (10,), True)], world.size)])
     transport.close()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from odc_mpi.comm.compose import window_transport
+from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
@@ -55,7 +55,7 @@ def test_without_it_a_computing_rank_is_waited_for(world):
 
 @pytest.mark.mpi(min_size=2)
 def test_with_it_nobody_waits(world):
-    progress = ProgressThread(world, serve=lambda: False)
+    progress = ProgressThread(world, make_progress=lambda: False)
     took = read_from_a_computing_rank(world)
     progress.close()
     assert took is None or took < BUSY_S / 3
@@ -63,7 +63,7 @@ def test_with_it_nobody_waits(world):
 
 def test_it_serves_again_and_again_until_it_is_closed(world):
     looks = []
-    progress = ProgressThread(world, serve=lambda: looks.append(threading.current_thread().name))
+    progress = ProgressThread(world, make_progress=lambda: looks.append(threading.current_thread().name))
     time.sleep(0.3)
     progress.close()
     seen = len(looks)
@@ -78,7 +78,7 @@ def test_the_switch_interval_is_short_until_the_last_one_is_closed(world, monkey
     monkeypatch.setattr(ProgressThread, "_num_running", 0)  # not those of other tests
     usual, found = 5e-3, sys.getswitchinterval()
     sys.setswitchinterval(usual)
-    first, second = (ProgressThread(world, serve=lambda: False) for _ in range(2))
+    first, second = (ProgressThread(world, make_progress=lambda: False) for _ in range(2))
     short = sys.getswitchinterval()
     first.close()
     between = sys.getswitchinterval()
@@ -100,7 +100,7 @@ def test_a_look_that_takes_long_is_no_work(world):
         return False
 
     began = time.perf_counter()
-    progress = ProgressThread(world, serve=look)
+    progress = ProgressThread(world, make_progress=look)
     time.sleep(0.4)
     progress.close()
     assert 3 <= len(looks) <= (time.perf_counter() - began) / 0.8e-3

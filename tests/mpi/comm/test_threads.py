@@ -8,7 +8,7 @@ import torch
 from mpi4py import MPI
 
 from odc_mpi.api import decide_for, shard_model
-from odc_mpi.comm.compose import window_transport
+from odc_mpi.comm.factory import window_transport
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec

@@ -8,14 +8,14 @@ import pytest
 import torch
 from units import assert_pushed, assert_reports_and_sums, stretches
 
-from odc_mpi.comm.compose import window_transport
-from odc_mpi.comm.reduce.accumulate import AccumulateReduction
-from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
+from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.comm.transport import Access
 from odc_mpi.comm.windows import rma
 from odc_mpi.comm.windows.rma import Window
 from odc_mpi.comm.windows.shared_window import SharedWindow
-from odc_mpi.errors import AgreedError, UserError
+from odc_mpi.errors import AllRanksUserError, UserError
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
@@ -29,7 +29,10 @@ def zero_copy(request):
 
 
 #: With less room than the larger pushes need.
-REDUCTIONS = {"accumulate": AccumulateReduction, "mailbox": functools.partial(MailboxReduction, mailbox_bytes=20_000)}
+REDUCTIONS = {
+    "accumulate": AccumulateGradientStore,
+    "mailbox": functools.partial(MailboxGradientStore, mailbox_bytes=20_000),
+}
 both_reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
 
 
@@ -150,9 +153,9 @@ def test_a_shared_window_shows_the_node_in_rank_order(world):
         world.gather_objects(None)
         window.sync()
         wanted = torch.arange(1.0, world.size + 1).repeat_interleave(numel)
-        assert torch.equal(window.whole, wanted)
+        assert torch.equal(window.all_shards, wanted)
         for rank in range(world.size):
-            assert torch.equal(window.near(rank), torch.full((numel,), rank + 1.0))
+            assert torch.equal(window.mapped_shard(rank), torch.full((numel,), rank + 1.0))
         world.gather_objects(None)
         window.free()
 
@@ -185,9 +188,11 @@ def test_more_windows_than_the_library_bears_are_refused(world, monkeypatch):
         pytest.skip("MPICH's limit")
     monkeypatch.setattr("odc_mpi.comm.group.MAX_WINDOWS", 3)
     monkeypatch.setattr(world.job, "num_windows", 0)  # not those of other tests
-    transport = window_transport(world, reduction=MailboxReduction)
+    transport = window_transport(world, reduction=MailboxGradientStore)
     layouts = [FlatLayout.build(f"u{i}", [ParameterSpec("p", (8,), True)], world.size) for i in range(2)]
-    with pytest.raises(AgreedError, match=r"3 windows, .* got 2 arrays, which take 4: choose fewer, larger units"):
+    with pytest.raises(
+        AllRanksUserError, match=r"3 windows, .* got 2 arrays, which take 4: choose fewer, larger units"
+    ):
         transport.allocate(layouts)
 
 
@@ -197,9 +202,9 @@ def test_windows_of_several_models_are_counted_together(world, monkeypatch):
     monkeypatch.setattr("odc_mpi.comm.group.MAX_WINDOWS", 5)
     monkeypatch.setattr(world.job, "num_windows", 0)
     layouts = [FlatLayout.build("u", [ParameterSpec("p", (8,), True)], world.size)]
-    first, second, third = (window_transport(world, reduction=MailboxReduction) for _ in range(3))
+    first, second, third = (window_transport(world, reduction=MailboxGradientStore) for _ in range(3))
     first.allocate(layouts)
-    with pytest.raises(AgreedError, match=r"1 arrays, which take 3, beside \d+ of other models: choose fewer"):
+    with pytest.raises(AllRanksUserError, match=r"1 arrays, which take 3, beside \d+ of other models: choose fewer"):
         second.allocate(layouts)
     first.close()
     third.allocate(layouts)

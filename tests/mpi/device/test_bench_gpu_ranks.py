@@ -9,7 +9,7 @@ import pytest
 from small_training import configure
 from test_device_training import pose_as_device
 
-from odc_mpi.train.settings import dump
+from odc_mpi.training.settings import dump
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2), pytest.mark.slow]
 

@@ -6,7 +6,7 @@ from late_device import LateDevice
 from small_training import assert_like_plain, configure
 
 from odc_mpi import api
-from odc_mpi.comm.compose import staged, window_transport
+from odc_mpi.comm.factory import staged, window_transport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
 pytestmark = pytest.mark.mpi
@@ -54,7 +54,7 @@ def test_a_fetch_is_copied_straight_from_windows_that_the_driver_takes(world, re
     fetched = transport.parameters.fetch(0).wait()
     assert torch.equal(fetched, torch.arange(350.0))
     # Nothing lies in between: on one node a fetch is a view of the windows.
-    assert (transport.hosts[-1].pool.peak_bytes == 0) == registers
+    assert (transport.storages[-1].pool.peak_bytes == 0) == registers
     transport.parameters.release(fetched)
     transport.close()
     assert device.registered == [], "memory goes after the driver has let go of it"

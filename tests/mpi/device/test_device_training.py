@@ -7,21 +7,21 @@ from small_training import assert_like_plain, configure, expected, run
 from test_device_transport import LateDeviceWindow
 
 from odc_mpi import api
-from odc_mpi.comm.device.alone import OwnParameters
 from odc_mpi.comm.device.device_stores import DeviceParameters
+from odc_mpi.comm.device.single_rank import SingleRankParameters
 from odc_mpi.comm.device.staged import StagedParameters
 from odc_mpi.comm.reduce import device_slots
 from odc_mpi.comm.windows import device_window
 from odc_mpi.errors import UserError
-from odc_mpi.stack import cache
-from odc_mpi.stack.decision import decide
-from odc_mpi.stack.device_decision import RUN_DOCTOR
-from odc_mpi.stack.device_probe import verdict_key
-from odc_mpi.stack.report import Operation, Peer, Peers, Problem, Report
+from odc_mpi.probe import cache
+from odc_mpi.probe.decision import decide
+from odc_mpi.probe.device_decision import RUN_DOCTOR
+from odc_mpi.probe.device_probe import device_cache_key
+from odc_mpi.probe.report import OperationResult, Peer, Peers, ProbeReport, Problem
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
-PROVED = Operation(one_sided=True, idle_s=1e-6, busy_s=1e-6, gb_per_s=100.0)
+PROVED = OperationResult(one_sided=True, idle_s=1e-6, busy_s=1e-6, gb_per_s=100.0)
 
 
 @pytest.fixture
@@ -86,10 +86,10 @@ def transport_for(world, decision):
 
 def keep_verdict(world, device, **operations):
     """As a doctor would in this layout."""
-    key = verdict_key(world, device)
+    key = device_cache_key(world, device)
     if world.rank == 0:
         peers = Peers(same_node=Peer(**operations)) if world.size > 1 else Peers()
-        report = Report(nodes=1, ranks_per_node=(world.size,)).with_device(window=True, from_device=peers)
+        report = ProbeReport(nodes=1, ranks_per_node=(world.size,)).with_device(window=True, from_device=peers)
         cache.store(
             key, report.with_problem(Problem.read("from_device same_node accumulate: crashed (SIGSEGV on rank 1)"))
         )
@@ -97,18 +97,20 @@ def keep_verdict(world, device, **operations):
 
 def test_a_run_has_windows_on_its_device_where_a_doctor_has_proved_them(world, device):
     decision = api.decide_for(world, device="cuda")
-    assert decision.window_device.choice == "cpu" and RUN_DOCTOR in decision.one_line()
+    assert decision.window_device.value == "cpu" and RUN_DOCTOR in decision.one_line()
     assert isinstance(transport_for(world, decision).parameters, StagedParameters)
 
     keep_verdict(world, device, get=PROVED, put=PROVED)
     decision = api.decide_for(world, device="cuda")
-    assert (decision.window_device.choice, decision.reduction.choice) == ("cuda", "mailbox")
+    assert (decision.window_device.value, decision.reduction.value) == ("cuda", "mailbox")
     assert world.size == 1 or "SIGSEGV" in decision.reduction.reason
     # The only rank has all of it before it.
-    assert isinstance(transport_for(world, decision).parameters, OwnParameters if world.size == 1 else DeviceParameters)
+    assert isinstance(
+        transport_for(world, decision).parameters, SingleRankParameters if world.size == 1 else DeviceParameters
+    )
     # Where the rest is set nothing is tried, and the verdict counts all the same.
     decision = api.decide_for(world, device="cuda", zero_copy="off", reduction="mailbox", progress="off")
-    assert decision.window_device.choice == "cuda"
+    assert decision.window_device.value == "cuda"
     assert isinstance(transport_for(world, decision).parameters, DeviceParameters)
 
     decision = api.decide_for(world, device="cuda", window_device="cpu")
@@ -122,7 +124,7 @@ def test_windows_on_a_device_go_with_a_model_there(world):
 
 
 def test_what_is_decided_needs_no_device_to_be_asked(world):
-    assert decide(Report(), on_device=True).window_device.choice == "cpu"
+    assert decide(ProbeReport(), on_device=True).window_device.value == "cpu"
 
 
 @pytest.mark.sizes(1)
@@ -130,7 +132,7 @@ def test_the_only_rank_refuses_the_graph_of_parameters_that_have_changed(world, 
     """It keeps them in the graph, so nothing but this would notice."""
     decision = api.decide_for(world, device="cuda", window_device="cuda")
     model = api.shard_model(torch.nn.Linear(3, 1), world, device="cuda", decision=decision)
-    assert isinstance(model._transport.parameters, OwnParameters)
+    assert isinstance(model._transport.parameters, SingleRankParameters)
     with model.minibatch():
         late, later, now = (model(torch.ones(1, 3)).sum() for _ in range(3))
         now.backward()

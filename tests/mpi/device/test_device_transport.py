@@ -8,7 +8,7 @@ import torch
 from late_device import LateDevice
 from units import assert_pushed, stretches
 
-from odc_mpi.comm.compose import device_transport
+from odc_mpi.comm.factory import device_transport
 from odc_mpi.comm.reduce import device_slots
 from odc_mpi.comm.windows import device_window
 from odc_mpi.comm.windows.device_window import DeviceWindow

@@ -5,8 +5,8 @@ import torch
 from late_device import LateDevice
 
 from odc_mpi.comm.windows import rma
-from odc_mpi.comm.windows.device_window import DeviceWindow, by_address
-from odc_mpi.errors import AgreedError, UserError
+from odc_mpi.comm.windows.device_window import DeviceWindow, as_mpi_buffer
+from odc_mpi.errors import AllRanksUserError, UserError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -32,16 +32,16 @@ def test_what_an_owner_wrote_is_read_and_what_a_peer_wrote_is_there(world, devic
     meet(world)
     before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     buffer = torch.full((numel,), -1, dtype=dtype)
-    window.get(after, by_address(buffer.view(torch.uint8)))
+    window.get(after, as_mpi_buffer(buffer.view(torch.uint8)))
     window.flush()
     assert torch.equal(buffer, (torch.arange(numel) % 100 + after).to(dtype))
     meet(world)
-    window.put(after, 0, by_address(values.view(torch.uint8)))
+    window.put(after, 0, as_mpi_buffer(values.view(torch.uint8)))
     window.flush(after)
     meet(world)
     window.sync()
     assert torch.equal(window.tensor, (torch.arange(numel) % 100 + before).to(dtype))
-    assert window.near(world.rank) is window.tensor and window.whole is None
+    assert window.mapped_shard(world.rank) is window.tensor and window.all_shards is None
     window.free()
 
 
@@ -53,8 +53,8 @@ def test_what_all_ranks_add_is_summed(world, device, dtype, monkeypatch):
     values = torch.arange(numel).to(dtype)
     meet(world)
     for target in range(world.size):
-        window.accumulate(target, 1, by_address(values)[1:])
-        window.accumulate(target, numel, by_address(values)[numel:])  # nothing
+        window.accumulate(target, 1, as_mpi_buffer(values)[1:])
+        window.accumulate(target, numel, as_mpi_buffer(values)[numel:])  # nothing
     window.flush_local()
     window.flush()
     meet(world)
@@ -67,7 +67,7 @@ def test_a_rank_may_have_nothing(world, device):
     window = DeviceWindow(world, 10 if world.rank == 0 else 0, torch.float32, device, same_size=False)
     meet(world)  # until the owner has cleared it
     ones = torch.ones(5)  # the view does not keep them
-    window.accumulate(0, 3, by_address(ones))
+    window.accumulate(0, 3, as_mpi_buffer(ones))
     window.flush()
     meet(world)
     window.sync()
@@ -91,5 +91,5 @@ def test_too_little_memory_on_one_rank_is_an_error_on_all(world, device):
         return device.memory(num_bytes)
 
     device.window_memory = window_memory
-    with pytest.raises(AgreedError, match="there is too little memory"):
+    with pytest.raises(AllRanksUserError, match="there is too little memory"):
         DeviceWindow(world, 1000, torch.float32, device)

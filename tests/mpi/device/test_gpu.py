@@ -11,7 +11,7 @@ from small_training import assert_close, configure, expected, run
 from odc_mpi import api
 from odc_mpi.comm.device.device import find_device
 from odc_mpi.comm.kernels import native
-from odc_mpi.train.settings import dump
+from odc_mpi.training.settings import dump
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 4)]
 
@@ -107,7 +107,7 @@ def test_windows_on_the_gpu_give_what_a_plain_loop_does(
     world, dataset_path, exact_fp32, window_memory, prefetch, reduction, optimizer, param_dtype
 ):
     decision = api.decide_for(world, device="cuda", reduction=reduction)
-    if decision.window_device.choice != "cuda":
+    if decision.window_device.value != "cuda":
         pytest.skip(decision.window_device.reason)  # `make test-gpu` has asked the doctor before
     changes = {"comm.window_device": "auto", "comm.reduction": reduction, "comm.prefetch": prefetch}
     changes |= {"run.device": "cuda", "optim.device": optimizer, "data.balance": "lb_mini"}
@@ -134,7 +134,7 @@ def test_the_benchmark_s_figures_are_possible(world, dataset_path, shared_dir):
             # The same bytes go over the same link, and something else is done besides.
             assert entry["of_link"] is None or entry["of_link"] < 1.2, name
     for size in result["kernels"]:
-        assert ("add_bf16" in size["tasks"]) == (native.why_no_kernels(device.torch_device) is None)
+        assert ("add_bf16" in size["tasks"]) == (native.kernels_unavailable_reason(device.torch_device) is None)
         for name, entry in size["tasks"].items():
             assert 0 < entry["gb_per_s"]["median"] < IMPOSSIBLE, name
     step = result["step"]

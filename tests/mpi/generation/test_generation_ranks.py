@@ -10,26 +10,26 @@ from number_words import number_words
 from small_training import configure, expected
 from transformers import AutoModelForCausalLM
 
-from odc_mpi.checkpoint.commands import newest
+from odc_mpi.checkpoint.commands import open_newest
 from odc_mpi.checkpoint.export import export
-from odc_mpi.errors import AgreedError
-from odc_mpi.generation.generate import Sampling, generate, seed_of
-from odc_mpi.generation.run import Job, generate_all
+from odc_mpi.errors import AllRanksUserError
+from odc_mpi.generation.generate import SamplingParams, generate, prompt_seed
+from odc_mpi.generation.run import GenerateArguments, generate_all
 from odc_mpi.models.decoding import Prompt
 from odc_mpi.models.load import load_model
-from odc_mpi.train.inputs import open_inputs
-from odc_mpi.train.run import build_trainer, decide, train
+from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.run import build_trainer, decide, train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
-SAMPLINGS = [Sampling(max_new_tokens=6), Sampling(max_new_tokens=6, temperature=0.9, top_p=0.9, seed=5)]
+SAMPLINGS = [SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=6, temperature=0.9, top_p=0.9, seed=5)]
 LONG = {"run.steps": 4, "optim.lr_scheduler_type": "constant"}
 #: Words are numbers, so that a text tells the tokens.
 WORDS = [" ".join(map(str, words)) for words in ([3], [1, 2, 3, 4], [60, 9], [7] * 12, [8, 1])]
 
 
 def reference(model, tokens, index, sampling):
-    torch.manual_seed(seed_of(sampling.seed, index))
+    torch.manual_seed(prompt_seed(sampling.seed, index))
     ids = torch.tensor([tokens])
     drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
     limits = {"max_new_tokens": sampling.max_new_tokens, "do_sample": bool(drawn), "pad_token_id": 0}
@@ -65,7 +65,7 @@ def job(shared_dir, **changes):
         "out": None,
         "device": "cpu",
     }
-    return Job(**(usual | changes))
+    return GenerateArguments(**(usual | changes))
 
 
 @pytest.mark.parametrize("step", [None, "2"])
@@ -75,7 +75,7 @@ def test_completions_of_a_checkpoint(world, shared_dir, trained, sampling, step)
     found = generate_all(job(shared_dir, sampling=sampling, step=step, out=out), world)
     inputs = open_inputs(trained, 0, 1)
     _, parameters = expected(configure(trained.data.path, **(LONG | {"run.steps": int(step or 4)})), inputs.dataset)
-    model = plain.model(inputs.model, trained.model.config).eval()
+    model = plain.unsharded_model(inputs.model, trained.model.config).eval()
     model.load_state_dict(parameters, strict=False)
     model.set_attn_implementation("sdpa")
     wanted = [reference(model, [*map(int, text.split())], index, sampling) for index, text in enumerate(WORDS)]
@@ -90,16 +90,16 @@ def test_completions_of_a_checkpoint(world, shared_dir, trained, sampling, step)
 
 def loaded(path, *, with_adapters):
     """The model of a run in plain torch, in one process."""
-    built = load_model(path)
-    for name, parameter in list(built.module.named_parameters()):
+    meta_model = load_model(path)
+    for name, parameter in list(meta_model.module.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        value = built.weights.read(name, 0, parameter.numel()).view(parameter.shape).clone()
+        value = meta_model.weights.read(name, 0, parameter.numel()).view(parameter.shape).clone()
         if ".lora_" in name and not with_adapters:
             value.zero_()
-        built.module.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
-    built.module.set_attn_implementation("sdpa")
-    built.module.config.use_cache = True
-    return built.module.eval()
+        meta_model.module.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
+    meta_model.module.set_attn_implementation("sdpa")
+    meta_model.module.config.use_cache = True
+    return meta_model.module.eval()
 
 
 @pytest.mark.sizes(1, 2)
@@ -119,7 +119,7 @@ def test_adapters_count(world, shared_dir, dataset_path, trained):
 def test_a_hugging_face_directory(world, shared_dir, trained):
     """What an export of the run makes, with a tokenizer of its own and in bfloat16."""
     if world.rank == 0:
-        with newest(shared_dir / "generation") as checkpoint:
+        with open_newest(shared_dir / "generation") as checkpoint:
             export(checkpoint, shared_dir / "exported", dtype="bfloat16")
         for path in (shared_dir / "words").iterdir():
             shutil.copy(path, shared_dir / "exported")
@@ -128,7 +128,7 @@ def test_a_hugging_face_directory(world, shared_dir, trained):
     model = AutoModelForCausalLM.from_pretrained(shared_dir / "exported", dtype=torch.bfloat16).eval()
     wanted = [reference(model, [*map(int, text.split())], number, SAMPLINGS[0]) for number, text in enumerate(WORDS)]
     assert [one.tokens for one in found] == wanted
-    with pytest.raises(AgreedError, match="--step goes with a run"):
+    with pytest.raises(AllRanksUserError, match="--step goes with a run"):
         generate_all(job(shared_dir, source=shared_dir / "exported", tokenizer=None, step="4"), world)
 
 
@@ -166,7 +166,7 @@ def test_a_model_in_training_does_not_notice(world, dataset_path):
     ],
 )
 def test_what_is_refused(world, shared_dir, trained, changes, words):
-    with pytest.raises(AgreedError, match=words):
+    with pytest.raises(AllRanksUserError, match=words):
         generate_all(job(shared_dir, **changes), world)
 
 
@@ -183,7 +183,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(world, shared_dir, trained):
         if world.rank == 0:
             path.write_text(f'{{"prompt": "1"}}\n{line}\n')
         world.gather_objects(None)
-        with pytest.raises(AgreedError, match=words):
+        with pytest.raises(AllRanksUserError, match=words):
             generate_all(job(shared_dir, prompts=path, out=shared_dir / "no" / "out.jsonl"), world)
     assert not (shared_dir / "no").exists()
 
@@ -194,5 +194,5 @@ def test_where_no_file_can_be_nothing_is_generated(world, shared_dir, trained):
         raise AssertionError("generated for nothing")
 
     for out, words in ((shared_dir, "Is a directory"), (shared_dir / "prompts.jsonl" / "out.jsonl", "Not a directory")):
-        with pytest.raises(AgreedError, match=f"--out: expected a file that can be written, got {out}: {words}"):
+        with pytest.raises(AllRanksUserError, match=f"--out: expected a file that can be written, got {out}: {words}"):
             generate_all(job(shared_dir, out=out), world, engine)

@@ -6,14 +6,14 @@ import random
 import time
 
 import pytest
-from grpo_job import settings_of
+from grpo_job import make_settings
 
 from odc_mpi.checkpoint.commands import digest_line
-from odc_mpi.errors import AgreedError
-from odc_mpi.train import run as runs
-from odc_mpi.train.exact import conditions
-from odc_mpi.train.objectives.grpo import Grpo
-from odc_mpi.train.rl.source import RolloutSource
+from odc_mpi.errors import AllRanksUserError
+from odc_mpi.training import run as runs
+from odc_mpi.training.exact import required_settings
+from odc_mpi.training.objectives.grpo import GRPOObjective
+from odc_mpi.training.rl.source import RolloutSource
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 
@@ -54,16 +54,16 @@ def train(world, grpo_dir, request):
         }
         found = None
         if among is world or world.rank == 0:
-            summary = runs.train(settings_of(grpo_dir, **(usual | changes)), among)
+            summary = runs.train(make_settings(grpo_dir, **(usual | changes)), among)
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            found = summary["parameters_digest"], [told(line) for line in lines]
+            found = summary["parameters_digest"], [without_times(line) for line in lines]
         return world.gather_objects(found)[0]
 
     start.base = base
     return start
 
 
-def told(line):
+def without_times(line):
     """The metrics of a step that have nothing to do with time or ranks."""
     return {
         name: value
@@ -113,17 +113,21 @@ def test_the_bits_are_those_of_one_rank(world, train, grpo_dir, settings):
 )
 def test_slow_ranks_change_no_bit(world, train, monkeypatch, way):
     wanted, wanted_lines = reference(train, world, rl__loss_type="dapo")
-    after_microbatch, generate, draws = Grpo.after_microbatch, RolloutSource._generate, random.Random(world.rank)
+    after_microbatch, generate, draws = (
+        GRPOObjective.on_microbatch_end,
+        RolloutSource._generate,
+        random.Random(world.rank),
+    )
 
-    def late(self, ran):
+    def late(self, result):
         time.sleep(draws.choice([0, 0.002, 0.02]))
-        after_microbatch(self, ran)
+        after_microbatch(self, result)
 
     def late_to_generate(self, *arguments):
         time.sleep(draws.choice([0, 0.01, 0.05]))
         return generate(self, *arguments)
 
-    monkeypatch.setattr(Grpo, "after_microbatch", late)
+    monkeypatch.setattr(GRPOObjective, "after_microbatch", late)
     monkeypatch.setattr(RolloutSource, "_generate", late_to_generate)
     digest, lines = train("all", world, **way)
     assert lines == wanted_lines
@@ -152,7 +156,8 @@ def test_what_would_break_it_is_found_out(world, train, monkeypatch):
 
     def in_fp32(config):
         return dataclasses.replace(
-            conditions.settled(config), model=dataclasses.replace(config.model, reduce_dtype="float32")
+            required_settings.apply_exact_settings(config),
+            model=dataclasses.replace(config.model, reduce_dtype="float32"),
         )
 
     with monkeypatch.context() as patch:
@@ -167,7 +172,7 @@ def test_what_would_break_it_is_found_out(world, train, monkeypatch):
     # Without room in a store a rank trains the groups that it has decoded together, in microbatches that hold both.
     packed = {"rl__store_bytes": 0, "data__max_tokens_per_microbatch": 200}
     apart, _ = train("apart", world, **packed)
-    begin = RolloutSource.begin
+    begin = RolloutSource.on_step_begin
 
     def together(self, step):
         self._exact = False
@@ -179,5 +184,5 @@ def test_what_would_break_it_is_found_out(world, train, monkeypatch):
 
 
 def test_what_breaks_it_is_refused(world, train):
-    with pytest.raises(AgreedError, match=r"^rl.skip_failed_rewards: expected .* with run.exact, got true: "):
+    with pytest.raises(AllRanksUserError, match=r"^rl.skip_failed_rewards: expected .* with run.exact, got true: "):
         train("refused", world, rl__skip_failed_rewards="true")

@@ -7,13 +7,13 @@ import peft
 import plain
 import pytest
 import torch
-from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, prompts_of, settings_of
+from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, read_prompt_tokens
 
 from odc_mpi.models import build as built_models
-from odc_mpi.rollout.sample import Completions
-from odc_mpi.train.inputs import open_inputs
-from odc_mpi.train.rl.source import RolloutSource
-from odc_mpi.train.run import build_trainer, decide
+from odc_mpi.rollout.sample import PromptCompletions
+from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.rl.source import RolloutSource
+from odc_mpi.training.run import build_trainer, decide
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
@@ -46,13 +46,13 @@ def give(module, prompts, sampling, deliver, progress):
     """Deliver given completions in place of generated ones."""
     for i, prompt in enumerate(prompts):
         tokens, stopped = given_completions(prompt.number)
-        deliver(i, Completions(tokens, [np.zeros(len(own), np.float32) for own in tokens], stopped, 0.0))
+        deliver(i, PromptCompletions(tokens, [np.zeros(len(own), np.float32) for own in tokens], stopped, 0.0))
 
 
 def train(world, config):
     """Train; return of each step metrics, whole gradients and the parameters before it."""
     trainer = build_trainer(config, world, open_inputs(config, world.rank, world.size), decide(config, world))
-    next(each for each in trainer.participants if isinstance(each, RolloutSource))._engine = give
+    next(each for each in trainer.callbacks if isinstance(each, RolloutSource))._engine = give
     model, divide, own, steps = trainer.model, trainer.model.divide_gradients_, [], []
 
     def divide_and_keep(divisor):
@@ -71,7 +71,7 @@ def train(world, config):
     return steps
 
 
-def rewards_of(index, wanted, only_even):
+def compute_rewards(index, wanted, only_even):
     """What grpo_job.REWARDS says of the given completions, None where nothing applies."""
     found = []
     for tokens in given_completions(index)[0]:
@@ -80,7 +80,7 @@ def rewards_of(index, wanted, only_even):
     return found
 
 
-def advantages_of(rewards, scale):
+def compute_advantages(rewards, scale):
     there = torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float64)
     if len(there) < 2 or (there == there[0]).all():
         return [0.0] * len(rewards)
@@ -88,24 +88,24 @@ def advantages_of(rewards, scale):
     return [0.0 if reward is None else float((reward - there.mean()) / divisor) for reward in rewards]
 
 
-def logps_of(model, prompt, completion):
+def compute_logps(model, prompt, completion):
     ids = torch.tensor([[*prompt, *completion]])
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double() / TEMPERATURE
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
-def terms_of(policy, reference, rl, row, index, only_even):
+def compute_terms(policy, reference, rl, row, index, only_even):
     """The losses of the tokens of each completion, and the estimates of the KL divergence."""
     tokens, stopped = given_completions(index)
-    advantages = advantages_of(rewards_of(index, row.columns["wanted"], only_even), rl.scale_rewards)
+    advantages = compute_advantages(compute_rewards(index, row.columns["wanted"], only_even), rl.scale_rewards)
     for completion, ended, advantage in zip(tokens, stopped, advantages, strict=True):
         if rl.mask_truncated_completions and not ended:
             continue
-        own = logps_of(policy, row.tokens, completion)
+        own = compute_logps(policy, row.tokens, completion)
         losses, kl = -torch.exp(own - own.detach()) * advantage, torch.zeros(1)
         if rl.beta:
             with torch.no_grad():
-                theirs = logps_of(reference, row.tokens, completion)
+                theirs = compute_logps(reference, row.tokens, completion)
             kl = torch.exp(theirs - own) - (theirs - own) - 1
             losses = losses + rl.beta * kl
         yield losses, kl
@@ -113,7 +113,7 @@ def terms_of(policy, reference, rl, row, index, only_even):
 
 def formula(policy, reference, rl, prompts, indices, only_even):
     """Loss, size of what it is the sum of, mean of the KL divergence, and gradients by name."""
-    terms = list(chain.from_iterable(terms_of(policy, reference, rl, prompts[i], i, only_even) for i in indices))
+    terms = list(chain.from_iterable(compute_terms(policy, reference, rl, prompts[i], i, only_even) for i in indices))
     num_tokens, num_completions = sum(len(losses) for losses, _ in terms), len(indices) * NUM_GENERATIONS
     if rl.loss_type == "grpo":
         parts = [losses / len(losses) / num_completions for losses, _ in terms]
@@ -130,7 +130,7 @@ def formula(policy, reference, rl, prompts, indices, only_even):
 
 def plain_model(config, state=None):
     """A plain model in float64, with adapters if the run has them, of the parameters `state`."""
-    model = plain.model(built_models.from_config(config.model.config, config.run.seed), config.model.config)
+    model = plain.unsharded_model(built_models.from_config(config.model.config, config.run.seed), config.model.config)
     if state is not None and config.lora.r is not None:
         lora = config.lora
         settings = peft.LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules)
@@ -167,10 +167,10 @@ def test_losses_and_gradients_are_those_of_the_formulas(
         changes |= {"lora__r": 4, "lora__alpha": 16, "optim__learning_rate": 3.0}
     if only_even:
         changes |= {"rl__reward_funcs": f"['{grpo_dir}/rewards.py:even']", "rl__reward_weights": "[1.0]"}
-    config = settings_of(grpo_dir, **changes)
+    config = make_settings(grpo_dir, **changes)
     steps = train(world, config)
     if world.rank == 0:
-        prompts = prompts_of(grpo_dir)
+        prompts = read_prompt_tokens(grpo_dir)
         order = np.random.default_rng([config.run.seed, 0]).permutation(len(prompts)).tolist()
         reference = plain_model(config)
         for number, (metrics, gradient, before) in enumerate(steps):

@@ -8,18 +8,18 @@ import numpy as np
 import plain
 import pytest
 import torch
-from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, STEPS, prompts_of, settings_of
+from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, STEPS, make_settings, read_prompt_tokens
 from small_training import configure
 
 from odc_mpi.checkpoint.manifest import steps_in
-from odc_mpi.errors import AgreedError
+from odc_mpi.errors import AllRanksUserError
 from odc_mpi.models import build as built_models
 from odc_mpi.models.decoding import Prompt
-from odc_mpi.rollout.rewards import find_rewards, score
-from odc_mpi.rollout.sample import GroupSampling, sample
-from odc_mpi.train.inputs import open_inputs
-from odc_mpi.train.rl.source import RolloutSource
-from odc_mpi.train.run import build_trainer, decide, train
+from odc_mpi.rollout.rewards import compute_rewards, load_reward_functions
+from odc_mpi.rollout.sample import RolloutSamplingParams, sample
+from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.rl.source import RolloutSource
+from odc_mpi.training.run import build_trainer, decide, train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
@@ -31,7 +31,7 @@ def run(world, grpo_dir, request):
 
     def start(name="run", **changes):
         changes = {"run__dir": base / name} | changes
-        summary = train(settings_of(grpo_dir, **changes), world)
+        summary = train(make_settings(grpo_dir, **changes), world)
         world.gather_objects(None)
         lines = [json.loads(line) for line in (changes["run__dir"] / "metrics.jsonl").read_text().splitlines()]
         return lines, summary
@@ -41,17 +41,19 @@ def run(world, grpo_dir, request):
 
 
 def plain_model(config):
-    return plain.model(built_models.from_config(config.model.config, config.run.seed), config.model.config).eval()
+    return plain.unsharded_model(
+        built_models.from_config(config.model.config, config.run.seed), config.model.config
+    ).eval()
 
 
 @pytest.mark.sizes(2)
 def test_completions_and_rewards_are_those_of_a_plain_model(run, grpo_dir):
     lines, _ = run(rl__temperature=0.9, run__steps=1)
-    config = settings_of(grpo_dir, rl__temperature=0.9)
+    config = make_settings(grpo_dir, rl__temperature=0.9)
     order = np.random.default_rng([config.run.seed, 0]).permutation(14)[:6].tolist()
-    sampling = GroupSampling(NUM_GENERATIONS, MAX_LENGTH, 0.9, seed=config.run.seed, step=1)
-    rewards, made = find_rewards(config.rl.reward_funcs, config.rl.reward_weights), {}
-    prompts = prompts_of(grpo_dir)
+    sampling = RolloutSamplingParams(NUM_GENERATIONS, MAX_LENGTH, 0.9, seed=config.run.seed, step=1)
+    rewards, made = load_reward_functions(config.rl.reward_funcs, config.rl.reward_weights), {}
+    prompts = read_prompt_tokens(grpo_dir)
     rows = [prompts[index] for index in order]
     tokens = [Prompt(index, row.tokens, (END,)) for index, row in zip(order, rows, strict=True)]
     sample(plain_model(config), tokens, sampling, made.__setitem__)
@@ -59,7 +61,7 @@ def test_completions_and_rewards_are_those_of_a_plain_model(run, grpo_dir):
     for i, row in enumerate(rows):
         columns = {"wanted": [row.columns["wanted"]] * NUM_GENERATIONS}
         given = {"completions": [""] * NUM_GENERATIONS, "completion_ids": made[i].tokens} | columns
-        scored += score(rewards, given, 0, 0, timeout_s=9.0, skip=False).total.tolist()
+        scored += compute_rewards(rewards, given, 0, 0, timeout_s=9.0, skip=False).rewards.tolist()
     lengths = [len(own) for found in made.values() for own in found.tokens]
     assert lines[0]["reward"] == pytest.approx(np.mean(scored)) and lines[0]["num_input_tokens"] == sum(lengths)
     assert lines[0]["entropy"] == pytest.approx(sum(found.entropy for found in made.values()) / sum(lengths))
@@ -96,16 +98,16 @@ def test_who_trains_what_changes_nothing(world, run, monkeypatch):
     for lines in (shared, full):
         np.testing.assert_allclose(trained_groups(lines), trained_groups(own), rtol=2e-5, atol=2e-6)
     for line in own + shared + full:
-        learnt = 6 if (line["step"] - 1) % 3 < 2 else 2  # fourteen prompts in steps of six
-        equal = round(line["frac_reward_zero_std"] * learnt)
-        assert line["groups_generated_max"] <= learnt and line["groups_kept"] <= learnt - equal
-        assert line["groups_kept"] == (learnt - equal if line in own else 0) or line in full
+        trained = 6 if (line["step"] - 1) % 3 < 2 else 2  # fourteen prompts in steps of six
+        equal = round(line["frac_reward_zero_std"] * trained)
+        assert line["groups_generated_max"] <= trained and line["groups_kept"] <= trained - equal
+        assert line["groups_kept"] == (trained - equal if line in own else 0) or line in full
     assert sum(line["groups_from_others"] for line in shared) > 0
 
 
 @pytest.mark.sizes(2)
 def test_a_rank_that_waits_for_groups_serves_the_other(world, run, monkeypatch):
-    waiting, served, wait, score = [], [], RolloutSource._wait, RolloutSource._score
+    waiting, served, wait, score = [], [], RolloutSource._wait, RolloutSource._compute_rewards
 
     def scored(source, *arguments):
         time.sleep(0.3 * world.rank)  # rank 1 has begun what rank 0 then waits for
@@ -135,7 +137,7 @@ def test_ranks_make_the_same_as_one(world, run, grpo_dir):
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     alone = world.alone()
     if world.rank == 0:
-        config = settings_of(grpo_dir, **changes)
+        config = make_settings(grpo_dir, **changes)
         trainer = build_trainer(config, alone, open_inputs(config, 0, 1), decide(config, alone))
         with trainer:
             trainer.start()
@@ -160,7 +162,7 @@ def test_a_run_goes_on_at_a_step_on_other_ranks_with_what_it_would_have_generate
     whole, _ = run("whole", **ADAM, rl__log_completions=1)
     alone = world.alone()
     if world.rank == 0:
-        train(settings_of(run.path, **(changes | {"run__steps": 3})), alone)
+        train(make_settings(run.path, **(changes | {"run__steps": 3})), alone)
         shutil.rmtree(steps_in(run.base / "on" / "checkpoints")[3])  # as if it had ended before it could save
     world.gather_objects(None)
     found, _ = run(**changes)
@@ -182,11 +184,11 @@ def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir)
     found, summary = run("evaluated", **settings, run__eval_on_start="true")
     assert [line["reward"] for line in found] == pytest.approx([line["reward"] for line in usual], rel=1e-5)
     assert [line["step"] for line in found if "eval_reward" in line] == [2, 4]
-    config = settings_of(grpo_dir)
+    config = make_settings(grpo_dir)
     model = plain_model(config)
     wanted, lengths = [], []
-    rewards = find_rewards(config.rl.reward_funcs, config.rl.reward_weights)
-    prompts = prompts_of(grpo_dir)
+    rewards = load_reward_functions(config.rl.reward_funcs, config.rl.reward_weights)
+    prompts = read_prompt_tokens(grpo_dir)
     for index in range(5):
         row = prompts[index]
         ids = torch.tensor([row.tokens])
@@ -205,7 +207,7 @@ def test_evaluation_is_greedy_and_training_does_not_notice(world, run, grpo_dir)
             "completion_ids": [tokens],
             "wanted": [row.columns["wanted"]],
         }
-        wanted.append(score(rewards, given, 0, 0, timeout_s=9.0, skip=False).total[0])
+        wanted.append(compute_rewards(rewards, given, 0, 0, timeout_s=9.0, skip=False).rewards[0])
         lengths.append(len(tokens))
     assert found[0]["eval_reward_start"] == pytest.approx(np.nanmean(wanted), abs=1e-9)
     assert found[0]["eval_mean_length_start"] == np.mean(lengths) and found[0]["eval_exact_match_start"] == 0
@@ -246,7 +248,7 @@ def test_what_does_not_fit_is_said_before_anything_is_written(world, grpo_dir, c
     if "run__objective" in changes:
         config = configure(grpo_dir / "prompts.jsonl", **{"run.dir": grpo_dir / "refused"})
     else:
-        config = settings_of(grpo_dir, run__dir=grpo_dir / "refused", **changes)
-    with pytest.raises(AgreedError, match=words):
+        config = make_settings(grpo_dir, run__dir=grpo_dir / "refused", **changes)
+    with pytest.raises(AllRanksUserError, match=words):
         train(config, world)
     assert not (grpo_dir / "refused").exists()

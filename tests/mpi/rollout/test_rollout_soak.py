@@ -1,4 +1,4 @@
-"""A short form of tests/soak/rollouts.py: every completion is trained once, through many short steps."""
+"""A short form of tests/soak/rollout_soak.py: every completion is trained once, through many short steps."""
 
 import pytest
 import rollouts

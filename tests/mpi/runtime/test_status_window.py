@@ -80,7 +80,7 @@ def test_a_world_tells_where_it_is(world):
     meetings = {status.num_meetings for status in peers.read().values()}
     world.note("between two meetings", 4)
     world.comm.Barrier()
-    told = peers.read().values()
-    assert {(status.what, status.microbatch) for status in told} <= {("between two meetings", 4)}
+    output = peers.read().values()
+    assert {(status.what, status.microbatch) for status in output} <= {("between two meetings", 4)}
     world.comm.Barrier()
     assert len(meetings | {peers.page.num_meetings}) == 1, "all ranks have the same number of meetings behind them"

@@ -8,9 +8,9 @@ from torch import nn
 
 from odc_mpi import shard_model
 from odc_mpi.api import decide_for
-from odc_mpi.comm.traffic import Bytes
-from odc_mpi.errors import AgreedError
-from odc_mpi.shard.residency import Budgets
+from odc_mpi.comm.traffic import ByteCounts
+from odc_mpi.errors import AllRanksUserError
+from odc_mpi.shard.cache_budget import CacheBytes
 
 pytestmark = pytest.mark.mpi
 
@@ -89,7 +89,7 @@ def test_unlike_caches_change_nothing_but_traffic(world, reduction):
     module = Net().to(torch.bfloat16)
     wanted_losses, wanted = train_plain(copy.deepcopy(module), world.size)
     unit_bytes = 2 * (WIDTH * WIDTH + 32)
-    of_ranks = [Budgets(1 << 30, 1 << 30), Budgets(2 * unit_bytes, 3 * 2 * unit_bytes), Budgets()]
+    of_ranks = [CacheBytes(1 << 30, 1 << 30), CacheBytes(2 * unit_bytes, 3 * 2 * unit_bytes), CacheBytes()]
     decision = decide_for(world, zero_copy="off", reduction=reduction, progress="off")
     model = shard_model(
         copy.deepcopy(module),
@@ -125,12 +125,12 @@ def test_unlike_caches_change_nothing_but_traffic(world, reduction):
     if world.rank == 0:
         once = sum(layout.numel - layout.owned(0)[1] for layout in model.layouts) * 4
         assert all(0 < each.same_node + each.other_nodes <= once for each in pushed), "more than once"
-    assert model.traffic.fetched != Bytes()
+    assert model.traffic.fetched != ByteCounts()
     model.close()
 
 
 @pytest.mark.parametrize("wrong", ["2G", -1, 0.5])
 def test_a_size_that_is_none_on_one_rank_is_refused_on_all(world, wrong):
     size = wrong if world.rank == world.size - 1 else "auto"
-    with pytest.raises(AgreedError, match=f"gradient_cache_bytes: expected .*, got {wrong!r}"):
+    with pytest.raises(AllRanksUserError, match=f"gradient_cache_bytes: expected .*, got {wrong!r}"):
         shard_model(Net(), world, gradient_cache_bytes=size)

@@ -64,7 +64,7 @@ def test_models_that_are_open_together_do_not_slow_each_other_s_steps(world, dec
     models = [shard_model(torch.nn.Linear(2, 2), world, decision=decision) for _ in range(4)]
     assert len(hooks) == max(1, before["hooks"])
     for model in models:
-        assert [guard.check.__self__ for guard in StepGuard.of(step_once(model))] == [model]
+        assert [guard.check.__self__ for guard in StepGuard.for_optimizer(step_once(model))] == [model]
     for model in models:
         model.close()
     assert_no_more(world, before)

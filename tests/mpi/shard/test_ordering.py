@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from units import Block, assert_nan_is_known_to_all
 
-from odc_mpi.comm import compose
-from odc_mpi.comm.compose import window_transport
+from odc_mpi.comm import factory
+from odc_mpi.comm.factory import window_transport
 from odc_mpi.comm.group import WorldGroup
-from odc_mpi.comm.reduce.accumulate import AccumulateReduction
-from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
+from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.shard.model import ShardedModel
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
@@ -44,11 +44,11 @@ class Counting(WorldGroup):
 
 
 @pytest.fixture(
-    params=[(AccumulateReduction, 0), (AccumulateReduction, 1), (MailboxReduction, 1)],
+    params=[(AccumulateGradientStore, 0), (AccumulateGradientStore, 1), (MailboxGradientStore, 1)],
     ids=["accumulate", "accumulate ahead", "mailbox ahead"],
 )
 def counted(world, request, monkeypatch):
-    monkeypatch.setattr(compose, "WorldGroup", Counting)
+    monkeypatch.setattr(factory, "WorldGroup", Counting)
     reduction, prefetch = request.param
     torch.manual_seed(1)
     module = nn.Sequential(Block(), Block(), Block(), nn.Linear(16, 1))

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from odc_mpi.comm.compose import window_transport
-from odc_mpi.comm.reduce.accumulate import AccumulateReduction
-from odc_mpi.comm.reduce.mailbox import MailboxReduction
+from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
+from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
 from odc_mpi.shard.model import ShardedModel
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
@@ -92,8 +92,8 @@ def run_minibatch(model, minibatch, step, group):
                 loss_of(model, chosen, x).backward()
 
 
-ACCUMULATE = functools.partial(window_transport, reduction=AccumulateReduction)
-MAILBOX = functools.partial(window_transport, reduction=MailboxReduction)
+ACCUMULATE = functools.partial(window_transport, reduction=AccumulateGradientStore)
+MAILBOX = functools.partial(window_transport, reduction=MailboxGradientStore)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from ranks import RecordingTransport, run_ranks
 from torch import nn
 
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.units.activity import Activity
+from odc_mpi.shard.units.activity import ActivityReporter
 
 
 class Telling(RecordingTransport):
     """Writes down what is told."""
 
-    def note(self, what: str, microbatch: int = 0) -> None:
+    def set_status(self, what: str, microbatch: int = 0) -> None:
         told.append((microbatch, what))
 
 
@@ -95,13 +95,13 @@ def test_each_minibatch_counts_from_one() -> None:
 
 def test_the_same_is_not_told_twice() -> None:
     def work(transport: RecordingTransport) -> None:
-        activity = Activity(transport.group)
+        activity = ActivityReporter(transport.group)
         activity.start_minibatch()
         for _ in range(2):
             activity.start_microbatch()
             for _ in range(3):
-                activity.tell("forward of", "a")
+                activity.update("forward of", "a")
         activity.finish_minibatch()
-        activity.tell("forward of", "a")
+        activity.update("forward of", "a")
 
     assert run(work) == [(1, "forward of unit a"), (2, "forward of unit a"), (0, "using unit a")]

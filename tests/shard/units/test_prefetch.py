@@ -16,12 +16,12 @@ from torch import nn
 from zoo import WIDTH, Layer, Stack
 
 from odc_mpi.comm.buffers import BufferPool
-from odc_mpi.comm.pending import Done, Pending
 from odc_mpi.comm.transport import Access
+from odc_mpi.comm.work import CompletedWork, Work
 from odc_mpi.shard.model import ShardedModel
-from odc_mpi.shard.prefetch import CommunicationThread, FetchOrder
-from odc_mpi.shard.units.ready import ReadyUnits
+from odc_mpi.shard.prefetch import CommunicationThread, PrefetchPredictor
 from odc_mpi.shard.units.unit import Unit, UnitState
+from odc_mpi.shard.units.unsharded import UnshardedUnits
 
 INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
 
@@ -29,55 +29,55 @@ INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
 # The order
 
 
-def follow(order: FetchOrder[str], uses: str, count: int = 1) -> list[str]:
+def follow(order: PrefetchPredictor[str], uses: str, count: int = 1) -> list[str]:
     """After each use, what is expected next."""
     expected = []
     for unit in uses:
-        order.use(unit)
-        expected.append("".join(order.coming(count)))
+        order.record(unit)
+        expected.append("".join(order.predict(count)))
     return expected
 
 
 def test_an_order_that_is_new_is_not_guessed() -> None:
-    assert follow(FetchOrder(), "abcdcba") == [""] * 7
+    assert follow(PrefetchPredictor(), "abcdcba") == [""] * 7
 
 
 def test_forward_and_backward_are_both_learnt() -> None:
-    order: FetchOrder[str] = FetchOrder()
+    order: PrefetchPredictor[str] = PrefetchPredictor()
     follow(order, "abcdcba")
-    order.restart()
-    assert order.coming(1) == ["a"]
+    order.reset_position()
+    assert order.predict(1) == ["a"]
     assert follow(order, "abcdcba") == ["b", "c", "d", "c", "b", "a", ""]
-    order.restart()
+    order.reset_position()
     assert follow(order, "abcdcba", 2) == ["bc", "cd", "dc", "cb", "ba", "a", ""]
 
 
 def test_the_turn_between_two_microbatches_is_learnt() -> None:
-    order: FetchOrder[str] = FetchOrder()
+    order: PrefetchPredictor[str] = PrefetchPredictor()
     follow(order, "abcdcba" + "bcdcba")
-    order.restart()
+    order.reset_position()
     assert follow(order, "abcdcba", 3) == ["bcd", "cdc", "dcb", "cba", "bab", "abc", "bcd"]
 
 
 def test_a_changed_order_is_learnt_anew() -> None:
-    order: FetchOrder[str] = FetchOrder()
+    order: PrefetchPredictor[str] = PrefetchPredictor()
     for uses in ("abcd", "abcd", "acbd"):
-        order.restart()
+        order.reset_position()
         follow(order, uses)
-    order.restart()
+    order.reset_position()
     assert follow(order, "acbd") == ["c", "b", "d", ""]
-    order.restart()
+    order.reset_position()
     assert follow(order, "abcd") == ["c", "c", "d", ""], "half of the old order is still known"
-    order.restart()
+    order.reset_position()
     assert follow(order, "abcd") == ["b", "c", "d", ""]
 
 
 def test_nothing_follows_across_a_restart() -> None:
-    order: FetchOrder[str] = FetchOrder()
+    order: PrefetchPredictor[str] = PrefetchPredictor()
     follow(order, "ab")
-    order.restart()
+    order.reset_position()
     follow(order, "cd")
-    order.restart()
+    order.reset_position()
     assert follow(order, "abcd") == ["b", "", "", ""]
 
 
@@ -89,9 +89,9 @@ def test_any_sequence_is_repeated_where_two_uses_tell_the_next(count: int) -> No
         pairs = list(zip([None, *uses], uses, strict=False))
         if len(set(pairs)) < len(pairs):
             continue
-        order: FetchOrder[str] = FetchOrder()
+        order: PrefetchPredictor[str] = PrefetchPredictor()
         follow(order, "".join(uses))
-        order.restart()
+        order.reset_position()
         wanted = ["".join(uses[i + 1 : i + 1 + count]) for i in range(12)]
         assert follow(order, "".join(uses), count) == wanted
 
@@ -102,7 +102,7 @@ def test_any_sequence_is_repeated_where_two_uses_tell_the_next(count: int) -> No
 def test_operations_run_in_their_order_in_one_other_thread() -> None:
     seen: list[tuple[int, str]] = []
 
-    def operation(i: int) -> Pending:
+    def operation(i: int) -> Work:
         seen.append((i, threading.current_thread().name))
         return Late(lambda: seen.append((i, "complete")))
 
@@ -136,7 +136,7 @@ def test_an_error_is_raised_where_it_is_waited_for(when: str) -> None:
 
     thread = CommunicationThread("t")
     bad = thread.start(fail if when == "start" else lambda: Late(fail))
-    good = thread.start(Done)
+    good = thread.start(CompletedWork)
     with pytest.raises(ValueError, match=f"at the {when}"):
         bad.wait()
     good.wait()
@@ -147,13 +147,13 @@ def test_nobody_looks_at_a_buffer_once_it_was_waited_for() -> None:
     """Else the pool would now and then take new memory, depending on which thread is faster."""
     pool, thread = BufferPool(), CommunicationThread("t")
 
-    def fill(buffer: torch.Tensor) -> Pending:
+    def fill(buffer: torch.Tensor) -> Work:
         return Late(lambda: buffer.fill_(1.0))
 
     for _ in range(2000):
-        buffer = pool.take(10, torch.float32)
+        buffer = pool.acquire(10, torch.float32)
         thread.start(fill, buffer).wait()
-        pool.give_back(buffer)
+        pool.release(buffer)
         del buffer
     assert pool.peak_bytes == 40
     thread.close()
@@ -163,9 +163,9 @@ def test_buffers_taken_in_inference_mode_are_filled() -> None:
     pool, thread = BufferPool(), CommunicationThread("t")
     for taken, filled in ((True, False), (False, True), (True, True), (False, False)):
         with torch.inference_mode(taken):
-            buffer = pool.take(10, torch.float32)
+            buffer = pool.acquire(10, torch.float32)
         with torch.inference_mode(filled):
-            thread.start(lambda b=buffer: (b[2:5].copy_(torch.ones(3)), Done())[1]).wait()
+            thread.start(lambda b=buffer: (b[2:5].copy_(torch.ones(3)), CompletedWork())[1]).wait()
         assert bool((buffer[2:5] == 1).all())
     thread.close()
 
@@ -173,18 +173,18 @@ def test_buffers_taken_in_inference_mode_are_filled() -> None:
 # Units
 
 
-def ahead(transport: RecordingTransport, count: int, prefetch: int) -> tuple[list[Unit], ReadyUnits]:
+def ahead(transport: RecordingTransport, count: int, prefetch: int) -> tuple[list[Unit], UnshardedUnits]:
     units, _ = simple(transport, count)
-    return units, ReadyUnits(transport, prefetch)
+    return units, UnshardedUnits(transport, prefetch)
 
 
-def use(ready: ReadyUnits, units: list[Unit], which: str) -> list[str]:
+def use(ready: UnshardedUnits, units: list[Unit], which: str) -> list[str]:
     """Require units by number, check what they hold, and return the states after each."""
     after = []
     for i in which:
         unit = units[int(i)]
-        ready.require(unit)
-        for name, (_, slot) in unit.slots.items():
+        ready.unshard(unit)
+        for name, (_, slot) in unit.ranges.items():
             expected = (torch.arange(slot.spec.numel) + value_of(name)).double().view(slot.spec.shape)
             assert torch.equal(unit.parameter(name), expected), f"unit {i} was used before it was there"
         after.append(states(units))
@@ -196,7 +196,7 @@ def use(ready: ReadyUnits, units: list[Unit], which: str) -> list[str]:
 def test_the_next_unit_comes_while_this_one_is_used(transport: LateTransport, size: int) -> None:
     units, ready = ahead(transport, 4, 1)
     use(ready, units, "01234")
-    ready.release_all()
+    ready.reshard_all()
     assert states(units) == "sssss"
     transport.log.clear()
     assert use(ready, units, "01234") == ["rfsss", "rrfss", "rsrfs", "rssrf", "rssrr"]
@@ -208,7 +208,7 @@ def test_the_next_unit_comes_while_this_one_is_used(transport: LateTransport, si
 def test_two_ahead(transport: LateTransport) -> None:
     units, ready = ahead(transport, 4, 2)
     use(ready, units, "01234")
-    ready.release_all()
+    ready.reshard_all()
     transport.log.clear()
     assert use(ready, units, "01234") == ["rffss", "rrffs", "rsrff", "rsrrf", "rsrrr"]
     assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3"]
@@ -226,7 +226,7 @@ def test_any_order_brings_what_is_required(transport: LateTransport, prefetch: i
         for _ in range(30):
             (after,) = use(ready, units, rng.choice("0123456"))
             assert len(after[1:].replace("s", "")) <= 1 + prefetch
-        ready.expire()
+        ready.invalidate()
         assert states(units) == "sssssss" and not transport.parameters.buffers._lent
     ready.close()
 
@@ -235,12 +235,12 @@ def test_any_order_brings_what_is_required(transport: LateTransport, prefetch: i
 def test_a_wrong_guess_is_given_up(transport: LateTransport) -> None:
     units, ready = ahead(transport, 4, 1)
     use(ready, units, "123")
-    ready.release_all()
+    ready.reshard_all()
     assert use(ready, units, "1") == ["srfss"]
     assert use(ready, units, "4") == ["ssfsr"], "in flight, it stays where it is not in the way"
-    ready.release_all()
+    ready.reshard_all()
     use(ready, units, "1424")
-    ready.release_all()
+    ready.reshard_all()
     assert use(ready, units, "14") == ["srssf", "ssfsr"]
     ready.close()
 
@@ -249,7 +249,7 @@ def test_a_wrong_guess_is_given_up(transport: LateTransport) -> None:
 def test_a_unit_in_use_is_not_given_up_for_the_next(transport: LateTransport) -> None:
     units, ready = ahead(transport, 5, 1)
     use(ready, units, "12345")
-    ready.release_all()
+    ready.reshard_all()
     with units[1].in_use():
         assert use(ready, units, "1234") == ["srfsss", "srrfss", "srsrfs", "srssrf"]
     ready.close()
@@ -259,23 +259,23 @@ def test_a_unit_in_use_is_not_given_up_for_the_next(transport: LateTransport) ->
 def test_nothing_comes_after_the_end_of_a_minibatch(transport: LateTransport) -> None:
     units, ready = ahead(transport, 4, 2)
     use(ready, units, "01234")
-    ready.release_all()
+    ready.reshard_all()
     use(ready, units, "01")
     assert UnitState.FETCHING in {unit.state for unit in units}
-    ready.readable = False
-    ready.expire()
+    ready.fetch_allowed = False
+    ready.invalidate()
     assert (
         states(units) == "sssss"
         and not transport.parameters.buffers.on_the_way
         and not transport.parameters.buffers._lent
     )
     with pytest.raises(RuntimeError, match="between the end of a minibatch and publish"):
-        ready.require(units[1])
+        ready.unshard(units[1])
     assert states(units) == "sssss"
     ready.close()
 
 
-def threads_of(ready: ReadyUnits) -> int:
+def threads_of(ready: UnshardedUnits) -> int:
     return 0 if ready._thread is None else len(ready._thread._executor._threads)
 
 
@@ -292,7 +292,7 @@ def test_no_thread_where_none_is_of_use_or_allowed(
         with model.minibatch():
             squares(model, (INPUT,)).backward()
         model.publish()
-    assert threads_of(model._ready) == 0
+    assert threads_of(model._unsharded) == 0
     assert (model._pusher._thread is not None) is (threads and prefetch > 0)
     model.close()
 
@@ -343,7 +343,7 @@ def test_a_rank_without_a_microbatch_fetches_nothing_and_starts_no_thread(transp
     for _ in range(3):
         step(model, 2 if transport.group.rank else 0)
     assert bool(transport.names("fetch", "push")) is bool(transport.group.rank)
-    assert threads_of(model._ready) == (1 if transport.group.rank else 0)
+    assert threads_of(model._unsharded) == (1 if transport.group.rank else 0)
     model.close()
 
 
@@ -415,13 +415,13 @@ class Failing(LateTransport):
 
     fails = ("", "")
 
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Pending:
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         if self.fails == ("fetch", self.layouts[index].name):
             self.buffers.on_the_way.remove(buffer.untyped_storage().data_ptr())
             raise ConnectionError("the fetch went wrong")
         return super().start_fetch(index, buffer)
 
-    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Pending:
+    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         if self.fails == ("push", self.layouts[index].name):
             raise ConnectionError("the push went wrong")
         return super().accumulate(index, gradient, start)
@@ -479,7 +479,7 @@ def test_a_model_can_be_closed_while_a_fetch_is_on_its_way(transport: LateTransp
     model.close()
     model.close()
     assert not transport.parameters.buffers._lent
-    threads = {*model._ready._thread._executor._threads, *model._pusher._thread._executor._threads}
+    threads = {*model._unsharded._thread._executor._threads, *model._pusher._thread._executor._threads}
     assert {thread.name for thread in threads} == {"odc_mpi-fetch_0", "odc_mpi-push_0"}
     assert not any(thread.is_alive() for thread in threads)
 

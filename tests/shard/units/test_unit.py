@@ -9,8 +9,8 @@ from torch import nn
 
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 from odc_mpi.shard.modules import OnDemandParameters, placeholder
-from odc_mpi.shard.units.ready import MAX_READY_UNITS, ReadyUnits
 from odc_mpi.shard.units.unit import Unit, UnitState
+from odc_mpi.shard.units.unsharded import MAX_UNSHARDED_UNITS, UnshardedUnits
 
 
 def specs(name: str, *shapes: tuple[int, ...], trainable: bool = True) -> list[ParameterSpec]:
@@ -39,10 +39,10 @@ def value_of(name: str) -> int:
     return sum(map(ord, name)) * 1000
 
 
-def simple(transport: RecordingTransport, count: int) -> tuple[list[Unit], ReadyUnits]:
+def simple(transport: RecordingTransport, count: int) -> tuple[list[Unit], UnshardedUnits]:
     """A root and some units of one array."""
     names = ["", *(f"u{i}" for i in range(count))]
-    return host(transport, [(name, [specs(name, (3, 5), (7,))]) for name in names]), ReadyUnits(transport)
+    return host(transport, [(name, [specs(name, (3, 5), (7,))]) for name in names]), UnshardedUnits(transport)
 
 
 def states(units: Sequence[Unit]) -> str:
@@ -54,9 +54,9 @@ def states(units: Sequence[Unit]) -> str:
 def test_a_ready_unit_has_every_parameter_whole(transport: RecordingTransport, size: int) -> None:
     shapes = [(), (0, 3), (5, 7), (33,), (2, 3, 4)]
     (unit,) = host(transport, [("u", [specs("t", *shapes), specs("f", (3,), (40,), trainable=False)])])
-    ReadyUnits(transport).require(unit)
-    assert list(unit.slots) == ["t.0", "t.1", "t.2", "t.3", "t.4", "f.0", "f.1"]
-    for name, (_, slot) in unit.slots.items():
+    UnshardedUnits(transport).unshard(unit)
+    assert list(unit.ranges) == ["t.0", "t.1", "t.2", "t.3", "t.4", "f.0", "f.1"]
+    for name, (_, slot) in unit.ranges.items():
         parameter = unit.parameter(name)
         expected = (torch.arange(slot.spec.numel) + value_of(name)).double().view(slot.spec.shape)
         assert torch.equal(parameter, expected)
@@ -72,30 +72,30 @@ def test_a_unit_s_states(transport: RecordingTransport) -> None:
     with pytest.raises(AssertionError):
         unit.start_fetch(transport.parameters.fetch)
     with pytest.raises(AssertionError):
-        unit.release(transport)
+        unit.reshard(transport)
     unit.wait()
-    assert unit.state is UnitState.READY and len(unit.storage_pointers()) == 1
+    assert unit.state is UnitState.UNSHARDED and len(unit.storage_pointers()) == 1
     with pytest.raises(AssertionError):
         unit.wait()
-    unit.release(transport)
+    unit.reshard(transport)
     assert unit.state is UnitState.SHARDED and unit.storage_pointers() == []
 
 
 @on_ranks(1)
 def test_the_longest_unused_unit_goes_and_the_root_stays(transport: RecordingTransport) -> None:
-    assert MAX_READY_UNITS == 2
+    assert MAX_UNSHARDED_UNITS == 2
     units, ready = simple(transport, 4)
     for unit in units[:3]:
-        ready.require(unit)
+        ready.unshard(unit)
     assert states(units) == "rrrss"
-    ready.require(units[1])  # used again: now units[2] is the longest unused
-    ready.require(units[3])
+    ready.unshard(units[1])  # used again: now units[2] is the longest unused
+    ready.unshard(units[3])
     assert states(units) == "rrsrs"
-    ready.require(units[4])
+    ready.unshard(units[4])
     assert states(units) == "rssrr"
-    ready.require(units[4])
-    ready.require(units[3])
-    ready.require(units[2])
+    ready.unshard(units[4])
+    ready.unshard(units[3])
+    ready.unshard(units[2])
     assert states(units) == "rsrrs"
     assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3", "u1"]
 
@@ -105,21 +105,21 @@ def test_a_unit_in_use_stays(transport: RecordingTransport) -> None:
     units, ready = simple(transport, 5)
     with units[1].in_use(), units[2].in_use(), units[2].in_use():
         for unit in units[1:]:
-            ready.require(unit)
+            ready.unshard(unit)
         assert states(units) == "srrsrr"
-    ready.require(units[3])
+    ready.unshard(units[3])
     assert states(units) == "sssrsr"
     with pytest.raises(ZeroDivisionError), units[3].in_use():
         raise ZeroDivisionError
-    assert units[3].num_calls == 0
+    assert units[3].num_forwards == 0
 
 
 @on_ranks(1)
 def test_find_tells_the_unit_a_tensor_looks_into(transport: RecordingTransport) -> None:
     arrays = [specs("t", (3, 5)), specs("f", (4,), trainable=False)]
     (unit,) = host(transport, [("u", arrays)])
-    ready = ReadyUnits(transport)
-    ready.require(unit)
+    ready = UnshardedUnits(transport)
+    ready.unshard(unit)
     parameter = unit.parameter("t.0")
     for tensor in (parameter, parameter.t(), parameter[1:, 2], parameter.view(torch.int64)):
         assert ready.find(tensor) == (unit, 0)
@@ -129,16 +129,16 @@ def test_find_tells_the_unit_a_tensor_looks_into(transport: RecordingTransport) 
     assert ready.find(torch.eye(2).to_sparse()) is None
     # What `look` could not show again.
     assert ready.find(torch.view_as_complex(unit.parameter("f.0").view(2, 2)).conj()) is None
-    ready.release_all()
+    ready.reshard_all()
     assert ready.find(parameter) is None
 
 
 @on_ranks(1)
 def test_look_repeats_offset_shape_and_stride(transport: RecordingTransport) -> None:
     (unit,), ready = simple(transport, 0)
-    ready.require(unit)
+    ready.unshard(unit)
     view = unit.parameter(".0").t()[1:4, ::2]
-    again = unit.look(0, view.dtype, int(view.storage_offset()), view.shape, view.stride())
+    again = unit.as_strided(0, view.dtype, int(view.storage_offset()), view.shape, view.stride())
     assert torch.equal(again, view) and again.data_ptr() == view.data_ptr()
 
 
@@ -146,25 +146,25 @@ def test_look_repeats_offset_shape_and_stride(transport: RecordingTransport) -> 
 def test_expire_releases_all_and_counts(transport: RecordingTransport) -> None:
     units, ready = simple(transport, 2)
     for unit in units:
-        ready.require(unit)
-    ready.release_all()
-    assert (states(units), ready.generation) == ("sss", 0)
-    ready.require(units[0])
-    ready.expire()
-    assert (states(units), ready.generation) == ("sss", 1)
+        ready.unshard(unit)
+    ready.reshard_all()
+    assert (states(units), ready.parameter_version) == ("sss", 0)
+    ready.unshard(units[0])
+    ready.invalidate()
+    assert (states(units), ready.parameter_version) == ("sss", 1)
     transport.parameters.shard(0).fill_(5)
-    ready.require(units[0])
+    ready.unshard(units[0])
     assert bool((units[0].parameter(".1") == 5).all())
 
 
 @on_ranks(1)
 def test_a_late_reader_of_a_released_unit_sees_what_it_saw(transport: RecordingTransport) -> None:
     units, ready = simple(transport, 6)
-    ready.require(units[1])
+    ready.unshard(units[1])
     late = units[1].parameter("u0.0")
     before = late.clone()
     for unit in units[2:]:
-        ready.require(unit)
+        ready.unshard(unit)
     assert units[1].state is UnitState.SHARDED
     assert torch.equal(late, before)
 
@@ -206,9 +206,9 @@ def test_a_placeholder(shape: tuple[int, ...], dtype: torch.dtype, requires_grad
 @on_ranks(1)
 def test_a_released_unit_holds_no_memory(transport: RecordingTransport) -> None:
     (unit,), ready = simple(transport, 0)
-    ready.require(unit)
+    ready.unshard(unit)
     array = weakref.ref(unit._arrays[0])
-    ready.release_all()
+    ready.reshard_all()
     gc.collect()
     assert array() is None
     transport.parameters.buffers.clear()

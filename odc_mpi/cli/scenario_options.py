@@ -1,0 +1,49 @@
+"""The options of a scenario, of `odc-mpi simulate` and `odc-mpi bench schedule`."""
+
+import argparse
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from odc_mpi.cli.options import size_in_bytes
+from odc_mpi.simulate.options import CACHES, SCENARIO, Option
+
+if TYPE_CHECKING:
+    from odc_mpi.simulate.scenario import Scenario
+
+    ScenarioT = TypeVar("AnyScenario", bound=Scenario)
+
+
+def add_scenario(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Add the options, with other defaults than those of `SCENARIO` for some fields. Local."""
+    for field, option in SCENARIO.items():
+        add_option(parser, field, option._replace(default=defaults.get(field, option.default)))
+    for field, option in CACHES.items():
+        add_option(parser, field, option, type=size_in_bytes, metavar="SIZE")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_option(parser: argparse.ArgumentParser, field: str, option: Option, **other: Any) -> None:
+    """Add an option, as it says of itself but for what is given otherwise. Local."""
+    kind = type(option.default)
+    usual = {
+        "type": kind,
+        "default": option.default,
+        "metavar": "N" if kind is int else "X",
+        "help": f"{option.help}; default: {option.default:g}",
+    }
+    parser.add_argument(option.name, dest=field, **(usual | other))
+
+
+def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "ScenarioT":
+    """Return the scenario that the options describe. Local.
+
+    Raises:
+        UserError: A value is wrong, or there are no such lengths.
+    """
+    from odc_mpi.simulate.scenario import REFERENCE_COST
+
+    names = {field.name for field in fields(kind)}
+    values = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+    scenario = kind(**values, cost=replace(REFERENCE_COST, constant=arguments.overhead_s))
+    scenario.length_distribution  # noqa: B018 - a wrong name is found here, before anything is started
+    return scenario

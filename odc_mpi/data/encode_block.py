@@ -1,0 +1,227 @@
+"""From blocks of records to tokens, in this process or in several. No MPI.
+
+The processes are spawned, not forked: a fork takes neither the threads of the tokenizers library nor h5py's locks over
+in a sane state. Each has at most `_AHEAD` blocks, so memory is bounded.
+"""
+
+import hashlib
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context, parent_process, resource_tracker
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.data.encode import Encoded, encode
+from odc_mpi.data.examples import Example, FieldNames, InvalidRecordError, parse_example
+from odc_mpi.data.sources import Block
+from odc_mpi.data.tokenizer import load_files, load_tokenizer
+from odc_mpi.errors import UserError
+
+_BATCH_EXAMPLES = 256  # tokenised in one call: enough for its threads, little enough for its offsets
+_AHEAD = 4  # blocks of each process that are submitted before the result of the first is needed
+
+
+@dataclass(frozen=True)
+class SequenceFilter:
+    """Which sequences are written, and where.
+
+    Attributes:
+        max_length: The most tokens in a sequence; None for no limit.
+        overlong: Whether to truncate or to drop longer sequences.
+        eval_fraction: About so much of the sequences is held out.
+    """
+
+    max_length: int | None = None
+    overlong: Literal["truncate", "drop"] = "truncate"
+    eval_fraction: float = 0.0
+
+
+@dataclass
+class FilterCounts:
+    """What became of examples.
+
+    Attributes:
+        num_truncated: Sequences written that were cut to the maximal length.
+        num_dropped: Sequences left out because they were longer than the maximal length.
+        num_untrained_dropped: Examples left out because (after cutting) no token is left to learn.
+    """
+
+    num_truncated: int = 0
+    num_dropped: int = 0
+    num_untrained_dropped: int = 0
+
+    def add(self, other: "FilterCounts") -> None:
+        """Add the counts of other examples. Local."""
+        self.num_truncated += other.num_truncated
+        self.num_dropped += other.num_dropped
+        self.num_untrained_dropped += other.num_untrained_dropped
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """The sequences of a block, and what became of the other records.
+
+    Attributes:
+        sequences: To train on, and to hold out, in their order.
+        counts: Of the others, and of those that were cut.
+        invalid: What is wrong with each record that cannot be used, in their order.
+    """
+
+    sequences: tuple[list[Encoded], list[Encoded]]
+    counts: FilterCounts
+    invalid: list[str]
+
+
+def encode_block(tokenizer: Any, block: Block, fields: FieldNames, sequence_filter: SequenceFilter) -> EncodedBlock:
+    """Tokenise the examples of a block, and sort out what is not to be written. Local.
+
+    The result depends on the records alone, and not on the other blocks.
+
+    Raises:
+        UserError: The tokenizer does not serve the examples.
+    """
+    counts, invalid = FilterCounts(), {}
+    examples: dict[int, Example] = {}
+    for i, (location, record) in enumerate(block.records()):
+        try:
+            example = parse_example(record(), location, fields)
+        except InvalidRecordError as error:
+            invalid[i] = str(error)
+            continue
+        if example.has_loss:
+            examples[i] = example
+        else:
+            counts.num_untrained_dropped += 1
+    sequences: tuple[list[Encoded], list[Encoded]] = ([], [])
+    for sequence in _encode_all(tokenizer, examples, invalid):
+        if (fitting := _fit(sequence, sequence_filter, counts)) is not None:
+            sequences[is_held_out(fitting.tokens, sequence_filter.eval_fraction)].append(fitting)
+    return EncodedBlock(sequences, counts, [invalid[i] for i in sorted(invalid)])
+
+
+def _encode_all(tokenizer: Any, examples: dict[int, Example], invalid: dict[int, str]) -> Iterator[Encoded]:
+    """Tokenise in batches; those that the chat template refuses are added to the bad ones."""
+    indices = list(examples)
+    for begin in range(0, len(indices), _BATCH_EXAMPLES):
+        batch = indices[begin : begin + _BATCH_EXAMPLES]
+        try:
+            yield from encode(tokenizer, [examples[i] for i in batch])
+        except InvalidRecordError:
+            for i in batch:
+                try:
+                    yield from encode(tokenizer, [examples[i]])
+                except InvalidRecordError as error:
+                    invalid[i] = str(error)
+
+
+def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCounts) -> Encoded | None:
+    """Return a sequence as it is to be written, or None if it is not."""
+    too_long = sequence_filter.max_length is not None and len(sequence.tokens) > sequence_filter.max_length
+    if too_long and sequence_filter.overlong == "drop":
+        counts.num_dropped += 1
+        return None
+    if too_long:
+        sequence = Encoded(
+            sequence.tokens[: sequence_filter.max_length], sequence.loss_mask[: sequence_filter.max_length]
+        )
+    if not sequence.loss_mask[1:].any():
+        counts.num_untrained_dropped += 1
+        return None
+    counts.num_truncated += too_long
+    return sequence
+
+
+def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
+    """Draw by the tokens alone: equal sequences stay together, and where they are when others come. Local."""
+    if not fraction:
+        return False
+    digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64
+
+
+def encode_blocks(
+    blocks: Iterable[tuple[int, Block, FieldNames]],
+    tokenizer_source: Path | Mapping[str, bytes],
+    sequence_filter: SequenceFilter,
+    num_proc: int,
+) -> Generator[tuple[int, EncodedBlock], None, None]:
+    """Tokenize blocks in processes of their own, which end with the generator. Local.
+
+    Args:
+        blocks: The index of the source, the block, and the names of its fields.
+        tokenizer_source: Directory or data set of the tokenizer, or the content of its files by name.
+        sequence_filter: Which sequences are written.
+        num_proc: Number of processes.
+
+    Yields:
+        The index of the source and the tokens, in the order of the blocks.
+
+    Raises:
+        UserError: As of `encode_block`, at the first block for which it is raised; or a process has ended early.
+    """
+    pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (tokenizer_source, sequence_filter))
+    due: deque[tuple[int, Future[EncodedBlock]]] = deque()
+    try:
+        for index, block, fields in blocks:
+            with _interrupts_blocked():
+                due.append((index, pool.submit(_encode_in_worker, block, fields)))
+            if len(due) == _AHEAD * num_proc:
+                index, future = due.popleft()
+                yield index, future.result()
+        for index, future in due:
+            yield index, future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"a process that tokenizes has ended early: is there enough memory for --num-proc {num_proc}?"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT in the enclosed code and in the processes that it starts: Ctrl-C is for this process alone."""
+    resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+#: Of a worker process: its tokenizer and limits.
+_worker: tuple[Any, SequenceFilter]
+
+
+def _start_worker(tokenizer_source: Path | Mapping[str, bytes], sequence_filter: SequenceFilter) -> None:
+    global _worker
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # One thread for each process: they are as many as there are cores.
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    _worker = (
+        (load_tokenizer(tokenizer_source) if isinstance(tokenizer_source, Path) else load_files(tokenizer_source)),
+        sequence_filter,
+    )
+
+
+def _exit_with_parent() -> None:
+    """End this process when its parent is killed; the pool's pipes stay open then."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode_in_worker(block: Block, fields: FieldNames) -> EncodedBlock:
+    tokenizer, sequence_filter = _worker
+    return encode_block(tokenizer, block, fields, sequence_filter)

@@ -1,0 +1,180 @@
+"""Cuts a minibatch into the microbatches that ranks draw, costliest first. Pure.
+
+Ranks end up to one microbatch apart, so the last ones have to be small; each microbatch costs a constant besides its
+sequences, so there should be few. Hence large ones first, about as many for each rank, and a tail of small ones made
+from the shortest sequences, as in factoring (Hummel, Schonberg and Flynn, "Factoring: a method for scheduling parallel
+loops", 1992). Several numbers for each rank and sizes of the tail are tried: the best cut ends earliest on equal ranks
+and on ranks whose speeds differ, since costs are estimates.
+
+Only comparisons, plain sums in a fixed order and `math.fsum` decide: every process gets the same cut.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.data.plan.partition import argsort_descending, even_fit, partition
+
+SequenceIndices = tuple[int, ...]
+
+#: Large microbatches for each rank, or as many as tokens ask for.
+PER_RANK = (1, 2, 3, 4, 8)
+#: Part of the cost that is left for the tail.
+TAILS = (0.0, 0.1, 0.2, 0.3)
+#: The cost of a large microbatch to one of the tail.
+FRACTIONS = (2, 4)
+#: Relative differences of the slowest and the fastest rank from the mean, for which a cut is tried.
+SPREADS = (0.0, 0.1)
+#: With so many sequences for each microbatch, costs come out even without the differencing method; with so many in all,
+#: it takes too long.
+MANY_EACH, MANY = 16, 2048
+
+
+def pack_pool(
+    lengths: npt.NDArray[np.int64],
+    costs: npt.NDArray[np.float64],
+    max_tokens: int,
+    constant: float,
+    size: int,
+    available_at: Sequence[npt.NDArray[np.float64]] | None = None,
+) -> tuple[SequenceIndices, ...]:
+    """Cut a minibatch. Local.
+
+    Args:
+        lengths: Tokens of each sequence, int64 [n], each at most `max_tokens`, at least one.
+        costs: Cost of each sequence, float64 [n].
+        max_tokens: The most tokens in a microbatch.
+        constant: Constant cost of a microbatch.
+        size: Number of ranks.
+        available_at: For each of `SPREADS`, the cost after which each rank begins to draw, float64 [size]; None: all at once.
+
+    Returns:
+        Microbatches of positions in `lengths`, costliest first; a position is in exactly one.
+    """
+    starts = [np.zeros(size)] * len(SPREADS) if available_at is None else available_at
+    best: tuple[Bins, npt.NDArray[np.intp]] | None = None
+    earliest = math.inf
+    for bins in _PoolPacker(lengths, costs, max_tokens).candidates(size):
+        totals = bins.sums(costs)
+        order = np.lexsort((bins.firsts(), -totals))
+        work = constant + totals[order]
+        end = 0.0
+        for spread, free in zip(SPREADS, starts, strict=True):
+            if end < earliest:  # else it can only come later still
+                end += makespan(work, size, spread, free)
+        if end < earliest:
+            best, earliest = (bins, order), end
+    assert best is not None
+    microbatches = best[0].as_tuples()
+    return tuple(microbatches[i] for i in best[1])
+
+
+def makespan(
+    work: npt.ArrayLike, size: int, spread: float = 0.0, available_at: npt.NDArray[np.float64] | None = None
+) -> float:
+    """Return the time at which the last rank ends, if ranks draw pieces of work in this order. Local.
+
+    Args:
+        work: Cost of each piece, float64 [n].
+        size: Number of ranks.
+        spread: Ranks take from 1 - spread to 1 + spread times the cost, evenly spaced.
+        available_at: When each rank begins to draw, float64 [size]; None: all at 0.
+    """
+    left = np.asarray(work, dtype=np.float64)
+    ranks = np.arange(size)
+    slowness = 1 + spread * (2 * ranks / (size - 1) - 1 if size > 1 else 0 * ranks)
+    free = np.zeros(size) if available_at is None else available_at.copy()
+    while len(left):
+        # So many ranks draw, each once, before one of them is free again.
+        drawing = np.argsort(free, kind="stable")[: len(left)]
+        began = free[drawing]
+        ended = began + left[: len(drawing)] * slowness[drawing]
+        waits = began[1:] >= np.minimum.accumulate(ended)[:-1]
+        count = int(waits.argmax()) + 1 if waits.any() else len(drawing)
+        free[drawing[:count]] = ended[:count]
+        left = left[count:]
+    return float(free.max())
+
+
+class Bins:
+    """Bins of positions in the minibatch.
+
+    Args:
+        members: Positions, those of a bin side by side, int64 [n].
+        sizes: How many are in each bin, at least 1, int64 [bins].
+    """
+
+    def __init__(self, members: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
+        self._members, self._sizes = members, sizes
+        self._begins = np.cumsum(sizes) - sizes
+
+    @classmethod
+    def from_lists(cls, part: npt.NDArray[np.int64], bins: Sequence[Sequence[int]]) -> "Bins":
+        """Take bins of indices in a part of the positions. Local."""
+        members = part[np.fromiter(chain.from_iterable(bins), np.int64, len(part))]
+        return cls(members, np.fromiter(map(len, bins), np.int64, len(bins)))
+
+    def __add__(self, other: "Bins") -> "Bins":
+        return Bins(np.concatenate([self._members, other._members]), np.concatenate([self._sizes, other._sizes]))
+
+    def sums(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the rounded exact sum of each bin, of one value for each position. Local."""
+        sums = np.add.reduceat(values[self._members], self._begins)  # of one or two it is exact
+        many = np.flatnonzero(self._sizes > 2)
+        flat, begins, ends = values[self._members].tolist(), self._begins[many], (self._begins + self._sizes)[many]
+        sums[many] = [math.fsum(flat[begin:end]) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        return sums
+
+    def firsts(self) -> npt.NDArray[np.int64]:
+        """Return the lowest position in each bin. Local."""
+        return np.minimum.reduceat(self._members, self._begins)
+
+    def as_tuples(self) -> list[SequenceIndices]:
+        """Return the positions in each bin. Local."""
+        members, begins = self._members.tolist(), self._begins.tolist()
+        return [tuple(members[begin:end]) for begin, end in pairwise([*begins, len(members)])]
+
+
+@dataclass(frozen=True)
+class _PoolPacker:
+    """Makes bins of the sequences of a minibatch, none with more than so many tokens."""
+
+    lengths: npt.NDArray[np.int64]
+    costs: npt.NDArray[np.float64]
+    max_tokens: int
+
+    def candidates(self, size: int) -> Iterator[Bins]:
+        """Yield cuts for so many ranks. Local."""
+        rising = np.array(argsort_descending(self.costs))[::-1]
+        up_to = np.cumsum(self.costs[rising])
+        minimum = -(-int(self.lengths.sum()) // (size * self.max_tokens))
+        for tail in TAILS:
+            num_small = int(np.searchsorted(up_to, tail * up_to[-1], side="right")) if tail else 0
+            small, large = rising[:num_small][::-1], rising[num_small:][::-1]
+            if not len(large):
+                continue
+            for per_rank in sorted({max(minimum, target) for target in PER_RANK}):
+                heads = self._pack_evenly(large, size * per_rank)
+                if not num_small:
+                    yield heads
+                    continue
+                max_cost = float(heads.sums(self.costs).max())
+                for fraction in FRACTIONS:
+                    yield heads + self._pack(small, max_cost / fraction)
+
+    def _pack_evenly(self, part: npt.NDArray[np.int64], count: int) -> Bins:
+        """Split a part of the minibatch into about so many bins of about equal cost, more where tokens ask for it."""
+        costs = self.costs[part].tolist()
+        if len(part) < min(MANY_EACH * count, MANY):
+            bins = Bins.from_lists(part, [indices for indices in partition(costs, count) if indices])
+            if int(bins.sums(self.lengths).max()) <= self.max_tokens:
+                return bins
+        return self._pack(part, math.fsum(costs) / count)
+
+    def _pack(self, part: npt.NDArray[np.int64], max_cost: float) -> Bins:
+        return Bins.from_lists(part, even_fit(self.lengths[part], self.costs[part], self.max_tokens, max_cost))

@@ -1,0 +1,67 @@
+"""Balances whose microbatches do not depend on the number of ranks: which rank runs one does. Pure planning.
+
+The last bits of a microbatch's loss and gradient depend on the sequences in it: other shapes, other orders of summing.
+So here a minibatch is cut by its sequences alone, and whole microbatches are dealt out. They are cut by a cost that
+never changes, and dealt out by one that may, such as a fitted one.
+"""
+
+import math
+
+import numpy as np
+
+from odc_mpi.data.plan.balance import BalanceStrategy, Costs, Lengths, Plan, check_fit, local_sort
+from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.data.plan.dynamic_packing import SequenceIndices, pack_pool
+from odc_mpi.data.plan.partition import argsort_descending, partition
+from odc_mpi.errors import UserError
+
+#: A minibatch is cut as `dynamic` would cut it for one rank per so many sequences, rounded up.
+SEQUENCES_PER_RANK = 4
+
+
+def rank_independent_packing(name: str, packing_cost: CostModel) -> BalanceStrategy:
+    """Return the balance of a name, with microbatches that are the same on any number of ranks. Local.
+
+    Args:
+        name: One of `data.plan.balance.BALANCE_STRATEGIES`.
+        packing_cost: Cost by which minibatches are cut.
+
+    Returns:
+        A balance; the cost that it is called with deals the microbatches out.
+
+    Raises:
+        UserError: Under this balance microbatches depend on the number of ranks.
+    """
+
+    def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
+        microbatches = _pack(lengths, max_tokens, packing_cost)
+        costs = _costs(microbatches, lengths, cost)
+        parts = [sorted(part, key=lambda i: (-costs[i], i)) for part in partition(costs.tolist(), size)]
+        return Plan(tuple(tuple(microbatches[i] for i in part) for part in parts))
+
+    def pool(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
+        microbatches = _pack(lengths, max_tokens, packing_cost)
+        order = argsort_descending(_costs(microbatches, lengths, cost))
+        return Plan(((),) * size, tuple(microbatches[i] for i in order))
+
+    # With one sequence in each microbatch there is nothing to cut.
+    strategies = {"lb_mini": assign, "dynamic": pool, "local_sort": local_sort}
+    if name not in strategies:
+        raise UserError(
+            f"data.balance: {name} cuts microbatches for the number of ranks, which run.exact excludes: set it to "
+            "lb_mini or dynamic, or run.exact to false"
+        )
+    return strategies[name]
+
+
+def _pack(lengths: Lengths, max_tokens: int, packing_cost: CostModel) -> tuple[SequenceIndices, ...]:
+    check_fit(lengths, max_tokens)
+    if not len(lengths):
+        return ()
+    size = math.ceil(len(lengths) / SEQUENCES_PER_RANK)
+    return pack_pool(lengths, packing_cost.sequence(lengths), max_tokens, packing_cost.constant, size)
+
+
+def _costs(microbatches: tuple[SequenceIndices, ...], lengths: Lengths, cost: CostModel) -> Costs:
+    each = cost.sequence(lengths).tolist()
+    return np.array([cost.constant + math.fsum(each[i] for i in indices) for indices in microbatches])

@@ -1,0 +1,146 @@
+"""Prompts to generate from, read from JSON lines or Parquet: tokens, text, and columns for reward functions.
+
+No communication. Each rank reads the file for itself; ranks whose `PromptDataset.digest` is the same draw the same prompts.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.data.dataset import vocabulary_digest
+from odc_mpi.data.encode import encode_prompts
+from odc_mpi.data.examples import Conversation, Example, InvalidRecordError, parse_prompt
+from odc_mpi.data.sources import DataSource
+from odc_mpi.errors import UserError
+
+#: Fields of a record that are no columns: the prompt itself, and what goes into it.
+_NO_COLUMNS = ("prompt", "messages", "system", "tools")
+#: Names of arguments that reward functions get besides columns.
+_RESERVED = ("prompts", "completions", "completion_ids")
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+
+
+class PromptRecord(NamedTuple):
+    """A prompt.
+
+    Attributes:
+        tokens: Not empty.
+        prompt: The text, or the messages, each with role and content.
+        columns: Arguments of reward functions, by name.
+    """
+
+    tokens: list[int]
+    prompt: str | list[dict[str, Any]]
+    columns: dict[str, Any]
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the prompt is messages. Local."""
+        return not isinstance(self.prompt, str)
+
+
+def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[str, Any]]]]:
+    """Yield the prompts of a file in blocks, each prompt with all fields of its record. Local.
+
+    Args:
+        path: JSON lines (decompressed if the name ends in .gz or .zst), or Parquet if it ends in .parquet.
+        setting: The setting or option that names the file, for messages.
+
+    Raises:
+        UserError: The file cannot be read, or has no prompt.
+        BadLine: A line or row has no prompt; the message names it.
+    """
+    expected = f"{setting}: expected a file of prompts, JSON lines or Parquet, got {path}, which"
+    try:
+        if not path.is_file():
+            raise UserError(f"{expected} is none")
+        with path.open("rb") as file:
+            begin = file.read(len(_HDF5))
+    except OSError as error:  # somebody else's, a name too long
+        raise UserError(f"{expected} cannot be read: {error.strerror}") from error
+    if begin == _HDF5:
+        raise UserError(f"{expected} is HDF5: prompts are read directly, odc-mpi prepare is for sequences")
+    empty = True
+    for block in DataSource(str(path), None, (path,)).read(lambda: 1, lambda _: None):
+        empty = False
+        records = ((parse(), location) for location, parse in block.records())
+        yield [(parse_prompt(record, location), record) for record, location in records]
+    if empty:
+        raise UserError(f"{expected} has none")
+
+
+class PromptDataset:
+    """The prompts of a file, in memory.
+
+    Attributes:
+        path: The file.
+        tokenizer: A fast tokenizer of transformers.
+        lengths: Tokens of each prompt, int64 [n].
+        locations: File and line or row of each prompt, for messages.
+        vocab_size: Tokens of the tokenizer.
+        max_token_id: The largest token.
+        vocabulary: The tokenizer's `vocabulary_digest`.
+    """
+
+    def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
+        """Read and tokenize all prompts. Local.
+
+        Args:
+            path: See `read_prompts`.
+            tokenizer: A fast tokenizer of transformers.
+            setting: See `read_prompts`.
+
+        Raises:
+            UserError: The file, a prompt or a column cannot be used.
+        """
+        self.path, self.tokenizer = Path(path), tokenizer
+        self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())
+        self.locations: list[str] = []
+        self._tokens: list[npt.NDArray[np.int64]] = []
+        self._texts: list[bytes] = []  # JSON takes less memory than its objects
+        for block in read_prompts(self.path, setting):
+            self._tokens += map(np.array, encode_prompts(tokenizer, [example for example, _ in block]))
+            for example, record in block:
+                prompt = example.messages if isinstance(example, Conversation) else example.prompt
+                self._texts.append(
+                    _json({"prompt": prompt, "columns": _columns(record, example.location)}, example.location)
+                )
+                self.locations.append(example.location)
+        self.lengths: npt.NDArray[np.int64] = np.array([len(tokens) for tokens in self._tokens])
+        self.max_token_id = max(int(tokens.max()) for tokens in self._tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> PromptRecord:
+        """Return one prompt. Local."""
+        content = json.loads(self._texts[index])
+        return PromptRecord(self._tokens[index].tolist(), content["prompt"], content["columns"])
+
+    def digest(self) -> str:
+        """Return a digest of the prompts, their tokens and columns, and the vocabulary. Local."""
+        parts = (self.vocabulary.encode(), self.lengths.astype("<i8"), *(each.astype("<i8") for each in self._tokens))
+        return hashlib.sha256(b"".join([*map(bytes, parts), *(text + b"\n" for text in self._texts)])).hexdigest()
+
+
+def _columns(record: Mapping[str, Any], location: str) -> dict[str, Any]:
+    """Return the fields of a record that are arguments of reward functions."""
+    columns = {name: value for name, value in record.items() if name not in _NO_COLUMNS}
+    reserved = next((name for name in _RESERVED if name in columns), None)
+    if reserved:
+        raise InvalidRecordError(
+            f"{location}: expected columns of other names than {', '.join(_RESERVED)}, got {reserved!r}"
+        )
+    return columns
+
+
+def _json(content: Any, location: str) -> bytes:
+    try:
+        return json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:  # tables have times and bytes, files NaN and lone surrogates
+        raise InvalidRecordError(f"{location}: expected columns that JSON can hold, got {error}") from error

@@ -1,0 +1,22 @@
+"""The numbers that gradients are pushed and added up as: floating-point, or 64-bit fixed-point."""
+
+from collections.abc import Sequence
+
+import torch
+
+from odc_mpi.shard.gradient_format.base import GradientFormat as GradientFormat
+from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
+from odc_mpi.shard.gradient_format.floating_point import FloatGradients
+from odc_mpi.shard.layout import FlatLayout
+
+
+def make_gradient_format(dtype: torch.dtype, layouts: Sequence[FlatLayout]) -> GradientFormat:
+    """Return the numbers that gradients are added up as. Local.
+
+    Args:
+        dtype: Of the elements of gradients on the way.
+        layouts: The arrays.
+    """
+    if dtype.is_floating_point:
+        return FloatGradients(dtype)
+    return FixedPointGradients({index: layout.numel for index, layout in enumerate(layouts) if layout.trainable})

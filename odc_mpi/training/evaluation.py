@@ -1,0 +1,118 @@
+"""Evaluation beside the training: when it is due, and the loss over held-out sequences.
+
+An evaluation comes between two steps, when parameters are published: forwards alone, without a graph. A rank fetches
+what it needs when it needs it and draws one microbatch after the other, so nobody waits for another but at the end,
+where the sums of all ranks meet.
+
+Every trained token of the set weighs the same. (transformers' `Trainer` takes the mean over batches, each by its number
+of sequences: with sequences of different lengths that is another number.)
+"""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from odc_mpi.comm.tickets import Tickets
+from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.loader import Microbatch, Minibatch
+from odc_mpi.data.plan.balance import BALANCE_STRATEGIES
+from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.data.plan.rank_independent_packing import rank_independent_packing
+from odc_mpi.observe.callback import Callback, Step, round_for_exact_sum
+from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.runtime.world import World
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.objectives.sft import MAX_EXACT_LOSS
+from odc_mpi.training.settings import Config, RunConfig
+
+
+class PeriodicEvaluator(Callback, ABC):
+    """Evaluates before the first step if asked to, every `run.eval_every` steps, and after the last one."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._run = run
+        self._at_start: dict[str, Any] = {}
+
+    @abstractmethod
+    def evaluate(self) -> Mapping[str, Any]:
+        """Return the figures, the same on every rank. Collective at the end."""
+
+    def on_train_begin(self, completed_steps: int) -> None:
+        """Evaluate before the first step of a run, if that is asked for. Collective."""
+        if self._run.eval_on_start and not completed_steps:
+            self._at_start = {f"{name}_start": value for name, value in self.evaluate().items()}
+
+    def on_step_end(self, step: Step) -> None:
+        """Evaluate, if that is due. Collective."""
+        step.metrics |= self._at_start
+        self._at_start = {}
+        every, number = self._run.eval_every, step.number
+        if number == self._run.steps or (every and number % every == 0):
+            began = time.perf_counter()
+            step.metrics |= self.evaluate()
+            step.metrics["eval_s"] = time.perf_counter() - began
+
+
+class LossEvaluator(PeriodicEvaluator):
+    """The loss over held-out sequences. Making one is collective.
+
+    Args:
+        dataset: Held out; closed with the run.
+        cost_model: Of a sequence.
+    """
+
+    columns: ClassVar = (
+        ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}" if "eval_loss" in line else ""),
+    )
+    summary: ClassVar = {
+        "eval_loss_start": SummaryField("eval_loss_start", "first"),
+        "eval_loss": SummaryField("eval_loss", "last"),
+        "eval_perplexity": SummaryField("eval_perplexity", "last"),
+        "eval_loss_best": SummaryField("eval_loss", "least"),
+        "eval_s": SummaryField("eval_s", "sum"),
+    }
+
+    def __init__(
+        self, config: Config, world: World, model: ShardedModel, dataset: Dataset, cost_model: CostModel
+    ) -> None:
+        super().__init__(config.run)
+        self._world, self._model = world, model
+        strategy = (
+            rank_independent_packing("dynamic", cost_model) if config.run.exact else BALANCE_STRATEGIES["dynamic"]
+        )
+        first = np.arange(min(config.data.eval_sequences or len(dataset), len(dataset)))
+        plan = strategy(dataset.lengths[first], world.size, config.data.max_tokens_per_microbatch, cost_model)
+        self._minibatch = Minibatch.from_indices(dataset, first, plan, world.rank, data_epoch=0, position=0)
+        self._tickets = Tickets(world)
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the mean loss of a trained token, and its perplexity. Collective at the end, else one-sided."""
+        local_loss, training = 0.0, self._model.module.training
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                for microbatch in self._minibatch.microbatches(self._tickets.draw):
+                    local_loss += self._loss(microbatch)
+        finally:
+            self._model.train(training)
+        total = sum(self._world.gather_objects(local_loss))
+        self._tickets.reset()  # all have drawn; nobody draws again before the next B
+        loss = total / self._minibatch.num_tokens
+        try:
+            return {"eval_loss": loss, "eval_perplexity": math.exp(loss)}
+        except OverflowError:
+            return {"eval_loss": loss, "eval_perplexity": math.inf}
+
+    def close(self) -> None:
+        """Close the data set. Local."""
+        self._minibatch.dataset.close()
+
+    def _loss(self, microbatch: Microbatch) -> float:
+        """Return the sum of the losses of a microbatch's trained tokens. One-sided."""
+        loss = float(self._model(**microbatch.to(self._model.device).inputs).loss)
+        return round_for_exact_sum(loss * microbatch.num_tokens, MAX_EXACT_LOSS * self._minibatch.num_tokens)

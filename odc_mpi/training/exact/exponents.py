@@ -1,0 +1,52 @@
+"""The exponents of fixed-point gradients, from one step and one checkpoint to the next. Local."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from odc_mpi.errors import UserError
+from odc_mpi.observe.callback import Callback, Step
+from odc_mpi.observe.metrics import SummaryField
+from odc_mpi.shard import model as sharded
+from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
+
+
+class ExponentCallback(Callback):
+    """Keeps the exponents of fixed-point gradients in checkpoints, and tells what rounding lost.
+
+    Args:
+        gradient_format: Of the model.
+        loss_normalizer: What gradients are divided by after they have been added up, at most: by so much larger ones than
+            usual does a run begin with.
+    """
+
+    summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}
+
+    def __init__(self, gradient_format: FixedPointGradients, loss_normalizer: float = 1.0) -> None:
+        self._gradient_format = gradient_format
+        larger = math.ceil(math.log2(loss_normalizer))
+        gradient_format.exponents = {index: exponent - larger for index, exponent in gradient_format.exponents.items()}
+
+    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+        """Report the error. Local."""
+        step.metrics["fixed64_relative_error"] = self._gradient_format.relative_error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the exponents of the next minibatch. Local."""
+        return {"fixed64_exponents": list(self._gradient_format.exponents.values())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with the exponents of a checkpoint, if it has any. Local.
+
+        Raises:
+            UserError: The checkpoint is of a model with other arrays.
+        """
+        exponents = state_dict.get("fixed64_exponents")
+        if exponents is None:
+            return
+        if len(exponents) != len(self._gradient_format.exponents):
+            raise UserError(
+                f"expected fixed64_exponents of {len(self._gradient_format.exponents)} arrays in the checkpoint, got "
+                f"{len(exponents)}: set run.resume to never"
+            )
+        self._gradient_format.exponents = dict(zip(self._gradient_format.exponents, exponents, strict=True))

@@ -1,0 +1,70 @@
+"""What an exact run sets, and which settings it refuses. Local."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils.deterministic
+
+from odc_mpi.errors import UserError
+from odc_mpi.training.settings import Config
+
+
+def reduce_dtype(config: Config) -> torch.dtype:
+    """Return the type in which gradients of a run are pushed and added up. Local."""
+    return {"float32": torch.float32, "fixed64": torch.int64}[config.model.reduce_dtype]
+
+
+def apply_exact_settings(config: Config) -> Config:
+    """Return a configuration with all that `run.exact` takes; as it is without that. Local.
+
+    Raises:
+        UserError: A setting breaks it; names the setting.
+    """
+    if not config.run.exact:
+        return config
+    for setting, value, unsupported, supported in (
+        ("data.balance", config.data.balance, "lb_micro", "lb_mini or dynamic"),
+        ("data.context_parallel", config.data.context_parallel, "auto", "off"),
+        ("model.compile", str(config.model.compile).lower(), "true", "false"),
+        ("run.device", config.run.device if config.run.objective == "grpo" else "cpu", "cuda", "cpu"),
+        ("rl.skip_failed_rewards", str(config.rl.skip_failed_rewards).lower(), "true", "false"),
+    ):
+        if value == unsupported:
+            raise UserError(f"{setting}: expected {supported} with run.exact, got {value}: {_REASONS[setting]}")
+    return replace(
+        config,
+        model=replace(config.model, reduce_dtype="fixed64"),
+        run=replace(config.run, threads=config.run.threads or 1),
+    )
+
+
+_REASONS = {
+    "data.balance": "it cuts microbatches for the number of ranks",
+    "model.compile": "kernels for one number of tokens, which each rank makes first, may round in another way",
+    "data.context_parallel": "it cuts sequences for the number of ranks",
+    "run.device": "tokens are drawn by cumulative sums, for which torch has no deterministic algorithm on a GPU",
+    "rl.skip_failed_rewards": "which completions are left out may depend on how long their rewards take",
+}
+
+
+@contextmanager
+def deterministic_algorithms(config: Config) -> Iterator[None]:
+    """Have torch choose deterministic algorithms in an exact run, and as before afterwards. Local."""
+    if not config.run.exact:
+        yield
+        return
+    filling: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
+    # Asked for by cuBLAS, which reads it when it starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    filling.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        filling.fill_uninitialized_memory = before[1]

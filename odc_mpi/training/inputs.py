@@ -1,0 +1,215 @@
+"""What a run is made from: the data set, the model and the loader, opened and checked against each other."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from odc_mpi.data.dataset import Dataset, vocabulary_digest
+from odc_mpi.data.loader import Loader
+from odc_mpi.data.plan.balance import check_fit
+from odc_mpi.data.plan.cost import CostModel, flops_cost
+from odc_mpi.data.prompt_dataset import PromptDataset
+from odc_mpi.data.tokenizer import load_tokenizer
+from odc_mpi.errors import UserError
+from odc_mpi.models import build as models
+from odc_mpi.training.context_parallel import ContextParallelSetup, plan_context_parallel, validate_context_parallel
+from odc_mpi.training.rl.prompts import PromptLoader
+from odc_mpi.training.settings import Config, DataConfig, ModelConfig
+
+#: Sequences to train on; or prompts, to learn from rewards.
+TrainingData = Dataset | PromptDataset
+
+
+@dataclass
+class Inputs:
+    """What a run is made from, checked and not yet distributed."""
+
+    dataset: TrainingData
+    model: models.MetaModel
+    loader: Loader | PromptLoader
+    evaluation: TrainingData | None = None
+    context_parallel: ContextParallelSetup = field(default_factory=ContextParallelSetup)
+
+    @property
+    def datasets(self) -> dict[str, TrainingData]:
+        """The data sets by their settings. Local."""
+        datasets = {"data.path": self.dataset}
+        return datasets if self.evaluation is None else datasets | {"data.eval_path": self.evaluation}
+
+    @property
+    def sequence_loader(self) -> Loader:
+        """The loader of sequences. Local.
+
+        Raises:
+            UserError: The data are prompts.
+        """
+        if isinstance(self.loader, Loader):
+            return self.loader
+        raise UserError("run.objective: expected sft, to train on sequences of a data set, got grpo: change it")
+
+    def close(self) -> None:
+        """Close the data sets; prompts are in memory. Local."""
+        for data in self.datasets.values():
+            if isinstance(data, Dataset):
+                data.close()
+
+
+def open_inputs(config: Config, rank: int, size: int) -> Inputs:
+    """Open the data set, build the model without its weights, and check that they fit. Local.
+
+    Args:
+        config: Of the run.
+        rank: Whose microbatches the loader yields.
+        size: Number of ranks.
+
+    Raises:
+        UserError: Something is missing, damaged, or does not fit.
+    """
+    validate_context_parallel(config)
+    meta_model = build_model(config.model, config.run.seed)
+    if config.run.objective == "grpo":
+        return _open_prompts(config, _with_adapters(meta_model, config), rank)
+    dataset = _open_dataset("data.path", config.data.path, config.model, meta_model)
+    context_parallel = plan_context_parallel(config, meta_model, dataset, size)
+    meta_model = _with_adapters(meta_model, config)
+    loader = Loader(
+        dataset,
+        minibatch_sequences=config.data.minibatch_sequences,
+        max_tokens_per_microbatch=config.data.max_tokens_per_microbatch,
+        balance=config.data.balance,
+        seed=config.run.seed,
+        rank=rank,
+        size=size,
+        cost=initial_cost_model(config.data, meta_model),
+        context_parallel=context_parallel.sizes is not None,
+        exact=config.run.exact,
+    )
+    return Inputs(dataset, meta_model, loader, _open_evaluation(config, meta_model), context_parallel)
+
+
+def remove_staged_copy(path: str) -> None:
+    """Remove the data set if it is the copy that a batch script made for this job, and told so. Local.
+
+    Once all ranks of a node have it open nobody needs its name; so nothing is left however the job ends.
+    """
+    if os.environ.get("ODC_MPI_STAGED_FILE") == path:
+        Path(path).unlink(missing_ok=True)
+
+
+def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> Inputs:
+    """Open prompts to generate from, which leave room for completions in the model and in a microbatch."""
+    setting, tokenizer_path = (
+        ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
+    )
+    assert tokenizer_path is not None, "config.load requires one of them"
+    tokenizer = load_tokenizer(Path(tokenizer_path), setting)
+    prompts, evaluation = (
+        None
+        if path is None
+        else _validate_prompts(setting, PromptDataset(path, tokenizer, setting), config, meta_model)
+        for setting, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path))
+    )
+    assert prompts is not None, "config.load requires data.path"
+    loader = PromptLoader(prompts, config.data.minibatch_sequences // config.rl.num_generations, config.run.seed, rank)
+    return Inputs(prompts, meta_model, loader, evaluation)
+
+
+def _validate_prompts(
+    setting: str, prompts: PromptDataset, config: Config, meta_model: models.MetaModel
+) -> PromptDataset:
+    _check_vocabulary(setting, prompts, config.model, meta_model)
+    index, length = int(prompts.lengths.argmax()), config.rl.max_completion_length
+    longest = int(prompts.lengths[index])
+    positions = getattr(meta_model.module.config, "max_position_embeddings", None)
+    for name, limit in (
+        ("the model's max_position_embeddings", positions),
+        ("data.max_tokens_per_microbatch", config.data.max_tokens_per_microbatch),
+    ):
+        if limit is not None and longest + length > limit:
+            raise UserError(
+                f"rl.max_completion_length: {prompts.locations[index]}: a prompt of {longest} tokens and a completion of "
+                f"{length} are more than {name}, {limit}: lower it, leave the prompt out, or raise the limit"
+            )
+    return prompts
+
+
+def _open_evaluation(config: Config, meta_model: models.MetaModel) -> Dataset | None:
+    if config.data.eval_path is None:
+        return None
+    dataset = _open_dataset("data.eval_path", config.data.eval_path, config.model, meta_model)
+    check_fit(dataset.lengths[: config.data.eval_sequences or None], config.data.max_tokens_per_microbatch)
+    return dataset
+
+
+def _open_dataset(setting: str, path: str, model: ModelConfig, meta_model: models.MetaModel) -> Dataset:
+    dataset = Dataset(path)
+    _check_vocabulary(setting, dataset, model, meta_model)
+    longest = int(dataset.lengths.max())
+    positions = getattr(meta_model.module.config, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"{setting}: {path} has a sequence of {longest} tokens, the model's max_position_embeddings is "
+            f"{positions}: prepare the data with --max-length {positions}"
+        )
+    return dataset
+
+
+def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:
+    """Return the cost of a sequence before anything was measured: of `fitted` that of `flops`. Local."""
+    if config.cost == "linear":
+        return CostModel()
+    return flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
+
+
+def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, meta_model: models.MetaModel) -> None:
+    path = model.path
+    has_tokenizer = path is not None and dataset.vocabulary and (Path(path) / "tokenizer.json").is_file()
+    action, remedy = "prepared", "prepare it with the model's own tokenizer"
+    if isinstance(dataset, PromptDataset):
+        action, remedy = "tokenized", "set rl.tokenizer to the model's own tokenizer"
+    # Without the model's tokenizer the numbers of tokens are all there is to compare. With it, a token that it lists
+    # beyond the embedding does no harm unless the data has it.
+    if dataset.vocab_size > meta_model.vocab_size and not has_tokenizer:
+        raise UserError(
+            f"{setting}: {dataset.path} was {action} with a tokenizer of {dataset.vocab_size} tokens, the model "
+            f"knows {meta_model.vocab_size}: {remedy}, or raise model.config.vocab_size"
+        )
+    if dataset.max_token_id >= meta_model.vocab_size:
+        raise UserError(
+            f"{setting}: {dataset.path} has a token of number {dataset.max_token_id}, the model knows "
+            f"{meta_model.vocab_size}, from 0: {remedy}, or raise model.config.vocab_size"
+        )
+    if path is None or not has_tokenizer:
+        return
+    if vocabulary_digest(load_tokenizer(Path(path)).get_vocab()) != dataset.vocabulary:
+        raise UserError(
+            f"{setting}: {dataset.path} was {action} with another tokenizer than that in model.path, {path}: {remedy}"
+        )
+
+
+def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaModel:
+    """Put the adapters of a configuration into a model, if it has any. Local."""
+    if config.lora.r is None:
+        return meta_model
+    # peft takes a second to import.
+    from odc_mpi.models.adapters import add_adapters
+
+    lora = config.lora
+    settings = {
+        "r": lora.r,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": lora.target_modules,
+        "modules_to_save": lora.modules_to_save,
+    }
+    return add_adapters(meta_model, settings, config.run.seed, getattr(torch, config.model.param_dtype))
+
+
+def build_model(config: ModelConfig, seed: int) -> models.MetaModel:
+    """Build the model that a configuration names. Local."""
+    if config.path is not None:
+        return models.from_directory(Path(config.path), config.attn_implementation)
+    assert config.config is not None, "config.load requires one of model.path and model.config"
+    return models.from_config(config.config, seed, config.attn_implementation)

@@ -1,0 +1,136 @@
+"""GRPO, strictly on-policy: advantages of a prompt's completions against each other (arXiv 2402.03300).
+
+The loss of a token is that of TRL's `GRPOTrainer` with one update per rollout, where the ratio is 1 and clipping does
+nothing: the gradient is that of -advantage * log-probability, plus beta times the KL divergence from a reference. What
+sums of it are divided by is known only at A, where all groups have been generated; owners divide before the norm:
+
+    dapo       all tokens that are learnt from                              arXiv 2503.14476
+    grpo       all completions, each of which is the mean over its tokens
+    dr_grpo    all completions, times rl.max_completion_length              arXiv 2503.20783
+
+Groups of equal rewards have no gradient and are not trained, but they count in the divisor.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar, cast
+
+import torch
+
+from odc_mpi.data.loader import Microbatch, Minibatch
+from odc_mpi.observe.callback import MicrobatchResult, Step
+from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.rollout.groups import RolloutMicrobatch
+from odc_mpi.rollout.logps import token_logps
+from odc_mpi.shard import model as sharded
+from odc_mpi.training.loop import Objective
+from odc_mpi.training.rl.group_sums import GroupSums
+from odc_mpi.training.rl.settings import GRPOConfig
+
+#: Log-probabilities of a microbatch's tokens under the reference policy, float32 [K].
+ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
+
+
+class GRPOObjective(Objective):
+    """Learns from rewards; the source tells what there is to divide by.
+
+    Args:
+        rl: The section of the settings.
+        num_groups: The most prompt groups of a minibatch.
+        reference_logps: Needed with beta.
+    """
+
+    columns: ClassVar = (ProgressColumn("loss", 8, lambda line: f"{line['loss']:.4f}"),)
+    summary: ClassVar = {"loss_first": SummaryField("loss", "first"), "loss_last": SummaryField("loss", "last")}
+
+    def __init__(self, rl: GRPOConfig, num_groups: int, reference_logps: ReferenceLogpsFn | None = None) -> None:
+        self._rl, self._reference_logps = rl, reference_logps
+        self._sums = GroupSums(("grpo_loss", "grpo_kl", "logp_difference"), num_groups)
+        self.gathered_names = ("trained_tokens", "logp_difference_max", *self._sums.gathered_names)
+        self._positions: dict[int, int] = {}
+        self._largest_difference, self._num_tokens = 0.0, 0
+        max_completions = num_groups * rl.num_generations
+        self.loss_normalizer = loss_normalizer(
+            rl, num_tokens=max_completions * rl.max_completion_length, num_completions=max_completions
+        )
+
+    def on_step_begin(self, step: Step) -> None:
+        """Start at zero. Local."""
+        self._sums.reset()
+        self._positions = {index: position for position, index in enumerate(step.minibatch.indices.tolist())}
+        self._largest_difference, self._num_tokens = 0.0, 0
+
+    def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
+        """Return a microbatch's part of the loss, not yet divided. One-sided."""
+        microbatch = cast(RolloutMicrobatch, microbatch)
+        device = model.device
+        logit_positions, targets = microbatch.logit_positions.to(device), microbatch.targets.to(device)
+        logps = token_logps(model.module, microbatch.inputs, logit_positions, targets, self._rl.temperature)
+        self._compare(logps.detach(), microbatch)
+        sequence = microbatch.sequence.to(device)
+        per_token = policy_loss(logps, microbatch.advantages.to(device, torch.float32)[sequence])
+        if self._reference_logps is not None:
+            kl = kl_k3(logps, self._reference_logps(microbatch))
+            self._add("grpo_kl", microbatch, float(kl.detach().sum()))
+            per_token = per_token + self._rl.beta * kl
+        if self._rl.loss_type == "grpo":
+            per_token = per_token / torch.bincount(sequence).to(torch.float32)[sequence]
+        return per_token.sum()
+
+    def on_microbatch_end(self, result: MicrobatchResult) -> None:
+        """Add its loss. Local."""
+        self._add("grpo_loss", result.microbatch, result.loss)
+
+    def local_values(self) -> tuple[float, ...]:
+        """Return this rank's sums. Local."""
+        return float(self._num_tokens), self._largest_difference, *self._sums.local_values()
+
+    def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
+        """Learn the divisor, and report. Local."""
+        loss_tokens, completions = gathered.sum("learnt_tokens"), gathered.sum("completions")
+        self.loss_normalizer = loss_normalizer(self._rl, num_tokens=loss_tokens, num_completions=completions)
+        tokens = max(1.0, gathered.sum("trained_tokens"))
+        step.metrics |= {
+            "loss": self._sums.total(gathered, "grpo_loss") / self.loss_normalizer,
+            "sampling/sampling_logp_difference/mean": self._sums.total(gathered, "logp_difference") / tokens,
+            "sampling/sampling_logp_difference/max": float(gathered.per_rank("logp_difference_max").max()),
+        }
+        if self._reference_logps is not None:
+            step.metrics["kl"] = self._sums.total(gathered, "grpo_kl") / tokens
+
+    def _add(self, name: str, microbatch: Microbatch, value: float) -> None:
+        """Add a number of a microbatch to the part of its first prompt, of a whole group in an exact run."""
+        self._sums.add(name, self._positions[int(microbatch.indices[0])], value)
+
+    def _compare(self, logps: torch.Tensor, microbatch: RolloutMicrobatch) -> None:
+        """Compare log-probabilities with those of sampling, which are the same policy's."""
+        differences = (logps.cpu() - microbatch.logps).abs()
+        self._num_tokens += len(differences)
+        self._add("logp_difference", microbatch, float(differences.sum()))
+        self._largest_difference = max(self._largest_difference, float(differences.max()))
+
+
+def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each token, of the same shape: a value of -advantage, and its gradient. Local."""
+    return -torch.exp(logps - logps.detach()) * advantages
+
+
+def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return the estimate k3 of the KL divergence at each token (http://joschu.net/blog/kl-approx.html). Local."""
+    difference = reference - logps
+    return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise where policies are alike
+
+
+def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
+    """Return the divisor of the sum over a minibatch, at least 1. Local.
+
+    Args:
+        rl: The section of the settings.
+        num_tokens: Of completions that are learnt from, over all ranks.
+        num_completions: Over all ranks.
+    """
+    normalizers = {
+        "dapo": num_tokens,
+        "grpo": num_completions,
+        "dr_grpo": num_completions * rl.max_completion_length,
+    }
+    return max(1.0, float(normalizers[rl.loss_type]))

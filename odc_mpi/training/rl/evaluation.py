@@ -1,0 +1,109 @@
+"""Rewards of held-out prompts, beside the training: greedy completions, by tickets, between two steps."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+from odc_mpi.comm.tickets import Tickets
+from odc_mpi.data.prompt_dataset import PromptDataset
+from odc_mpi.models.decoding import unsharded_if_fits
+from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.rollout.builtin_rewards import exact_match
+from odc_mpi.rollout.rewards import RewardFunction, compute_rewards
+from odc_mpi.rollout.sample import PromptCompletions, RolloutSamplingParams, sample
+from odc_mpi.runtime.world import World
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.evaluation import PeriodicEvaluator
+from odc_mpi.training.rl.prompts import PromptCodec
+from odc_mpi.training.settings import Config
+
+#: In an exact run prompts are decoded together as if there were so many ranks.
+_EXACT_SHARES = 16
+
+
+class RewardEvaluator(PeriodicEvaluator):
+    """The rewards of held-out prompts. Making one is collective."""
+
+    columns: ClassVar = (
+        ProgressColumn(
+            "eval", 8, lambda line: f"{line['eval_reward']:.4f}" if line.get("eval_reward") is not None else ""
+        ),
+    )
+    summary: ClassVar = {
+        "eval_reward_start": SummaryField("eval_reward_start", "first"),
+        "eval_exact_match_start": SummaryField("eval_exact_match_start", "first"),
+        "eval_reward": SummaryField("eval_reward", "last"),
+        "eval_exact_match": SummaryField("eval_exact_match", "last"),
+        "eval_s": SummaryField("eval_s", "sum"),
+    }
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        model: ShardedModel,
+        prompts: PromptDataset,
+        reward_functions: list[RewardFunction],
+    ) -> None:
+        super().__init__(config.run)
+        self._rl, self._world, self._model = config.rl, world, model
+        self._prompts, self._reward_functions = prompts, reward_functions
+        self._codec, self._tickets = PromptCodec(prompts), Tickets(world)
+        count = min(config.data.eval_sequences or len(prompts), len(prompts))
+        shares = _EXACT_SHARES if config.run.exact else world.size
+        together = max(1, min(config.rl.max_concurrent_sequences, -(-count // shares)))
+        order = sorted(range(count), key=lambda i: (-int(prompts.lengths[i]), i))
+        self._decode_batches = [order[begin : begin + together] for begin in range(0, count, together)]
+        self._note: Callable[[str], None] = world.set_status
+
+    def evaluate(self) -> dict[str, Any]:
+        """Return mean reward, exact match and mean length, the same on every rank. Collective at the end."""
+        sampling = RolloutSamplingParams(1, self._rl.max_completion_length, temperature=0.0)
+        results: list[tuple[int, float, float, int]] = []
+        with self._model.activity("evaluating") as self._note, unsharded_if_fits(self._model):
+            for ticket in self._tickets.draw(len(self._decode_batches)):
+                indices = self._decode_batches[ticket]
+                prompts = [self._codec.encode(index, self._prompts[index]) for index in indices]
+
+                def on_prompt_done(i: int, completions: PromptCompletions, indices: list[int] = indices) -> None:
+                    results.append(self._evaluate_completion(indices[i], completions))
+
+                sample(cast(Any, self._model.module), prompts, sampling, on_prompt_done, self._report_token)
+        # In the order of prompts, so that sums are the same whoever generated what.
+        all_results = sorted(
+            result for results_of_rank in self._world.gather_objects(results) for result in results_of_rank
+        )
+        self._tickets.reset()  # all have drawn; nobody draws again before the next B
+        rewards, matches, lengths = (
+            np.array([result[i] for result in all_results], dtype=np.float64) for i in (1, 2, 3)
+        )
+        return {
+            "eval_reward": _mean(rewards),
+            "eval_exact_match": _mean(matches),
+            "eval_mean_length": _mean(lengths),
+        }
+
+    def _report_token(self, token: int) -> None:
+        self._note(f"evaluating, token {token:,} of {self._rl.max_completion_length:,}")
+
+    def _evaluate_completion(self, index: int, completions: PromptCompletions) -> tuple[int, float, float, int]:
+        """Return the number of a prompt, reward, exact match (NaN without an answer) and length of its completion."""
+        record = self._prompts[index]
+        reward_kwargs = self._codec.reward_kwargs(record, completions.tokens)
+        self._note(f"computing rewards of prompt {index}")
+        group_rewards = compute_rewards(
+            self._reward_functions,
+            reward_kwargs,
+            index,
+            self._world.rank,
+            timeout_s=self._rl.reward_timeout_s,
+            skip=self._rl.skip_failed_rewards,
+        )
+        match = exact_match(**reward_kwargs)[0]
+        return index, float(group_rewards.rewards[0]), np.nan if match is None else match, len(completions.tokens[0])
+
+
+def _mean(values: np.ndarray) -> float | None:
+    valid = values[~np.isnan(values)]
+    return float(valid.mean()) if len(valid) else None

@@ -1,0 +1,144 @@
+"""The numbers of rollouts: counts of a rank, which it tells at point A, and the metrics of all ranks. Local."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from odc_mpi.rollout.rewards import GroupRewards
+from odc_mpi.rollout.sample import PromptCompletions
+from odc_mpi.shard import model as sharded
+from odc_mpi.training.rl.group_sums import GroupSums
+
+#: Whole numbers, whose sums are exact.
+_COUNTS = (
+    *("completions", "completion_tokens", "learnt_tokens", "prompt_tokens", "cut"),
+    *("scored", "groups", "equal_groups", "failed_rewards"),
+)
+#: Of this rank: seconds that it generated, rewards included, and waited for groups of others; groups that it generated
+#: and trained, the trained ones that another rank generated, and those that found no room in its store.
+_PER_RANK = ("generate_s", "rollout_wait_s", "groups_generated", "groups_trained", "groups_from_others", "groups_kept")
+
+
+class RolloutMetrics:
+    """Counts of a step. Local.
+
+    Args:
+        rewards: Names of the reward functions.
+        num_groups: The most prompt groups of a minibatch.
+
+    Attributes:
+        names: Of the numbers that a rank tells.
+    """
+
+    def __init__(self, reward_names: Sequence[str], num_groups: int) -> None:
+        self._reward_names = reward_names
+        functions = range(len(reward_names))
+        sums = ("length", "entropy", "reward", "squared_reward", *(f"function_{i}_sum" for i in functions))
+        self._sums = GroupSums(sums, num_groups)
+        self._counts = (*_COUNTS, *_PER_RANK, "shortest", "longest", *(f"function_{i}_count" for i in functions))
+        self.gathered_names = (*self._counts, *self._sums.gathered_names)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start at zero. Local."""
+        self._values = dict.fromkeys(self._counts, 0.0) | {"shortest": np.inf}
+        self._sums.reset()
+
+    def add(self, name: str, value: float = 1.0) -> None:
+        """Add to one of this rank's own numbers, those of `_PER_RANK`. Local."""
+        self._values[name] += value
+
+    def add_group(
+        self,
+        position: int,
+        completions: PromptCompletions,
+        group_rewards: GroupRewards,
+        excluded: npt.NDArray[np.bool_],
+    ) -> None:
+        """Count a group that this rank generated. Local.
+
+        Args:
+            position: Of its prompt in the minibatch.
+            completions: Its completions.
+            group_rewards: Their rewards.
+            excluded: Of each completion, whether nothing is learnt from it.
+        """
+        lengths = np.array([len(tokens) for tokens in completions.tokens])
+        rewards = group_rewards.rewards[~np.isnan(group_rewards.rewards)]
+        added = {
+            "completions": len(lengths),
+            "completion_tokens": lengths.sum(),
+            "learnt_tokens": lengths[~excluded].sum(),
+            "cut": len(lengths) - sum(completions.stopped),
+            "scored": len(rewards),
+            "groups": 1,
+            "equal_groups": bool(np.isclose(group_rewards.std, 0.0)),
+            "failed_rewards": group_rewards.num_failed,
+            "groups_generated": 1,
+        }
+        summed = {
+            "length": lengths.mean(),
+            "entropy": completions.entropy,
+            "reward": rewards.sum(),
+            "squared_reward": (rewards**2).sum(),
+        }
+        for i, values in enumerate(group_rewards.per_function):
+            valid = values[~np.isnan(values)]
+            added[f"function_{i}_count"] = len(valid)
+            summed[f"function_{i}_sum"] = valid.sum()
+        for name, value in added.items():
+            self.add(name, float(value))
+        for name, value in summed.items():
+            self._sums.add(name, position, float(value))
+        self._values["shortest"] = min(self._values["shortest"], float(lengths.min()))
+        self._values["longest"] = max(self._values["longest"], float(lengths.max()))
+
+    def local_values(self) -> list[float]:
+        """Return the numbers of this rank, in the order of the names. Local."""
+        return [*self._values.values(), *self._sums.local_values()]
+
+    def mean_length(self, gathered: sharded.MinibatchStats, position: int) -> float:
+        """Return the mean length in tokens of the completions of a prompt. Local."""
+        return self._sums.part(gathered, "length", position)
+
+    def compute(self, gathered: sharded.MinibatchStats) -> dict[str, Any]:
+        """Return the metrics of all groups, under TRL's names where it has them. Local."""
+        sums = {name: gathered.sum(name) for name in (*_COUNTS, *_PER_RANK)}
+        sums |= {name: self._sums.total(gathered, name) for name in ("entropy", "reward", "squared_reward")}
+        tokens, completions = max(1.0, sums["completion_tokens"]), max(1.0, sums["completions"])
+        generated, trained = gathered.per_rank("groups_generated"), gathered.per_rank("groups_trained")
+        metrics = {
+            "num_input_tokens": int(sums["completion_tokens"]),
+            "num_tokens": int(sums["learnt_tokens"]),
+            "reward": sums["reward"] / sums["scored"] if sums["scored"] else None,
+            "reward_std": _standard_deviation(sums["scored"], sums["reward"], sums["squared_reward"]),
+            "frac_reward_zero_std": sums["equal_groups"] / max(1.0, sums["groups"]),
+            "completions/mean_length": sums["completion_tokens"] / completions,
+            "completions/min_length": int(gathered.per_rank("shortest").min()),
+            "completions/max_length": int(gathered.per_rank("longest").max()),
+            "completions/clipped_ratio": sums["cut"] / completions,
+            "entropy": sums["entropy"] / tokens,
+            "failed_rewards": int(sums["failed_rewards"]),
+            "groups_generated_min": int(generated.min()),
+            "groups_generated_max": int(generated.max()),
+            "groups_trained_min": int(trained.min()),
+            "groups_trained_max": int(trained.max()),
+            "groups_from_others": int(sums["groups_from_others"]),
+            "groups_kept": int(sums["groups_kept"]),
+            # Means over the ranks.
+            "generate_s": float(gathered.per_rank("generate_s").mean()),
+            "rollout_wait_s": float(gathered.per_rank("rollout_wait_s").mean()),
+        }
+        for i, name in enumerate(self._reward_names):
+            count = gathered.sum(f"function_{i}_count")
+            metrics[f"rewards/{name}/mean"] = self._sums.total(gathered, f"function_{i}_sum") / count if count else None
+        return metrics
+
+
+def _standard_deviation(count: float, total: float, squares: float) -> float | None:
+    """Return the deviation of rewards with Bessel's correction; None of fewer than two."""
+    if count < 2:
+        return None
+    return float(np.sqrt(max(0.0, squares - total**2 / count) / (count - 1)))

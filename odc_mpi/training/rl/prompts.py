@@ -1,0 +1,72 @@
+"""Which prompts a step generates from: the same on every rank, without communication."""
+
+from typing import Any, cast
+
+from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.encode import end_of_turn_token
+from odc_mpi.data.loader import Minibatch, ShuffledSampler
+from odc_mpi.data.plan.balance import Plan
+from odc_mpi.data.prompt_dataset import PromptDataset, PromptRecord
+from odc_mpi.errors import UserError
+from odc_mpi.models.decoding import Prompt
+
+
+class PromptLoader(ShuffledSampler):
+    """An endless, resumable sequence of minibatches of prompts."""
+
+    def __init__(self, prompts: PromptDataset, num_prompts: int, seed: int, rank: int) -> None:
+        super().__init__(prompts, num_prompts, seed)
+        self._rank = rank
+
+    def __next__(self) -> Minibatch:
+        """Return the next minibatch; its plan is empty, as ranks draw what they do. Local."""
+        position, indices = self._next_indices()
+        return Minibatch(
+            indices=indices,
+            num_tokens=0,
+            num_input_tokens=int(self._dataset.lengths[indices].sum()),
+            plan=Plan(()),
+            rank=self._rank,
+            dataset=cast(Dataset, self._dataset),
+            **position,
+        )
+
+
+class PromptCodec:
+    """The tokenizer of prompts: what ends a completion, and what a completion reads.
+
+    Args:
+        prompts: With their tokenizer.
+
+    Raises:
+        UserError: No token ends a completion.
+    """
+
+    def __init__(self, prompts: PromptDataset) -> None:
+        self._tokenizer: Any = prompts.tokenizer
+        end, turn = self._tokenizer.eos_token_id, end_of_turn_token(self._tokenizer)
+        self._stop = [token for token in (end,) if token is not None]
+        self._stop_of_chat = [token for token in (end, turn) if token is not None]
+        if not self._stop_of_chat:
+            raise UserError(
+                f"{prompts.path}: expected a tokenizer with an end-of-sequence token (eos_token), got none: every "
+                "completion would be cut"
+            )
+
+    def encode(self, index: int, record: PromptRecord) -> Prompt:
+        """Return a prompt as what completions continue. Local."""
+        return Prompt(index, record.tokens, self._stop_of_chat if record.is_chat else self._stop)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of a completion, without its stop token. Local."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def reward_kwargs(self, record: PromptRecord, completions: list[list[int]]) -> dict[str, list[Any]]:
+        """Return the arguments of reward functions for a prompt and its completions, copies of the tokens. Local."""
+        texts: list[Any] = [self.decode(tokens) for tokens in completions]
+        if record.is_chat:
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        columns = {"prompts": record.prompt, **record.columns}
+        repeated = {name: [value] * len(completions) for name, value in columns.items()}
+        return repeated | {"completions": texts, "completion_ids": [list(tokens) for tokens in completions]}

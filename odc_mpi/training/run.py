@@ -1,0 +1,316 @@
+"""A training run: the parts put together as the configuration says, and seen through to the end.
+
+set up    collective: all ranks agree on configuration, data, model and checkpoint, and allocate windows
+steps     `train.loop`
+finish    collective: the last checkpoint is waited for, every rank's totals are gathered
+
+Participants of a run come to each stage of a step in this order:
+
+Objective, Update, Source           the loop's own
+Timing, TrafficReport               report what ranks worked, waited and sent
+LearnedCost, or those of rewards    learn from the step, or evaluate and show completions
+Exponents                           of gradients in fixed point
+Evaluation                          adds to the metrics of the step
+Trace, Log, Tracking                take the metrics, now complete
+SkipLimit                           may end the run for a step, whose line is then written and which is not saved
+StopWish, Saving                    save, also when the run is to stop
+"""
+
+import math
+import os
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from odc_mpi.api import decide_for, shard_model
+from odc_mpi.checkpoint.state import TrainingState
+from odc_mpi.comm.context_parallel.kv_windows import KVWindows
+from odc_mpi.comm.tickets import Tickets
+from odc_mpi.data.dataset import Dataset
+from odc_mpi.data.loader import Loader
+from odc_mpi.errors import StoppedError, TrainingError
+from odc_mpi.models.configuration import flatten_config
+from odc_mpi.observe.callback import Callback
+from odc_mpi.observe.log import RunLogger
+from odc_mpi.observe.timing import StepTimeMetrics, TrafficReport
+from odc_mpi.observe.trace import TraceCallback
+from odc_mpi.observe.tracker_callback import FINISH_S, TrackerCallback
+from odc_mpi.observe.trackers import require_tracker_packages
+from odc_mpi.probe.decision import Decision
+from odc_mpi.runtime.world import World
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.training.context_parallel import ChunkMicrobatches
+from odc_mpi.training.evaluation import LossEvaluator
+from odc_mpi.training.exact.exponents import ExponentCallback
+from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms, reduce_dtype
+from odc_mpi.training.inputs import Inputs, TrainingData, initial_cost_model, open_inputs, remove_staged_copy
+from odc_mpi.training.loop import MinibatchSource, Objective, Trainer
+from odc_mpi.training.objectives.sft import SFTObjective
+from odc_mpi.training.rl.build import build_grpo
+from odc_mpi.training.run_info import samples_per_step, startup_lines, summary_fields
+from odc_mpi.training.rundir.checkpointing import CheckpointCallback, run_metadata
+from odc_mpi.training.rundir.resume import (
+    DeferredErrorWeights,
+    ResumePoint,
+    find_resume_point,
+    open_run,
+    report_already_complete,
+)
+from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
+from odc_mpi.training.settings import Config, dump
+from odc_mpi.training.source import DatasetSource, FitCostModel
+from odc_mpi.training.stop import StopRequest
+from odc_mpi.training.update import NonFiniteStepLimit, Update, make_optimizer
+
+
+def train(config: Config, world: World, stop: StopRequest | None = None) -> dict[str, Any]:
+    """Run a configuration from the first step to the last. Collective.
+
+    Args:
+        config: As `config.load` returns it.
+        world: The ranks.
+        stop: Whether this rank was asked to stop, heard from the start of the program on; None: from here on.
+
+    Returns:
+        The summary, the same on every rank but for times.
+
+    Raises:
+        AgreedError: Settings, data and model do not fit together, or not all ranks see the same; raised on every rank
+            before anything is written.
+        TrainingError: Too many steps in a row had gradients that are not finite, or the last checkpoint could not be
+            written; raised on every rank.
+        StoppedError: The run was asked to stop, and has saved what it did; raised on every rank.
+    """
+    with ExitStack() as stack:
+        stop = stop or stack.enter_context(StopRequest())
+        world.timeout_s = config.comm.timeout_s
+        config = world.run_on_all(partial(apply_exact_settings, config))
+        stack.enter_context(deterministic_algorithms(config))
+        _set_threads(config, world)
+        inputs = _open_inputs(config, world)
+        config = resolve_steps(config, inputs.dataset)
+        _check_stop(stop, world)
+        resume_point = find_resume_point(config, world, inputs)
+        if resume_point and resume_point.step >= config.run.steps:
+            return report_already_complete(resume_point, config, world)
+        decision = decide(config, world)
+        metadata = run_metadata(config, world, inputs, resume_point)
+        trainer = stack.enter_context(build_trainer(config, world, inputs, decision, resume_point))
+        startup_text = startup_lines(config, world, inputs, trainer.model, decision, resume_point)
+        tracker_callback = _build_tracker_callback(config, world, len(inputs.dataset))
+        trainer.callbacks += _build_evaluators(config, world, inputs, trainer.model)
+        del inputs  # the weights that it can read have been read
+        _check_stop(stop, world)
+        # Not earlier: whatever is wrong has to be found before anything is written.
+        directory_lock = world.run_on_all(partial(open_run, config, resume_point) if world.rank == 0 else lambda: None)
+        stack.enter_context(directory_lock or nullcontext())
+        logger = stack.enter_context(
+            RunLogger(
+                Path(config.run.dir), config.run.steps, startup_text, trainer.callbacks, is_main_rank=world.rank == 0
+            )
+        )
+        checkpointing = _build_checkpointing(config, world, trainer, metadata, stop, directory_lock, resume_point)
+        limit = NonFiniteStepLimit(config.run.max_skipped_steps, resume_point.metadata if resume_point else None)
+        trainer.callbacks += [
+            _build_trace(config, world, trainer.model),
+            logger,
+            tracker_callback,
+            limit,
+            stop,
+            checkpointing,
+        ]
+        _run_steps(trainer, config.run.steps, stop, checkpointing)
+        fields = summary_fields(config, world, decision, trainer.model)
+        if config.run.exact:
+            fields |= {"arithmetic": metadata["arithmetic"], "parameters_digest": checkpointing.parameters_digest()}
+        # Saving comes first here: whatever becomes of the rest, the last checkpoint is not to be lost.
+        summary = logger.summarize(fields | trainer.finish())
+        checkpointing.raise_if_incomplete(trainer.completed_steps)
+        return summary
+
+
+def resolve_steps(config: Config, dataset: TrainingData) -> Config:
+    """Return a configuration with its number of steps, where it has passes over the data instead. Local."""
+    epochs = config.run.num_train_epochs
+    if epochs is None:
+        return config
+    steps = math.ceil(epochs * math.ceil(len(dataset) / samples_per_step(config)))
+    return replace(config, run=replace(config.run, steps=steps, num_train_epochs=None))
+
+
+def decide(config: Config, world: World) -> Decision:
+    """Decide how the ranks of a run reach each other, as `api.decide_for` does. Collective."""
+    comm = config.comm
+    return decide_for(
+        world,
+        zero_copy=comm.zero_copy,
+        reduction=comm.reduction,
+        progress=comm.progress,
+        window_device=comm.window_device,
+        device=config.run.device,
+        tickets=config.data.balance == "dynamic" or config.run.objective == "grpo",
+    )
+
+
+def build_trainer(
+    config: Config, world: World, inputs: Inputs, decision: Decision, resume_point: ResumePoint | None = None
+) -> Trainer:
+    """Put a trainer together that trains and measures; what else a run does may join its participants. Collective.
+
+    Args:
+        config: Of the run.
+        world: The ranks.
+        inputs: What `open_inputs` returned.
+        decision: What `decide` returned.
+        resume_point: The checkpoint to begin at; it is closed.
+
+    Raises:
+        AgreedError: The checkpoint is damaged.
+    """
+    model = _shard(config, world, inputs, decision, resume_point)
+    # torch's other implementations divide elements among threads at places that depend on the cut of a shard.
+    fused = True if config.run.exact else None
+    optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes(), fused=fused)
+    windows: KVWindows | None = None
+    if inputs.context_parallel.sizes is not None:
+        in_place = decision.zero_copy.value == "on"
+        windows = KVWindows(world, inputs.context_parallel.sizes, shared=in_place)
+
+    def clock() -> float:
+        return perf_counter() - (windows.waited_s if windows else 0.0)
+
+    tickets = Tickets(world) if config.data.balance == "dynamic" else None
+    callbacks: list[Callback] = [StepTimeMetrics(world, model, clock), TrafficReport()]
+    source: MinibatchSource
+    objective: Objective
+    if isinstance(inputs.dataset, Dataset) and isinstance(inputs.loader, Loader):
+        chunks = ChunkMicrobatches(windows) if windows else None
+        source = DatasetSource(inputs.dataset, inputs.loader, config.run.seed, tickets, chunks)
+        objective = SFTObjective()
+        if config.data.cost == "fitted":
+            callbacks.append(FitCostModel(inputs.dataset, inputs.loader))
+    else:
+        source, objective, more_callbacks = build_grpo(config, world, model, inputs, decision)
+        callbacks += more_callbacks
+    if model.fixed_point_gradients is not None:
+        callbacks.append(ExponentCallback(model.fixed_point_gradients, objective.loss_normalizer))
+    update = Update(model, optimizer, config)
+    completed_steps = resume_point.step if resume_point else 0
+    trainer = Trainer(model, source, objective, update, callbacks, clock, completed_steps)
+    if resume_point:
+        world.run_on_all(lambda: _restore(trainer, resume_point, world.rank))
+    return trainer
+
+
+def _set_threads(config: Config, world: World) -> None:
+    cores = world.cores_per_rank()
+    if config.run.threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(config.run.threads or cores)
+
+
+def _open_inputs(config: Config, world: World) -> Inputs:
+    world.run_on_all(lambda: require_tracker_packages(config.run.report_to or ()) if world.rank == 0 else None)
+    world.require_same(dump(config), "the configuration")
+    inputs = world.run_on_all(lambda: open_inputs(config, world.rank, world.size))
+    for setting, dataset in inputs.datasets.items():
+        world.require_same(dataset.digest(), f"{setting}: {dataset.path}")
+    if world.local_rank == 0:
+        remove_staged_copy(config.data.path)
+    return inputs
+
+
+def _check_stop(stop: StopRequest, world: World) -> None:
+    """End a run that was asked to stop while it started, as long as nothing is written. Collective."""
+    stop.poll_stop_file()
+    if any(world.gather_objects(stop.requested)):
+        raise StoppedError("stopped as asked before the first step: start again to go on")
+
+
+def _shard(
+    config: Config, world: World, inputs: Inputs, decision: Decision, resume_point: ResumePoint | None
+) -> ShardedModel:
+    if config.model.compile:
+        # Here: it takes a second to import, which nobody else should wait for.
+        from odc_mpi.models.compiled import compile_layers
+
+        world.run_on_all(lambda: compile_layers(inputs.model.module))
+    base = inputs.model.weights
+    weights = DeferredErrorWeights(resume_point.checkpoint, base) if resume_point else base
+    model = shard_model(
+        inputs.model.module,
+        world,
+        # Adapters, in float32, and their base each have their own type.
+        param_dtype=None if inputs.model.adapter else getattr(torch, config.model.param_dtype),
+        reduce_dtype=reduce_dtype(config),
+        activation_checkpointing=config.model.gradient_checkpointing,
+        prefetch=config.comm.prefetch,
+        weights=weights,
+        decision=decision,
+        mailbox_bytes=config.comm.mailbox_bytes,
+        parameter_cache_bytes=config.comm.parameter_cache_bytes,
+        gradient_cache_bytes=config.comm.gradient_cache_bytes,
+        device=config.run.device,
+        optimizer_device=config.optim.device,
+    ).train()
+    if isinstance(weights, DeferredErrorWeights):
+        world.run_on_all(weights.raise_deferred_error)
+    return model
+
+
+def _build_checkpointing(
+    config: Config,
+    world: World,
+    trainer: Trainer,
+    metadata: dict[str, Any],
+    stop: StopRequest,
+    directory_lock: RunDirectoryLock | None,
+    resume_point: ResumePoint | None,
+) -> CheckpointCallback:
+    state = TrainingState(trainer.model, trainer.update.optimizer, world.rank, omit_frozen_base="base" in metadata)
+    best = resume_point.metadata.get("best") if resume_point and resume_point.continues_this_run else None
+
+    def current_metadata() -> dict[str, Any]:
+        return {**metadata, "cost": None, **trainer.state_dict()}  # None: unless a participant learns the cost
+
+    return CheckpointCallback(config, world, state, current_metadata, stop, directory_lock, best)
+
+
+def _run_steps(trainer: Trainer, steps: int, stop: StopRequest, checkpointing: CheckpointCallback) -> None:
+    try:
+        trainer.start()
+        while trainer.completed_steps < steps and not stop.requested_on_any_rank:
+            trainer.step()
+    except TrainingError:
+        checkpointing.on_train_end()  # what is written and not yet published would be lost
+        raise
+
+
+def _build_evaluators(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> list[Callback]:
+    if not isinstance(inputs.evaluation, Dataset):
+        return []
+    # Not the fitted cost of a run that goes on: a cut by it would be another one.
+    return [LossEvaluator(config, world, model, inputs.evaluation, initial_cost_model(config.data, inputs.model))]
+
+
+def _build_trace(config: Config, world: World, model: ShardedModel) -> TraceCallback:
+    max_tokens = config.data.max_tokens_per_microbatch
+    return TraceCallback(world, Path(config.run.dir), model.spans, config.run.trace_steps, max_tokens)
+
+
+def _build_tracker_callback(config: Config, world: World, num_entries: int) -> TrackerCallback:
+    names = config.run.report_to if world.rank == 0 else None
+    # The other ranks wait at the end for rank 0.
+    finish_s = min(FINISH_S, world.timeout_s / 2)
+    steps_per_epoch = math.ceil(num_entries / samples_per_step(config))
+    return TrackerCallback(names or (), Path(config.run.dir), flatten_config(asdict(config)), steps_per_epoch, finish_s)
+
+
+def _restore(trainer: Trainer, resume_point: ResumePoint, rank: int) -> None:
+    TrainingState(trainer.model, trainer.update.optimizer, rank).restore(resume_point.checkpoint)
+    trainer.load_state_dict(resume_point.metadata)
+    resume_point.checkpoint.close()

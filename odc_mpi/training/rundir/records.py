@@ -1,0 +1,85 @@
+"""The directory that a run leaves behind: configuration, metrics, trace, summary, checkpoints. Local; for rank 0."""
+
+import json
+import math
+from pathlib import Path
+
+from odc_mpi.checkpoint.manifest import CHECKPOINTS, steps_in
+from odc_mpi.checkpoint.publish import clean
+from odc_mpi.files import make_directory, write_text_durable
+from odc_mpi.observe.metrics import METRICS, read_metrics
+from odc_mpi.observe.tracker_callback import DIRECTORY as TRACKERS
+from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
+
+#: Completions of a run that learns from rewards, with a step in each line as metrics have it.
+COMPLETIONS = "completions.jsonl"
+_CONFIG, _TRACE, _SUMMARY = "config.yaml", "trace.json", "summary.json"
+#: What a run and its report write and a later run in the same directory must not mix with its own.
+RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACKERS, COMPLETIONS)
+
+
+def open_run_directory(path: Path, config_text: str) -> None:
+    """Make a run directory ready: what an earlier run left goes to `earlier-N`, the configuration is written. Local.
+
+    Args:
+        path: Made if it does not exist.
+        config_text: The content of config.yaml.
+
+    Raises:
+        UserError: The directory cannot be written.
+    """
+    with convert_write_errors(path):
+        make_directory(path)
+        clean(path / CHECKPOINTS)
+        if (path / CHECKPOINTS).is_dir() and not any((path / CHECKPOINTS).iterdir()):
+            (path / CHECKPOINTS).rmdir()
+        _move_aside(path, [path / name for name in RECORDS if (path / name).exists()])
+        write_text_durable(path / _CONFIG, config_text)
+
+
+def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
+    """Make a run directory ready to go on after a step: what was told of later ones is dropped. Local.
+
+    Checkpoints of later steps, which are damaged or not wanted, go to `earlier-N`.
+
+    Args:
+        path: Of the run.
+        config_text: The content of config.yaml.
+        step: That the run goes on after.
+
+    Raises:
+        UserError: The directory cannot be written.
+    """
+    with convert_write_errors(path):
+        clean(path / CHECKPOINTS)
+        _move_aside(path, [later for number, later in steps_in(path / CHECKPOINTS).items() if number > step])
+        metrics_lines = [json.dumps(line) + "\n" for line in read_metrics(path, step)]
+        write_text_durable(path / METRICS, "".join(metrics_lines))
+        if (path / COMPLETIONS).exists():
+            lines = (path / COMPLETIONS).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            write_text_durable(path / COMPLETIONS, "".join(line for line in lines if _parse_step(line) <= step))
+        write_text_durable(path / _CONFIG, config_text)
+        for name in (_TRACE, _SUMMARY):
+            (path / name).unlink(missing_ok=True)
+
+
+def has_records(path: Path) -> bool:
+    """Return whether a run left something in a directory. Local."""
+    return any((path / name).exists() for name in RECORDS)
+
+
+def _parse_step(line: str) -> float:
+    """Return the step that a line of JSON names; infinity for one that a killed run left in half."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _move_aside(path: Path, records: list[Path]) -> None:
+    if records:
+        number = next(n for n in range(1, 1 << 30) if not (path / f"earlier-{n}").exists())
+        for record in records:
+            goal = path / f"earlier-{number}" / record.relative_to(path)
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            record.rename(goal)

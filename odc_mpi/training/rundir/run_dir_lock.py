@@ -1,0 +1,134 @@
+"""Which run writes in a run directory. Local; for rank 0.
+
+Two runs in one directory would replace and prune each other's checkpoints. On one host the second is refused: a run
+holds a name of the kernel for its directory, which is free again when the process ends, however it does. No file is
+locked, as that can hang on network file systems. A run on another host cannot be seen: whoever starts there warns and
+writes its token into owner.json; the first one looks for its own before each checkpoint, and stops saving.
+"""
+
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from odc_mpi.errors import UserError, warn
+from odc_mpi.files import make_directory, write_text_atomic
+from odc_mpi.runtime.job_info import slurm_job
+
+LOCK_FILE = "owner.json"
+#: A run that was killed may be a moment in dying when the next one starts.
+LOCK_TIMEOUT_S = 5.0
+
+
+class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
+    """This run as the one that writes in a directory; leaving the context gives the directory back.
+
+    Args:
+        run_dir: Made if it does not exist.
+        timeout_s: How long to wait for a run on this host that is about to end.
+
+    Raises:
+        UserError: Another run on this host writes there.
+        OSError: The directory cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, timeout_s: float) -> None:
+        self._path, pid = run_dir / LOCK_FILE, os.getpid()
+        self._token = f"{time.time_ns():x}-{pid}"
+        record = {"token": self._token, "host": socket.gethostname(), "pid": pid, **slurm_job()}
+        make_directory(run_dir)
+        self._socket = self._acquire(timeout_s)
+        try:
+            self._warn_about(_read(self._path), record)
+            write_text_atomic(self._path, json.dumps(record) + "\n", private=False)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def require_held(self) -> None:
+        """Check that the directory is still this run's. Local; any thread may.
+
+        Raises:
+            OSError: It is another's, or the file is gone.
+        """
+        if _read(self._path).get("token") != self._token:
+            raise OSError(
+                f"another run has taken over {self._path.parent}: end one of them, or give it another run.dir"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        with self._socket, suppress(OSError):
+            self.require_held()
+            self._path.unlink()
+
+    def _acquire(self, timeout_s: float) -> socket.socket:
+        """Take the directory's name among the abstract sockets of this host (unix(7)), which no two processes share."""
+        directory, ends = self._path.parent.stat(), time.monotonic() + timeout_s
+        sock = socket.socket(socket.AF_UNIX)
+        while True:
+            try:
+                sock.bind(f"\0odc_mpi-{directory.st_dev:x}-{directory.st_ino:x}")
+                return sock
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE and time.monotonic() < ends:
+                    time.sleep(0.1)
+                    continue
+                sock.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            raise UserError(
+                f"run.dir: expected a directory in which no other run writes, got {self._path.parent}, where "
+                f"{_describe_run(_read(self._path))} does: choose another run.dir, or end that run"
+            )
+
+    def _warn_about(self, other: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        """Warn of a run that may go on elsewhere: neither of this host nor this job, put into the queue again."""
+        if other.get("host", record["host"]) == record["host"]:
+            return
+        if other.get("slurm_job_id", "") != record.get("slurm_job_id"):
+            warn(
+                f"WARNING: {self._path.parent} was last written by {_describe_run(other)}, which has not ended in good "
+                "order: if it is still running, end it, or choose another run.dir; from now on it will not save"
+            )
+
+
+def lock_run_directory(run_dir: Path, timeout_s: float) -> RunDirectoryLock:
+    """Make this run the one that writes in a directory. Local; other ranks wait meanwhile, at most `timeout_s`.
+
+    Raises:
+        UserError: Another run on this host writes there, or the directory cannot be written.
+    """
+    with convert_write_errors(run_dir):
+        return RunDirectoryLock(run_dir, min(LOCK_TIMEOUT_S, timeout_s / 2))
+
+
+@contextmanager
+def convert_write_errors(run_dir: Path) -> Iterator[None]:
+    """Turn an error of the file system in the enclosed code into one about a run directory. Local.
+
+    Raises:
+        UserError: The directory cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a file; nothing if there is no file, or no sense in it."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _describe_run(other: Mapping[str, Any]) -> str:
+    job = f", Slurm job {other['slurm_job_id']}" if "slurm_job_id" in other else ""
+    return f"another run (process {other.get('pid')} on {other.get('host')}{job})"

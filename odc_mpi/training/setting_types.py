@@ -1,0 +1,131 @@
+"""Types of settings: which values fit them, conditions on values beyond types, and both in words. Local."""
+
+import json
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origin
+
+from odc_mpi.errors import UserError
+from odc_mpi.formatting import parse_size, truncate_text
+
+#: A number of bytes, also written as text such as 512M.
+Size = NewType("Size", int)
+
+_TYPE_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a finite number",
+    bool: "true or false",
+    str: "text",
+    types.NoneType: "null",
+    list[str]: "a list of names",
+    list[float]: "a list of numbers",
+    Size: "a size such as 512M or 0",
+}
+
+
+class Check(NamedTuple):
+    """A condition on a value beyond its type, with the words that follow "expected" when it fails."""
+
+    description: str
+    is_valid: Callable[[Any], bool]
+
+
+POSITIVE = Check("above 0", lambda value: value > 0)
+NOT_NEGATIVE = Check("0 or more", lambda value: value >= 0)
+ONE_OR_MORE = Check("1 or more", lambda value: value >= 1)
+NON_EMPTY_NAMES = Check(
+    "not empty", lambda value: bool(value) and all(isinstance(name, str) and name for name in value)
+)
+
+
+def validate_value(
+    name: str, hint: Any, checks: Iterable[Check], value: Any, explain: Callable[[Any], str] | None = None
+) -> Any:
+    """Return a value as a setting has it. Local.
+
+    Args:
+        name: Source and name of the setting, for messages.
+        hint: Its type.
+        checks: Conditions besides.
+        value: As YAML has it.
+        explain: Returns the reason to refuse a value, to end the message.
+
+    Raises:
+        UserError: The value does not fit.
+    """
+    members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
+    if isinstance(value, str) and list[str] in members and not any(_fits(value, kind) for kind in members):
+        value = [value]  # a list of one, as transformers takes it
+    if not any(_fits(value, kind) for kind in members):
+        remedy = " (put it in quotes)" if str in members and not isinstance(value, dict | list) else ""
+        raise UserError(f"{expected}, got {format_value(value)}{explain(value) if explain else remedy}")
+    for check in checks:
+        if value is not None and not check.is_valid(value):
+            raise UserError(f"{expected}, {check.description}, got {format_value(value)}")
+    if Size in members and isinstance(value, str):
+        size = parse_size(value)
+        return value if size is None else size
+    return float(value) if float in members and value is not None else value
+
+
+def is_verbatim(hint: Any, text: str) -> bool:
+    """Tell whether the text of an argument is the value of its setting, instead of YAML. Local."""
+    members = union_members(hint)
+    if (list[str] in members and text.startswith("[")) or (types.NoneType in members and text == "null"):
+        return False
+    return any(kind is str or get_origin(kind) is Literal for kind in members)
+
+
+def union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the only one. Local."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kind is float:  # true is no number, nor are nan and inf of any use in a setting
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if get_origin(kind) is list:
+        return type(value) is list and all(any(_fits(each, member) for member in get_args(kind)) for each in value)
+    if kind is Size:
+        return (type(value) is int and value >= 0) or (isinstance(value, str) and parse_size(value) is not None)
+    return type(value) is (get_origin(kind) or kind)
+
+
+def type_name(hint: Any) -> str:
+    """Say a type in the words that follow "expected". Local."""
+    return " or ".join(
+        " or ".join(get_args(kind)) if get_origin(kind) is Literal else _TYPE_NAMES.get(kind, "a mapping")
+        for kind in union_members(hint)
+    )
+
+
+def format_value(value: Any) -> str:
+    """Say a value in the words that follow "got". Local."""
+    return truncate_text(json.dumps(value, ensure_ascii=False, skipkeys=True, default=str), 80)
+
+
+def check_evaluation(values: Mapping[str, Any], source: str) -> None:
+    """Check settings against each other that evaluation has to do with. Local.
+
+    Args:
+        values: Given values, by the names of settings.
+        source: Of the settings, for messages.
+
+    Raises:
+        UserError: They do not fit together.
+    """
+    if values.get("data.eval_path") is None:
+        for key in ("data.eval_sequences", "run.eval_every", "run.eval_on_start", "run.keep_best"):
+            if values.get(key):
+                raise UserError(f"{source}: {key} goes with data.eval_path, got none: give the data to evaluate on")
+    if not values.get("run.keep_best"):
+        return
+    saved, evaluated = (values.get(key, 0) for key in ("run.checkpoint_every", "run.eval_every"))
+    if not saved or not evaluated or saved % evaluated:
+        raise UserError(
+            f"{source}: run.keep_best compares checkpoints: expected run.checkpoint_every above 0 and a multiple of "
+            f"run.eval_every, so that each is evaluated, got {saved} and {evaluated}"
+        )

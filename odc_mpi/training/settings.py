@@ -1,0 +1,346 @@
+"""The settings of a training run: what there is, what it means, and how it is read.
+
+Here live the dataclasses, one line of meaning per field, and the way from a YAML file and ``--section.key value``
+arguments to a checked `Config` and back. What a setting does lives in the module that uses it. Nothing here
+communicates: every rank reads the same file and comes to the same `Config` or to the same error.
+
+The reader is our own, over PyYAML's safe loader (`odc_mpi.yaml_dialect`), because every mistake has to become one line
+that names the source, the setting and the cure.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+
+from odc_mpi import yaml_dialect as dialect
+from odc_mpi.errors import UserError
+from odc_mpi.formatting import did_you_mean
+from odc_mpi.models.attention_names import unsupported_reason
+from odc_mpi.observe.trackers import TRACKERS
+from odc_mpi.probe.decision import ProgressSetting, ReductionSetting, WindowDeviceSetting, ZeroCopySetting
+from odc_mpi.training.rl.settings import GRPOConfig, check_rl
+from odc_mpi.training.setting_types import (
+    NON_EMPTY_NAMES,
+    NOT_NEGATIVE,
+    ONE_OR_MORE,
+    POSITIVE,
+    Check,
+    Size,
+    check_evaluation,
+    format_value,
+    is_verbatim,
+    type_name,
+    union_members,
+    validate_value,
+)
+
+#: Says of a setting's value why it is refused, where that is more than what was expected.
+_REASONS = {"model.attn_implementation": unsupported_reason}
+_COMMAND_LINE = "command line"  # the source that errors name for a `--section.key value`
+
+_FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
+_SEED = Check("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
+_TOKENS = Check("from 1 to 2**31 - 1", lambda value: 1 <= value < 2**31)
+_THREADS = Check("from 0 to 1024", lambda value: 0 <= value <= 1024)
+_TRACKERS = Check(f"each one of {', '.join(TRACKERS)}", lambda value: all(name in TRACKERS for name in value))
+_NOT_EMPTY = Check("not empty", lambda value: value != "")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained, and in which precision it is stored and reduced."""
+
+    path: Annotated[str | None, "directory with config.json and safetensors; or give model.config", _NOT_EMPTY] = None
+    config: Annotated[dict[str, Any] | None, "transformers configuration with its model_type: a new model"] = None
+    param_dtype: Annotated[Literal["float32", "bfloat16"], "type in which parameters are held and fetched"] = "float32"
+    reduce_dtype: Annotated[
+        Literal["float32", "fixed64"], "type in which gradients are summed; fixed64: in any order alike"
+    ] = "float32"
+    attn_implementation: Annotated[
+        Literal["sdpa", "eager"], "attention of each packed sequence; eager: also with soft caps"
+    ] = "sdpa"
+    gradient_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
+    compile: Annotated[bool, "compile each layer by torch.compile; docs/compile.md"] = False
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What the model is trained on, and how a minibatch is cut and handed out."""
+
+    path: Annotated[str, "data set of odc-mpi prepare; grpo: prompts as JSON lines or Parquet", _NOT_EMPTY]
+    balance: Annotated[
+        Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "how sequences are dealt out to ranks"
+    ] = "lb_mini"
+    context_parallel: Annotated[
+        Literal["auto", "off"], "with balance dynamic: cut the longest sequences over ranks"
+    ] = "off"
+    cost: Annotated[Literal["linear", "flops", "fitted"], "what balances a sequence; fitted: learned from this run"] = (
+        "flops"
+    )
+    minibatch_sequences: Annotated[int, "sequences per step, over all ranks; grpo: completions", ONE_OR_MORE] = 16
+    max_tokens_per_microbatch: Annotated[int, "tokens in one forward and backward on one rank", _TOKENS] = 4096
+    eval_path: Annotated[str | None, "data set to evaluate on, held out; as data.path", _NOT_EMPTY] = None
+    eval_sequences: Annotated[int, "at most so many of its sequences, the first; 0: all", NOT_NEGATIVE] = 0
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """How ranks exchange parameters and gradients."""
+
+    reduction: Annotated[ReductionSetting, "how gradients reach their owners"] = "auto"
+    mailbox_bytes: Annotated[int, "mailbox: memory for gradients on their way to this rank", ONE_OR_MORE] = 64 << 20
+    zero_copy: Annotated[ZeroCopySetting, "read parameters of the same node in place"] = "auto"
+    progress: Annotated[ProgressSetting, "serve other ranks while this one computes"] = "auto"
+    window_device: Annotated[WindowDeviceSetting, "run.device cuda: where shards are; auto: cuda if proved"] = "auto"
+    prefetch: Annotated[int, "units fetched ahead of their use, from a thread; 0: no threads", NOT_NEGATIVE] = 1
+    parameter_cache_bytes: Annotated[
+        Literal["auto"] | Size, "memory of a rank for fetched units that stay for the minibatch"
+    ] = "auto"
+    gradient_cache_bytes: Annotated[
+        Literal["auto"] | Size, "memory of a rank for gradients that are added up and pushed once"
+    ] = "auto"
+    timeout_s: Annotated[float, "seconds to wait for a rank before the run fails", ONE_OR_MORE] = 600.0
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters, by peft: trained in place of the model, which is then a frozen base."""
+
+    r: Annotated[int | None, "rank of the adapters; null: none, the whole model is trained", ONE_OR_MORE] = None
+    alpha: Annotated[int, "adapters are scaled by alpha / r", ONE_OR_MORE] = 8
+    dropout: Annotated[float, "dropout of what goes into adapters", _FRACTION] = 0.0
+    target_modules: Annotated[
+        list[str] | Literal["all-linear"], "linear layers that get adapters, by name", NON_EMPTY_NAMES
+    ] = "all-linear"
+    modules_to_save: Annotated[list[str] | None, "modules to train whole besides, as lm_head", NON_EMPTY_NAMES] = None
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """How parameters follow from gradients."""
+
+    optimizer: Annotated[Literal["adamw", "sgd"], "the update rule"] = "adamw"
+    learning_rate: Annotated[float, "peak learning rate, reached after the warm-up", NOT_NEGATIVE] = 1e-4
+    weight_decay: Annotated[float, "weight decay of either optimizer", NOT_NEGATIVE] = 0.0
+    adam_beta1: Annotated[float, "adamw: decay of the first moment", _FRACTION] = 0.9
+    adam_beta2: Annotated[float, "adamw: decay of the second moment", _FRACTION] = 0.999
+    adam_epsilon: Annotated[float, "adamw: added to the denominator", POSITIVE] = 1e-8
+    momentum: Annotated[float, "sgd: momentum", _FRACTION] = 0.0
+    max_grad_norm: Annotated[
+        float, "global norm that gradients are clipped to; 0 switches clipping off", NOT_NEGATIVE
+    ] = 1.0
+    lr_scheduler_type: Annotated[
+        Literal["linear", "cosine", "constant"], "course of the learning rate after the warm-up"
+    ] = "linear"
+    warmup_steps: Annotated[int, "steps in which the learning rate rises from 0", NOT_NEGATIVE] = 0
+    device: Annotated[Literal["cpu", "cuda"], "where slices are optimized; cuda needs GPU memory for their state"] = (
+        "cpu"
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run minimizes, how long it lasts, where it writes, and on what it runs."""
+
+    objective: Annotated[Literal["sft", "grpo"], "learn from examples, or from rewards of own completions"] = "sft"
+    steps: Annotated[int, "optimizer steps, one per minibatch", ONE_OR_MORE] = 100
+    num_train_epochs: Annotated[float | None, "instead of run.steps: passes over the data, also 0.5", POSITIVE] = None
+    eval_every: Annotated[int, "steps between evaluations; one comes after the last step", NOT_NEGATIVE] = 0
+    eval_on_start: Annotated[bool, "evaluate before the first step, too"] = False
+    dir: Annotated[str, "directory for everything the run writes", _NOT_EMPTY] = "runs/run"
+    log_dir: Annotated[str | None, "directory for a small file per rank: its host and cores, warnings", _NOT_EMPTY] = (
+        None
+    )
+    seed: Annotated[int, "seed of the new model's weights and of the order of the data", _SEED] = 0
+    device: Annotated[Literal["cpu", "cuda"], "where ranks compute; cuda: a node's GPUs, by local rank"] = "cpu"
+    threads: Annotated[int, "torch threads per rank; 0: the node's cores divided by its ranks", _THREADS] = 0
+    trace_steps: Annotated[int, "last minibatches whose times go into trace.json; 0: none", NOT_NEGATIVE] = 3
+    max_skipped_steps: Annotated[
+        int, "the run ends after so many steps in a row with a non-finite gradient", ONE_OR_MORE
+    ] = 10
+    checkpoint_every: Annotated[int, "steps between checkpoints, one after the last step; 0: none", NOT_NEGATIVE] = 0
+    keep_checkpoints: Annotated[int, "how many of them to keep, the newest; 0: all", NOT_NEGATIVE] = 0
+    keep_best: Annotated[bool, "keep the checkpoint of the lowest evaluation loss besides"] = False
+    resume: Annotated[str, "auto: the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = "auto"
+    exact: Annotated[bool, "the same result to the last bit on any number of ranks; docs/exact.md"] = False
+    report_to: Annotated[list[str] | None, "trackers to write to; docs/trackers.md", _TRACKERS] = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run. `load` checks them; building one by hand does not."""
+
+    model: ModelConfig
+    data: DataConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    rl: GRPOConfig = field(default_factory=GRPOConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+class _Setting(NamedTuple):
+    """One field of one section, as the reader and the help need it."""
+
+    type: Any
+    help: str
+    checks: list[Check]
+    default: Any
+
+
+def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a configuration. Local: reads one file.
+
+    Args:
+        path: YAML file, or None for defaults and overrides alone.
+        overrides: arguments ``--section.key value`` or ``--section.key=value``. They win over the file, the later over
+            the earlier. ``--model.config.hidden_size 128`` sets one key of the dictionary and keeps the others.
+
+    Returns:
+        The checked configuration, defaults filled in.
+
+    Raises:
+        UserError: anything wrong with the file or an argument, in one line that names the source and the setting.
+    """
+    values = _read_file(path) if path else {}
+    for key, text in _split_arguments(overrides):
+        _override(values, key, text)
+    _check_together(values, str(path) if path else _COMMAND_LINE)
+    return Config(**{name: _build_section(name, section, values) for name, section in _sections().items()})
+
+
+def dump(config: Config) -> str:
+    """Write a configuration as YAML, all values with the defaults, such that `load` reads an equal one. Local."""
+    return dialect.write(asdict(config))
+
+
+def defaults() -> dict[str, Any]:
+    """Return the values of settings that are not given, by their names; without those that must be. Local."""
+    return {key: setting.default for key, setting in _settings().items() if setting.default is not MISSING}
+
+
+def help_text() -> str:
+    """Return a table of all settings for ``odc-mpi train --help``: name, type, default and meaning. Local."""
+    rows = [("setting", "type", "default", "meaning")]
+    for key, setting in _settings().items():
+        default = "required" if setting.default is MISSING else format_value(setting.default).strip('"')
+        rows.append((key, type_name(setting.type), default, setting.help))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _sections() -> dict[str, Any]:
+    return get_type_hints(Config)
+
+
+@functools.cache
+def _settings() -> dict[str, _Setting]:
+    found = {}
+    for section_name, section in _sections().items():
+        hints = get_type_hints(section, include_extras=True)
+        for item in fields(section):
+            hint, description, *checks = get_args(hints[item.name])
+            found[f"{section_name}.{item.name}"] = _Setting(hint, description, checks, item.default)
+    return found
+
+
+def _build_section(name: str, section: Any, values: dict[str, Any]) -> Any:
+    return section(**{item.name: values[key] for item in fields(section) if (key := f"{name}.{item.name}") in values})
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    document = dialect.read_file(path)
+    if document is not None and not isinstance(document, dict):
+        raise UserError(
+            f"{path}: expected a mapping of the sections {', '.join(_sections())}, got {format_value(document)}"
+        )
+    return {key: _validate(str(path), key, value) for key, value in _flatten(document or {})}
+
+
+def _flatten(document: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for section, content in document.items():
+        if isinstance(content, dict) and content:
+            yield from ((f"{section}.{name}", value) for name, value in content.items())
+        elif section not in _sections() or content not in (None, {}):  # a section may be left empty
+            yield str(section), content
+
+
+def _split_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("--"):
+            raise UserError(f"{_COMMAND_LINE}: expected --section.key value, got {format_value(argument)}")
+        key, equals, text = argument[2:].partition("=")
+        if not equals:
+            text = next(rest, "--")
+            if text.startswith("--"):
+                expected = type_name(_require_known(_COMMAND_LINE, key).type) if not _mapping_name(key) else "a value"
+                raise UserError(f"{_COMMAND_LINE}: --{key} expected {expected} after it, got nothing")
+        yield key, text
+
+
+def _override(values: dict[str, Any], key: str, text: str) -> None:
+    mapping = _mapping_name(key)
+    if mapping:
+        names = key.removeprefix(f"{mapping}.").split(".")
+        values[mapping] = _with_entry(values.get(mapping), mapping, names, dialect.read_value(text))
+    else:
+        value = text if is_verbatim(_require_known(_COMMAND_LINE, key).type, text) else dialect.read_value(text)
+        values[key] = _validate(_COMMAND_LINE, key, value)
+
+
+def _mapping_name(key: str) -> str | None:
+    """Return the setting whose dictionary ``key`` names an entry of: model.config for model.config.hidden_size."""
+    mappings = (name for name, setting in _settings().items() if dict[str, Any] in union_members(setting.type))
+    return next((name for name in mappings if key.startswith(f"{name}.")), None)
+
+
+def _with_entry(mapping: Any, key: str, names: list[str], value: Any) -> dict[str, Any]:
+    if mapping is not None and not isinstance(mapping, dict):
+        raise UserError(
+            f"{_COMMAND_LINE}: --{key}.{names[0]}: expected {key} to be a mapping, got {format_value(mapping)}"
+        )
+    mapping = mapping or {}
+    name, *deeper = names
+    if deeper:
+        value = _with_entry(mapping.get(name), f"{key}.{name}", deeper, value)
+    return {**mapping, name: value}
+
+
+def _require_known(source: str, key: str) -> _Setting:
+    if key in _settings():
+        return _settings()[key]
+    if key in _sections():
+        raise UserError(f"{source}: {key} is a section: expected its settings, as in {key}: {{key: value}}")
+    remedy = did_you_mean(key, _settings(), ": {}") or ": odc-mpi train --help lists all"
+    raise UserError(f"{source}: unknown setting {key}{remedy}")
+
+
+def _validate(source: str, key: str, value: Any) -> Any:
+    setting = _require_known(source, key)
+    return validate_value(f"{source}: {key}", setting.type, setting.checks, value, _REASONS.get(key))
+
+
+def _check_together(values: dict[str, Any], source: str) -> None:
+    for key, setting in _settings().items():
+        if setting.default is MISSING and key not in values:
+            raise UserError(f"{source}: {key} is missing: expected {setting.help}; give it with --{key}")
+    present = [key for key in ("model.path", "model.config") if values.get(key) is not None]
+    if len(present) != 1:
+        got = "both (set one of them to null)" if present else "neither"
+        raise UserError(f"{source}: expected exactly one of model.path and model.config, got {got}")
+    if present == ["model.config"] and not isinstance(values["model.config"].get("model_type"), str):
+        raise UserError(
+            f"{source}: model.config: expected a model_type, as in --model.config.model_type qwen2, got none"
+        )
+    if values.get("run.num_train_epochs") is not None and "run.steps" in values:
+        raise UserError(f"{source}: expected one of run.steps and run.num_train_epochs, got both: leave one out")
+    check_evaluation(values, source)
+    check_rl(values, source)
+    if values.get("lora.r") is None:
+        present = [key for key in values if key.startswith("lora.") and key != "lora.r"]
+        if any(values[key] != _settings()[key].default for key in present):
+            raise UserError(f"{source}: {present[0]} goes with lora.r, got none: set lora.r, the rank of the adapters")

@@ -1,0 +1,117 @@
+"""From the gradients of a minibatch to published parameters: points N and B, and the optimizer between them."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from odc_mpi.errors import TrainingError
+from odc_mpi.observe.callback import Callback, Step
+from odc_mpi.observe.metrics import ProgressColumn, SummaryField
+from odc_mpi.shard.model import ShardedModel
+from odc_mpi.shard.optim import build_optimizer, schedule_factor
+from odc_mpi.training.settings import Config, OptimConfig
+
+
+class Update(Callback):
+    """Changes this rank's slices, which its optimizer has, or skips a step whose gradient is not finite."""
+
+    columns: ClassVar = (
+        ProgressColumn("grad norm", 9, lambda line: "-" if line["grad_norm"] is None else f"{line['grad_norm']:.4g}"),
+        ProgressColumn("lr", 8, lambda line: f"{line['learning_rate']:.2e}"),
+    )
+    summary: ClassVar = {"skipped_steps": SummaryField("skipped", "sum")}
+
+    def __init__(self, model: ShardedModel, optimizer: torch.optim.Optimizer, config: Config) -> None:
+        self._model, self.optimizer, self._config = model, optimizer, config
+
+    def on_step_begin(self, step: Step) -> None:
+        """Set the learning rate. Local."""
+        step.metrics["learning_rate"] = set_learning_rate(self.optimizer, self._config, step.number - 1)
+
+    def run(self, step: Step, loss_normalizer: float, *, finite: bool) -> None:
+        """Divide, clip, optimize and publish. Collective: point N, if gradients are clipped, and B."""
+        self._model.divide_gradients_(loss_normalizer)
+        max_norm = self._config.optim.max_grad_norm
+        norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # of all ranks, before clipping
+        finite = finite and (norm is None or math.isfinite(norm))
+        if finite:
+            self.optimizer.step()
+        self._model.publish()
+        step.metrics |= {"grad_norm": norm, "skipped": not finite}
+
+
+class NonFiniteStepLimit(Callback):
+    """Ends a run that goes nowhere.
+
+    Args:
+        max_skipped_steps: So many in a row.
+        metadata: Of the checkpoint that the run goes on from, if it does.
+    """
+
+    def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
+        self._max_skipped_steps = max_skipped_steps
+        self._num_consecutive: int = metadata["skipped_in_a_row"] if metadata else 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many steps in a row were skipped until now. Local."""
+        return {"skipped_in_a_row": self._num_consecutive}
+
+    def on_step_end(self, step: Step) -> None:
+        """Count. Local, with the same outcome on every rank.
+
+        Raises:
+            TrainingError: `run.max_skipped_steps` steps in a row were skipped.
+        """
+        self._num_consecutive = self._num_consecutive + 1 if step.metrics["skipped"] else 0
+        if self._num_consecutive >= self._max_skipped_steps:
+            raise TrainingError(
+                f"step {step.number}: the gradient was not finite in {self._num_consecutive} steps in a row, which is "
+                "run.max_skipped_steps: lower optim.learning_rate or look at the data"
+            )
+
+
+def make_optimizer(
+    config: OptimConfig,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    fused: bool | None = None,
+) -> torch.optim.Optimizer:
+    """Make the optimizer that a configuration names. Local.
+
+    Args:
+        config: Its settings; the learning rate is the peak.
+        named_parameters: Parameters by dotted name, or this rank's slices of them.
+        shapes: Whole shapes by dotted name.
+        fused: Whether torch's fused kernel does the step; None: of AdamW.
+    """
+    settings: dict[str, dict[str, Any]] = {
+        "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},
+        "sgd": {"momentum": config.momentum},
+    }
+    return build_optimizer(
+        config.optimizer,
+        named_parameters,
+        shapes,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        fused=fused,
+        **settings[config.optimizer],
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
+    """Set the learning rate of a step, and return it. Local.
+
+    Args:
+        optimizer: All its groups get the same.
+        config: Names the peak, the warm-up and the shape, and how many steps there are.
+        step: From 0.
+    """
+    optim = config.optim
+    factor = schedule_factor(optim.lr_scheduler_type, step, optim.warmup_steps, config.run.steps)
+    for group in optimizer.param_groups:
+        group["lr"] = optim.learning_rate * factor
+    return optim.learning_rate * factor

@@ -1,0 +1,87 @@
+"""How a minibatch is cut for those who draw: against single sequences, against a fixed plan, and in time."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+
+from odc_mpi.data.plan.balance import lb_mini
+from odc_mpi.data.plan.cost import CostModel
+from odc_mpi.data.plan.dynamic_packing import makespan, pack_pool
+
+
+def lognormal(rng, count, longest=4096):
+    return np.clip(rng.lognormal(6.0, 1.0, count), 8, longest).astype(np.int64)
+
+
+def compute_work(microbatches, lengths, cost):
+    return [cost.microbatch(lengths[list(own)]) for own in microbatches]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [1, 2, 7, 40, 3000])
+def test_each_sequence_is_cut_once_and_fits(size, count):
+    lengths = lognormal(np.random.default_rng(count), count)
+    for constant in (0.0, 100.0, 1e6):
+        microbatches = pack_pool(lengths, CostModel(1.0, 1e-3).sequence(lengths), 4096, constant, size)
+        assert sorted(i for own in microbatches for i in own) == list(range(count))
+        assert all(lengths[list(own)].sum() <= 4096 for own in microbatches)
+
+
+def test_makespan_is_that_of_ranks_that_draw():
+    assert makespan([3.0, 3.0, 2.0, 2.0, 2.0], 2) == 7.0  # not the 6 of a plan
+    assert makespan([4.0, 4.0], 2, spread=0.5) == 6.0
+    assert makespan([1.0, 1.0, 1.0], 2, spread=0.5) == 1.5  # the fast one draws two
+    assert makespan([], 3) == 0.0
+    assert makespan([5.0, 1.0], 1, spread=0.5) == 6.0
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1])
+def test_makespan_is_the_same_to_the_last_bit_as_piece_by_piece(spread):
+    rng = np.random.default_rng(0)
+    for size in (2, 3, 17, 100):
+        for work in (rng.exponential(1.0, 400), -np.sort(-rng.exponential(1.0, 400)), rng.integers(0, 4, 90) * 1.0):
+            free = [0.0] * size
+            for cost in work.tolist():
+                rank = free.index(min(free))
+                free[rank] += cost * (1 + spread * (2 * rank / (size - 1) - 1))
+            assert makespan(work, size, spread) == max(free)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_constant_is_paid_seldom_and_equal_ranks_still_end_together(size):
+    """Within a tenth of a fixed plan, which knows everything here; single sequences take half as long again."""
+    cost = CostModel(1.0, 1e-4, 200.0)
+    ends = {"dynamic": 0.0, "lb_mini": 0.0, "single": 0.0}
+    for seed in range(20):
+        lengths = lognormal(np.random.default_rng(seed), 8 * size)
+        costs = cost.sequence(lengths)
+        ends["dynamic"] += makespan(compute_work(pack_pool(lengths, costs, 4096, 200.0, size), lengths, cost), size)
+        fixed = lb_mini(lengths, size, 4096, cost).microbatches
+        ends["lb_mini"] += max(math.fsum(compute_work(own, lengths, cost)) for own in fixed)
+        ends["single"] += makespan(sorted(costs + 200.0, reverse=True), size)
+    assert ends["dynamic"] < 1.1 * ends["lb_mini"]
+    assert ends["dynamic"] < 0.9 * ends["single"]
+
+
+def test_ranks_of_unlike_speed_end_together_with_a_constant_too():
+    cost, size, spread = CostModel(1.0, 1e-4, 50.0), 8, 0.3
+    dynamic = fixed = 0.0
+    for seed in range(20):
+        lengths = lognormal(np.random.default_rng(seed), 8 * size)
+        dynamic += makespan(
+            compute_work(pack_pool(lengths, cost.sequence(lengths), 4096, 50.0, size), lengths, cost), size, spread
+        )
+        plan = lb_mini(lengths, size, 4096, cost).microbatches
+        slowness = np.linspace(1 - spread, 1 + spread, size)
+        fixed += max(s * math.fsum(compute_work(own, lengths, cost)) for s, own in zip(slowness, plan, strict=True))
+    assert dynamic < 0.9 * fixed
+
+
+def test_large_minibatches_are_cut_quickly():
+    lengths = lognormal(np.random.default_rng(0), 10_000)
+    began = time.perf_counter()
+    pack_pool(lengths, CostModel(1.0, 1e-3).sequence(lengths), 4096, 100.0, 64)
+    # Takes about 0.2 s; the limit is for slow and busy machines, and fails what grows with the square.
+    assert time.perf_counter() - began < 3.0

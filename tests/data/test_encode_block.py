@@ -1,0 +1,160 @@
+"""Several processes: the same bytes as from one, and no end of them that hangs or leaves something."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from processes import descendants, is_running
+from rich.console import Console
+
+from odc_mpi.data import prepare as module
+from odc_mpi.data.prepare import PrepareOptions, eval_output_path, prepare
+from odc_mpi.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some MB of chats, in many blocks, of which a few lines cannot be used."""
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    with path.open("w") as file:
+        for i in range(6000):
+            turns = [{"role": "user", "content": f"What is {i}?"}, {"role": "assistant", "content": f"It is {i}. " * 9}]
+            file.write(json.dumps({"messages": turns * (1 + i % 3)}) + "\n")
+            if i % 1000 == 999:
+                file.write('{"messages": 3}\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer_place(chats: Path) -> Path:
+    """A data set with a small tokenizer."""
+    few = chats.with_name("few.jsonl")
+    few.write_text('{"text": "What is it? It is 1234567890."}\n')
+    return prepare([str(few)], chats.with_name("few.h5"), PrepareOptions(vocab_size=300)).path
+
+
+def test_the_same_bytes_from_any_number_of_processes(chats: Path, tokenizer_place: Path, tmp_path: Path) -> None:
+    more = tmp_path / "more.jsonl.gz"
+    more.write_bytes(gzip.compress(b"".join(b'{"text": "It is %d."}\n' % i for i in range(5000))))
+    words = [f"{chats}:2", f"{more}:1"]
+    written = []
+    for num_proc in (1, 2):
+        out = tmp_path / str(num_proc) / "out.h5"
+        options = PrepareOptions(tokenizer=tokenizer_place, max_length=300, bad_lines="skip", eval_fraction=0.1)
+        report = prepare(words, out, replace(options, num_proc=num_proc))
+        assert report.num_proc == num_proc and report.num_bad_lines == 6
+        written.append((out.read_bytes(), eval_output_path(out).read_bytes()))
+    assert written[0] == written[1]
+    [chat, functions] = report.shares
+    assert chat[1] + functions[1] == report.num_sequences + report.num_eval_sequences
+    assert "trained tokens (" in report.describe() and f"{chats}: {chat[1]:,} sequences (" in report.describe()
+
+
+@pytest.mark.slow
+def test_the_first_bad_line_is_named_by_any_number_of_processes(
+    chats: Path, tokenizer_place: Path, tmp_path: Path
+) -> None:
+    messages = set()
+    for num_proc in (1, 2):
+        with pytest.raises(UserError) as caught:
+            prepare([str(chats)], tmp_path / "a.h5", PrepareOptions(tokenizer=tokenizer_place, num_proc=num_proc))
+        messages.add(str(caught.value))
+    assert len(messages) == 1 and "chats.jsonl, line 1001: " in messages.pop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_call_finds_the_result(
+    chats: Path, tokenizer_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "a.h5"
+    source.write_text("".join(json.dumps({"text": f"{i} some words"}) + "\n" for i in range(90)))
+    options = PrepareOptions(tokenizer=tokenizer_place, eval_fraction=0.2)
+    first = prepare([str(source)], out, options)
+    before = out.stat()
+    again = prepare([str(source)], out, replace(options, num_proc=2))
+    assert again == replace(first, elapsed_s=None) and out.stat() == before
+    assert again.describe().startswith(f"{out}: done before, from the same sources with the same options")
+    assert replace(again, elapsed_s=1.0).describe().splitlines()[1:3] == first.describe().splitlines()[1:3]
+    for change in ({"max_length": 8}, {"eval_fraction": 0.3}, {"seed": 1}, {"tokenizer": None, "vocab_size": 270}):
+        assert prepare([str(source)], out, replace(options, **change)).elapsed_s is not None, change
+    prepare([str(source)], out, options)
+    os.utime(source, ns=(1, 1))
+    assert prepare([str(source)], out, options).elapsed_s is not None
+    assert prepare([str(source)], out, options).elapsed_s is None
+    monkeypatch.setattr(module, "__version__", "99")
+    assert prepare([str(source)], out, options).elapsed_s is not None
+    eval_output_path(out).unlink()
+    assert prepare([str(source)], out, options).elapsed_s is not None
+    out.write_bytes(out.read_bytes()[:1000])
+    assert prepare([str(source)], out, options).elapsed_s is not None
+
+
+@pytest.mark.slow
+def test_a_killed_worker_ends_the_call(chats: Path, tokenizer_place: Path, tmp_path: Path) -> None:
+    def kill_one() -> None:
+        workers.extend(_children(os.getpid(), 2))
+        os.kill(workers[1], signal.SIGKILL)
+
+    workers: list[int] = []
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    with pytest.raises(UserError, match=r"has ended early: is there enough memory for --num-proc 2\?"):
+        prepare(
+            [str(chats)] * 50,
+            tmp_path / "a.h5",
+            PrepareOptions(tokenizer=tokenizer_place, bad_lines="skip", num_proc=2),
+        )
+    killer.join()
+    assert list(tmp_path.iterdir()) == []
+    assert not any(map(is_running, workers))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupt_or_kill_ends_all_processes(
+    chats: Path, tokenizer_place: Path, tmp_path: Path, kill: signal.Signals
+) -> None:
+    many = [str(chats)] * 200
+    command = [sys.executable, "-m", "odc_mpi", "prepare", *many, str(tmp_path / "a.h5"), "--bad-lines", "skip"]
+    command += ["--tokenizer", str(tokenizer_place), "--num-proc", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        workers = _children(process.pid, 2)
+        time.sleep(0.5)
+        process.send_signal(kill)
+        _, output = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    if kill == signal.SIGINT:
+        assert process.returncode == 130 and "odc-mpi: interrupted" in output and "Traceback" not in output
+        assert list(tmp_path.iterdir()) == []
+    deadline = time.monotonic() + 60
+    while any(is_running(worker) for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_running(worker) for worker in workers)
+
+
+def _children(pid: int, count: int) -> list[int]:
+    """Wait for so many workers of a process; another child of it tracks what they share."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        workers = [child for child, words in descendants(pid).items() if "spawn_main" in " ".join(words)]
+        if len(workers) == count:
+            return workers
+        time.sleep(0.05)
+    raise AssertionError(f"expected {count} processes")
+
+
+def test_little_text_is_tokenised_by_one_process(chats: Path, tmp_path: Path, tokenizer_place: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "some words"}\n')
+    options = PrepareOptions(tokenizer=tokenizer_place)
+    assert prepare([str(source)], tmp_path / "a.h5", options, Console(quiet=True)).num_proc == 1

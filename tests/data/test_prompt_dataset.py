@@ -1,0 +1,86 @@
+"""Prompts of a file: their tokens, texts and columns, a digest of them, and what is refused."""
+
+import gzip
+import json
+
+import pytest
+from number_words import number_words
+
+from odc_mpi.data.dataset import DatasetWriter
+from odc_mpi.data.prompt_dataset import PromptDataset
+from odc_mpi.errors import UserError
+
+CHAT = {"messages": [{"role": "user", "content": "7 8"}, {"role": "assistant", "content": "9"}], "answer": "9"}
+TEXT = {"prompt": "1 2 3", "answer": "6", "level": 2, "completion": "x"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A tokenizer whose words are numbers."""
+    found = number_words(end=60)
+    found.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return found
+
+
+def lines(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_tokens_texts_and_columns(tmp_path, tokenizer):
+    prompts = PromptDataset(lines(tmp_path / "p.jsonl", TEXT, CHAT), tokenizer)
+    assert (len(prompts), prompts.lengths.tolist(), prompts.max_token_id) == (2, [3, 2], 8)
+    assert prompts[0] == ([1, 2, 3], "1 2 3", {"answer": "6", "level": 2, "completion": "x"})
+    assert prompts[1].tokens == [7, 8] and prompts[1].columns == {"answer": "9"} and prompts[1].is_chat
+    # The assistant's own turn is what is to be generated.
+    assert prompts[1].prompt == [{"role": "user", "content": "7 8"}]
+    assert prompts.locations[1] == f"{prompts.path}, line 2"
+
+
+def test_the_digest_is_of_the_content(tmp_path, tokenizer):
+    known = PromptDataset(lines(tmp_path / "p.jsonl", TEXT, CHAT), tokenizer).digest()
+    (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress((tmp_path / "p.jsonl").read_bytes()))
+    assert PromptDataset(tmp_path / "p.jsonl.gz", tokenizer).digest() == known
+    for changed in ([CHAT, TEXT], [TEXT], [TEXT | {"answer": "7"}, CHAT], [TEXT | {"prompt": "1 2 4"}, CHAT]):
+        assert PromptDataset(lines(tmp_path / "p.jsonl", *changed), tokenizer).digest() != known
+
+
+def test_parquet(tmp_path, tokenizer):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    absent = dict.fromkeys(TEXT | CHAT)  # a table has each column in each row
+    parquet.write_table(pyarrow.Table.from_pylist([absent | TEXT, absent | CHAT]), tmp_path / "p.parquet")
+    found = PromptDataset(tmp_path / "p.parquet", tokenizer)
+    wanted = PromptDataset(lines(tmp_path / "p.jsonl", TEXT, CHAT), tokenizer)
+    assert [found[i] for i in range(2)] == [wanted[i] for i in range(2)]
+    assert found.locations[1] == f"{found.path}, row 2"
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"text": "1"}, "line 1: expected the field 'prompt' or 'messages'"),
+        ({"prompt": ""}, "line 1: expected a prompt of at least one token"),
+        ({"prompt": "1", "prompts": 2}, "line 1: expected columns of other names"),
+        ({"prompt": "1", "a": float("nan")}, "line 1: expected columns that JSON can hold"),
+        ({"prompt": "1", "a": "\ud800"}, "line 1: expected columns that JSON can hold"),
+    ],
+)
+def test_what_is_wrong_with_a_line(tmp_path, tokenizer, record, words):
+    with pytest.raises(UserError, match=words):
+        PromptDataset(lines(tmp_path / "p.jsonl", record), tokenizer)
+
+
+def test_what_is_no_file_of_prompts(tmp_path, tokenizer):
+    with DatasetWriter(tmp_path / "d.h5", vocab_size=4, tokenizer="", source=""):
+        pass
+    for path, words in (
+        (tmp_path / "none.jsonl", "none.jsonl, which is none"),
+        (tmp_path, "which is none"),
+        (tmp_path / ("x" * 300), "which cannot be read: File name too long"),
+        (lines(tmp_path / "empty.jsonl"), "which has none"),
+        (tmp_path / "d.h5", "data.eval_path: expected a file of prompts, JSON lines or Parquet, .*which is HDF5"),
+    ):
+        with pytest.raises(UserError, match=words) as raised:
+            PromptDataset(path, tokenizer, "data.eval_path")
+        assert "\n" not in str(raised.value)

@@ -1,0 +1,133 @@
+"""A device that is host memory on both sides: everything happens at the very end of the wait, and haste is noticed."""
+
+import threading
+import time
+
+import torch
+
+from odc_mpi.comm.kernels.native import add_segments_
+
+
+class LateDevice:
+    """Stands in for a GPU where what happens around one is tested without one.
+
+    Attributes:
+        copies: How many copies were started.
+        additions: How many additions were started.
+        copy_s: Seconds that each copy takes, and each addition.
+        device_memory: Where memory of the device begins.
+        registered: Where host memory begins that it may copy from.
+    """
+
+    torch_device = torch.device("cpu")
+    name = "late device"
+    num_visible = 1
+
+    def __init__(self, copy_s=0.0005, can_register=True):
+        self.can_register = can_register
+        self.registered = []
+        self.copies = 0
+        self.additions = 0
+        self.copy_s = copy_s
+        self.device_memory = set()
+        self._kernels = []
+        self._lock = threading.Lock()
+
+    def use(self):
+        pass
+
+    def free_bytes(self):
+        return 1 << 30
+
+    def memory(self, num_bytes):
+        memory = torch.full((num_bytes,), 255, dtype=torch.uint8)  # NaN in every floating-point type
+        self.device_memory.add(memory.data_ptr())
+        return memory
+
+    def window_memory(self, num_bytes):
+        return self.memory(num_bytes)
+
+    def pinned(self, num_bytes):
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    def register(self, memory):
+        if self.can_register:
+            self.registered.append(memory.data_ptr())
+        return self.can_register
+
+    def unregister(self, memory):
+        self.registered.remove(memory.data_ptr())
+
+    def later(self, kernel):
+        """Give the device something to compute, which it does when somebody waits for a mark behind it."""
+        with self._lock:
+            self._kernels.append(kernel)
+
+    def mark(self):
+        with self._lock:
+            return LateMark(self, len(self._kernels))
+
+    def copy(self, destination, source, after):
+        assert isinstance(after, LateMark)
+        assert destination.shape == source.shape and destination.dtype == source.dtype
+        after.synchronize()
+        with self._lock:
+            self.copies += 1
+        return LateCopy(self, destination, source)
+
+    def add(self, shard, slots):
+        assert all(values.dtype == shard.dtype for _, values in slots)
+        with self._lock:
+            self.additions += 1
+        return LateAddition(self, shard, slots)
+
+    def compute(self, count):
+        """Work off the first so many kernels, each once and in order."""
+        with self._lock:
+            for i, kernel in enumerate(self._kernels[:count]):
+                if kernel is not None:
+                    kernel()
+                    self._kernels[i] = None
+
+
+class LateMark:
+    """Behind the kernels that the device had been given: they are done when somebody waits, no sooner."""
+
+    def __init__(self, device, count):
+        self._device, self._count = device, count
+
+    def synchronize(self):
+        self._device.compute(self._count)
+
+
+class LateCopy:
+    """A copy that is on its way until it is waited for: by then neither side may have been touched."""
+
+    def __init__(self, device, destination, source):
+        self._device, self._destination, self._source = device, destination, source
+        self._before = source.clone()
+        destination.view(torch.uint8).fill_(255)
+
+    def synchronize(self):
+        time.sleep(self._device.copy_s)
+        same = torch.equal(self._source.view(torch.uint8), self._before.view(torch.uint8))
+        assert same, "the source of a copy was written to before it was done"
+        assert bool((self._destination.view(torch.uint8) == 255).all()), "the target of a copy was touched meanwhile"
+        self._destination.copy_(self._source)
+
+
+class LateAddition:
+    """An addition that is on its way until it is waited for: by then no slot may have been touched."""
+
+    def __init__(self, device, shard, slots):
+        self._device, self._shard, self._slots = device, shard, slots
+        self._before = [values.clone() for _, values in slots]
+
+    def synchronize(self):
+        time.sleep(self._device.copy_s)
+        for (_, values), before in zip(self._slots, self._before, strict=True):
+            same = torch.equal(values.view(torch.uint8), before.view(torch.uint8))
+            assert same, "a slot was written to before it was added"
+        # One stream: additions never overlap.
+        with self._device._lock:
+            add_segments_(self._shard, self._slots)

@@ -1,0 +1,187 @@
+"""N ranks in the threads of one process, and a transport between them that needs no MPI."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage
+from odc_mpi.comm.transport import Access, GradientStore, Group, ParameterStore, Transport
+from odc_mpi.comm.work import CompletedWork, FetchWork, Work
+
+
+@dataclass
+class LocalGroup:
+    """What the ranks of a `LocalTransport` share. A lost rank ends the others after `timeout_s`."""
+
+    size: int
+    timeout_s: float = 60.0
+    parameters: list[list[torch.Tensor]] = field(default_factory=list)
+    gradients: list[list[torch.Tensor]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=self.timeout_s)
+        self.board: list[np.ndarray | torch.Tensor | None] = [None] * self.size
+        self.parameters = [[] for _ in range(self.size)]
+        self.gradients = [[] for _ in range(self.size)]
+
+
+class LocalTransport(Transport, Group):
+    """One of N ranks that live in the threads of one process.
+
+    It is its own group, and its stores ask it for everything, so that what a test changes is in one place.
+
+    Args:
+        group: Shared by all ranks.
+        rank: This one.
+        param_dtype: As for any transport.
+        reduce_dtype: As for any transport.
+    """
+
+    access = Access.COPY
+    threads = True
+    one_sided = True
+
+    def __init__(
+        self,
+        group: LocalGroup,
+        rank: int,
+        param_dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._group = group
+        self.rank, self.size = rank, group.size
+        self.layouts: tuple[Layout, ...] = ()
+        stores = LocalParameters(self, param_dtype), LocalGradients(self, reduce_dtype)
+        super().__init__(self, *stores, [LocalShards(self)], threads=self.threads, one_sided=self.one_sided)
+
+    @property
+    def buffers(self) -> Any:
+        return self.parameters.buffers
+
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
+        for owner in range(self.size):
+            start, stop = self.layouts[index].owned(owner)
+            buffer[start:stop] = self._group.parameters[owner][index][: stop - start]
+        return CompletedWork()
+
+    def fetch(self, index: int) -> FetchWork:
+        return ParameterStore.fetch(self.parameters, index)
+
+    def release(self, fetched: torch.Tensor) -> None:
+        ParameterStore.release(self.parameters, fetched)
+
+    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
+        layout, stop = self.layouts[index], start + gradient.numel()
+        for owner in layout.owners(start, stop):
+            first, last = layout.owned(owner)
+            begin, end = max(start, first), min(stop, last)
+            with self._group.lock:
+                self._group.gradients[owner][index][begin - first : end - first] += gradient[
+                    begin - start : end - start
+                ]
+        return CompletedWork()
+
+    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
+        plan()
+
+    def open(self, close: Callable[[], None]) -> None:
+        self._group.barrier.wait()
+
+    def gradients_complete(self, report: np.ndarray) -> np.ndarray:
+        return self._exchange(report)
+
+    def norm(self, values: np.ndarray) -> np.ndarray:
+        return self._exchange(values).sum(axis=0)
+
+    def parameters_published(self) -> None:
+        self.num_collectives += 1
+        self._group.barrier.wait()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        if self.rank == 0:
+            self._group.board[0] = tensor
+        self._group.barrier.wait()
+        if self.rank:
+            source = self._group.board[0]
+            assert isinstance(source, torch.Tensor)
+            tensor.copy_(source)
+        self._group.barrier.wait()
+
+    def set_status(self, what: str, microbatch: int = 0) -> None:
+        pass
+
+    def free(self, storages: Sequence[ShardStorage]) -> None:
+        for host in reversed(storages):
+            host.free()
+
+    def _exchange(self, values: np.ndarray) -> np.ndarray:
+        self.num_collectives += 1
+        self._group.board[self.rank] = values.copy()
+        self._group.barrier.wait()
+        everyone = np.stack([np.asarray(values) for values in self._group.board])
+        # Nobody may write the board again before all have read it.
+        self._group.barrier.wait()
+        return everyone
+
+
+class LocalShards(ShardStorage):
+    """One rank's shards, which the others see."""
+
+    def __init__(self, transport: LocalTransport) -> None:
+        self._transport = transport
+
+    def plan(self, layouts: Sequence[Layout]) -> Footprint:
+        self._transport.layouts = tuple(layouts)
+        return Footprint()
+
+    def allocate(self) -> None:
+        group, transport = self._transport._group, self._transport
+        for shards, dtype in (
+            (group.parameters, transport.parameters.dtype),
+            (group.gradients, transport.gradients.dtype),
+        ):
+            shards[transport.rank] = [torch.zeros(layout.shard_numel, dtype=dtype) for layout in transport.layouts]
+
+    def free(self) -> None:
+        self._transport._group.parameters[self._transport.rank].clear()
+        self._transport._group.gradients[self._transport.rank].clear()
+
+
+class LocalParameters(ParameterStore):
+    def __init__(self, transport: LocalTransport, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._transport = transport
+        self.access = transport.access
+
+    @property
+    def layouts(self) -> Sequence[Layout]:
+        return self._transport.layouts
+
+    def shard(self, index: int) -> torch.Tensor:
+        return self._transport._group.parameters[self._transport.rank][index]
+
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
+        return self._transport.start_fetch(index, buffer)
+
+    def fetch(self, index: int) -> FetchWork:
+        return self._transport.fetch(index)
+
+    def release(self, fetched: torch.Tensor) -> None:
+        self._transport.release(fetched)
+
+
+class LocalGradients(GradientStore):
+    def __init__(self, transport: LocalTransport, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._transport = transport
+
+    def shard(self, index: int) -> torch.Tensor:
+        return self._transport._group.gradients[self._transport.rank][index]
+
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
+        return self._transport.accumulate(index, gradient, start)

@@ -1,0 +1,208 @@
+"""Train a module with plain torch and as shards, and compare."""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from ranks import LateTransport, RecordingTransport, run_ranks
+from torch import nn, optim
+
+from odc_mpi.shard.cache_budget import CacheBytes
+from odc_mpi.shard.model import ShardedModel
+
+#: Arguments of one forward.
+Batch = tuple[Any, ...]
+#: Gives the loss of one microbatch: of a module or a sharded model, which are called alike.
+Loss = Callable[[Any, Batch], torch.Tensor]
+#: Gives the rank that works on a microbatch, from the step, its number and how many ranks there are.
+Assign = Callable[[int, int, int], int]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+    return optim.AdamW(parameters, lr=0.02, weight_decay=0.1)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+    return optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def squares(model: Any, batch: Batch) -> torch.Tensor:
+    output = model(*batch)
+    return (output[0] if isinstance(output, tuple) else output).pow(2).mean()
+
+
+def next_tokens(model: Any, batch: Batch) -> torch.Tensor:
+    (tokens,) = batch
+    return nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def in_turn(step: int, i: int, size: int) -> int:
+    return (step + i) % size
+
+
+def vectors(
+    *shape: int, steps: int = 3, microbatches: int = 3, dtype: torch.dtype = torch.float64
+) -> list[list[Batch]]:
+    """Minibatches of random tensors; of the last step only the first microbatch, so that ranks have none."""
+    minibatches = [[(torch.randn(shape, dtype=dtype),) for _ in range(microbatches)] for _ in range(steps)]
+    return [*minibatches[:-1], minibatches[-1][:1]]
+
+
+def tokens(vocabulary: int, steps: int = 3, microbatches: int = 3) -> list[list[Batch]]:
+    """Minibatches of random tokens, each microbatch of another length."""
+    return [
+        [(torch.randint(vocabulary, (2, 3 + (step + i) % 4)),) for i in range(microbatches)] for step in range(steps)
+    ]
+
+
+def step_plain(module: nn.Module, optimizer: optim.Optimizer, max_norm: float | None) -> None:
+    """One step; a parameter that no microbatch used has no gradient."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    for p in trained:
+        if p.grad is not None:
+            p.grad = p.grad.to_dense()
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(trained, max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_plain(
+    module: nn.Module,
+    minibatches: Sequence[Sequence[Batch]],
+    loss: Loss = squares,
+    make_optimizer: MakeOptimizer = adamw,
+    max_norm: float | None = 0.5,
+) -> list[list[float]]:
+    """Train in place; return the loss of every microbatch."""
+    optimizer = make_optimizer(p for p in module.parameters() if p.requires_grad)
+    losses: list[list[float]] = []
+    for minibatch in minibatches:
+        losses.append([])
+        for batch in minibatch:
+            value = loss(module, batch)
+            value.backward()
+            losses[-1].append(float(value.detach()))
+        step_plain(module, optimizer, max_norm)
+    return losses
+
+
+def train_sharded(
+    model: ShardedModel,
+    transport: RecordingTransport,
+    minibatches: Sequence[Sequence[Batch]],
+    loss: Loss = squares,
+    make_optimizer: MakeOptimizer = adamw,
+    max_norm: float | None = 0.5,
+    assign: Assign = in_turn,
+    tell_last: bool = False,
+) -> dict[tuple[int, int], float]:
+    """Train; return the loss of every microbatch of this rank by step and number.
+
+    With `tell_last` the model is told which backward is this rank's last in a minibatch.
+    """
+    optimizer = make_optimizer(model.shard_parameters())
+    losses: dict[tuple[int, int], float] = {}
+    for step, minibatch in enumerate(minibatches):
+        with model.minibatch():
+            for i, batch in enumerate(minibatch):
+                if assign(step, i, transport.group.size) == transport.group.rank:
+                    own = [
+                        j
+                        for j in range(len(minibatch))
+                        if assign(step, j, transport.group.size) == transport.group.rank
+                    ]
+                    if tell_last and i == own[-1]:
+                        model.set_is_last_backward()
+                    value = loss(model, batch)
+                    value.backward()
+                    losses[step, i] = float(value.detach())
+        if max_norm is not None:
+            model.clip_grad_norm_(max_norm)
+        optimizer.step()
+        model.publish()
+    return losses
+
+
+@dataclass
+class Trained:
+    """What is left of a rank."""
+
+    model: ShardedModel
+    transport: RecordingTransport
+    state: dict[str, torch.Tensor]
+    losses: dict[tuple[int, int], float]
+
+
+def check_parity(
+    module: nn.Module,
+    minibatches: Sequence[Sequence[Batch]],
+    size: int,
+    *,
+    units: Iterable[Any] | None = None,
+    activation_checkpointing: bool = False,
+    param_dtype: torch.dtype = torch.float64,
+    reduce_dtype: torch.dtype = torch.float64,
+    tolerance: float = 1e-9,
+    with_buffers: bool = False,
+    prefetch: int = 0,
+    budgets: Callable[[int], CacheBytes] | None = None,
+    kind: type[RecordingTransport] | None = None,
+    **training: Any,
+) -> list[Trained]:
+    """Train a module, of `param_dtype`, on one process and as shards; fail where losses or parameters differ.
+
+    With `prefetch` over a transport that is late and that notices what may not be, unless `kind` is given. With
+    `budgets`, which gives a rank's, units stay and gradients are added up.
+    """
+    module = module.to(param_dtype)
+    plain = copy.deepcopy(module)
+    copies = [copy.deepcopy(module) for _ in range(size)]
+
+    def work(transport: RecordingTransport) -> Trained:
+        model = ShardedModel(
+            copies[transport.group.rank],
+            transport,
+            units=units,
+            activation_checkpointing=activation_checkpointing,
+            prefetch=prefetch,
+        )
+        if budgets is not None:
+            model.cache_bytes = budgets(transport.group.rank)
+        losses = train_sharded(model, transport, minibatches, **training)
+        return Trained(model, transport, model.state_dict(), losses)
+
+    ranks = run_ranks(
+        size, work, param_dtype, reduce_dtype, kind or (LateTransport if prefetch else RecordingTransport)
+    )
+    for option in ("assign", "tell_last"):
+        training.pop(option, None)
+    expected_losses = train_plain(plain, minibatches, **training)
+    losses = {key: value for rank in ranks for key, value in rank.losses.items()}
+    assert sorted(losses) == [(step, i) for step, minibatch in enumerate(minibatches) for i in range(len(minibatch))]
+    for (step, i), value in losses.items():
+        assert value == expected_losses[step][i] or abs(value - expected_losses[step][i]) <= tolerance * max(
+            1.0, abs(value)
+        ), f"loss of microbatch {i} of step {step}: {value}, plain {expected_losses[step][i]}"
+    for rank in ranks:
+        assert_same_state(
+            rank.state, plain.state_dict(), tolerance, None if with_buffers else dict(plain.named_buffers())
+        )
+    return ranks
+
+
+def assert_same_state(
+    state: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    tolerance: float,
+    left_out: dict[str, torch.Tensor] | None = None,
+) -> None:
+    assert list(state) == list(expected)
+    for name, tensor in expected.items():
+        if name not in (left_out or {}):
+            torch.testing.assert_close(
+                state[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            )

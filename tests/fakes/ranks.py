@@ -1,0 +1,206 @@
+"""N ranks in the threads of this process, and transports that write down what happens."""
+
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from local_transport import LocalGroup, LocalTransport
+
+from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.shard_storage import Footprint, ShardStorage
+from odc_mpi.comm.work import Work
+
+T = TypeVar("T")
+
+#: Seconds that one test's ranks may take together; they need a fraction of a second.
+TIMEOUT_S = 30.0
+
+
+class RecordingTransport(LocalTransport):
+    """Writes down every operation, in order.
+
+    Attributes:
+        log: Of `(operation, name of the flat array)`; collectives have no array.
+    """
+
+    log: list[tuple[str, str]]
+
+    def names(self, *operations: str) -> list[str]:
+        """The arrays of these operations, in order."""
+        return [name for operation, name in self.log if operation in operations]
+
+    def collectives(self) -> list[str]:
+        """The collective operations in order."""
+        return [operation for operation, _ in self.log if operation not in ("fetch", "push")]
+
+    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
+        self.log = [("allocate", "")]
+        super().reserve(num_arrays, plan)
+
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
+        self.log.append(("fetch", self.layouts[index].name))
+        return super().start_fetch(index, buffer)
+
+    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
+        self.log.append(("push", self.layouts[index].name))
+        return super().accumulate(index, gradient, start)
+
+    def gradients_complete(self, report: np.ndarray) -> np.ndarray:
+        self.log.append(("A", ""))
+        return super().gradients_complete(report)
+
+    def norm(self, values: np.ndarray) -> np.ndarray:
+        self.log.append(("N", ""))
+        return super().norm(values)
+
+    def parameters_published(self) -> None:
+        self.log.append(("B", ""))
+        super().parameters_published()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self.log.append(("broadcast", ""))
+        super().broadcast(tensor)
+
+
+class LatePool(BufferPool):
+    """Lends buffers full of NaN, and takes none back that an operation still writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_the_way: set[int] = set()
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = super().acquire(numel, dtype).fill_(float("nan"))
+        self.on_the_way.add(buffer.untyped_storage().data_ptr())
+        return buffer
+
+    def release(self, buffer: torch.Tensor) -> None:
+        assert buffer.untyped_storage().data_ptr() not in self.on_the_way, "given back while being filled"
+        super().release(buffer)
+
+
+class LateTransport(RecordingTransport):
+    """Whatever is started happens at the very end of the wait, and what the seam forbids is noticed.
+
+    Attributes:
+        fetch_s: Seconds that a fetch takes.
+        push_s: Seconds that a push takes.
+    """
+
+    fetch_s = 0.001
+    push_s = 0.001
+
+    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
+        self.parameters.buffers = LatePool()
+        self._between_a_and_b = True
+        super().reserve(num_arrays, plan)
+
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
+        fill = super().start_fetch
+
+        def arrive() -> None:
+            time.sleep(self.fetch_s)
+            assert not self._between_a_and_b, "fetching between A and B"
+            fill(index, buffer)
+            self.buffers.on_the_way.remove(buffer.untyped_storage().data_ptr())
+
+        return Late(arrive)
+
+    def accumulate(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
+        before, send = gradient.clone(), super().accumulate
+
+        def arrive() -> None:
+            time.sleep(self.push_s)
+            assert not self._between_a_and_b, "pushing between A and B"
+            assert torch.equal(before, gradient) or before.isnan().any(), "written to while it was pushed"
+            send(index, gradient, start)
+
+        return Late(arrive)
+
+    def gradients_complete(self, report: np.ndarray) -> np.ndarray:
+        assert not self.buffers.on_the_way, "fetching at point A"
+        self._between_a_and_b = True
+        return super().gradients_complete(report)
+
+    def parameters_published(self) -> None:
+        assert not self.buffers.on_the_way, "fetching at point B"
+        super().parameters_published()
+        self._between_a_and_b = False
+
+    def free(self, storages: Sequence[ShardStorage]) -> None:
+        assert not self.buffers.on_the_way, "fetching from windows that are freed"
+        super().free(storages)
+
+
+class Late:
+    """An operation that happens when it is waited for."""
+
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        self._arrive = arrive
+
+    def wait(self) -> None:
+        self._arrive()
+
+
+def run_ranks(
+    size: int,
+    work: Callable[[RecordingTransport], T],
+    param_dtype: torch.dtype = torch.float64,
+    reduce_dtype: torch.dtype = torch.float64,
+    transport: type[RecordingTransport] = RecordingTransport,
+    timeout_s: float = TIMEOUT_S,
+) -> list[T]:
+    """Run `work` on every rank; return what they return, or raise what failed first.
+
+    A failing rank breaks the barrier, so that no other waits for it; a rank that hangs elsewhere is left behind.
+    """
+    group = LocalGroup(size, timeout_s)
+    results: dict[int, T] = {}
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(transport(group, rank, param_dtype, reduce_dtype))
+        except threading.BrokenBarrierError as error:
+            failures.append(error)  # because of another rank, or of the deadline
+        except BaseException as error:
+            failures.insert(0, error)
+            group.barrier.abort()
+
+    deadline = time.monotonic() + timeout_s
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if failures:
+        raise failures[0]
+    late = [thread.name for thread in threads if thread.is_alive()]
+    if late:
+        raise TimeoutError(f"{', '.join(late)} still at work after {timeout_s:g} s")
+    return [results[rank] for rank in range(size)]
+
+
+def on_ranks(size: int = 0, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on every rank, each with its transport as first argument; settings as for `run_ranks`.
+
+    A test that has parameters `size`, `param_dtype` and `reduce_dtype`, or `kind` for the transport, runs with those.
+    """
+    names = {"param_dtype": "param_dtype", "reduce_dtype": "reduce_dtype", "kind": "transport"}
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def on_all(**arguments: Any) -> None:
+            own = {names[name]: value for name, value in arguments.items() if name in names}
+            run_ranks(size or arguments["size"], lambda transport: test(transport, **arguments), **settings | own)
+
+        functools.update_wrapper(on_all, test)
+        own = inspect.signature(test)
+        on_all.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
+        return on_all
+
+    return decorate

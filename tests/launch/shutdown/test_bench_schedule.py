@@ -1,0 +1,93 @@
+"""`odc-mpi bench schedule` as a person runs it: schema, agreement with the simulator, mistakes."""
+
+import json
+
+import pytest
+from mpi_launch import odc_mpi
+
+from odc_mpi.simulate.simulate import SCHEDULES
+
+RANKS = 4
+#: The time is that of the sleeps: six schedules by two minibatches of somewhat more than a second. What the ranks do
+#: besides, which the simulator leaves out, grows with ranks for each core and with units: with 4 and 2 it came to 2 %
+#: on two cores that were seven times overcommitted, with 8 and 4 to 8 % on idle ones. A machine that is busy with other
+#: things may still wake a rank too late: once in a while all of a run is slow, hence the attempts.
+AGREEING = ("bench", "schedule", "--ranks", RANKS, "--units", 2, "--minibatches", 2, "--speed-variation", 0.1, "--json")
+ATTEMPTS = 3
+TOLERANCE = 0.05
+
+
+def deviations(figures):
+    return {name: figures["speedup"][name] / figures["simulated"][name] - 1 for name in SCHEDULES}
+
+
+@pytest.mark.timeout(600)
+def test_the_simulator_agrees_with_the_real_runtime():
+    for _ in range(ATTEMPTS):
+        done = odc_mpi(0, *AGREEING, timeout_s=180)
+        assert done.code == 0, done.err
+        figures = json.loads(done.out)
+        if all(abs(deviation) < TOLERANCE for deviation in deviations(figures).values()):
+            break
+    else:
+        raise AssertionError(deviations(figures))
+    assert set(figures["speedup"]) == set(figures["idle_fraction"]) == {*SCHEDULES, "floor", "even_share"}
+    assert figures["speedup"]["collective/lb_micro"] == 1.0
+    assert figures["speedup"]["floor"] == figures["floor"] > figures["speedup"]["window/dynamic"]
+    assert all(0 <= idle < 1 for idle in figures["idle_fraction"].values())
+    for name, ranks in figures["idle_per_rank"].items():
+        assert len(ranks) == RANKS
+        assert sum(ranks) / RANKS == pytest.approx(figures["idle_fraction"][name], abs=0.01)
+    assert set(figures["speedup_per_minibatch"]) == set(figures["speedup"])
+    assert figures["paper"]["speedup"]["window/lb_mini"] == 1.34 and len(figures["load_average"]) == 2
+    assert set(figures["timeline"]) == set(SCHEDULES)
+    for ranks in figures["timeline"].values():
+        assert len(ranks) == RANKS
+        ends = [0.0, *(second for own in ranks[:1] for span in own for second in span)]
+        assert ends == sorted(ends)
+    # Of all schedules the same work, as it was slept for, and of pieces a little more.
+    busy = [sum(ended - began for own in ranks for began, ended in own) for ranks in figures["timeline"].values()]
+    assert max(busy) < 1.1 * min(busy)
+
+
+def test_fewer_sequences_than_ranks_have_use_for():
+    """One sequence each: under tickets some ranks draw none, and collectives have nothing to pad."""
+    done = odc_mpi(0, "bench", "schedule", "--ranks", 3, "--per-rank", 1, "--minibatches", 2, "--step-s", 0.1)
+    assert done.code == 0, done.err
+    for name in (*SCHEDULES, "floor"):
+        assert name in done.out
+    assert "measuring minibatch 2 of 2" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--lengths", "longaling"), "longalign"),
+        (("--per-rank", 0), "--per-rank from 1 to 100000, got 0"),
+        (("--step-s", 0), "--step-s: expected seconds from 0.001 to 3600, got '0'"),
+        (("--step-s", "inf"), "--step-s"),
+        (("--ranks", 100000), "--ranks 100000: expected at most"),
+        (("--ticket-s", 0.1), "unknown argument --ticket-s"),
+        (("--speed-variation", "nan"), "--speed-variation"),
+    ],
+)
+def test_mistakes_are_one_line(options, output):
+    done = odc_mpi(0, "bench", "schedule", "--ranks", 2, *options)
+    assert done.code == 2
+    lines = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
+    assert len(lines) == 1, done.err
+    assert output in lines[0]
+    assert "Traceback" not in done.err
+
+
+def test_other_ranks_than_mpiexec_started_are_a_mistake():
+    done = odc_mpi(2, "bench", "schedule", "--ranks", 3)
+    assert done.code == 2
+    errors = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
+    assert errors == ["odc-mpi: error: --ranks 3: mpiexec started 2, leave --ranks out under it"]
+
+
+def test_under_mpiexec_it_takes_the_ranks_it_finds():
+    done = odc_mpi(2, "bench", "schedule", "--minibatches", 1, "--step-s", 0.1, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["scenario"]["ranks"] == 2

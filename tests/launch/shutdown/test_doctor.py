@@ -1,0 +1,315 @@
+"""`odc-mpi doctor` as a person runs it, and with a child that crashes, hangs or aborts."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from mpi_launch import finish, launch, odc_mpi, start
+from processes import is_running
+
+from odc_mpi.probe.report import OPERATIONS, ProbeReport
+
+ABOVE = {"library", "thread_level", "nodes", "ranks_per_node", "shm_bytes", "peers", "decision"}
+FIGURES = {"one_sided", "idle_s", "busy_s", "gb_per_s"}
+
+DOCTOR = """
+import sys
+from odc_mpi.probe.doctor import doctor
+probe, deadline_s, operation_s = [sys.executable, sys.argv[1]], float(sys.argv[2]), float(sys.argv[3])
+sys.exit(doctor("--json" in sys.argv, probe=probe, deadline_s=deadline_s, operation_s=operation_s))
+"""
+
+#: Goes wrong at the second operation, a Put, on one rank.
+BAD = """
+import ctypes, os, signal, sys, time
+from pathlib import Path
+from odc_mpi.runtime.start import launch
+from odc_mpi.probe import probe, trial
+run, tried = trial.Trials.run, []
+def failing(self, name, kind):
+    tried.append(name)
+    if len(tried) == 2 and self._world.rank == {rank}:
+        {fault}
+    return run(self, name, kind)
+trial.Trials.run = failing
+Path(f"{pids}/{{probe.MPI.COMM_WORLD.rank}}").write_text(str(os.getpid()))
+print("noise on standard output")
+print("some last words", file=sys.stderr, flush=True)
+launch.run_child(probe.main)
+"""
+
+SEGFAULT = "os.kill(os.getpid(), signal.SIGSEGV)"
+HANG = "time.sleep(3600)"
+HANG_WITH_THE_GIL = "ctypes.PyDLL(None).sleep(3600)"
+ABORT = "probe.MPI.COMM_WORLD.Abort(3)"
+RAISE = "raise RuntimeError('made to fail')"
+
+
+@pytest.fixture
+def bad_doctor(tmp_path):
+    """Run the doctor with a child of which one rank goes wrong; check that nothing stays behind."""
+    (tmp_path / "doctor.py").write_text(DOCTOR)
+    pids = tmp_path / "pids"
+    pids.mkdir()
+
+    def run(fault, *options, rank=1, ranks=2, deadline_s=40, operation_s=30):
+        text = BAD.format(fault=fault, rank=rank, pids=pids)
+        (tmp_path / "bad.py").write_text(text)
+        return launch(
+            ranks, tmp_path / "doctor.py", tmp_path / "bad.py", deadline_s, operation_s, *options, timeout_s=100
+        )
+
+    yield run
+    until = time.monotonic() + 5
+    while left := [path.name for path in pids.iterdir() if is_running(path.read_text())]:
+        assert time.monotonic() < until, f"the children of ranks {left} outlived the doctor"
+        time.sleep(0.05)
+
+
+def answer(done):
+    """The one JSON object on standard output; a launcher that saw a crash may add to it only on standard error."""
+    return json.loads(done.out)
+
+
+def check_get_alone_was_answered(found, how):
+    peer = found["peers"]["same_node"]
+    assert peer["get"]["one_sided"] is True
+    for name in ("put", "accumulate", "fetch_and_op"):
+        assert peer[name] == dict.fromkeys(FIGURES)
+    assert len(found["problems"]) == 1
+    assert found["problems"][0].startswith("same_node put: ")
+    assert how in found["problems"][0]
+    assert found["decision"]["reduction"]["choice"] == "accumulate", "neither answered"
+    assert found["decision"]["progress"]["choice"] == "thread"
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("ranks", [0, 1, 2, 3])
+def test_json(ranks):
+    done = odc_mpi(ranks, "doctor", "--json")
+    assert done.code == 0, done.err
+    assert done.seconds < 60
+    found = answer(done)
+    assert found.keys() >= ABOVE
+    assert found["ranks_per_node"] == [max(1, ranks)]
+    assert found["nodes"] == 1
+    assert found["thread_level"] == "MPI_THREAD_MULTIPLE"
+    assert found["memory_model"] == "unified"
+    assert found["problems"] == []
+    assert found["decision"].keys() == {"window", "zero_copy", "reduction", "progress"}
+    assert all(made.keys() == {"choice", "reason"} for made in found["decision"].values())
+    reduction = "accumulate" if ranks > 1 else "mailbox"
+    assert [made["choice"] for made in found["decision"].values()] == ["allocate_shared", "on", reduction, "off"]
+    assert found["peers"]["other_node"] is None
+    if ranks < 2:
+        assert found["peers"]["same_node"] is None
+        return
+    assert found["peers"]["same_node"].keys() == set(OPERATIONS)
+    for operation in found["peers"]["same_node"].values():
+        assert operation.keys() == FIGURES
+        assert operation["one_sided"] is True
+        assert 0 < operation["busy_s"] < 0.1 and 0 < operation["idle_s"] < 0.1 and operation["gb_per_s"] > 0
+    decision = found.pop("decision")
+    assert ProbeReport.from_dict(found).to_dict() | {"decision": decision} == found | {"decision": decision} | {
+        name: tuple(found[name]) for name in ("ranks_per_node", "problems")
+    }
+
+
+@pytest.mark.library
+@pytest.mark.quick
+def test_the_table_fits_a_terminal():
+    done = odc_mpi(2, "doctor", COLUMNS="80")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if line.strip().startswith("same node")]
+    assert [row[2] for row in rows] == ["Get", "Put", "Fetch_and_op", "Accumulate"]
+    assert all(row[-1] == "yes" for row in rows)
+    assert sum(line.split()[:2] == ["progress", "off"] for line in lines) == 1, "one voice"
+
+
+def test_alone_it_says_how_to_have_a_peer():
+    done = odc_mpi(0, "doctor")
+    assert done.code == 0, done.err
+    assert "mpiexec -n 2 odc-mpi doctor" in done.out
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [(SEGFAULT, "crashed (SIGSEGV on rank {})"), (RAISE, "crashed (exit code 1 on rank {})"), (ABORT, "")],
+    ids=["segfault", "exception", "abort"],
+)
+def test_a_crash_is_an_answer(bad_doctor, fault, how, rank):
+    done = bad_doctor(fault, "--json", rank=rank)
+    check_get_alone_was_answered(answer(done), how.format(rank) or "crashed (")
+    assert "some last words" in done.err
+    assert done.seconds < 25, "told at once, not at a deadline"
+
+
+@pytest.mark.quick
+def test_a_crash_in_the_table(bad_doctor):
+    done = bad_doctor(SEGFAULT, ranks=3)
+    rows = {line.split()[2]: line for line in done.out.splitlines() if line.strip().startswith("same node")}
+    assert rows["Get"].split()[-1] == "yes"
+    assert "crashed" in rows["Put"]
+    assert "not tried" in rows["Accumulate"] and "not tried" in rows["Fetch_and_op"]
+    assert "noise" not in done.out
+
+
+@pytest.mark.library
+@pytest.mark.parametrize(("fault", "rank"), [(HANG, 1), (HANG_WITH_THE_GIL, 0)], ids=["waiting-1", "stuck-0"])
+def test_a_hang_is_an_answer(bad_doctor, fault, rank):
+    done = bad_doctor(fault, "--json", rank=rank, operation_s=4)
+    check_get_alone_was_answered(answer(done), "no answer within 4 s")
+    assert done.seconds < 25
+
+
+def test_the_deadline_of_the_whole(bad_doctor):
+    done = bad_doctor(HANG, "--json", deadline_s=8)
+    check_get_alone_was_answered(answer(done), "no answer within 8 s")
+    assert done.seconds < 20
+
+
+@pytest.mark.library
+def test_an_mpi_that_does_not_start(tmp_path):
+    (tmp_path / "doctor.py").write_text(DOCTOR)
+    (tmp_path / "bad.py").write_text("raise SystemExit('cannot start')")
+    done = launch(2, tmp_path / "doctor.py", tmp_path / "bad.py", 20, 20, "--json")
+    assert done.code != 0
+    found = answer(done)
+    assert found["library"] is None and found["decision"] is None
+    assert found["problems"][0].startswith("starting MPI: crashed (exit code 1 on rank ")
+    assert "cannot start" in done.err
+
+
+@pytest.mark.library
+def test_a_signal_ends_it_without_leftovers(bad_doctor, tmp_path):
+    """As from a launcher, or a person who does not want to wait."""
+    text = BAD.format(fault=HANG, rank=1, pids=tmp_path / "pids")
+    (tmp_path / "bad.py").write_text(text)
+    process = start(2, tmp_path / "doctor.py", tmp_path / "bad.py", 60, 60)
+    while len(list((tmp_path / "pids").iterdir())) < 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    time.sleep(1)
+    process.terminate()
+    assert finish(process, 20).seconds < 15
+
+
+#: As on a machine with GPUs, host memory in their place; the library cannot accumulate from a device.
+DEVICE = """
+import os, signal, sys, time
+sys.path.insert(0, {stand_in!r})
+from late_device import LateDevice
+from odc_mpi.runtime.start.launch import run_child
+from odc_mpi.probe import probe, trial
+probe.own_device = lambda world: LateDevice()
+probe.FULL = probe.QUICK
+run = trial.Trials.run
+def failing(self, name, kind, memory="from_host"):
+    if (name, memory) == ("accumulate", "from_device") and self._world.rank == 1:
+        {fault}
+    return run(self, name, kind, memory)
+trial.Trials.run = failing
+run_child(probe.main)
+"""
+
+
+#: How fast host memory is that stands in for a device, beside itself, says nothing.
+ANY_SPEED = "from odc_mpi.probe import device_decision\ndevice_decision.LEAST_SHARE_OF_HOST = 0.0\n"
+
+
+@pytest.fixture
+def device_doctor(tmp_path):
+    (tmp_path / "doctor.py").write_text(ANY_SPEED + DOCTOR)
+
+    def run(fault, *options, operation_s=30):
+        stand_in = str(Path(__file__).parents[2] / "stand_ins")
+        (tmp_path / "device.py").write_text(DEVICE.format(fault=fault, stand_in=stand_in))
+        home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "80"}
+        child = (tmp_path / "doctor.py", tmp_path / "device.py", 60, operation_s)
+        done = launch(2, *child, *options, timeout_s=100, **home)
+        kept = [json.loads(path.read_text()) for path in (tmp_path / "cache").rglob("*.json")]
+        return done, kept
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [(SEGFAULT, "crashed (SIGSEGV on rank 1)"), (HANG, "no answer within 6 s")],
+    ids=["segfault", "hang"],
+)
+def test_what_a_device_cannot_do_is_an_answer_that_is_kept(device_doctor, fault, how):
+    done, kept = device_doctor(fault, "--json", operation_s=6)
+    found = answer(done)
+    device = found["device"]
+    assert device["window"] is True and device["own_accumulate"] is None
+    assert device["from_device"]["same_node"]["put"]["idle_s"] > 0
+    assert device["from_host"]["same_node"]["accumulate"]["idle_s"] > 0
+    assert device["from_device"]["same_node"]["accumulate"]["idle_s"] is None
+    (problem,) = found["problems"]
+    assert problem.startswith("from_device same_node accumulate: ") and how in problem
+    assert found["peers"]["same_node"]["accumulate"]["one_sided"] is True, "of host memory all is known"
+    assert found["device_decision"]["window_device"]["choice"] == "cuda"
+    assert found["device_decision"]["reduction"]["choice"] == "mailbox" and how in str(found["device_decision"])
+    (verdict,) = kept
+    report = ProbeReport.from_dict({name: value for name, value in found.items() if not name.endswith("decision")})
+    assert ProbeReport.from_dict(verdict["report"]) == report
+    assert [name for _, name in verdict["key"]["devices"]] == ["late device"] * 2
+
+
+def test_the_table_of_devices_fits_a_terminal(device_doctor):
+    done, kept = device_doctor("pass")
+    assert done.code == 0, done.err
+    assert max(map(len, done.out.splitlines())) <= 80
+    rows = [line.split() for line in done.out.splitlines() if line.strip().startswith("same node")]
+    tried = [(row[2], row[3]) for row in rows if row[3] in ("device", "host")]
+    assert tried == [
+        ("Get", "device"),
+        ("Put", "device"),
+        ("Get", "host"),
+        ("Put", "host"),
+        ("Accumulate", "host"),
+        ("Accumulate", "device"),
+    ]
+    assert "late device" in done.out
+    assert sorted(report["report"]["device"] is None for report in kept) == [False, True], "for two kinds of run"
+    chosen = [line.split()[:2] for line in done.out.splitlines()]
+    assert ["with", "run.device"] in chosen and ["window-device", "cuda"] in chosen
+
+
+def test_without_a_device_nothing_is_said_of_one(tmp_path):
+    done = odc_mpi(2, "doctor", "--json", XDG_CACHE_HOME=str(tmp_path))
+    found = answer(done)
+    assert found["device"] is None and "device_decision" not in found
+    (kept,) = (json.loads(path.read_text()) for path in tmp_path.rglob("*.json"))
+    assert "devices" not in kept["key"]
+
+
+READS = """
+import json
+from odc_mpi import World
+from odc_mpi.probe import probe
+def fail(*arguments):
+    raise AssertionError("there was a report to read")
+probe.probe = fail
+with World() as world:
+    report = probe.quick_report(world)
+    if world.rank == 0:
+        print(json.dumps(report.to_dict()))
+"""
+
+
+@pytest.mark.library
+def test_a_run_in_the_same_layout_takes_what_the_doctor_found(tmp_path):
+    home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    found = answer(odc_mpi(2, "doctor", "--json", **home))
+    (tmp_path / "script.py").write_text(READS)
+    read = answer(launch(2, tmp_path / "script.py", timeout_s=60, **home))
+    assert read["peers"] == found["peers"]
+    other = launch(3, tmp_path / "script.py", timeout_s=60, **home)
+    assert "there was a report to read" in other.err, "ranks are laid out differently"

@@ -1,0 +1,308 @@
+"""One rank fails or makes a mistake: the whole job ends, soon, and says whose fault it was."""
+
+import os
+import signal
+import time
+
+import pytest
+from mpi_launch import finish, launch, start
+from processes import is_running
+
+LATE = """
+import sys, time
+from odc_mpi import World
+world = World(timeout_s=2)
+if world.rank == 1:
+    time.sleep(60)
+world.gather_objects(None)
+"""
+
+LATE_ON_ITS_NODE = """
+import time
+from odc_mpi import World
+world = World(timeout_s=2)
+node = world.split("node")
+if world.rank == 1:
+    world.note("doing something else")
+    time.sleep(60)
+node.gather_objects(None)
+"""
+
+RAISES = """
+from odc_mpi import World
+world = World(timeout_s=15)
+if world.rank == 1:
+    raise KeyError("my own mistake")
+world.gather_objects(None)
+"""
+
+#: A thread of ours ends on the last rank while all others wait for that rank; with a limit that nobody waits for.
+THREAD_FAILS = """
+import time
+from odc_mpi import World
+from odc_mpi.comm.progress import ProgressThread
+from odc_mpi.runtime.status import StatusPage
+world = World(timeout_s=100)
+def fail(*_):
+    raise KeyError("my own mistake")
+work = fail if world.rank == world.size - 1 else lambda *_: None
+{hand_over}
+if world.rank == world.size - 1:
+    time.sleep(30)
+world.gather_objects(None)
+"""
+USER_THREAD_FAILS = """
+import threading
+from odc_mpi import World
+world = World(timeout_s=20)
+def fail():
+    raise KeyError("my own mistake")
+thread = threading.Thread(target=fail)
+thread.start()
+thread.join()
+world.gather_objects(None)
+print("fine")
+"""
+
+LAUNCHER_STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from odc_mpi import World
+world = World(timeout_s=3)
+here = Path(sys.argv[1])
+here.joinpath(f"rank{world.rank}").write_text(str(os.getpid()))
+world.gather_objects(None)
+if world.rank == 1:
+    # Launchers and their helpers: all that this descends from, up to the test.
+    above, process = [], os.getppid()
+    while process != int(sys.argv[2]):
+        above.append(process)
+        process = int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    for process in above:
+        os.kill(process, signal.SIGSTOP)
+    here.joinpath("stopped").write_text(" ".join(map(str, above)))
+    raise KeyError("my own mistake")
+world.gather_objects(None)
+"""
+
+LEAVES = """
+import sys
+from odc_mpi import World
+world = World(timeout_s=3)
+if world.rank == 1:
+    sys.exit(0)
+world.gather_objects(None)
+"""
+
+
+FETCHES_AHEAD = """
+import sys, time, torch
+import odc_mpi
+from odc_mpi.api import decide_for
+from odc_mpi.comm.windows.parameters import WindowParameters
+world = odc_mpi.World(timeout_s=20)
+layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+copies = decide_for(world, zero_copy="off")  # else there is nothing to fetch ahead
+model = odc_mpi.shard_model(torch.nn.Sequential(*layers), world, units=layers, prefetch=1, decision=copies)
+for _ in range(2):
+    with model.minibatch():
+        model(torch.randn(8, 64)).mean().backward()
+    model.publish()
+fetch = WindowParameters.start_fetch
+WindowParameters.start_fetch = lambda self, *arguments: (time.sleep(0.5), fetch(self, *arguments))[1]
+with model.minibatch():
+    y = model.module[0](torch.randn(8, 64))
+    assert "fetching" in [unit.state.value for unit in model.units]
+    if world.rank == 1:
+        raise KeyError("my own mistake")
+    if world.size == 1:
+        sys.exit(int(sys.argv[1]))
+model.publish()
+"""
+
+
+def script(tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.library
+def test_a_late_rank_ends_the_job_at_the_deadline(tmp_path):
+    done = launch(2, script(tmp_path, LATE), timeout_s=50)
+    assert done.code != 0
+    assert "rank 0" in done.err
+    assert "waited more than 2 s while gathering from all ranks" in done.err
+    assert "comm.timeout_s" in done.err
+
+
+def test_a_rank_that_is_late_among_those_of_its_node_is_named(tmp_path):
+    done = launch(2, script(tmp_path, LATE_ON_ITS_NODE), timeout_s=50)
+    assert done.code != 0
+    assert "while gathering from all ranks: it waits for rank 1 on" in done.err
+    assert "doing something else" in done.err
+
+
+@pytest.mark.library
+@pytest.mark.quick
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
+    done = launch(2, script(tmp_path, RAISES), timeout_s=50)
+    assert done.code != 0
+    assert "rank 1 failed" in done.err
+    assert 'raise KeyError("my own mistake")' in done.err
+    assert done.seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("thread", "ranks", "hand_over"),
+    [
+        ("watchdog", 2, "StatusPage.beat = work"),
+        ("watchdog", 1, "StatusPage.beat = work"),
+        ("status", 2, "world.prepare_threads(work)"),
+        ("progress", 2, "ProgressThread(world, work)"),
+    ],
+)
+def test_a_thread_of_ours_that_ends_ends_the_job_with_its_traceback(tmp_path, thread, ranks, hand_over):
+    done = launch(ranks, script(tmp_path, THREAD_FAILS.format(hand_over=hand_over)), timeout_s=50)
+    assert done.code != 0 and done.seconds < 25
+    assert f"rank {ranks - 1} failed in its thread odc_mpi-{thread}:" in done.err
+    assert 'raise KeyError("my own mistake")' in done.err
+
+
+def test_a_thread_of_the_user_s_that_ends_does_not_end_the_job(tmp_path):
+    done = launch(2, script(tmp_path, USER_THREAD_FAILS), timeout_s=50)
+    assert done.code == 0, done.err
+    assert done.out.count("fine") == 2
+    assert done.err.count('raise KeyError("my own mistake")') == 2
+
+
+@pytest.mark.library
+def test_ranks_end_by_themselves_where_their_launcher_does_not_answer(tmp_path):
+    """MPI_Abort asks the launcher to end all ranks: one that is stuck would leave them waiting for ever."""
+    job = start(2, script(tmp_path, LAUNCHER_STOPPED), tmp_path, os.getpid())
+    stopped, deadline = tmp_path / "stopped", time.monotonic() + 50
+    while not (stopped.exists() and stopped.read_text()) and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ranks = [int(tmp_path.joinpath(f"rank{rank}").read_text()) for rank in range(2)]
+    try:
+        while any(map(is_running, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not any(map(is_running, ranks))
+    finally:
+        for process in map(int, stopped.read_text().split()):
+            os.kill(process, signal.SIGCONT)
+    assert finish(job, timeout_s=30).code != 0  # what was said is lost where the launcher was to pass it on
+
+
+@pytest.mark.library
+@pytest.mark.quick
+def test_a_rank_that_leaves_does_not_hang_the_others(tmp_path):
+    assert launch(2, script(tmp_path, LEAVES), timeout_s=50).code != 0
+
+
+def test_an_exception_while_a_unit_is_fetched_ahead(tmp_path):
+    done = launch(2, script(tmp_path, FETCHES_AHEAD), timeout_s=50)
+    assert done.code != 0
+    assert "rank 1 failed" in done.err
+    assert 'raise KeyError("my own mistake")' in done.err
+    assert done.seconds < 30
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_leaving_while_a_unit_is_fetched_ahead(tmp_path, code):
+    """The thread ends before MPI does."""
+    done = launch(1, script(tmp_path, FETCHES_AHEAD), code, timeout_s=50)
+    assert done.code == code and not done.err.count("Traceback"), done.err
+
+
+@pytest.mark.library
+@pytest.mark.quick
+def test_too_little_shared_memory_is_said_early(tmp_path):
+    text = """
+import odc_mpi, torch
+from odc_mpi.comm.factory import window_transport
+from odc_mpi.shard.layout import FlatLayout, ParameterSpec
+world = odc_mpi.World(timeout_s=20)
+try:
+    window_transport(world).allocate([FlatLayout.build("huge", [ParameterSpec("p", (1 << 44,), True)], world.size)])
+except odc_mpi.UserError as error:
+    print(error)
+"""
+    done = launch(2, script(tmp_path, text))
+    assert done.code == 0, done.err
+    assert done.out.count("/dev/shm has") == 2
+    assert "room for the parameter and gradient windows" in done.out
+
+
+@pytest.mark.library
+def test_a_point_that_one_rank_leaves_out_is_named(tmp_path):
+    """The others' numbers must not be taken for the norm: the run ends at the deadline instead of going wrong."""
+    text = """
+import odc_mpi, torch
+world = odc_mpi.World(timeout_s=3)
+model = odc_mpi.shard_model(torch.nn.Linear(4, 4), world)
+for step in range(3):
+    with model.minibatch("loss") as totals:
+        model(torch.ones(1, 4)).sum().backward()
+    if world.rank == 0:
+        model.clip_grad_norm_(1.0)
+    model.publish()
+    print("passed", step)
+"""
+    done = launch(2, script(tmp_path, text), timeout_s=60)
+    assert done.code != 0
+    assert "meeting at point" in done.err
+    assert "no rank is late, but elsewhere is rank" in done.err
+    assert "passed 1" not in done.out
+
+
+@pytest.mark.library
+def test_a_closed_world_leaves_slices_that_can_be_read(tmp_path):
+    text = """
+import odc_mpi, torch
+with odc_mpi.World(timeout_s=20) as world:
+    model = odc_mpi.shard_model(torch.nn.Linear(4, 4), world)
+    slices = model.shard_parameters()
+    before = [p.tolist() for p in slices]
+assert [p.tolist() for p in slices] == before
+model.close()
+print("fine")
+"""
+    done = launch(2, script(tmp_path, text), timeout_s=60)
+    assert done.code == 0, done.err
+    assert done.out.count("fine") == 2
+
+
+@pytest.mark.quick
+def test_ranks_with_different_data_are_told(tmp_path, data, config):
+    text = f"""
+import shutil, sys
+from odc_mpi.cli import main as cli
+from odc_mpi.runtime.world import MPI
+from odc_mpi.data.dataset import Dataset, DatasetWriter
+path = "{tmp_path}/other.h5"
+if MPI.COMM_WORLD.rank == 1:
+    with Dataset("{data}") as whole, DatasetWriter(path, vocab_size=60, tokenizer="none", source="other") as writer:
+        for i in range(len(whole) - 1):
+            writer.append(*whole[i])
+else:
+    shutil.copy("{data}", path.replace("other", "same"))
+path = path if MPI.COMM_WORLD.rank == 1 else path.replace("other", "same")
+import os
+os.makedirs("{tmp_path}/at%d" % MPI.COMM_WORLD.rank)
+os.chdir("{tmp_path}/at%d" % MPI.COMM_WORLD.rank)
+shutil.copy(path, "data.h5")
+sys.exit(cli.main(["train", "--config", "{config}", "--data.path", "data.h5"]))
+"""
+    done = launch(2, script(tmp_path, text))
+    assert done.code == 2, done.err
+    assert len([line for line in done.lines if "rank 1 has another than rank 0" in line]) == 1
+
+
+@pytest.mark.library
+@pytest.mark.quick
+def test_a_launcher_of_another_mpi_is_noticed(tmp_path):
+    text = "from odc_mpi import World\nWorld()\n"
+    done = launch(0, script(tmp_path, text), OMPI_COMM_WORLD_SIZE=4, MPI4PY_RC_INITIALIZE="1")
+    assert done.code != 0
+    assert "the launcher started 4 processes" in done.err

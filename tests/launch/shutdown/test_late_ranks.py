@@ -1,0 +1,308 @@
+"""A rank that others wait for in vain is named, with what it was last doing; the job ends and nothing stays behind."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from mpi_launch import finish, left_behind, start
+
+#: Every script begins with this: rank 1 is the one that misbehaves, on microbatch 2 of the third minibatch.
+PRELUDE = """
+import os, sys, time
+from pathlib import Path
+import torch
+import odc_mpi
+from odc_mpi.comm.factory import window_transport
+from odc_mpi.comm.shard_storage import Host
+from odc_mpi.shard.model import ShardedModel
+
+world = odc_mpi.World(timeout_s=3)
+Path(sys.argv[1], f"{world.rank}.tmp").write_text(str(os.getpid()))
+Path(sys.argv[1], f"{world.rank}.tmp").rename(Path(sys.argv[1], f"{world.rank}.pid"))
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.faulty = False
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.faulty:
+            misbehave()
+        return x
+
+
+def misbehave():
+    time.sleep(60)
+
+
+def train(model, blocks, between=lambda step: None):
+    for step in range(1000):
+        with model.minibatch():
+            for microbatch in (1, 2, 3):
+                blocks[1].faulty = world.rank == 1 and (step, microbatch) == (2, 2)
+                model(torch.randn(2, 8)).mean().backward()
+        between(step)
+        model.publish()
+
+
+blocks = [Block() for _ in range(3)]
+module = torch.nn.Sequential(*blocks, torch.nn.Linear(8, 1))
+"""
+
+SLEEPS = """
+train(odc_mpi.shard_model(module, world, units=[Block]), blocks)
+"""
+
+SLEEPS_IN_BACKWARD = """
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(60)
+        return gradient
+
+
+def forward(x):
+    x = torch.nn.functional.linear(x, blocks[1].linear.weight)
+    return x if not blocks[1].faulty else torch.nn.functional.linear(Slow.apply(x), blocks[1].linear.weight)
+
+
+blocks[1].forward = forward
+train(odc_mpi.shard_model(module, world, units=[Block]), blocks)
+"""
+
+COMPUTES_BETWEEN_A_AND_B = """
+def between(step):
+    end = time.monotonic() + 60
+    while step == 2 and world.rank == 1 and time.monotonic() < end:
+        sum(range(1000))
+
+
+train(odc_mpi.shard_model(module, world, units=[Block]), [Block() for _ in range(3)], between)
+"""
+
+LEAVES = """
+world.timeout_s = 40
+
+
+def misbehave():
+    sys.exit(5)
+
+
+train(odc_mpi.shard_model(module, world, units=[Block]), blocks)
+"""
+
+#: Rank 1 has the first of two pieces, rank 0 the second.
+SLEEPS_IN_A_PIECE = """
+from odc_mpi.comm.context_parallel.kv_windows import PieceWindows, Sizes
+from odc_mpi.comm.context_parallel.kv_exchange import PieceExchange
+from odc_mpi.models.context_parallel_attention import attend
+
+windows = PieceWindows(world, Sizes(3, 64, 4, 4), in_place=True)
+while world.rank == 2:
+    time.sleep(60)
+with PieceExchange(windows, 1, (0, 4, 8), (1, 0), "sequence 7") as exchange:
+    for layer in range(3):
+        if (world.rank, layer) == (1, 2):
+            world.note("forward of unit layers.2", 1)
+            misbehave()
+        attend(*torch.randn(3, 1, 1, 4, 8), None, layer, exchange)
+"""
+
+#: On one node every fetch completes, so here the flush of one does not.
+FETCH_HANGS = """
+class Hanging(Host):
+    num_fetches = 0
+
+    def allocate(self):
+        window = transport.hosts[0][-1]
+        flush = window.flush
+
+        def hang():
+            self.num_fetches += 1
+            if world.rank == 1 and self.num_fetches == 8:
+                time.sleep(60)
+            flush()
+
+        window.flush = hang
+
+
+world.timeout_s = 3 if world.rank in SHORT else 60
+transport = window_transport(world, zero_copy=False)
+transport.hosts += (Hanging(),)
+train(ShardedModel(module, transport, units=[Block]), [Block() for _ in range(3)])
+"""
+
+PUSH_HANGS = """
+class Hanging(Host):
+    def allocate(self):
+        for window in transport.gradients._windows[len(transport.parameters.layouts) - 1]:
+            if world.rank == 1:
+                window.flush_local = lambda: time.sleep(60)
+
+
+world.timeout_s = 3 if world.rank == 1 else 60
+transport = window_transport(world)
+transport.hosts += (Hanging(),)
+train(ShardedModel(module, transport, units=[Block]), [Block() for _ in range(3)])
+"""
+
+
+FREES_TICKETS = """
+tickets = odc_mpi.Tickets(world)
+if world.rank == 1:
+    time.sleep(60)
+tickets.close()
+"""
+
+
+@pytest.fixture
+def shared_memory_stays():
+    """Check that nothing new is in /dev/shm, but what other programs use there."""
+    before = set(Path("/dev/shm").iterdir())
+    yield
+    assert wait_until(lambda: not left_behind(before)), left_behind(before)
+
+
+def wait_until(condition, seconds=10.0):
+    """A launcher may end a moment before the last of its ranks."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+class Job:
+    """Three ranks of a script."""
+
+    def __init__(self, tmp_path, text):
+        path = tmp_path / "script.py"
+        path.write_text(PRELUDE + text)
+        self.process = start(3, path, tmp_path)
+        files = [tmp_path / f"{rank}.pid" for rank in range(3)]
+        assert wait_until(lambda: all(file.exists() for file in files) or self.process.poll() is not None, 60)
+        assert self.process.poll() is None, finish(self.process)
+        self.pids = [int(file.read_text()) for file in files]
+
+    def end(self, timeout_s=60):
+        """Return the lines of odc_mpi itself, and how long the end took."""
+        done = finish(self.process, timeout_s)
+        assert done.code != 0
+        assert wait_until(lambda: not [pid for pid in self.pids if Path(f"/proc/{pid}").exists()]), self.pids
+        return [line for line in done.err.splitlines() if line.startswith("odc_mpi: ")], done
+
+
+def the_line(tmp_path, text):
+    lines, done = Job(tmp_path, text).end()
+    # One voice, but rather two than none.
+    assert 1 <= len(lines) <= 2, done
+    return lines[0]
+
+
+WAITED = r"odc_mpi: rank \d on \S+ waited more than 3 s while "
+NUMBER = r"\d+\.\d"
+LAST_SEEN = f"which was last seen ({NUMBER}) s ago, "
+AT_A = WAITED + "meeting at point A, gradients complete: late is rank 1 on \\S+, "
+LIMIT = "; the limit is comm.timeout_s"
+
+pytestmark = pytest.mark.usefixtures("shared_memory_stays")
+
+
+def assert_line(pattern, line, at_least=2.0, at_most=20.0):
+    found = re.fullmatch(pattern, line)
+    assert found, f"{line}\nis not\n{pattern}"
+    assert at_least <= float(found.group(1)) <= at_most, line
+
+
+@pytest.mark.library
+@pytest.mark.quick
+def test_a_rank_that_sleeps_in_a_forward(tmp_path):
+    line = the_line(tmp_path, SLEEPS)
+    assert_line(AT_A + LAST_SEEN + "in microbatch 2, forward of unit 1" + LIMIT, line)
+
+
+def test_a_rank_that_sleeps_in_a_backward(tmp_path):
+    line = the_line(tmp_path, SLEEPS_IN_BACKWARD)
+    assert_line(AT_A + LAST_SEEN + "in microbatch 2, backward of unit 1" + LIMIT, line)
+
+
+def test_a_rank_that_sleeps_in_a_piece(tmp_path):
+    line = the_line(tmp_path, SLEEPS_IN_A_PIECE)
+    what = "waiting for the keys and values of piece 1 of 2 of sequence 7, layer 2: it waits for rank 1 on \\S+, "
+    assert_line(WAITED + what + LAST_SEEN + "in microbatch 1, forward of unit layers.2" + LIMIT, line)
+
+
+def test_a_rank_that_computes_between_a_and_b(tmp_path):
+    line = the_line(tmp_path, COMPUTES_BETWEEN_A_AND_B)
+    at_b = "meeting at point B, parameters published: late is rank 1 on \\S+, "
+    assert_line(WAITED + at_b + LAST_SEEN + "after meeting at point A, gradients complete" + LIMIT, line)
+
+
+@pytest.mark.library
+def test_a_rank_that_never_frees_its_tickets(tmp_path):
+    line = the_line(tmp_path, FREES_TICKETS)
+    late = "freeing the ticket counters: late is rank 1 on \\S+, "
+    assert_line(WAITED + late + LAST_SEEN + ".*" + LIMIT, line)
+
+
+@pytest.mark.library
+def test_a_stopped_rank(tmp_path):
+    job = Job(tmp_path, "train(odc_mpi.shard_model(module, world, units=[Block]), [Block() for _ in range(3)])\n")
+    time.sleep(1.0)
+    os.kill(job.pids[2], signal.SIGSTOP)
+    lines, done = job.end()
+    assert 1 <= len(lines) <= 2, done
+    places = "in microbatch [123], (?:forward|backward) of|meeting at point|after meeting at point|flushing|completing"
+    doing = f"(?:{places}) .*"
+    late = "late (?:is|are) rank 2 on \\S+, "
+    # Stopped within B, it may have let one of the others through, who then waits at A for both.
+    other = "(?:; rank [01] on \\S+, .*)?"
+    assert_line(WAITED + ".*" + late + LAST_SEEN + doing + ", and shows no sign of life" + other + LIMIT, lines[0])
+    assert done.seconds < 30
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank(tmp_path, victim):
+    job = Job(tmp_path, "train(odc_mpi.shard_model(module, world, units=[Block]), [Block() for _ in range(3)])\n")
+    os.kill(job.pids[victim], signal.SIGKILL)
+    _, done = job.end()
+    assert done.seconds < 15
+
+
+@pytest.mark.library
+def test_a_rank_that_leaves_is_noticed_at_once(tmp_path):
+    lines, done = Job(tmp_path, LEAVES).end()
+    left = r"odc_mpi: rank 1 on \S+ has left while others wait for it: rank [02] on \S+, "
+    assert_line(left + LAST_SEEN + "meeting at point A, gradients complete", lines[0], 0.0, 10.0)
+    assert len(lines) == 1
+    assert done.code == 1 and done.seconds < 25
+
+
+@pytest.mark.library
+def test_a_fetch_that_does_not_complete_names_the_owners(tmp_path):
+    line = the_line(tmp_path, FETCH_HANGS.replace("SHORT", "[1]"))
+    owner = r"rank [02] on \S+, which was last seen \d+\.\d s ago, meeting at point A, gradients complete"
+    assert_line(f"{WAITED}fetching unit 2: it waits for {owner.replace(NUMBER, f'({NUMBER})')}; {owner}{LIMIT}", line)
+
+
+def test_who_waits_for_one_that_fetches_learns_so(tmp_path):
+    line = the_line(tmp_path, FETCH_HANGS.replace("SHORT", "[0, 2]"))
+    assert_line(AT_A + LAST_SEEN + "in microbatch [123], fetching unit 2" + LIMIT, line)
+
+
+@pytest.mark.library
+def test_a_push_that_does_not_complete_names_the_owners(tmp_path):
+    line = the_line(tmp_path, PUSH_HANGS)
+    owner = r"rank [02] on \S+, which was last seen \d+\.\d s ago, meeting at point A, gradients complete"
+    what = "accumulating the gradient of unit 2: it waits for "
+    assert_line(f"{WAITED}{what}{owner.replace(NUMBER, f'({NUMBER})')}; {owner}{LIMIT}", line)

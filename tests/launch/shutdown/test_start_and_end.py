@@ -1,0 +1,225 @@
+"""A rank that stops while MPI starts or ends, which no deadline of ours can watch; and what outlasts the end."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from mpi_launch import finish, launch, left_behind, start
+
+#: Waits before MPI is up, as a rank would that was stopped there; the others wait for it in MPI_Init.
+LATE_START = """
+import os, sys, time
+rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK"))
+if rank == 1:
+    {what}
+from odc_mpi.cli.main import main
+sys.exit(main(["train", "--data.path", "none.h5", "--model.path", "none"]))
+"""
+#: One rank is told to stop while it imports the models.
+STOPPED_START = """
+import os, signal, sys
+from odc_mpi.cli import main as cli
+from odc_mpi.cli import train
+imported = train.importlib.import_module
+def import_module(name, *rest, **named):
+    if name == "odc_mpi.models.build" and train.launched_rank() == 1:
+        os.kill(os.getpid(), signal.{signal})
+    return imported(name, *rest, **named)
+train.importlib.import_module = import_module
+sys.exit(cli.main(sys.argv[1:]))
+"""
+#: Leaves the world, and stops before MPI_Finalize.
+LATE_END = """
+import os, signal
+import odc_mpi
+world = odc_mpi.World(timeout_s=1)
+world.gather_objects(None)
+if world.rank == 1:
+    world.close()
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_names_stay():
+    """A job that ends before a `World` exists leaves what MPI put into /dev/shm at its start (docs/windows.md)."""
+    before = set(Path("/dev/shm").iterdir())
+    yield
+    for path in left_behind(before):
+        path.unlink(missing_ok=True)
+
+
+def ended_within(process, seconds):
+    began = time.monotonic()
+    done = finish(process, 90)
+    assert time.monotonic() - began < seconds
+    return done
+
+
+@pytest.mark.library
+@pytest.mark.quick
+def test_a_rank_that_stops_before_mpi_is_up_ends_the_job():
+    script = LATE_START.format(what="os.kill(os.getpid(), 19)")  # SIGSTOP
+    done = ended_within(start(3, "-c", script, ODC_MPI_START_TIMEOUT_S="6"), 50)
+    assert done.code != 0
+
+
+@pytest.mark.library
+def test_a_rank_that_is_interrupted_before_mpi_is_up_ends_the_job():
+    what = "import odc_mpi.cli.train as c; c.run = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())"
+    done = ended_within(start(3, "-c", LATE_START.format(what=what), ODC_MPI_START_TIMEOUT_S="60"), 40)
+    assert done.code != 0
+    assert "odc-mpi: interrupted" in done.err
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_rank_that_is_told_to_stop_while_it_starts_stops_the_job_in_good_order(config, tmp_path, name):
+    done = ended_within(start(3, "-c", STOPPED_START.format(signal=name), "train", "--config", config), 60)
+    assert done.code == 75, done.err
+    assert done.err.count("stopped as asked before the first step") == 1
+    assert not (tmp_path / "run").exists(), "what an earlier run left is not touched"
+
+
+@pytest.mark.parametrize(
+    ("before", "told"), [("sys.stderr = io.StringIO()", r"last \udcff words"), ("os.close(2)", "")]
+)
+def test_last_words_reach_the_terminal_if_there_is_one(before, output):
+    script = f"import io, os, sys; from odc_mpi.runtime.abort import abort; {before}; abort('last \\udcff words')"
+    done = ended_within(start(2, "-c", script), 40)
+    assert done.code != 0
+    assert output in done.err
+
+
+@pytest.mark.library
+def test_ranks_that_a_signal_could_not_reach_find_a_file(config, tmp_path):
+    (tmp_path / "stop").touch()
+    command = ("-m", "odc_mpi", "train", "--config", config)
+    done = ended_within(start(2, *command, ODC_MPI_STOP_FILE=str(tmp_path / "stop")), 60)
+    assert done.code == 75, done.err
+    assert done.err.count("stopped as asked before the first step") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.library
+def test_a_rank_that_stops_before_it_finalizes_ends_the_job():
+    done = ended_within(start(3, "-c", LATE_END), 60)
+    assert done.code != 0
+
+
+@pytest.mark.library
+def test_a_start_in_time_is_not_ended_later():
+    done = ended_within(start(2, "-c", LATE_START.format(what="pass"), ODC_MPI_START_TIMEOUT_S="40"), 40)
+    assert done.code == 2  # what is wrong with these settings is found
+    assert "expected" in done.err
+
+
+@pytest.mark.library
+@pytest.mark.quick
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)"], ids=["ends", "killed"])
+def test_a_process_alone_leaves_no_name_behind(end):
+    """Open MPI leaves one of a process that no launcher started, also where that makes no world."""
+    before = set(Path("/dev/shm").iterdir())
+    launch(0, "-c", f"import os; from odc_mpi import World; {end}")
+    assert not left_behind(before)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("words", ["0", "-1", "soon"])
+def test_a_limit_that_is_none_is_the_usual_one(words, monkeypatch):
+    from odc_mpi.runtime.start import limits
+
+    monkeypatch.setenv("ODC_MPI_START_TIMEOUT_S", words)
+    before = signal.getsignal(signal.SIGALRM)
+    with limits.start_limit():
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+        assert limits.START_S - 5 < left <= limits.START_S
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) == before
+
+
+KEEPS = """
+import torch
+import odc_mpi
+
+world = odc_mpi.World(timeout_s=30)
+model = odc_mpi.shard_model(torch.nn.Linear(64, 64), world)
+seen = []
+model.module.register_forward_hook(lambda module, inputs, output: seen.append(module.weight.detach()))
+with model.minibatch():
+    model(torch.ones(1, 64)).sum().backward()
+(whole,) = seen
+part = whole[3:5].view(torch.int32)
+before = whole.clone()
+model.close()
+assert torch.equal(whole, before) and torch.equal(part, before[3:5].view(torch.int32))
+whole.zero_()
+assert not part.any()
+print("still there", flush=True)
+"""
+
+
+@pytest.mark.library
+def test_a_parameter_that_is_kept_beyond_the_end_of_its_model(tmp_path):
+    """With zero-copy it lies in the window's memory, which is gone then."""
+    (tmp_path / "keeps.py").write_text(KEEPS)
+    done = launch(2, tmp_path / "keeps.py")
+    assert done.code == 0 and done.out.count("still there") == 2, done.err
+
+
+REMOVES_AT_ONCE = """
+import time
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+from odc_mpi.runtime.memory import startup_memory, unlink
+
+comm = MPI.COMM_WORLD
+rank, size = comm.Get_rank(), comm.Get_size()
+mine = startup_memory()
+time.sleep(0.5)  # no message has been sent yet: ranks are not known to have come as far
+unlink(mine)
+assert not any(Path(name).exists() for name in mine)
+for numel in (8, 1 << 22):
+    for other in range(size):
+        arrived = np.empty(numel, dtype=np.uint8)
+        comm.Sendrecv(np.full(numel, rank, dtype=np.uint8), other, 0, arrived, other, 0)
+        assert (arrived == other).all()
+assert all(names == comm.allgather(mine)[0] for names in comm.allgather(mine)), "every rank maps the memory of all"
+for make in (comm.Dup, lambda: comm.Split(rank % 2, rank), lambda: comm.Split_type(MPI.COMM_TYPE_SHARED)):
+    new = make()
+    assert (new.allreduce(np.ones(1 << 17)) == new.Get_size()).all()
+    window = MPI.Win.Allocate_shared(4096, 1, MPI.INFO_NULL, new)
+    window.Fence()
+    window.Free()
+    new.Free()
+memory, read = np.full(8, rank, dtype=np.uint8), np.empty(8, dtype=np.uint8)
+after = (rank + 1) % size
+windows = [MPI.Win.Allocate(8, 1, MPI.INFO_NULL, comm), MPI.Win.Create(memory, 1, MPI.INFO_NULL, comm)]
+windows.append(MPI.Win.Create_dynamic(MPI.INFO_NULL, comm))
+windows[2].Attach(memory)
+np.asarray(windows[0].tomemory())[:] = rank
+places = [0, 0, comm.allgather(MPI.Get_address(memory))[after]]
+for window, place in zip(windows, places, strict=True):
+    window.Fence()
+    window.Get(read, after, (place, 8, MPI.BYTE))
+    window.Fence()
+    assert (read == after).all()
+    read[:] = 255
+comm.Barrier()
+windows[2].Detach(memory)
+for window in windows:
+    window.Free()
+print("all at work", flush=True)
+"""
+
+
+@pytest.mark.library
+def test_no_library_opens_the_memory_of_its_start_by_name_later(tmp_path):
+    """So the names may go as soon as MPI has started (docs/windows.md)."""
+    (tmp_path / "removes.py").write_text(REMOVES_AT_ONCE)
+    done = launch(4, tmp_path / "removes.py")
+    assert done.code == 0 and done.out.count("all at work") == 4, done.err

@@ -1,0 +1,71 @@
+"""Pieces of one sequence as threads of one process: the exchange that windows are on ranks."""
+
+import threading
+
+WAIT_S = 20
+
+
+class Board:
+    """What pieces show and give, by layer and piece; whoever looks waits for it."""
+
+    def __init__(self):
+        self.news = threading.Condition()
+        self.shown, self.given = {}, {}
+
+    def put(self, kind, key, value):
+        with self.news:
+            assert key not in kind, key
+            kind[key] = value
+            self.news.notify_all()
+
+    def get(self, kind, key):
+        with self.news:
+            assert self.news.wait_for(lambda: key in kind, WAIT_S), f"{key} did not come"
+            return kind[key]
+
+
+class ThreadKVExchange:
+    """The piece `number` of `count`."""
+
+    def __init__(self, board, number, count):
+        self.board, self.number, self.count = board, number, count
+
+    def publish_kv(self, layer, kv):
+        if (layer, self.number) not in self.board.shown:
+            self.board.put(self.board.shown, (layer, self.number), tuple(x.detach().clone() for x in kv))
+
+    def earlier_kv(self, layer):
+        for number in range(self.number):
+            yield self.board.get(self.board.shown, (layer, number))
+
+    def send_kv_grads(self, layer, grads):
+        assert len(grads) == self.number
+        for number, gradient in enumerate(grads):
+            self.board.put(self.board.given, (layer, self.number, number), gradient)
+
+    def accumulate_kv_grads(self, layer, grads):
+        for later in range(self.number + 1, self.count):
+            given = self.board.get(self.board.given, (layer, later, self.number))
+            grads = (grads[0] + given[0], grads[1] + given[1])
+        return grads
+
+
+def run_chunks(work, count):
+    """Call `work(number)` for each piece in a thread of its own; return the results by piece."""
+    results, errors = [None] * count, []
+
+    def call(number):
+        try:
+            results[number] = work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a piece waits for ever"
+    return results

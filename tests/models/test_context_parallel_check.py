@@ -1,0 +1,77 @@
+"""Which models' sequences can be cut, found on the meta device, and what their attention moves."""
+
+import pytest
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from odc_mpi.models.attention import ContextParallelUnsupportedError
+from odc_mpi.models.build import from_config
+from odc_mpi.models.context_parallel_check import AttentionShape, attention_shape
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
+
+
+def compute_shape(settings, num_tokens=100, attention="sdpa"):
+    module = from_config(settings, 0, attention).module
+    before = module.training
+    try:
+        return attention_shape(module, num_tokens)
+    finally:
+        assert module.training == before
+        assert module.loss_function is ForCausalLMLoss
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "olmo2"])
+def test_models_whose_sequences_are_cut(kind):
+    head_dim = 128 if kind == "qwen3" else 8  # its default, whatever the hidden size
+    assert compute_shape({"model_type": kind, **SIZES}) == AttentionShape(3, 2 * 2 * head_dim)
+
+
+def test_a_window_that_holds_the_longest_sequence_is_none():
+    settings = {"model_type": "mistral", **SIZES, "sliding_window": 100}
+    assert compute_shape(settings, 100).num_layers == 3
+    with pytest.raises(ContextParallelUnsupportedError, match="a window of 100 tokens"):
+        compute_shape(settings, 101)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model_type": "llama", **SIZES, "attention_dropout": 0.1}, "dropout of attention weights"),
+        ({**GPT2, "attn_pdrop": 0.1}, "dropout of attention weights"),
+        (
+            {"model_type": "llama", **SIZES, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rotary frequencies depend on the length: dynamic",
+        ),
+        ({"model_type": "mixtral", **SIZES, "output_router_logits": True}, "balance of experts"),
+    ],
+)
+def test_models_that_are_trained_whole(settings, words):
+    with pytest.raises(ContextParallelUnsupportedError, match=words):
+        compute_shape(settings)
+
+
+def test_computed_scores_are_not_joined():
+    with pytest.raises(ContextParallelUnsupportedError, match="attn_implementation eager"):
+        compute_shape({"model_type": "llama", **SIZES}, attention="eager")
+
+
+def test_a_loss_that_adds_something_is_seen(monkeypatch):
+    module = from_config({"model_type": "llama", **SIZES}, 0).module
+    forward = type(module).forward
+
+    def adding(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.loss += 1
+        return output
+
+    monkeypatch.setattr(type(module), "forward", adding)
+    with pytest.raises(ContextParallelUnsupportedError, match="adds to it"):
+        attention_shape(module, 10)

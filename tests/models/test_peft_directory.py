@@ -1,0 +1,98 @@
+"""Adapters that peft itself saved: the same logits, and everything that a directory can lack."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_build import QWEN2
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from odc_mpi.errors import UserError
+from odc_mpi.models.load import load_model
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of peft itself
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A base, adapters with a head that is trained whole, and what peft computes with them."""
+    directory = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(0)
+    settings = {key: value for key, value in QWEN2.items() if key != "model_type"}
+    config = AutoConfig.for_model("qwen2", **settings | {"tie_word_embeddings": False})
+    base = AutoModelForCausalLM.from_config(config)
+    base.save_pretrained(directory / "base")
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]
+    )
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(directory / "base"), lora)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(directory / "adapters")
+    tokens = torch.arange(9)[None]
+    return directory, tokens, model.eval()(tokens).logits
+
+
+@pytest.fixture
+def adapters(saved, tmp_path):
+    """A copy of the directory to spoil, and its configuration."""
+    for path in (saved[0] / "adapters").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def change(adapters, **changes):
+    path = adapters / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_logits_are_those_of_peft(saved):
+    directory, tokens, wanted = saved
+    meta_model = load_model(directory / "adapters")
+    for name, parameter in list(meta_model.module.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        value = meta_model.weights.read(name, 0, parameter.numel()).view(parameter.shape)
+        meta_model.module.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
+    meta_model.module.set_attn_implementation("sdpa")
+    torch.testing.assert_close(meta_model.module.eval()(tokens).logits, wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"base_model_name_or_path": "not/there"}, "expected their base in not/there, where there is no Hugging Face"),
+        ({"base_model_name_or_path": None}, "expected base_model_name_or_path, the directory of the base, got none"),
+        ({"use_dora": True}, "expected plain LoRA, got use_dora True"),
+        ({"rank_pattern": {"q_proj": 8}}, "expected plain LoRA, got rank_pattern"),
+        ({"init_lora_weights": "pissa"}, "expected plain LoRA, got init_lora_weights 'pissa'"),
+        ({"peft_type": "IA3"}, "expected peft_type LORA, got 'IA3'"),
+        ({"r": 2}, r"expected .*lora_A.weight of the shape \[2, 32\], got \[4, 32\]"),
+        ({"target_modules": ["q_proj"]}, "down_proj.lora_A.weight is not of the model"),
+    ],
+)
+def test_other_configurations_are_refused(adapters, changes, words):
+    change(adapters, **changes)
+    with pytest.raises(UserError, match=words):
+        load_model(adapters)
+
+
+def test_missing_and_damaged_files_are_refused(adapters):
+    file = adapters / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors.pop("base_model.model.lm_head.weight")
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"base_model.model.lm_head.weight is missing"):
+        load_model(adapters)
+    file.write_bytes(b"damaged")
+    with pytest.raises(UserError, match="cannot read"):
+        load_model(adapters)
+    file.unlink()
+    with pytest.raises(UserError, match=r"expected adapter_model.safetensors in .*, found none"):
+        load_model(adapters)
+    (adapters / "adapter_config.json").write_text("{")
+    with pytest.raises(UserError, match="expected the JSON of a configuration of peft"):
+        load_model(adapters)

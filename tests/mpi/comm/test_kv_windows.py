@@ -1,0 +1,160 @@
+"""Attention of pieces on ranks, over windows, against torch's on the whole sequences; and who waits for whom."""
+
+import itertools
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from odc_mpi.comm.context_parallel import kv_windows
+from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange
+from odc_mpi.comm.context_parallel.kv_windows import KVSizes, KVWindows
+from odc_mpi.models.context_parallel_attention import context_parallel_attention
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
+
+LAYERS, HEADS, GROUPS, SIZE, TOKENS = 3, 4, 2, 8, 24
+TOKEN_BYTES = 2 * GROUPS * SIZE * 8  # in fp64, whose rounding hides no mistake
+
+
+@pytest.fixture(params=[True, False], ids=["in_place", "gets"])
+def windows(request, world):
+    made = KVWindows(world, KVSizes(LAYERS, TOKEN_BYTES, TOKENS, TOKENS), shared=request.param)
+    yield made
+    made.close()
+    made.close()
+
+
+def draw(seed):
+    """Inputs of each layer, and weights that make keys, values and queries of a layer's output."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(1, HEADS, TOKENS, SIZE, generator=generator, dtype=torch.float64)
+    weights = torch.randn(LAYERS, 3, SIZE, SIZE, generator=generator, dtype=torch.float64) / SIZE**0.5
+    return hidden, [list(layer) for layer in weights]
+
+
+def through(hidden, weights, attention):
+    """A small model without anything but attention: what a layer returns goes into the next."""
+    for layer, (q, k, v) in enumerate(weights):
+        grouped = hidden[:, ::2]
+        hidden = hidden + attention(layer, hidden @ q, grouped @ k, grouped @ v)
+    return hidden
+
+
+def whole(seed):
+    hidden, weights = draw(seed)
+    leaves = [x.requires_grad_() for x in (hidden, *itertools.chain(*weights))]
+    output = through(
+        hidden, weights, lambda _, *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+    )
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+def piece(windows, turn, seed, bounds, ranks, slow=lambda layer: None):
+    """This rank's part of output and gradients."""
+    number = ranks.index(windows.world.rank)
+    hidden, weights = draw(seed)
+    own = hidden[:, :, bounds[number] : bounds[number + 1]].clone().requires_grad_()
+    leaves = [own, *(x.requires_grad_() for x in itertools.chain(*weights))]
+    with WindowKVExchange(windows, turn, bounds, ranks, f"sequence {seed}") as exchange:
+
+        def attention(layer, *qkv):
+            slow(layer)
+            return context_parallel_attention(*qkv, None, layer, exchange)
+
+        output = through(own, weights, attention)
+        return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+def assert_whole(world, seed, bounds, ranks, own):
+    """Outputs and gradients of the tokens side by side, and the sums of those of the weights, are the whole's."""
+    expected = whole(seed)
+    gathered = world.gather_objects(own)
+    parts = [gathered[rank] for rank in ranks]
+    assert all(part is not None for part in parts)
+    for i, wanted in enumerate(expected):
+        got = torch.cat([part[i] for part in parts], 2) if i < 2 else sum(part[i] for part in parts)
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+def cuts_of(world):
+    """Sequences with their bounds and ranks, some on all ranks and some on a pair, ranks in any order."""
+    size = world.size
+    even = tuple(TOKENS * i // size for i in range(size + 1))
+    return [
+        (1, even, tuple(range(size))),
+        (2, (0, 15, TOKENS), (size - 1, 0)),
+        (3, even, tuple(reversed(range(size)))),
+        (4, (0, 1, TOKENS), (0, size - 1)),
+        (5, (0, TOKENS - 1, TOKENS), (1, 0)),
+    ]
+
+
+def test_sequence_after_sequence(windows, world):
+    results = {}
+    for turn, (seed, bounds, ranks) in enumerate(cuts_of(world), 1):
+        if world.rank in ranks:
+            results[seed] = piece(windows, turn, seed, bounds, ranks)
+    for seed, bounds, ranks in cuts_of(world):
+        assert_whole(world, seed, bounds, ranks, results.get(seed))
+
+
+@pytest.mark.parametrize("slowed", [0, 1])
+def test_a_slow_rank_changes_nothing(windows, world, slowed):
+    """Each time that the others come to a slot or a flag, the slow rank has not."""
+    results = {}
+    for turn, (seed, bounds, ranks) in enumerate(cuts_of(world)[:3], 1):
+        if world.rank in ranks:
+            slow = (lambda layer: time.sleep(0.03)) if world.rank == slowed else (lambda layer: None)
+            results[seed] = piece(windows, turn, seed, bounds, ranks, slow)
+    for seed, bounds, ranks in cuts_of(world)[:3]:
+        assert_whole(world, seed, bounds, ranks, results.get(seed))
+
+
+@pytest.mark.sizes(3, 4)
+def test_nobody_else_waits(windows, world):
+    """A rank without a piece goes on while the others are still at theirs; one rank of these is late."""
+    bounds, ranks = (0, 15, TOKENS), (0, 1)
+    ended = time.time()
+    own = None
+    if world.rank in ranks:
+        slow = (lambda layer: time.sleep(0.2)) if world.rank == 0 else (lambda layer: None)
+        own = piece(windows, 1, 9, bounds, ranks, slow)
+        ended = time.time()
+    times = world.gather_objects(ended)
+    assert all(times[rank] < min(times[0], times[1]) for rank in range(2, world.size))
+    assert_whole(world, 9, bounds, ranks, own)
+
+
+def test_memory_is_bounded_and_told(windows):
+    assert windows.sizes.num_bytes == LAYERS * TOKENS * TOKEN_BYTES + 2 * TOKENS * TOKEN_BYTES
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("flag", ["SHOWN", "GIVEN"])
+def test_a_flag_that_is_looked_at_too_late_is_seen(windows, world, monkeypatch, flag):
+    """Reading before the flag is raised gives what lay there before, so that the comparisons above fail."""
+    unwaited, wait = getattr(kv_windows, flag), KVWindows.wait_for_flag
+
+    def careless(self, kind, *args):
+        if kind != unwaited:
+            wait(self, kind, *args)
+
+    monkeypatch.setattr(KVWindows, "wait", careless)
+    bounds, ranks = (0, 15, TOKENS), (0, 1)
+    # Who is waited for is late: the first piece in the forward, the second in the backward.
+    late = 0 if flag == "SHOWN" else 1
+    own = piece(windows, 1, 1, bounds, ranks, lambda layer: time.sleep(0.3 if world.rank == late else 0))
+    expected = whole(1)
+    parts = world.gather_objects(own)
+    assert not torch.allclose(torch.cat([part[1] for part in parts], 2), expected[1])
+
+
+@pytest.mark.sizes(2)
+def test_a_gradient_that_is_added_twice_is_seen(windows, world, monkeypatch):
+    taken = WindowKVExchange.accumulate_kv_grads
+    monkeypatch.setattr(WindowKVExchange, "taken", lambda self, layer, own: taken(self, layer, taken(self, layer, own)))
+    own = piece(windows, 1, 1, (0, 15, TOKENS), (0, 1))
+    parts = world.gather_objects(own)
+    assert not torch.allclose(torch.cat([part[1] for part in parts], 2), whole(1)[1])

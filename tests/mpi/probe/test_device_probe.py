@@ -1,0 +1,132 @@
+"""Windows on devices are tried with all peers and from both kinds of memory; host memory stands in for a device."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from late_device import LateDevice
+
+from odc_mpi.errors import UserError
+from odc_mpi.probe import cache, device_probe, operations, probe, trial
+from odc_mpi.probe.device_probe import device_cache_key, load_device_report
+from odc_mpi.probe.report import DEVICE_OPERATIONS, Cause, ProbeReport, Problem
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    # Large operations are reached on a busy machine, too.
+    monkeypatch.setattr(device_probe, "BUDGET", replace(probe.QUICK, bandwidth_s=5.0))
+
+
+@pytest.fixture
+def less(monkeypatch):
+    """No operations of 16 MiB, which go over such a window in seconds."""
+    monkeypatch.setattr(trial, "LARGE_BYTES", trial.LARGE_BYTES[:2])
+    monkeypatch.setattr(device_probe, "LARGE_BYTES", trial.LARGE_BYTES)
+
+
+@pytest.mark.slow
+@pytest.mark.sizes(1, 2)
+def test_every_operation_is_tried_and_right(world):
+    heard = []
+    report = probe.probe(world, probe.QUICK, on_message=lambda _, doing: heard.append(doing), device=LateDevice())
+    assert report == world.gather_objects(report)[0], "all ranks have the same report"
+    assert report.problems == ()
+    device = report.device
+    assert (device.names, device.window, device.own_accumulate) == (("late device",), True, True)
+    assert device.cuda_support in (True, False, None)
+    assert device.alloc_kinds is None or "system" in device.alloc_kinds
+    tried = [f"{resume_point}.same_node.{name}" for name, resume_point in DEVICE_OPERATIONS] if world.size > 1 else []
+    assert heard[-(len(tried) + 4) :] == ["device.memory", "device.window", *tried, "device.own", None]
+    for name, resume_point in DEVICE_OPERATIONS if world.size > 1 else ():
+        operation = getattr(getattr(device, resume_point).same_node, name)
+        assert operation.one_sided is not None, (resume_point, name)
+        assert operation.idle_s > 0 and operation.gb_per_s > 0
+    assert ProbeReport.from_dict(report.to_dict()) == report
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize(
+    ("name", "origin"),
+    [pytest.param(*pair, marks=[pytest.mark.slow] if index else []) for index, pair in enumerate(DEVICE_OPERATIONS)],
+)
+def test_wrong_data_is_told_of_the_memory_it_came_from(world, monkeypatch, less, name, resume_point):
+    kind, run = operations.BY_NAME[name], operations.BY_NAME[name]._run
+
+    def forgetful(self, num_bytes):
+        is_device = isinstance(self.peering.received, device_probe.DeviceBuffer)
+        if num_bytes >= 1 << 20 and is_device == (resume_point == "from_device"):
+            self.peering.received.fill(7, num_bytes)
+        else:
+            run(self, num_bytes)
+
+    pairs = probe.find_pairs(world.gather_objects(world.node))
+    monkeypatch.setattr(kind, "_run", forgetful)
+    found = device_probe.try_device(world, ProbeReport(), pairs, LateDevice(), lambda *_: None)
+    assert list(map(str, found.problems)) == [f"{resume_point} same_node {name}: {Cause.WRONG.value}"]
+    assert found.is_wrong(resume_point, "same_node", name) and not found.is_wrong("same_node", name)
+    for other, memory in DEVICE_OPERATIONS:
+        answered = getattr(getattr(found.device, memory).same_node, other).idle_s is not None
+        assert answered == ((other, memory) != (name, resume_point))
+
+
+def test_without_memory_for_windows_nothing_is_tried(world):
+    class NoCupy(LateDevice):
+        def window_memory(self, num_bytes):
+            raise UserError("no CuPy")
+
+    device = NoCupy() if world.rank == world.size - 1 else LateDevice()
+    found = device_probe.try_device(world, ProbeReport(), {}, device, lambda *_: None)
+    assert list(map(str, found.problems)) == ["device memory: no CuPy"]
+    assert found.device.window is None
+
+
+def test_a_wrong_sum_in_the_own_window_is_told(world, monkeypatch):
+    monkeypatch.setattr(device_probe.DeviceWindow, "accumulate", lambda *_: None)
+    found = device_probe.try_device(world, ProbeReport(), {}, LateDevice(), lambda *_: None)
+    assert found.device.own_accumulate is False
+
+
+def test_a_kept_verdict_serves_all_ranks_in_the_same_layout_only(world, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # only rank 0's file counts
+    device = LateDevice()
+    assert load_device_report(world, device) is None
+    key = device_cache_key(world, device)
+    report = ProbeReport(nodes=1, ranks_per_node=(world.size,)).with_device(window=True)
+    if world.rank == 0:
+        cache.store(key, report)
+    assert load_device_report(world, device) == report
+    other = LateDevice()
+    other.name = "another"
+    assert load_device_report(world, other) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(device_probe, "_mapped_libraries", lambda name: ["/elsewhere/libucp.so.0"])
+        assert load_device_report(world, device) is None
+    monkeypatch.setattr(world, "node", world.node + world.rank)
+    assert (load_device_report(world, device) is None) == (world.size > 1)
+
+
+def test_a_verdict_that_is_a_time_out_is_kept_for_a_shorter_time(world, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device, now_s = LateDevice(), time.time()
+    key = device_cache_key(world, device)
+    tried = ProbeReport(nodes=1, ranks_per_node=(world.size,)).with_device(window=True)
+    for problem, after_two_days in (("crashed (SIGSEGV on rank 1)", True), ("no answer within 12 s", False)):
+        if world.rank == 0:
+            cache.store(key, tried.with_problem(Problem.read(f"from_device same_node get: {problem}")))
+        assert load_device_report(world, device) is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.time, "time", lambda: now_s + 2 * 24 * 3600)
+            assert (load_device_report(world, device) is not None) == after_two_days
+
+
+def test_no_device_unless_every_rank_has_one(world, monkeypatch):
+    monkeypatch.setattr(probe, "has_gpu", lambda: False)
+    assert probe.device_on_all_ranks(world) is None
+    monkeypatch.setattr(probe, "has_gpu", lambda: world.rank == 0)
+    monkeypatch.setattr("odc_mpi.comm.device.device.find_device", lambda *_: LateDevice())
+    assert (probe.device_on_all_ranks(world) is None) == (world.size > 1)
+    monkeypatch.setattr(probe, "has_gpu", lambda: True)
+    assert isinstance(probe.device_on_all_ranks(world), LateDevice)

@@ -1,0 +1,133 @@
+"""The probe tells what is one-sided from what waits, on real windows of both kinds."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from mpi4py import MPI
+
+from odc_mpi.probe import cache, operations, probe
+from odc_mpi.probe.report import OPERATIONS, Cause, Peers, Problem
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+
+
+def over_own_memory(world, values):
+    """A window over memory that the process had before: in both libraries a Get then waits for its target."""
+    return [MPI.Win.Create(values, 1, MPI.INFO_NULL, world.comm)]
+
+
+def timed_probe(world, *arguments, **options):
+    world.gather_objects(None)
+    began = time.perf_counter()
+    report = probe.probe(world, *arguments, **options)
+    return report, time.perf_counter() - began
+
+
+@pytest.mark.parametrize("budget", [probe.QUICK, probe.FULL], ids=["quick", "full"])
+def test_peers_on_the_same_node(world, budget):
+    report, seconds = timed_probe(world, budget)
+    assert report == world.gather_objects(report)[0], "all ranks have the same report"
+    assert report.problems == ()
+    assert (report.nodes, report.ranks_per_node, report.ranks) == (1, (world.size,), world.size)
+    assert report.library == world.mpi_library
+    assert report.shm_bytes > 0
+    assert report.shared_memory.readable and report.shared_memory.contiguous
+    assert report.peers.other_node is None
+    assert seconds < (2.0 if budget is probe.QUICK else 20.0), seconds
+    if world.size == 1:
+        assert report.peers == Peers()
+        return
+    assert report.shared_memory.load_s < 1e-3
+    for name in OPERATIONS:
+        operation = getattr(report.peers.same_node, name)
+        assert operation.one_sided is True, name
+        assert 0 < operation.idle_s < 0.01 and 0 < operation.busy_s < 0.01 and operation.gb_per_s > 0
+    assert report.peers.same_node.get.gb_per_s > 0.5
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_window_whose_operations_wait(world, monkeypatch):
+    monkeypatch.setattr(probe, "allocate", over_own_memory)
+    report, seconds = timed_probe(world, probe.QUICK)
+    assert report.problems == ()
+    for name in ("get", "accumulate", "put", "fetch_and_op"):
+        operation = getattr(report.peers.same_node, name)
+        assert operation.one_sided is False, name
+        # Most of a spell, but on a crowded machine the origin may come to it late.
+        assert operation.busy_s > 10 * operation.idle_s
+        assert operation.gb_per_s > 0
+    assert seconds < 4.0, seconds
+
+
+@pytest.mark.mpi(min_size=2)
+def test_other_nodes_are_read_over_what_a_node_shares(world, monkeypatch):
+    """Of a peer that is taken for one of another node: over such a window a Get from the same node waits."""
+    monkeypatch.setattr(probe, "find_pairs", lambda nodes: {"other_node": (0, 1)})
+    report, _ = timed_probe(world, probe.QUICK)
+    assert report.problems == ()
+    found = report.peers.other_node
+    assert found.get.one_sided is False and found.get.gb_per_s > 0
+    assert found.put.one_sided is found.accumulate.one_sided is found.fetch_and_op.one_sided is True
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_wrong_data_is_told(world, monkeypatch, name):
+    """The first operation of this kind does nothing; all ranks hear of it, and the others are still tried."""
+    kind = operations.BY_NAME[name]
+    run, skipped = kind._run, []
+
+    def forgetful(self, num_bytes):
+        # A small one that is skipped would be made up for by the next, but for sums and tickets.
+        if num_bytes >= 1 << 20 or (name == "fetch_and_op" and not skipped):
+            skipped.append(num_bytes)
+            self.peering.received.fill(7, num_bytes)
+        else:
+            run(self, num_bytes)
+
+    monkeypatch.setattr(kind, "_run", forgetful)
+    report, _ = timed_probe(world, probe.QUICK)
+    assert list(map(str, report.problems)) == [f"same_node {name}: what arrived is not what was sent"]
+    answered = {other for other in OPERATIONS if getattr(report.peers.same_node, other).idle_s is not None}
+    assert answered == set(OPERATIONS) - {name}
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_listener_hears_what_is_tried(world):
+    heard = []
+    probe.probe(world, probe.QUICK, on_message=lambda report, doing: heard.append((report, doing)))
+    tried = [doing for _, doing in heard]
+    assert tried == ["shared_memory", "window", *(f"same_node.{name}" for name in OPERATIONS), None]
+    assert heard[3][0].peers.same_node.get.one_sided is True
+    assert heard[3][0].peers.same_node.put.one_sided is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted"),
+    [
+        ([0], {}),
+        ([0, 0, 0], {"same_node": (0, 1)}),
+        ([0, 1], {"other_node": (0, 1)}),
+        ([0, 1, 0, 1], {"same_node": (0, 2), "other_node": (0, 1)}),
+        ([0, 1, 1], {"same_node": (1, 2), "other_node": (0, 1)}),
+    ],
+)
+def test_pairs(nodes, wanted):
+    assert probe.find_pairs(nodes) == wanted
+
+
+def test_a_kept_report_serves_all_ranks(world, shared_dir, tmp_path, monkeypatch):
+    # Only rank 0's file counts: the others have another place, and nothing in it.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = probe.cached_or_quick_report(world)
+    files = list(cache.folder().glob("*.json"))
+    assert len(files) == (1 if world.rank == 0 else 0)
+    assert replace(probe.cached_or_quick_report(world), shm_bytes=None) == replace(first, shm_bytes=None)
+    probed = first.with_problem(Problem(("probed",), Cause.OTHER))
+    monkeypatch.setattr(probe, "probe", lambda *_: probed)
+    assert probe.cached_or_quick_report(world).problems == ()
+    if files:
+        files[0].write_text("damaged")
+    assert probe.cached_or_quick_report(world).problems == probed.problems
+    assert probe.cached_or_quick_report(world).problems == probed.problems, "a report with problems was kept"

@@ -1,0 +1,52 @@
+"""The second implementation: plain torch and transformers on one process, one sequence at a time, no packing."""
+
+import torch
+import torch.nn.functional as F
+import transformers
+
+from odc_mpi.shard.optim import schedule_factor
+
+
+def unsharded_model(meta_model, settings):
+    """The same model with ordinary parameters and the stock attention, holding the same initial values."""
+    plain = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**settings), attn_implementation="sdpa", dtype=torch.float32
+    )
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(meta_model.weights.read(name, 0, parameter.numel()).view(parameter.shape))
+    return plain
+
+
+def compute_loss(module, dataset, indices):
+    """The mean loss over all trained tokens of some sequences, each by itself."""
+    total, count = 0.0, 0
+    for index in indices:
+        tokens, mask = dataset[index]
+        tokens, mask = torch.from_numpy(tokens), torch.from_numpy(mask)[1:]
+        logits = module(input_ids=tokens[None, :-1], use_cache=False).logits[0]
+        losses = F.cross_entropy(logits, tokens[1:], reduction="none")
+        total = total + losses[mask].sum()
+        count += int(mask.sum())
+    return total / count
+
+
+def train(module, dataset, minibatches, optim):
+    """The losses of a plain loop with the trainer's optimizer settings."""
+    decayed = [p for p in module.parameters() if p.dim() >= 2 and p.requires_grad]
+    others = [p for p in module.parameters() if p.dim() < 2 and p.requires_grad]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon)
+    losses = []
+    for step, indices in enumerate(minibatches):
+        factor = schedule_factor(optim.lr_scheduler_type, step, optim.warmup_steps, len(minibatches))
+        for group in optimizer.param_groups:
+            group["lr"] = optim.learning_rate * factor
+        optimizer.zero_grad()
+        loss = compute_loss(module, dataset, indices)
+        loss.backward()
+        if optim.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_([*decayed, *others], optim.max_grad_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

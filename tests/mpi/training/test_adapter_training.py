@@ -1,0 +1,342 @@
+"""Adapters over windows: losses and weights of peft in plain torch, checkpoints of them alone, and what they cost."""
+
+import contextlib
+import copy
+import itertools
+import json
+
+import peft
+import plain
+import pytest
+import small_training
+import torch
+import transformers
+from damage import flip
+from small_training import QWEN2
+
+from odc_mpi.api import shard_model
+from odc_mpi.checkpoint.commands import open_newest
+from odc_mpi.cli.main import main
+from odc_mpi.data.loader import Loader
+from odc_mpi.errors import AllRanksUserError
+from odc_mpi.models import build as models
+from odc_mpi.models.load import load_model
+from odc_mpi.training import source
+from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.run import build_trainer, decide, train
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.sizes(1, 2, 3),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # of peft itself
+]
+
+STEPS = 4
+PREFIX = "base_model.model."
+
+
+def configure(dataset_path, **changes):
+    adapters = {"lora.r": 4, "lora.alpha": 16, "optim.warmup_steps": None, "run.steps": STEPS, "run.resume": "never"}
+    return small_training.configure(dataset_path, **(adapters | changes))
+
+
+def run(config, world):
+    inputs = open_inputs(config, world.rank, world.size)
+    first = {
+        name: inputs.model.weights.read(name, 0, parameter.numel()).view(parameter.shape).clone()
+        for name, parameter in inputs.model.module.named_parameters()
+    }
+    with small_training.training(config, world, inputs) as (trainer, steps):
+        return inputs, [line["loss"] for line in steps()], first, trainer.model.state_dict()
+
+
+def peft_model(config, first, attention="sdpa"):
+    """peft's own model on one process, with the same first values."""
+    lora, base = config.lora, models.from_config(config.model.config, config.run.seed)
+    model = plain.unsharded_model(base, config.model.config)
+    for parameter in model.parameters():  # `to` would round rotary frequencies, too
+        parameter.data = parameter.to(getattr(torch, config.model.param_dtype))
+    model.set_attn_implementation(attention)
+    model = peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=lora.target_modules,
+            modules_to_save=lora.modules_to_save,
+            task_type="CAUSAL_LM",
+        ),
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(first[name.removeprefix(PREFIX)])
+    return model
+
+
+def read_minibatches(config, inputs, rank=0, size=1):
+    loader = Loader(
+        inputs.dataset,
+        cost=inputs.loader.cost,
+        minibatch_sequences=config.data.minibatch_sequences,
+        max_tokens_per_microbatch=config.data.max_tokens_per_microbatch,
+        balance=config.data.balance if config.data.balance != "dynamic" else "lb_mini",
+        seed=config.run.seed,
+        rank=rank,
+        size=size,
+    )
+    return list(itertools.islice(loader, config.run.steps))
+
+
+def trained_in(model):
+    return {name.removeprefix(PREFIX): p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def reference(config, inputs, first):
+    """Losses and adapters of a plain loop, one sequence at a time."""
+    model = peft_model(config, first)
+    indices = [minibatch.indices for minibatch in read_minibatches(config, inputs)]
+    return plain.train(model, inputs.dataset, indices, config.optim), trained_in(model)
+
+
+def packed_reference(config, inputs, first, size):
+    """Losses and adapters of a plain loop over the microbatches of all ranks, each seeded as a run seeds it."""
+    model, optim = peft_model(config, first, "odc_packed").train(), config.optim
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=optim.learning_rate,
+        eps=optim.adam_epsilon,
+        weight_decay=optim.weight_decay,
+    )
+    losses = []
+    for of_ranks in zip(*(read_minibatches(config, inputs, rank, size) for rank in range(size)), strict=True):
+        total = 0.0
+        for minibatch in of_ranks:
+            for batch in minibatch:
+                torch.manual_seed(source._seed(config.run.seed, minibatch.data_epoch, int(batch.indices[0])))
+                loss = model(**batch.inputs).loss * (batch.num_tokens / minibatch.num_tokens)
+                loss.backward()
+                total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, trained_in(model)
+
+
+def assert_trained_alike(state, trained, rtol=1e-5, atol=1e-6):
+    for name, value in trained.items():
+        assert state[name].dtype == value.dtype, name
+        torch.testing.assert_close(state[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("balance", "targets", "saved"),
+    [
+        ("lb_mini", "all-linear", None),
+        ("lb_mini", "[q_proj,v_proj]", "[lm_head,norm]"),
+        ("dynamic", "all-linear", None),
+    ],
+    ids=["all linear", "and whole modules", "tickets"],
+)
+def test_losses_and_adapters_equal_peft(world, dataset_path, balance, targets, saved):
+    changes = {"data.balance": balance, "lora.target_modules": targets, "lora.modules_to_save": saved}
+    config = configure(dataset_path, **changes, **{"model.config.tie_word_embeddings": "false"})
+    inputs, losses, first, state = run(config, world)
+    wanted, trained = reference(config, inputs, first)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert {name for name in state if ".lora_" in name or "modules_to_save" in name} == trained.keys()
+    assert_trained_alike(state, trained)
+    for name, value in state.items():
+        if name in trained:
+            assert not torch.equal(value, first[name]), f"{name} stood still"
+        elif name in first:
+            assert torch.equal(value, first[name]), f"{name} is frozen"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora.dropout": 0.3},
+        {"model.param_dtype": "bfloat16"},
+        {"lora.dropout": 0.3, "model.gradient_checkpointing": "true"},
+    ],
+    ids=["dropout", "bf16 base", "dropout, recomputed"],
+)
+def test_the_same_microbatches_equal_peft(world, dataset_path, changes):
+    settings = {"data.balance": "lb_mini", "optim.lr_scheduler_type": "constant"} | changes
+    config = configure(dataset_path, **settings)
+    inputs, losses, first, state = run(config, world)
+    wanted, trained = packed_reference(config, inputs, first, world.size)
+    if config.model.param_dtype == "float32":
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert_trained_alike(state, trained, 1e-4, 1e-6)
+    else:  # sums in another order round to other activations: elements move by 3e-4, arrays by 3e-3 of their norm
+        assert losses == pytest.approx(wanted, rel=1e-3)
+        for name, value in trained.items():
+            assert (state[name] - value).norm() <= 2e-2 * value.norm(), name
+    assert {value.dtype for name, value in state.items() if ".lora_" in name} == {torch.float32}
+    base = {value.dtype for name, value in state.items() if "base_layer" in name}
+    assert base == {getattr(torch, config.model.param_dtype)}
+
+
+def test_what_is_frozen_costs_nothing_on_the_way_back(world, dataset_path):
+    inputs = open_inputs(configure(dataset_path), world.rank, world.size)
+    trainer = build_trainer(configure(dataset_path), world, inputs, decide(configure(dataset_path), world))
+    model, pushed = trainer.model, []
+    gradients = model._transport.gradients
+    push = gradients.push
+
+    def count(index, gradient, start=0):
+        pushed.append((index, gradient.nbytes))
+        return push(index, gradient, start)
+
+    gradients.push = count
+    trainer.step()
+    trained = [layout.trainable for layout in model.layouts]
+    assert trained.count(True) == QWEN2["num_hidden_layers"], "one array of each layer, none of the root"
+    assert trained.count(False) == QWEN2["num_hidden_layers"] + 1
+    hosted = {}
+    for index in range(len(trained)):
+        with contextlib.suppress(KeyError):
+            hosted[index] = gradients.shard(index).nbytes
+    assert [index in hosted for index in range(len(trained))] == trained
+    assert sum(hosted.values()) == sum(4 * layout.shard_numel for layout in model.layouts if layout.trainable)
+    numel = sum(slot.spec.numel for layout in model.layouts if layout.trainable for slot in layout.ranges)
+    assert numel == sum(p.numel() for name, p in inputs.model.module.named_parameters() if ".lora_" in name)
+    state = trainer.update.optimizer.state.values()
+    elements = sum(value.numel() for kept in state for value in kept.values() if value.dim())
+    assert sum(world.gather_objects(elements)) == 2 * numel, "AdamW's two moments of adapters, and no more"
+    assert {index for index, _ in pushed} <= hosted.keys()
+    calls = sum(1 for _ in pushed)
+    most = max(4 * layout.numel for layout in model.layouts if layout.trainable)
+    assert sum(num_bytes for _, num_bytes in pushed) <= calls * most
+    assert sum(world.gather_objects(calls)) > 0
+    world.gather_objects(None)
+    model.close()
+
+
+@pytest.mark.sizes(2)
+def test_a_model_that_peft_has_wrapped(world):
+    """By hand, each parameter in its own type: a base in bf16, adapters in fp32."""
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model(**QWEN2)
+    base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    alone = copy.deepcopy(wrapped)
+    tokens = torch.randint(61, (2, 9))
+    model = shard_model(wrapped, world)
+    optimizer = torch.optim.SGD(model.shard_parameters(), lr=1.0)
+    optimizer_alone = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(2):
+        with model.minibatch():
+            for row in tokens[world.rank :: world.size]:
+                model(input_ids=row[None], labels=row[None]).loss.backward()
+        optimizer.step()
+        model.publish()
+        for row in tokens:
+            alone(input_ids=row[None], labels=row[None]).loss.backward()
+        optimizer_alone.step()
+        optimizer_alone.zero_grad()
+    state = model.state_dict()
+    assert_trained_alike(state, {n: p.detach() for n, p in alone.named_parameters() if p.requires_grad}, 1e-4, 1e-6)
+    assert {value.dtype for name, value in state.items() if "lora_" in name} == {torch.float32}
+    world.gather_objects(None)
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def saved(world, shared_dir, dataset_path):
+    """A run of two steps over a base on disk, which has saved; its directory, that of the base, and its settings."""
+    base, run_dir = shared_dir / "base", shared_dir / "adapters"
+    if world.rank == 0:
+        torch.manual_seed(3)
+        config = transformers.AutoConfig.for_model(**QWEN2)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
+    world.gather_objects(None)
+    settings = {f"model.config.{key}": None for key in QWEN2} | {"model.path": base, "run.resume": "auto"}
+    settings |= {"run.dir": run_dir, "optim.lr_scheduler_type": "constant", "data.balance": "lb_mini"}
+    train(configure(dataset_path, **settings, **{"run.steps": 2, "run.checkpoint_every": 2}), world)
+    world.gather_objects(None)
+    return run_dir, base, settings
+
+
+def losses_in(run_dir):
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_checkpoint_has_the_adapters_and_a_reference(world, saved):
+    run_dir, base, _ = saved
+    with open_newest(run_dir) as checkpoint:
+        kinds = {(record.kind, ".lora_" in path) for path, record in checkpoint.manifest.tensors.items()}
+        assert kinds == {("trainable", True), ("state", True)}
+        reference = checkpoint.manifest.metadata["base"]
+    assert reference["path"] == str(base) and reference["sha256"].keys() == {"model.safetensors:0"}
+    meta_model = load_model(run_dir, world.rank, world.size)
+    name = "model.layers.1.mlp.up_proj.lora_B.default.weight"
+    assert meta_model.weights.read(name, 0, 8).abs().min() > 0, "it is trained"
+    assert {p.device.type for p in meta_model.module.parameters()} == {"meta"}
+
+
+def test_a_run_goes_on(world, saved, dataset_path, shared_dir):
+    run_dir, _, settings = saved
+    train(configure(dataset_path, **(settings | {"run.dir": shared_dir / "whole", "run.steps": 4})), world)
+    train(configure(dataset_path, **(settings | {"run.steps": 4})), world)
+    world.gather_objects(None)
+    assert losses_in(run_dir) == pytest.approx(losses_in(shared_dir / "whole"), rel=1e-5)
+
+
+@pytest.mark.sizes(2)
+def test_peft_loads_what_is_exported_and_merging_gives_the_same(world, saved, dataset_path):
+    """The logits of the exported adapters over their base, of the merged model, and of the checkpoint itself."""
+    run_dir, base, _ = saved
+    out, merged = run_dir / "out", run_dir / "merged"
+    tokens = torch.arange(12)[None]
+    if world.rank == 0:
+        assert main(["checkpoint", "export", str(run_dir), str(out)]) == 0
+        assert main(["checkpoint", "export", str(run_dir), str(merged), "--merge"]) == 0
+        assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+        plain_base = transformers.AutoModelForCausalLM.from_pretrained(base)
+        before = plain_base(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(plain_base, out)(tokens).logits
+        whole = transformers.AutoModelForCausalLM.from_pretrained(merged)(tokens).logits
+        assert (adapted - before).abs().max() > 1e-2, "the adapters do something"
+        torch.testing.assert_close(whole, adapted, rtol=1e-5, atol=1e-5)
+    world.gather_objects(None)
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora.r": 2}, "lora.r: expected 4"),
+        ({"lora.alpha": 32}, "lora.alpha: expected 16"),
+        ({"lora.r": None, "lora.alpha": None}, "is of adapters, got no lora.r"),
+        ({"lora.target_modules": "[q_proj]"}, "of another model: .* is trainable .* there, absent in this one"),
+    ],
+    ids=["r", "alpha", "none", "targets"],
+)
+def test_other_adapters_are_refused(world, saved, dataset_path, changes, words):
+    with pytest.raises(AllRanksUserError, match=words):
+        train(configure(dataset_path, **(saved[2] | {"run.steps": 9} | changes)), world)
+
+
+@pytest.mark.sizes(2)
+def test_another_base_is_refused(world, saved, dataset_path):
+    run_dir, base, settings = saved
+    path = base / "model.safetensors"
+    world.gather_objects(None)
+    if world.rank == 0:
+        flip(path, -1)
+    world.gather_objects(None)
+    with pytest.raises(
+        AllRanksUserError, match=r"expected the base that the adapters were trained over, .*safetensors"
+    ):
+        train(configure(dataset_path, **(settings | {"run.steps": 9})), world)
+    with pytest.raises(ValueError, match="expected the base that the adapters"):
+        load_model(run_dir)
+    world.gather_objects(None)
+    if world.rank == 0:
+        flip(path, -1)
+    world.gather_objects(None)

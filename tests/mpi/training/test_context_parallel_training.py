@@ -1,0 +1,158 @@
+"""Training with sequences in pieces gives the losses and parameters of a plain loop over whole sequences."""
+
+import functools
+import time
+
+import pytest
+from small_training import assert_close, configure, expected, training
+
+from odc_mpi.data import loader
+from odc_mpi.data.plan.balance import Plan, dynamic
+from odc_mpi.data.plan.chunks import SequenceSplit, even_bounds
+from odc_mpi.errors import UserError
+from odc_mpi.training import context_parallel as pieces
+from odc_mpi.training.inputs import open_inputs
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
+
+
+def in_pieces(count, lengths, size, max_tokens, cost):
+    """Cut the two longest sequences of a minibatch into so many pieces, on ranks that overlap; the rest is drawn."""
+    count = min(count, size)
+    if count == 1:
+        return dynamic(lengths, size, max_tokens, cost)
+    longest = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:2]
+    splits = []
+    for turn, i in enumerate(longest):
+        bounds = even_bounds(int(lengths[i]), count, max_tokens, cost)
+        ranks = [(turn + k) % size for k in range(len(bounds) - 1)]
+        splits.append(SequenceSplit(i, bounds, tuple(ranks if turn else reversed(ranks))))
+    rest = [i for i in range(len(lengths)) if i not in longest]
+    plan = dynamic(lengths[rest], size, max_tokens, cost)
+    return Plan(plan.microbatches, tuple(tuple(rest[k] for k in own) for own in plan.pool), tuple(splits))
+
+
+def train(config, world):
+    """Losses and parameters, and how many sequences were cut."""
+    inputs = open_inputs(config, world.rank, world.size)
+    num_cut = 0
+    with training(config, world, inputs) as (trainer, steps):
+        draw = trainer._source.next_minibatch
+
+        def counting():
+            nonlocal num_cut
+            minibatch = draw()
+            num_cut += len(minibatch.plan.splits)
+            return minibatch
+
+        trainer._source.next_minibatch = counting
+        losses, state = [line["loss"] for line in steps()], trainer.model.state_dict()
+    if trainer._source._pieces:
+        trainer._source._pieces.windows.close()
+    return inputs, losses, state, num_cut
+
+
+def configured(dataset_path, **changes):
+    return configure(dataset_path, **{"data.balance": "dynamic", "data.context_parallel": "auto", **changes})
+
+
+def check(config, world, least_cut):
+    inputs, losses, state, num_cut = train(config, world)
+    wanted, parameters = expected(config, inputs.dataset)
+    assert num_cut >= (least_cut if world.size > 1 else 0)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert_close(state, parameters)
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize(
+    ("count", "changes"),
+    [
+        (2, {}),
+        (3, {"comm.prefetch": 0}),
+        (4, {"comm.prefetch": 2, "comm.zero_copy": "off"}),
+        (3, {"model.gradient_checkpointing": "true"}),
+        (2, {"model.gradient_checkpointing": "true", "comm.zero_copy": "off", "comm.reduction": "mailbox"}),
+        (3, {"comm.reduction": "mailbox", "comm.mailbox_bytes": 4096}),
+    ],
+)
+def test_as_whole_sequences_on_one_process(dataset_path, world, monkeypatch, count, changes):
+    monkeypatch.setattr(loader, "split_longest", functools.partial(in_pieces, count))
+    check(configured(dataset_path, **changes), world, 10)
+
+
+@pytest.mark.sizes(2, 4)
+def test_the_plan_cuts_where_it_gains(dataset_path, world):
+    """Two sequences a minibatch: the longer one is cut over the ranks, or takes all the time."""
+    check(configured(dataset_path, **{"data.minibatch_sequences": 2, "data.cost": "linear"}), world, 3)
+
+
+@pytest.mark.sizes(1, 2, 4)
+def test_sequences_longer_than_a_microbatch(dataset_path, world):
+    """Of up to 40 tokens, in pieces of at most 20; on one rank they are refused, as without pieces."""
+    config = configured(dataset_path, **{"data.max_tokens_per_microbatch": 20})
+    if world.size == 1:
+        with pytest.raises(UserError, match="raise data\\.max_tokens_per_microbatch"):
+            open_inputs(config, world.rank, world.size)
+        return
+    inputs, losses, state, num_cut = train(config, world)
+    whole = configured(dataset_path)
+    wanted, parameters = expected(whole, inputs.dataset)
+    assert num_cut
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert_close(state, parameters)
+
+
+@pytest.mark.sizes(3)
+def test_a_slow_rank_and_a_learned_cost(dataset_path, world, monkeypatch):
+    monkeypatch.setattr(loader, "split_longest", functools.partial(in_pieces, 3))
+    if world.rank == 1:
+        attend = pieces.context_parallel_attention
+        monkeypatch.setattr(pieces, "attend", lambda *args: time.sleep(0.01) or attend(*args))
+    check(configured(dataset_path, **{"data.cost": "fitted"}), world, 10)
+
+
+@pytest.mark.sizes(3)
+def test_in_bf16_the_losses_stay_within_rounding(dataset_path, world, monkeypatch):
+    """Sums over pieces round to bf16 in other places: 4e-3 of each number, less of a loss."""
+    config = {"model.param_dtype": "bfloat16", "run.steps": 3}
+    _, whole, _, _ = train(configured(dataset_path, **config, **{"data.context_parallel": "off"}), world)
+    monkeypatch.setattr(loader, "split_longest", functools.partial(in_pieces, 3))
+    _, cut, _, num_cut = train(configured(dataset_path, **config), world)
+    assert num_cut or world.size == 1
+    assert cut == pytest.approx(whole, rel=5e-3)
+
+
+@pytest.mark.sizes(3)
+def test_adapters(dataset_path, world, monkeypatch):
+    """Only queries of adapters are trained, so nothing is given back; then also keys and values."""
+    for modules in ("[q_proj]", "[k_proj, v_proj]"):
+        config = {"lora.r": 4, "lora.target_modules": modules, "run.steps": 3, "optim.learning_rate": 0.1}
+        _, whole, _, _ = train(configured(dataset_path, **config, **{"data.context_parallel": "off"}), world)
+        with monkeypatch.context() as patch:
+            patch.setattr(loader, "split_longest", functools.partial(in_pieces, 3))
+            _, cut, _, num_cut = train(configured(dataset_path, **config), world)
+        assert num_cut or world.size == 1
+        assert cut == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data.balance": "lb_mini"}, r"goes with data\.balance dynamic, got lb_mini"),
+        ({"model.compile": "true"}, r"goes with model\.compile false, got true"),
+    ],
+)
+def test_settings_that_do_not_go_together(dataset_path, world, changes, words):
+    with pytest.raises(UserError, match=words):
+        open_inputs(configured(dataset_path, **changes), world.rank, world.size)
+
+
+@pytest.mark.sizes(3)
+def test_a_model_that_cannot_be_cut_is_trained_whole(dataset_path, world):
+    window = {"model.config.use_sliding_window": "true", "model.config.sliding_window": 8}
+    config = configured(dataset_path, **window, **{"model.config.max_window_layers": 1, "run.steps": 1})
+    inputs, _, _, num_cut = train(config, world)
+    assert num_cut == 0
+    assert "a window of 8 tokens" in inputs.context_parallel.startup_lines()["pieces"] or world.size == 1

@@ -1,0 +1,68 @@
+"""A model from a directory of safetensors on several ranks: the plain loop's results, one unit at a time."""
+
+import itertools
+
+import plain
+import pytest
+import torch
+import transformers
+from small_training import QWEN2, STEPS, assert_close, configure, run
+
+from odc_mpi.data.loader import Loader
+from odc_mpi.models.weights import SafetensorsWeights
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def directory(world, shared_dir):
+    path = shared_dir / "model"
+    if world.rank == 0:
+        torch.manual_seed(3)
+        config = transformers.AutoConfig.for_model(**QWEN2)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(path, max_shard_size="40KB")
+    world.gather_objects(None)
+    return path
+
+
+class NotingSlice:
+    """A tensor in a file, which notes how many elements are read of it at a time."""
+
+    def __init__(self, inner, numels):
+        self._inner, self._numels = inner, numels
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def __getitem__(self, index):
+        part = self._inner[index]
+        self._numels.append(part.numel())
+        return part
+
+
+def test_training_from_a_directory_is_the_plain_loop_s(world, dataset_path, directory, monkeypatch):
+    plain_slice, numels = SafetensorsWeights._slice, []
+    plain_read, wanted = SafetensorsWeights.read, []
+
+    def noting(self, name, start, stop):
+        wanted.extend([stop - start] if stop > start else [])
+        return plain_read(self, name, start, stop)
+
+    monkeypatch.setattr(SafetensorsWeights, "read", noting)
+    monkeypatch.setattr(SafetensorsWeights, "_slice", lambda self, name: NotingSlice(plain_slice(self, name), numels))
+    config = configure(dataset_path, **{"model.path": directory})
+    dataset, metrics, state = run(config, world)
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa")
+    parameters = list(reference.parameters())
+    longest_row = max(p.shape[-1] for p in parameters)
+    # One parameter's part at a time, up to the ends of its rows, and together no more than this rank's shards.
+    assert all(numel <= part + 2 * longest_row for numel, part in zip(numels, wanted, strict=True))
+    assert sum(wanted) <= sum(p.numel() for p in parameters) / world.size + 32 * len(parameters)
+
+    draw = Loader(dataset, minibatch_sequences=7, max_tokens_per_microbatch=64, seed=config.run.seed)
+    minibatches = [minibatch.indices for minibatch in itertools.islice(draw, STEPS)]
+    losses = plain.train(reference, dataset, minibatches, config.optim)
+    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert_close(state, reference.state_dict())

@@ -1,0 +1,110 @@
+"""Adapters whose base lies elsewhere by now: the run goes on over it, it is exported over it, and only over it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from test_adapter_training import configure, losses_in
+from test_adapter_training import saved as saved  # a fixture
+
+from odc_mpi.checkpoint.commands import open_newest
+from odc_mpi.cli.main import main
+from odc_mpi.errors import AllRanksUserError, UserError
+from odc_mpi.models.load import load_model
+from odc_mpi.training.run import train
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.sizes(2),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # of peft itself
+]
+
+
+@pytest.fixture(scope="session")
+def shared_dir(world, tmp_path_factory):
+    """A directory of these tests alone, so that their run is none of another file's."""
+    return world.gather_objects(tmp_path_factory.mktemp("moved"))[0]
+
+
+@pytest.fixture
+def moved(world, saved):
+    """The run, the directory in which its base is now, and its settings with that directory."""
+    run_dir, base, settings = saved
+    place = base.with_name("moved")
+    if world.rank == 0:
+        base.rename(place)
+    world.gather_objects(None)
+    yield run_dir, place, settings | {"model.path": place, "run.steps": 3}
+    world.gather_objects(None)
+    if world.rank == 0:
+        place.rename(base)
+    world.gather_objects(None)
+
+
+def trained(meta_model):
+    return meta_model.weights.read("model.layers.1.mlp.up_proj.lora_B.default.weight", 0, 8)
+
+
+def test_the_base_is_missed_until_its_place_is_said(moved):
+    run_dir, place, _ = moved
+    with pytest.raises(UserError, match=rf"expected their base in {place.with_name('base')}.*say where it is with --b"):
+        load_model(run_dir)
+    assert trained(load_model(run_dir, base=place)).abs().min() > 0
+
+
+def test_the_run_goes_on_over_it_and_remembers_the_place(world, moved, dataset_path, shared_dir):
+    run_dir, place, settings = moved
+    copy = shared_dir / "copy"
+    if world.rank == 0:
+        shutil.copytree(run_dir, copy)
+    world.gather_objects(None)
+    with pytest.raises(AllRanksUserError, match=rf"model.path: .*{place.with_name('base')} has none"):
+        train(configure(dataset_path, **settings | {"run.dir": copy, "model.path": place.with_name("base")}), world)
+    train(configure(dataset_path, **settings | {"run.dir": copy, "run.checkpoint_every": 3}), world)
+    world.gather_objects(None)
+    assert len(losses_in(copy)) == 3
+    with open_newest(copy) as checkpoint:
+        assert checkpoint.step == 3 and checkpoint.manifest.metadata["base"]["path"] == str(place)
+
+
+def test_it_is_exported_over_it(world, moved, tmp_path, capsys):
+    run_dir, place, _ = moved
+    if world.rank:
+        return
+    for more, name in (((), "adapters"), (("--merge",), "merged")):
+        export = ["checkpoint", "export", str(run_dir), str(tmp_path / name), *more]
+        assert main([*export, "--base", str(place)]) == 0
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(place)
+    assert torch.equal(trained(load_model(tmp_path / "adapters")), trained(load_model(run_dir, base=place)))
+    capsys.readouterr()
+    assert main(["checkpoint", "export", str(tmp_path / "merged"), str(tmp_path / "x"), "--base", str(place)]) == 2
+    with pytest.raises(UserError, match=r"--base goes with adapters, .*merged holds a whole model"):
+        load_model(tmp_path / "merged", base=place)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        (
+            "model.safetensors",
+            lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+            "safetensors differs: name that",
+        ),
+        ("config.json", lambda content: content.replace(b"1e-06", b"1e-05"), r"with rms_norm_eps 1e-06, got 1e-05 in"),
+    ],
+)
+def test_another_base_in_that_place_is_refused(world, moved, tmp_path, capsys, file, change, words):
+    run_dir, place, _ = moved
+    other = shutil.copytree(place, tmp_path / "other")
+    content = (other / file).read_bytes()
+    (other / file).write_bytes(change(content))
+    assert (other / file).read_bytes() != content
+    with pytest.raises(UserError, match=words):
+        load_model(run_dir, base=other)
+    if world.rank == 0:
+        assert main(["checkpoint", "export", str(run_dir), str(tmp_path / "out"), "--base", str(other)]) == 2
+        assert not (tmp_path / "out").exists()
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    world.gather_objects(None)

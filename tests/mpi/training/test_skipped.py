@@ -1,0 +1,70 @@
+"""A step whose gradient is not finite changes nothing, is counted, and is forgotten once one was."""
+
+import json
+
+import pytest
+import torch
+from small_training import configure
+
+from odc_mpi.errors import TrainingError
+from odc_mpi.training import run
+from odc_mpi.training.inputs import open_inputs
+from odc_mpi.training.run import build_trainer, decide, train
+from odc_mpi.training.update import NonFiniteStepLimit
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+
+
+def spoil(trainer, world, steps):
+    """Let the loss of these steps, counted from 1, be NaN on the last rank."""
+
+    def hook(module, args, output):
+        if trainer.done + 1 in steps and world.rank == world.size - 1:
+            output.loss = output.loss * torch.nan
+
+    trainer.model.module.register_forward_hook(hook)
+
+
+def values(trainer):
+    """All that a step changes, on this rank."""
+    states = [value for state in trainer.update.optimizer.state.values() for value in state.values()]
+    return [tensor.clone() for tensor in (*(tensor for _, tensor in trainer.model.slices()), *states)]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 0.0])
+def test_a_skipped_step_changes_nothing_and_the_run_recovers(world, dataset_path, max_norm):
+    changes = {"optim.max_grad_norm": max_norm, "run.max_skipped_steps": 2, "run.steps": 8}
+    config = configure(dataset_path, **changes)
+    trainer = build_trainer(config, world, open_inputs(config, world.rank, world.size), decide(config, world))
+    trainer.callbacks.append(NonFiniteStepLimit(config.run.max_skipped_steps))
+    spoil(trainer, world, {2, 4, 5})
+    for step, skipped in enumerate((False, True, False, True), 1):
+        before = values(trainer)
+        assert trainer.step()["skipped"] is skipped, step  # never two in a row so far
+        after = values(trainer)
+        assert same(before, after) is skipped or not any(t.numel() for t in after)
+        assert all(tensor.isfinite().all() for tensor in after)
+    with pytest.raises(TrainingError, match=r"in 2 steps in a row, which is run\.max_skipped_steps"):
+        trainer.step()
+    trainer.model.close()
+
+
+def test_the_summary_counts_skipped_steps(world, shared_dir, dataset_path, monkeypatch):
+    def spoilt(*arguments):
+        trainer = build_trainer(*arguments)
+        spoil(trainer, world, {2})
+        return trainer
+
+    monkeypatch.setattr(run, "build_trainer", spoilt)
+    run_dir = shared_dir / "skipped"
+    train(configure(dataset_path, **{"run.dir": run_dir}), world)
+    world.gather_objects(None)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["skipped_steps"]) == (5, 1)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in lines] == [False, True, False, False, False]
+    assert summary["loss_last"] < summary["loss_first"]

@@ -1,0 +1,228 @@
+"""What trackers' own readers find of a run, also of one that repeats steps; and that no tracker holds a run up."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from odc_mpi.errors import UserError
+from odc_mpi.observe import tracker_callback, trackers
+from odc_mpi.observe.callback import Step
+from odc_mpi.observe.metrics import METRICS, MetricsWriter
+from odc_mpi.observe.tracker_callback import TrackerCallback, metrics_by_tag
+from odc_mpi.observe.trackers import TRACKERS, require_tracker_packages
+
+CONFIG = {"run.steps": 8, "model.path": None, "lora.target_modules": ["q_proj"]}
+
+
+def train(run_dir, name, done, steps, scale):
+    """Run steps whose loss tells which start they are of."""
+    lines = (run_dir / METRICS).read_text().splitlines()[:done] if done else []
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / METRICS).write_text("".join(f"{line}\n" for line in lines))  # as a run that goes on leaves it
+    if name in TRACKERS:
+        require_tracker_packages([name])
+    tracked = TrackerCallback([name], run_dir, CONFIG, steps_per_epoch=2)
+    with MetricsWriter(run_dir) as writer:
+        tracked.on_train_begin(done)
+        for number in range(done + 1, steps + 1):
+            metrics = {"step": number, "loss": scale * number, "grad_norm": None, "step_s": 0.5, "skipped": False}
+            metrics |= {"eval_loss_start": 9.0, "eval_reward_start": 0.25} if number == 1 else {}
+            metrics |= {"eval_loss": scale + number, "eval_s": float("nan")} if number % 2 == 0 else {}
+            writer.write(metrics)
+            tracked.on_step_end(Step(number, SimpleNamespace(), metrics))
+    tracked.close()
+
+
+def read_tensorboard(place):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(place)).Reload()
+    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def read_mlflow(place):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{place / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("odc_mpi").experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.params["run.steps"]) == ("run", "FINISHED", "8")
+    return {
+        tag: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, tag)] for tag in run.data.metrics
+    }
+
+
+def logged(content):
+    """Yield the records of a log in LevelDB's format, which begins with a header of 7 bytes."""
+    at, record = 7, b""
+    while at < len(content):
+        left = -at % 32768
+        if left and left < 7:  # too little for a header: the rest of the block is empty
+            at += left
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        record = (record if kind in (3, 4) else b"") + content[at + 7 : at + 7 + length]
+        if kind in (1, 4):
+            yield record
+        at += 7 + length
+
+
+def read_wandb(place):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = place.glob("wandb/offline-run-*/*.wandb")
+    found = {}
+    for record in map(Record.FromString, logged(path.read_bytes())):
+        step = record.history.step.num
+        for item in record.history.item:
+            tag = item.key or "/".join(item.nested_key)
+            if not tag.startswith("_"):
+                found.setdefault(tag, []).append((step, json.loads(item.value_json)))
+    return found
+
+
+def read_trackio(place):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    found = {}
+    for line in SQLiteStorage.get_logs("odc_mpi", "run"):
+        for tag, value in line.items():
+            if "/" in tag:
+                found.setdefault(tag, []).append((line["step"], value))
+    assert (place / "odc_mpi.db").is_file()
+    return found
+
+
+READERS = {
+    "tensorboard": read_tensorboard,
+    "mlflow": read_mlflow,
+    "wandb": read_wandb,
+    "trackio": read_trackio,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # the readers' own
+@pytest.mark.parametrize(
+    "name", ["tensorboard", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlflow", "wandb", "trackio"))]
+)
+def test_a_run_that_repeats_steps_has_each_once(tmp_path, monkeypatch, name):
+    if not all(
+        map(importlib.util.find_spec, ("accelerate", *TRACKERS[name]))
+    ):  # they read the environment when imported
+        pytest.skip(f"{name} is not installed")
+    run_dir = tmp_path / "run"
+    for arguments in ((0, 6, 1.0), (3, 8, 10.0)):  # the second start from the checkpoint of step 3
+        if name == "tensorboard":  # the only one that leaves nothing behind in a process
+            train(run_dir, name, *arguments)
+            continue
+        command = [sys.executable, __file__, run_dir, name, *arguments]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        assert done.stdout == "" or name == "trackio", "it says where its files are"
+    monkeypatch.setenv("TRACKIO_DIR", str(run_dir / "trackers" / name))
+    found = READERS[name](run_dir / "trackers" / name)
+    losses = [(1, 1.0), (2, 2.0), (3, 3.0), *((step, 10.0 * step) for step in range(4, 9))]
+    assert found["train/loss"] == losses
+    assert found["eval/loss"] == [(0, 9.0), (2, 3.0), (4, 14.0), (6, 16.0), (8, 18.0)]
+    assert found["eval/reward"] == [(0, 0.25)]
+    assert found["train/epoch"] == [(step, step / 2) for step in range(1, 9)]
+    assert found.keys() == {"train/loss", "eval/loss", "eval/reward", "train/epoch", "train/step_s", "train/skipped"}
+
+
+def test_the_environment_chooses_server_and_project(tmp_path, monkeypatch):
+    assert trackers._options("wandb", tmp_path, "run")[1]["mode"] == "offline"
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    project, options = trackers._options("wandb", tmp_path, "run")
+    assert (project, options["mode"]) == ("mine", "online")
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:1")
+    assert trackers._options("mlflow", tmp_path, "run")[1] == {"run_name": "run"}
+
+
+def test_a_launcher_that_sets_local_rank_starts_no_torch_distributed():
+    environment = {**os.environ, "LOCAL_RANK": "1", "PMI_SIZE": "2"}
+    code = (
+        "from odc_mpi.observe.trackers import require; require(['tensorboard']); import accelerate, os; "
+        "assert accelerate.PartialState().num_processes == 1 and os.environ['LOCAL_RANK'] == '1'"
+    )
+    pytest.importorskip("accelerate")
+    pytest.importorskip("tensorboard")
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+
+
+def test_tags_are_those_of_transformers():
+    metrics = {"loss": 1.5, "learning_rate": 1e-3, "eval_loss": 3.0, "idle_fraction": 0.25, "epoch": 1}
+    assert metrics_by_tag(metrics) == {
+        "train/loss": 1.5,
+        "train/learning_rate": 1e-3,
+        "eval/loss": 3.0,
+        "train/idle_fraction": 0.25,
+        "train/epoch": 1.0,
+    }
+    assert metrics_by_tag({"grad_norm": None, "loss": float("inf"), "hosts": "a"}) == {}
+
+
+class Broken:
+    """Takes some points, then raises or hangs."""
+
+    hang = None
+
+    def __init__(self, *_):
+        self.num = 0
+
+    def log(self, values, step):
+        self.num += 1
+        if self.num > 1 and self.hang:
+            self.hang.wait()
+        elif self.num > 1:
+            raise SystemExit("the disk is full")
+
+    def finish(self):
+        pass
+
+
+def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trackers, "start", Broken)
+    train(tmp_path / "run", "broken", done=0, steps=20, scale=1.0)
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert "run.report_to: broken is incomplete: the disk is full; the run goes on without" in errors
+
+
+def test_a_tracker_that_hangs_holds_up_no_step_and_no_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trackers, "start", Broken)
+    monkeypatch.setattr(Broken, "hang", threading.Event())
+    monkeypatch.setattr(tracker_callback, "MAX_WAITING", 50)
+    began = time.monotonic()
+    tracked = TrackerCallback(["broken"], tmp_path, CONFIG, steps_per_epoch=2, finish_s=0.2)
+    tracked.on_train_begin(0)
+    for number in range(1, 4):
+        tracked.on_step_end(Step(number, SimpleNamespace(), {"step": number}))
+    tracked.close()
+    assert "it did not write the last points in time" in capsys.readouterr().err
+    tracked = TrackerCallback(["broken"], tmp_path, CONFIG, steps_per_epoch=2)
+    tracked.on_train_begin(0)
+    for number in range(1, 200):
+        tracked.on_step_end(Step(number, SimpleNamespace(), {"step": number}))
+    tracked.close()
+    assert capsys.readouterr().err.count("it is 50 steps behind") == 1
+    assert time.monotonic() - began < 10
+    Broken.hang.set()
+
+
+def test_a_missing_library_is_told(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"wandb needs the package accelerate.*pip install accelerate wandb, or"):
+        require_tracker_packages(["wandb"])
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))

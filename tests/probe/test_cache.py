@@ -1,0 +1,137 @@
+"""A kept report is used for a week on the same stack; whatever is wrong with it, there is none."""
+
+import json
+import os
+import time
+
+import pytest
+
+from odc_mpi.probe import cache
+from odc_mpi.probe.report import ProbeReport
+
+KEY = {"library": "MPICH 5.0.2", "settings": {"FI_PROVIDER": "tcp"}, "ranks": [[0, "a"], [1, "b"]]}
+REPORT = ProbeReport(library="MPICH 5.0.2", nodes=2, ranks_per_node=(1, 1), shm_bytes=7)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "odc_mpi"
+
+
+def test_a_report_is_found_again(home):
+    assert cache.load(KEY) is None
+    cache.store(KEY, REPORT)
+    assert cache.load(KEY) == REPORT
+    cache.store(KEY, ProbeReport(library="another"))
+    assert cache.load(KEY) == ProbeReport(library="another")
+    assert len(list(home.iterdir())) == 1, "nothing but the report"
+
+
+def test_it_is_private(home):
+    previous = os.umask(0)
+    try:
+        cache.store(KEY, REPORT)
+    finally:
+        os.umask(previous)
+    assert [path.stat().st_mode & 0o777 for path in (home, *home.iterdir())] == [0o700, 0o600]
+
+
+def test_the_home_directory_is_the_default(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache.folder() == tmp_path / ".cache" / "odc_mpi"
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a number that passwd does not know
+    cache.store(KEY, REPORT)
+    assert cache.load(KEY) is None
+
+
+@pytest.mark.parametrize("change", [{"library": "MPICH 5.0.3"}, {"settings": {}}, {"ranks": [[0, "a"], [0, "a"]]}])
+def test_another_stack_has_another_report(change):
+    cache.store(KEY, REPORT)
+    assert cache.load(KEY | change) is None
+
+
+def test_a_report_of_an_older_shape_is_not_taken(home):
+    cache.store(KEY, REPORT)
+    (path,) = home.iterdir()
+    kept = json.loads(path.read_text())
+    assert kept["report"].pop("device") is None
+    path.write_text(json.dumps(kept))
+    assert cache.load(KEY) is None
+
+
+def test_a_reader_may_keep_longer_than_a_week(home):
+    cache.store(KEY, REPORT)
+    (path,) = home.iterdir()
+    kept = json.loads(path.read_text()) | {"time_s": time.time() - 8 * 24 * 3600}
+    path.write_text(json.dumps(kept))
+    assert cache.load(KEY) is None
+    assert cache.load(KEY, 30 * 24 * 3600.0) == REPORT
+
+
+def test_a_file_of_another_key_is_not_taken(home):
+    cache.store(KEY, REPORT)
+    (path,) = home.iterdir()
+    other = KEY | {"library": "MPICH 4"}
+    path.rename(cache._path(other))
+    assert cache.load(other) is None
+
+
+@pytest.mark.parametrize(("age_s", "found"), [(6 * 86400, True), (8 * 86400, False), (-3600, False)])
+def test_it_expires_after_a_week(home, age_s, found):
+    cache.store(KEY, REPORT)
+    (path,) = home.iterdir()
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps(kept | {"time_s": time.time() - age_s}))
+    assert (cache.load(KEY) is not None) == found
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff\xfe", b"[]", b"null", b"{}", b'{"time_s": "now"}', b"[" * 100_000],
+    ids=["empty", "no text", "a list", "null", "an empty object", "a wrong type", "a deep list"],
+)
+def test_a_damaged_file_is_no_report(home, content):
+    cache.store(KEY, REPORT)
+    (path,) = home.iterdir()
+    path.write_bytes(content)
+    assert cache.load(KEY) is None
+    cache.store(KEY, REPORT)
+    assert cache.load(KEY) == REPORT
+
+
+def test_a_report_with_a_wrong_field_is_none(home):
+    cache.store(KEY, REPORT)
+    (path,) = home.iterdir()
+    kept = json.loads(path.read_text())
+    kept["report"]["nodes"] = "two"
+    path.write_text(json.dumps(kept))
+    assert cache.load(KEY) is None
+
+
+def test_a_place_that_cannot_be_written_is_no_matter(home, monkeypatch):
+    home.parent.mkdir()
+    home.write_text("a file where the folder should be")
+    cache.store(KEY, REPORT)
+    assert cache.load(KEY) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    cache.store(KEY, REPORT)
+    assert cache.load(KEY) is None
+
+
+def test_settings_are_those_that_change_what_the_library_does(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(cache._SETTINGS):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("FI_PROVIDER", "tcp")
+    monkeypatch.setenv("OMPI_MCA_osc", "^ucx")
+    monkeypatch.setenv("OMPI_MCA_initial_wdir", "/somewhere")
+    monkeypatch.setenv("PMIX_RANK", "3")
+    assert cache.settings() == {"FI_PROVIDER": "tcp", "OMPI_MCA_osc": "^ucx", "UCX_TLS": "tcp"}

@@ -1,0 +1,285 @@
+"""What is decided from faked reports: every rule, every wish, every gap."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from odc_mpi.errors import UserError
+from odc_mpi.probe.decision import CommSettings, decide, decide_collective, refuse_wrong_data
+from odc_mpi.probe.report import Cause, OperationResult, Peer, Peers, ProbeReport, Problem, SharedMemory
+
+FAST = OperationResult(one_sided=True, idle_s=2e-6, busy_s=2e-6, gb_per_s=10.0)
+WAITS = OperationResult(one_sided=False, idle_s=2e-4, busy_s=3.1, gb_per_s=1.0)
+NO_ANSWER = OperationResult()
+NODE = Peer(FAST, FAST, FAST, FAST)
+#: As MPICH over TCP: all wait, sums as fast as anything.
+TCP = Peer(WAITS, WAITS, WAITS, WAITS)
+
+
+def report(same_node=NODE, other_node=None, **changes):
+    return ProbeReport(
+        library="MPICH 5.0.2",
+        thread_level="MPI_THREAD_MULTIPLE",
+        nodes=1 if other_node is None else 2,
+        ranks_per_node=((2 if same_node else 1),) * (2 if other_node else 1),
+        shm_bytes=1 << 30,
+        shared_memory=SharedMemory(readable=True, contiguous=True, load_s=3e-7),
+        peers=Peers(same_node, other_node),
+        **changes,
+    )
+
+
+def choices(decision):
+    return tuple(made["choice"] for made in decision.to_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (report(), ("allocate_shared", "on", "accumulate", "off")),
+        (report(None), ("allocate_shared", "on", "mailbox", "off")),
+        (report(other_node=NODE), ("allocate_shared", "on", "accumulate", "off")),
+        (report(other_node=TCP), ("allocate_shared", "on", "accumulate", "thread")),
+        (report(None, TCP), ("allocate_shared", "on", "accumulate", "thread")),
+        (report(other_node=replace(TCP, get=FAST)), ("allocate_shared", "on", "accumulate", "thread")),
+        (report(other_node=replace(NODE, put=WAITS)), ("allocate_shared", "on", "accumulate", "off")),
+        (report(other_node=replace(NODE, fetch_and_op=WAITS)), ("allocate_shared", "on", "accumulate", "thread")),
+        (report(other_node=replace(NODE, fetch_and_op=NO_ANSWER)), ("allocate_shared", "on", "accumulate", "thread")),
+        (report(replace(NODE, fetch_and_op=WAITS)), ("allocate_shared", "on", "accumulate", "off")),
+    ],
+    ids=[
+        *("one node", "one rank", "network like memory", "TCP", "a rank per node", "only Get", "only Put waits"),
+        *("only tickets wait", "tickets gave no answer", "tickets on a node"),
+    ],
+)
+def test_what_is_used(found, wanted):
+    assert choices(decide(found)) == wanted
+
+
+def test_a_ticket_that_waits_is_the_reason_for_the_thread():
+    made = decide(report(other_node=replace(NODE, fetch_and_op=WAITS))).progress
+    assert made.reason == "Fetch_and_op to a peer on the other node waits for the target: 3.1 s against 0.2 ms idle"
+    assert decide(report(other_node=NODE)).progress.reason == (
+        "Get, Accumulate and Fetch_and_op are one-sided towards all peers"
+    )
+    assert decide(report()).progress.reason == "Get and Accumulate are one-sided towards all peers"
+
+
+@pytest.mark.parametrize(("gb_per_s", "wanted"), [(0.25, "accumulate"), (0.24, "mailbox"), (0.0, "mailbox")])
+def test_accumulate_has_a_quarter_of_puts_bandwidth(gb_per_s, wanted):
+    made = decide(report(other_node=replace(TCP, accumulate=replace(WAITS, gb_per_s=gb_per_s)))).reduction
+    assert made.value == wanted
+    assert f"{gb_per_s:.2g} GB/s, Put 1" in made.reason
+
+
+def test_one_sided_accumulate_may_be_slow():
+    slow = replace(NODE, accumulate=replace(FAST, gb_per_s=0.1))
+    assert decide(report(slow)).reduction.value == "accumulate"
+
+
+def test_with_a_mailbox_put_and_get_decide_on_progress():
+    slow_sum = OperationResult(one_sided=False, idle_s=1e-3, busy_s=1.0, gb_per_s=0.01)
+    one_sided_puts = replace(NODE, accumulate=slow_sum)
+    assert choices(decide(report(other_node=one_sided_puts)))[2:] == ("mailbox", "off")
+    assert choices(decide(report(other_node=replace(one_sided_puts, put=WAITS))))[2:] == ("mailbox", "thread")
+    assert choices(decide(report(other_node=replace(one_sided_puts, get=WAITS))))[2:] == ("mailbox", "thread")
+    # Whoever wants Accumulate all the same needs somebody to serve it.
+    wanted = decide(report(other_node=one_sided_puts), CommSettings(reduction="accumulate"))
+    assert choices(wanted)[2:] == ("accumulate", "thread")
+
+
+def test_no_answer_counts_against_an_operation():
+    assert choices(decide(report(replace(NODE, get=NO_ANSWER)))) == ("allocate_shared", "on", "accumulate", "thread")
+    assert choices(decide(report(replace(NODE, accumulate=NO_ANSWER))))[2:] == ("mailbox", "off")
+    neither = decide(report(replace(NODE, accumulate=NO_ANSWER, put=NO_ANSWER)))
+    assert choices(neither)[2:] == ("accumulate", "thread")
+    assert "no answer" in neither.reduction.reason
+    unsure = decide(report(replace(NODE, accumulate=replace(FAST, one_sided=None))))
+    assert choices(unsure)[2:] == ("accumulate", "thread")
+    assert choices(decide(ProbeReport())) == ("allocate", "off", "mailbox", "off")
+
+
+def test_a_peer_that_gave_no_answer_at_all_is_still_there():
+    """As when a library crashes in the first operation that it is asked for."""
+    crashed = replace(report(None, NODE), peers=Peers()).with_problem(
+        Problem.read("other_node get: no answer within 12 s")
+    )
+    made = decide(crashed)
+    assert choices(made)[2:] == ("accumulate", "thread")
+    assert made.reduction.reason == "Accumulate to a peer on the other node gave no answer, nor did Put"
+    assert made.progress.reason == "Get from a peer on the other node gave no answer"
+
+
+@pytest.mark.parametrize(
+    ("shared", "words"),
+    [
+        (SharedMemory(), "no answer"),
+        (SharedMemory(readable=False, contiguous=True), "read"),
+        (SharedMemory(readable=True, contiguous=False), "side by side"),
+    ],
+)
+def test_without_shared_memory_there_is_no_zero_copy(shared, words):
+    made = decide(replace(report(), shared_memory=shared))
+    assert choices(made)[:2] == ("allocate", "off")
+    assert words in made.zero_copy.reason and words in made.window.reason
+
+
+def test_wishes_win():
+    made = decide(report(other_node=TCP), CommSettings(zero_copy="off", reduction="mailbox", progress="off"))
+    assert choices(made) == ("allocate", "off", "mailbox", "off")
+    assert made.zero_copy.reason == "set by comm.zero_copy"
+    assert made.reduction.reason == "set by comm.reduction"
+    assert made.progress.reason == "set by comm.progress"
+    assert decide(report(), CommSettings(progress="thread")).progress.value == "thread"
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [({"zero_copy": "on"}, "auto or off"), ({"reduction": "sum"}, "mailbox"), ({"progress": "core"}, "thread")],
+)
+def test_unknown_wishes(wish, words):
+    (name, value), *_ = wish.items()
+    with pytest.raises(UserError, match=rf"comm\.{name}: expected .*{words}.*, got {value}"):
+        CommSettings(**wish)
+
+
+def test_a_thread_needs_to_be_allowed():
+    single = replace(report(other_node=TCP), thread_level="MPI_THREAD_SERIALIZED")
+    made = decide(single).progress
+    assert made.value == "off"
+    assert "warning" in made.reason and "MPI_THREAD_MULTIPLE" in made.reason and "SERIALIZED" in made.reason
+    with pytest.raises(UserError, match=r"comm\.progress: thread needs MPI_THREAD_MULTIPLE"):
+        decide(single, CommSettings(progress="thread"))
+
+
+def test_collectives_leave_nothing_to_choose():
+    made = decide_collective()
+    assert choices(made) == ("none", "off", "reduce_scatter", "off")
+    assert (made.transport, decide(report()).transport) == ("collective", "window")
+
+
+def test_reasons_have_the_figures():
+    made = decide(report(other_node=TCP))
+    assert made.progress.reason == ("Get from a peer on the other node waits for the target: 3.1 s against 0.2 ms idle")
+    assert made.to_dict()["progress"] == {"choice": "thread", "reason": made.progress.reason}
+    assert made.one_line() == "zero-copy on, reduction accumulate, progress thread", "reasons are the doctor's"
+
+
+def test_a_report_travels_as_json():
+    found = report(
+        other_node=replace(TCP, get=NO_ANSWER), problems=(Problem.read("other_node get: no answer within 12 s"),)
+    )
+    assert ProbeReport.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert ProbeReport.from_dict(json.loads(json.dumps(ProbeReport().to_dict()))) == ProbeReport()
+
+
+@pytest.mark.parametrize(
+    ("sentence", "problem"),
+    [
+        (
+            "other_node get: what arrived is not what was sent",
+            Problem(("other_node", "get"), Cause.WRONG),
+        ),
+        (
+            "from_device same_node put: no answer within 12 s",
+            Problem(("from_device", "same_node", "put"), Cause.NO_ANSWER, "12 s"),
+        ),
+        (
+            "same_node accumulate: the machine is too busy to tell if it waits",
+            Problem(("same_node", "accumulate"), Cause.INCONCLUSIVE),
+        ),
+        (
+            "from_device same_node get: crashed (SIGSEGV on rank 1)",
+            Problem(("from_device", "same_node", "get"), Cause.OTHER, "crashed (SIGSEGV on rank 1)"),
+        ),
+        (
+            "device memory: out of memory: asked for 4 MiB",
+            Problem(("device", "memory"), Cause.OTHER, "out of memory: asked for 4 MiB"),
+        ),
+        ("closing: ended early", Problem(("closing",), Cause.OTHER, "ended early")),
+    ],
+)
+def test_sentences_about_problems_in_kept_reports_are_read(sentence, problem):
+    assert Problem.read(sentence) == problem and str(problem) == sentence
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data.pop("peers"),
+        lambda data: data.update(extra=1),
+        lambda data: data.update(nodes="1"),
+        lambda data: data.update(nodes=None),
+        lambda data: data.update(ranks_per_node=[1, "2"]),
+        lambda data: data.update(problems="none"),
+        lambda data: data.update(shared_memory=None),
+        lambda data: data["peers"].update(same_node=[]),
+        lambda data: data["peers"]["same_node"].update(get=None),
+        lambda data: data["peers"]["same_node"]["get"].update(one_sided=1),
+        lambda data: data["peers"]["same_node"]["get"].update(idle_s="fast"),
+    ],
+)
+def test_a_damaged_report_is_refused(damage):
+    data = json.loads(json.dumps(report().to_dict()))
+    damage(data)
+    with pytest.raises(ValueError):
+        ProbeReport.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction", "refused"),
+    [
+        ("get", "auto", True),
+        ("accumulate", "auto", False),
+        ("accumulate", "accumulate", True),
+        ("put", "auto", False),
+        ("put", "mailbox", True),
+        ("fetch_and_op", "auto", False),
+    ],
+)
+def test_what_delivers_wrong_data_is_not_used(name, reduction, refused):
+    found = report(other_node=replace(NODE, **{name: NO_ANSWER})).with_problem(
+        Problem(("other_node", name), Cause.WRONG)
+    )
+    decision = decide(found, CommSettings(reduction=reduction))
+    words = f"{name.title()} with a peer on the other node delivers wrong data under MPICH 5.0.2"
+    with pytest.raises(UserError, match=words) if refused else nullcontext():
+        refuse_wrong_data(found, decision)
+
+
+@pytest.mark.parametrize("tickets", [False, True])
+def test_nobody_draws_from_counters_that_are_wrong(tickets):
+    found = report(replace(NODE, fetch_and_op=NO_ANSWER)).with_problem(
+        Problem(("same_node", "fetch_and_op"), Cause.WRONG)
+    )
+    refused = pytest.raises(UserError, match=r"Fetch_and_op with a peer on the same .* set data\.balance to lb_mini")
+    with refused if tickets else nullcontext():
+        refuse_wrong_data(found, decide(found), tickets=tickets)
+
+
+def test_where_neither_sums_nor_puts_are_right_nothing_is_left():
+    found = report(replace(NODE, accumulate=NO_ANSWER, put=NO_ANSWER))
+    for name in ("accumulate", "put"):
+        found = found.with_problem(Problem(("same_node", name), Cause.WRONG))
+    with pytest.raises(UserError, match=r"Accumulate .* delivers wrong data"):
+        refuse_wrong_data(found, decide(found))
+
+
+def test_a_put_that_never_came_back_rules_the_mailbox_out():
+    """As when it hung with one kind of peers: what comes after it was not tried with any."""
+    hung = replace(NODE, put=NO_ANSWER, fetch_and_op=NO_ANSWER, accumulate=NO_ANSWER)
+    untried = replace(NODE, fetch_and_op=NO_ANSWER, accumulate=NO_ANSWER)
+    made = decide(report(untried, hung)).reduction
+    assert made.value == "accumulate" and made.reason.endswith("nor did Put")
+
+
+def test_what_is_all_set_needs_no_probe():
+    assert CommSettings("off", "mailbox", "off").is_complete
+    for open_one in (
+        CommSettings("auto", "mailbox", "off"),
+        CommSettings("off", "auto", "off"),
+        CommSettings("off", "mailbox", "auto"),
+    ):
+        assert not open_one.is_complete

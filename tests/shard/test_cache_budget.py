@@ -1,0 +1,518 @@
+"""Units that stay and gradients that are pushed once: the rule, and that nobody can tell but by the traffic."""
+
+import copy
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from parity import Batch, adamw, check_parity, squares, vectors
+from ranks import LatePool, LateTransport, RecordingTransport, on_ranks, run_ranks
+from test_model_parity import Branches, calling, freeze
+from torch import nn
+from zoo import WIDTH, Layer, Stack
+
+from odc_mpi.comm.buffers import BufferPool
+from odc_mpi.comm.traffic import ByteCounts
+from odc_mpi.comm.transport import Access
+from odc_mpi.errors import UserError
+from odc_mpi.shard.autograd import SavedTensorHooks
+from odc_mpi.shard.cache_budget import CacheBudget, CacheBytes, auto_cache_bytes
+from odc_mpi.shard.model import ShardedModel
+
+NUM_LAYERS = 12
+ITEM_BYTES = 8
+INPUT = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
+#: Of a layer, padding between its weight and its bias included.
+LAYER_BYTES = (WIDTH * WIDTH + WIDTH) * ITEM_BYTES
+PLENTY = CacheBytes(1 << 30, 1 << 30)
+
+
+def forward_and_backward(num_units: int, num_microbatches: int) -> list[int]:
+    there = list(range(num_units))
+    return (there + there[::-1]) * num_microbatches
+
+
+def belady(uses: Sequence[int], capacity: int) -> int:
+    """Fetches if the unit goes that is needed last."""
+    held, count = set[int](), 0
+    for i, unit in enumerate(uses):
+        if unit not in held:
+            count += 1
+            if len(held) == capacity:
+                held.remove(max(held, key=lambda x: next((j for j in range(i, len(uses)) if uses[j] == x), math.inf)))
+            held.add(unit)
+    return count
+
+
+def fetches(uses: Iterable[int], num_staying: int, num_in_use: int = 2) -> int:
+    """Fetches of equal units if the first to come stay, and of the others the longest unused goes."""
+    residency, in_use, count = CacheBudget(num_staying), dict[int, None](), 0
+    for unit in uses:
+        if unit in residency:
+            continue
+        if unit not in in_use:
+            count += 1
+            if residency.admit(unit, 1):
+                continue
+            if len(in_use) == num_in_use:
+                del in_use[next(iter(in_use))]
+        in_use.pop(unit, None)
+        in_use[unit] = None
+    return count
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    return Stack(NUM_LAYERS).double()
+
+
+@pytest.mark.parametrize("num_units", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+def test_no_choice_of_what_stays_needs_fewer_fetches(num_units: int, num_microbatches: int) -> None:
+    uses = forward_and_backward(num_units, num_microbatches)
+    for staying in range(num_units + 1):
+        assert fetches(uses, staying) == belady(uses, staying + 2)
+        # Of a unit that stays each fetch but the first is saved.
+        passes, others = 2 * num_microbatches - 1, max(0, num_units - 2 - staying)
+        assert fetches(uses, staying) == num_units + passes * others
+
+
+@pytest.mark.parametrize("num_units", [3, 8, 13])
+def test_forwards_alone_save_the_fetches_of_all_that_stays(num_units: int) -> None:
+    uses = list(range(num_units)) * 6
+    for staying in range(num_units - 2):
+        best, longest_unused = belady(uses, staying + 2), len(uses)  # each use is a fetch
+        assert fetches(uses, staying) == num_units + 5 * (num_units - staying)
+        assert best <= fetches(uses, staying) <= longest_unused
+        assert fetches(uses, staying) - best <= 5 * 2  # a fetch or two of a pass, for units that come and go
+    assert fetches(uses, num_units) == belady(uses, num_units) == num_units
+
+
+def test_a_budget() -> None:
+    residency = CacheBudget(10)
+    assert residency.admit("a", 4) and residency.admit("b", 6) and not residency.admit("c", 1)
+    assert residency.admit("a", 4) and residency.admitted_bytes == 10
+    residency.discard("a")
+    residency.discard("c")
+    assert "a" not in residency and "b" in residency and residency.fits(4) and not residency.fits(5)
+    assert not CacheBudget().admit("a", 1)
+
+
+def test_free_memory_is_shared_out() -> None:
+    needs = CacheBytes(parameters=100, gradients=200)
+    assert auto_cache_bytes(4000, 4, needs) == needs
+    assert auto_cache_bytes(1000, 4, needs) == CacheBytes(100, 25)
+    assert auto_cache_bytes(400, 4, needs) == CacheBytes(50, 0)
+    assert auto_cache_bytes(-5, 4, needs) == CacheBytes(0, 0)
+    assert auto_cache_bytes(1000, 4, needs, gradients=70) == CacheBytes(55, 70)
+    assert auto_cache_bytes(1000, 4, needs, parameters=7) == CacheBytes(7, 118)
+    assert auto_cache_bytes(0, 4, needs, 7, 8) == CacheBytes(7, 8)
+
+
+class Poisoning(LateTransport):
+    """What is given back is NaN from then on: of parameters and of gradients."""
+
+    def reserve(self, num_arrays: int, plan: Any) -> None:
+        super().reserve(num_arrays, plan)
+        self.parameters.buffers = PoisoningPool()
+
+
+class PoisoningPool(LatePool):
+    def release(self, buffer: torch.Tensor) -> None:
+        with torch.inference_mode():  # it may have been taken there
+            buffer.fill_(float("nan"))
+        super().give_back(buffer)
+
+
+class PoisoningGradients(BufferPool):
+    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return super().acquire(numel, dtype).fill_(float("nan"))
+
+    def release(self, buffer: torch.Tensor) -> None:
+        buffer.fill_(float("nan"))
+        super().release(buffer)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("odc_mpi.shard.gradients.BufferPool", PoisoningGradients)
+
+
+#: Of a rank: none, half of the layers, all, and ranks that differ.
+BUDGETS = {
+    "half": lambda rank: CacheBytes(NUM_LAYERS // 2 * LAYER_BYTES, NUM_LAYERS // 2 * LAYER_BYTES),
+    "all": lambda rank: PLENTY,
+    "unlike": lambda rank: (CacheBytes(), PLENTY, CacheBytes(2 * LAYER_BYTES, 3 * LAYER_BYTES))[rank % 3],
+}
+
+
+class Case:
+    def __init__(self, module: nn.Module, minibatches: list[list[Batch]], **options: Any) -> None:
+        self.module, self.minibatches, self.options = module, minibatches, options
+
+
+def cases() -> Iterable[Any]:
+    skipped = calling((0, 1, 2), (0, 2, 2), (1, 0), (0, 0, 1), (), (2, 1))
+    frozen = ("layers.1", "layers.3.linear.bias", "first")
+    many = vectors(4, WIDTH, microbatches=7)
+    yield pytest.param(Case(Stack(5), many), id="plain")
+    yield pytest.param(Case(Stack(5), many, tell_last=True), id="last_told")
+    yield pytest.param(Case(Stack(5), many, prefetch=1, tell_last=True), id="ahead1")
+    yield pytest.param(Case(Stack(5), many, prefetch=2, activation_checkpointing=True), id="ahead2_recomputed")
+    yield pytest.param(Case(Branches(), skipped, prefetch=1), id="skipped_and_twice")
+    yield pytest.param(Case(Branches(), skipped, tell_last=True, activation_checkpointing=True), id="twice_recomputed")
+    yield pytest.param(Case(freeze(Stack(5), *frozen), many, prefetch=1, tell_last=True), id="frozen")
+    narrow = {"param_dtype": torch.float32, "reduce_dtype": torch.float32, "tolerance": 1e-5}
+    many = vectors(4, WIDTH, microbatches=7, dtype=torch.float32)
+    yield pytest.param(Case(Stack(5), many, prefetch=1, tell_last=True, **narrow), id="fp32")
+
+
+@pytest.mark.parametrize("case", list(cases()))
+@pytest.mark.parametrize("budgets", BUDGETS)
+def test_equal_to_plain_torch(case: Case, budgets: str) -> None:
+    """Over a transport in which a unit that is read after it was given back is NaN, and a sum after its push."""
+    check_parity(
+        copy.deepcopy(case.module),
+        case.minibatches,
+        3,
+        units=[Layer],
+        budgets=BUDGETS[budgets],
+        kind=Poisoning,
+        **case.options,
+    )
+
+
+class Train:
+    """Trains a stack of equal layers on a rank."""
+
+    def __init__(self, transport: RecordingTransport, budgets: CacheBytes, module: nn.Module, **settings: Any) -> None:
+        self.transport = transport
+        self.model = ShardedModel(copy.deepcopy(module), transport, units=(Layer,), **settings)
+        self.model.cache_bytes = budgets
+        self.optimizer = adamw(self.model.shard_parameters())
+
+    def step(self, num_microbatches: int, tell_last: bool = False, batch: torch.Tensor = INPUT) -> tuple[int, int]:
+        """Return how many fetches and pushes it took."""
+        self.transport.log.clear()
+        with self.model.minibatch():
+            for i in range(num_microbatches):
+                if tell_last and i == num_microbatches - 1:
+                    self.model.set_is_last_backward()
+                squares(self.model, (batch,)).backward()
+        self.optimizer.step()
+        self.model.publish()
+        return len(self.transport.names("fetch")), len(self.transport.names("push"))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("staying", [0, 1, 5, 10, 12])
+def test_fetches_and_pushes_of_a_minibatch(staying: int, prefetch: int) -> None:
+    module = Stack(NUM_LAYERS).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, CacheBytes(staying * LAYER_BYTES, staying * LAYER_BYTES), module, prefetch=prefetch)
+        for num_microbatches, tell_last in itertools.product((1, 4, 0, 3), (False, True)):
+            fetched, pushed = train.step(num_microbatches, tell_last)
+            if prefetch and num_microbatches == 1 and not tell_last:
+                continue  # it learns the order of the uses
+            uses = forward_and_backward(NUM_LAYERS, num_microbatches)
+            assert fetched == fetches(uses, staying) + min(1, num_microbatches)  # the root, too
+            # Of an array that is added up, one push; the root comes last, and finds no room unless all is kept.
+            room = min(staying, NUM_LAYERS) + (staying > NUM_LAYERS)
+            assert pushed == (num_microbatches and room + num_microbatches * (NUM_LAYERS + 1 - room))
+
+    run_ranks(2, work, transport=LateTransport if prefetch else RecordingTransport)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("budgets", [CacheBytes(), CacheBytes(3 * LAYER_BYTES + 100, 5 * LAYER_BYTES), PLENTY], ids=str)
+def test_memory_is_never_above_what_is_granted(budgets: CacheBytes, prefetch: int) -> None:
+    """Also with units of many sizes, used in another order each time."""
+    sizes = (2, 3, 5, 8, 4, 7)
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, n * WIDTH), nn.Linear(n * WIDTH, WIDTH)) for n in sizes
+            )
+
+        def forward(self, x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+            x = self.first(x)
+            for i in order:
+                x = torch.tanh(self.layers[i](x))
+            return x
+
+    module = Uneven().double()
+
+    def work(transport: RecordingTransport) -> None:
+        model = ShardedModel(copy.deepcopy(module), transport, units=(nn.Sequential,), prefetch=prefetch)
+        model.cache_bytes = budgets
+        optimizer = adamw(model.shard_parameters())
+        layouts = transport.parameters.layouts
+        numels = sorted(layout.numel for layout in layouts)
+        shards = sum(layout.shard_numel for layout in layouts) * ITEM_BYTES
+        in_use = ITEM_BYTES * (layouts[0].numel + max(2, 1 + prefetch) * numels[-1])
+        needs = model.cache_needs.maximum
+        for order in itertools.islice(itertools.permutations(range(len(sizes))), 0, 720, 45):
+            with model.minibatch():
+                for part in (order, order[:3], order[::-1]):
+                    squares(model, (INPUT, part)).backward()
+            optimizer.step()
+            model.publish()
+            granted = min(budgets.parameters, needs.parameters)
+            assert model.peak_parameter_bytes <= shards + in_use + granted
+            granted = min(budgets.gradients, needs.gradients)
+            assert model.peak_gradient_bytes <= shards + 2 * ITEM_BYTES * numels[-1] + granted
+
+    run_ranks(2, work, transport=LateTransport if prefetch else RecordingTransport)
+
+
+@pytest.mark.parametrize("staying", [NUM_LAYERS - 3, NUM_LAYERS + 1])
+@on_ranks(1)
+def test_a_graph_keeps_parameters_once_all_units_are_ready(
+    transport: RecordingTransport, staying: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look at what a forward saves, tensor by tensor, takes Python's time."""
+    looks, pack = [], SavedTensorHooks._pack
+
+    def counted(saved: SavedTensorHooks, tensor: torch.Tensor) -> Any:
+        looks.append(1)
+        return pack(saved, tensor)
+
+    monkeypatch.setattr(SavedTensorHooks, "_pack", counted)
+    model = ShardedModel(Stack(NUM_LAYERS).double(), transport, units=(Layer,))
+    model.cache_bytes = CacheBytes(staying * LAYER_BYTES)
+    for _ in range(2):
+        seen = []
+        with model.minibatch():
+            for _ in range(3):
+                looks.clear()
+                squares(model, (INPUT,)).backward()
+                seen.append(len(looks))
+        model.publish()
+        assert seen[0] and seen[1:] == ([0, 0] if staying > NUM_LAYERS else seen[:1] * 2)
+
+
+def test_half_of_the_model_halves_the_excess() -> None:
+    width = 32
+    module = Stack(NUM_LAYERS, width).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train, excess = Train(transport, CacheBytes(), module), []
+        for share in (0.0, 0.5, 1.0):
+            needs = train.model.cache_needs.maximum
+            train.model.cache_bytes = CacheBytes(int(share * needs.parameters), int(share * needs.gradients))
+            before = train.model.traffic.fetched, train.model.traffic.pushed
+            train.step(8, batch=torch.ones(1, width, dtype=torch.float64))
+            moved = [now.same_node - then.same_node for now, then in zip(traffic_of(train.model), before, strict=True)]
+            excess.append(moved)
+        for nothing, half, everything in zip(*excess, strict=True):
+            assert (half - everything) / (nothing - everything) <= 0.55
+            assert everything > 0
+
+    run_ranks(2, work)
+
+
+def traffic_of(model: ShardedModel) -> tuple[ByteCounts, ByteCounts]:
+    return model.traffic.fetched, model.traffic.pushed
+
+
+@on_ranks(2)
+def test_traffic_does_not_depend_on_the_number_of_microbatches(
+    transport: RecordingTransport, module: nn.Module
+) -> None:
+    moved = []
+    train = Train(transport, PLENTY, module)
+    for num_microbatches in (1, 2, 8):
+        before = traffic_of(train.model)
+        train.step(num_microbatches)
+        moved.append([now - then for now, then in zip(traffic_of(train.model), before, strict=True)])
+    assert moved[0] == moved[1] == moved[2]
+    whole = sum(layout.numel for layout in transport.parameters.layouts) * ITEM_BYTES
+    own = sum(stop - start for start, stop in (x.owned(transport.group.rank) for x in transport.layouts))
+    assert moved[0] == [ByteCounts(whole - own * ITEM_BYTES)] * 2
+
+
+def test_bytes_by_node() -> None:
+    class TwoNodes(RecordingTransport):
+        def on_this_node(self, rank: int) -> bool:
+            return rank // 2 == self.rank // 2
+
+    module = Stack(2).double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, PLENTY, module)
+        train.step(2)
+        for moved in traffic_of(train.model):
+            parts = [[0, 0], [0, 0]]
+            for layout in transport.layouts:
+                for owner in set(range(4)) - {transport.rank}:
+                    start, stop = layout.owned(owner)
+                    parts[owner // 2 == transport.rank // 2][0] += stop - start
+            assert [moved.other_nodes, moved.same_node] == [part[0] * ITEM_BYTES for part in parts]
+
+    run_ranks(4, work, transport=TwoNodes)
+
+
+@on_ranks(2, transport=Poisoning)
+def test_forwards_alone_use_what_stays_and_leave_it_to_the_next_minibatch(
+    transport: RecordingTransport, module: nn.Module
+) -> None:
+    train = Train(transport, PLENTY, module)
+    transport.log.clear()
+    with torch.inference_mode():
+        outputs = [train.model(INPUT).clone() for _ in range(3)]
+    assert len(transport.names("fetch")) == NUM_LAYERS + 1
+    fetched, _ = train.step(2)
+    assert fetched == 0
+    transport.log.clear()
+    with torch.no_grad():
+        assert not torch.equal(train.model(INPUT), outputs[0]), "kept units outlived their publication"
+    assert len(transport.names("fetch")) == NUM_LAYERS + 1
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@on_ranks(2)
+def test_a_smaller_budget_frees_memory(transport: RecordingTransport, prefetch: int, module: nn.Module) -> None:
+    train = Train(transport, PLENTY, module, prefetch=prefetch)
+    train.step(2)
+    with torch.no_grad():
+        train.model(INPUT)  # stays, for the next minibatch
+    pools = transport.parameters.buffers, train.model._pusher._buffers
+    assert all(pool._held_bytes >= NUM_LAYERS * LAYER_BYTES for pool in pools)
+    train.model.cache_bytes = CacheBytes()
+    assert [pool._held_bytes for pool in pools] == [0, 0]
+    assert train.step(2)[0] == 1 + NUM_LAYERS + 3 * (NUM_LAYERS - 2)
+
+
+@on_ranks(2)
+def test_sums_leave_one_after_the_other_without_a_thread(transport: RecordingTransport, module: nn.Module) -> None:
+    """Each that is on its way may hold memory, such as pinned memory before it goes to the host."""
+    train = Train(transport, PLENTY, module)
+    on_the_way: list[int] = []
+    push = train.model._pusher._store.push
+    train.model._pusher._store.push = lambda *given: (on_the_way.append(len(waiting)), push(*given))[1]  # type: ignore
+    waiting = train.model._pusher._in_flight
+    train.step(2)
+    train.step(2, tell_last=True)
+    assert len(on_the_way) == 2 * (NUM_LAYERS + 1) and max(on_the_way) == 1
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@on_ranks(2, transport=Poisoning)
+def test_a_resident_model_fetches_nothing(transport: RecordingTransport, prefetch: int, module: nn.Module) -> None:
+    train = Train(transport, CacheBytes(), module, prefetch=prefetch)
+    train.step(1)
+    wanted = NUM_LAYERS * LAYER_BYTES
+    train.model.cache_bytes = CacheBytes(parameters=wanted - 1)
+    short = rf"at least {wanted}, .*got {wanted - 1}, which is 1 bytes short"
+    with pytest.raises(UserError, match=short), train.model.unsharded():
+        pass
+    train.model.cache_bytes = CacheBytes(parameters=wanted)
+    with torch.no_grad():
+        train.model(INPUT)
+    with train.model.unsharded(), torch.inference_mode():
+        transport.log.clear()
+        for _ in range(3):
+            train.model(INPUT)
+        with train.model.unsharded():
+            pass
+        assert transport.names("fetch") == []
+    train.step(2)
+    in_use = ITEM_BYTES * (transport.layouts[0].numel + 2 * transport.layouts[1].numel)
+    shards = sum(layout.shard_numel for layout in transport.layouts) * ITEM_BYTES
+    assert train.model.peak_parameter_bytes <= shards + wanted + in_use
+
+
+@pytest.mark.parametrize("access", [Access.COPY, Access.VIEW])
+@on_ranks(1)
+def test_forwards_without_gradients_see_plain_parameters(transport: RecordingTransport, access: Access) -> None:
+    module = Stack(3).double()
+    transport.parameters.access = access
+    train = Train(transport, PLENTY, module)
+    model = train.model
+    for _ in range(2):
+        train.step(1)
+        with torch.no_grad():
+            wanted = model(INPUT)
+        on_demand = {name: layer._parameters for name, layer in model.module.named_modules()}
+        with model.unsharded(gradients=False), torch.no_grad():
+            found = model(INPUT)
+            for layer in model.module.modules():
+                assert type(layer._parameters) is dict
+                assert all(p.isfinite().all() and not p.requires_grad for p in layer.parameters())
+            transport.log.clear()
+            with model.unsharded(gradients=False):
+                model(INPUT)
+            assert type(model.module.get_submodule("")._parameters) is dict, "the inner block has ended"
+            assert transport.log == []
+        assert torch.equal(found, wanted)
+        assert all(layer._parameters is on_demand[name] for name, layer in model.module.named_modules())
+    with pytest.raises(RuntimeError, match="leave it first"), model.unsharded(gradients=False):
+        model.cache_bytes = PLENTY
+    with pytest.raises(RuntimeError, match="was changed in place"), model.unsharded(gradients=False):
+        next(layer for layer in model.module.modules() if layer._parameters).weight.zero_()
+
+
+@pytest.mark.parametrize("one_sided", [True, False], ids=["in_place", "collective"])
+@on_ranks(1)
+def test_where_nothing_is_to_be_gained_nothing_is_kept(transport: RecordingTransport, one_sided: bool) -> None:
+    transport.one_sided = one_sided
+    train = Train(transport, CacheBytes(), Stack(2).double())
+    transport.parameters.access = Access.VIEW if one_sided else Access.COPY
+    assert train.model.cache_needs.maximum.parameters == 0
+    train.model.cache_bytes = PLENTY
+    assert train.model.cache_bytes == CacheBytes(0, 1 << 30 if one_sided else 0)
+    with nullcontext() if one_sided else pytest.raises(UserError, match="over collectives"), train.model.unsharded():
+        pass
+
+
+def test_sums_that_overflow_at_home_are_known_to_all() -> None:
+    """Each gradient is finite, and the last one would bring the sum back; or the sums of two ranks are too much."""
+    module = nn.Sequential(Layer()).float()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, PLENTY, module)
+        of_ranks = [((2e38, 2e38, -2e38), ()), ((1e38, -1e38), (1e38,)), ((1e38,), (1e38,)), ((1e30, -1e30), ())]
+        for factors, finite in zip(of_ranks, (False, True, False, True), strict=True):
+            with train.model.minibatch() as minibatch:
+                for factor in factors[transport.group.rank]:
+                    weight = dict(train.model.module.named_modules())["0.linear"].bias
+                    (weight * factor).sum().backward()
+            assert minibatch.finite is finite
+            train.model.publish()
+
+    run_ranks(2, work, torch.float32, torch.float32)
+
+
+def test_parameters_without_a_gradient_have_none() -> None:
+    module = Branches().double()
+
+    def work(transport: RecordingTransport) -> None:
+        train = Train(transport, PLENTY, module)
+        for used in ((0,), (1, 2), ()):
+            with train.model.minibatch():
+                for _ in range(2 if transport.group.rank else 0):
+                    squares(train.model, (INPUT, used)).backward()
+            named = {name for name, p in train.model.named_shard_parameters() if p.grad is not None}
+            layers = {name.split(".")[1] for name in named if name.startswith("layers")}
+            assert layers == {str(i) for i in used}
+            train.model.publish()
+
+    run_ranks(2, work)
+
+
+@on_ranks(1)
+def test_needs_count_each_array_in_its_own_type(transport: RecordingTransport) -> None:
+    module = freeze(Stack(2).double(), "layers.0", "layers.1.linear.weight")
+    narrow = {name: torch.float32 for name, p in module.named_parameters() if not p.requires_grad}
+    model = ShardedModel(copy.deepcopy(module), transport, units=(Layer,), dtypes=narrow)
+    needs, (bias, root) = model.cache_needs, (WIDTH, transport.layouts[0].numel)
+    assert needs.maximum == CacheBytes(4 * (WIDTH * WIDTH + WIDTH) + 4 * WIDTH * WIDTH + 8 * bias, 8 * (root + bias))
+    assert needs.minimum == CacheBytes(4 * (WIDTH * WIDTH + WIDTH), 8 * bias)

@@ -1,0 +1,77 @@
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from odc_mpi.errors import UserError
+from odc_mpi.shard.gradient_format.fixed_point import FIRST_EXPONENT, FixedPointGradients
+from odc_mpi.training.exact.exponents import ExponentCallback
+from odc_mpi.training.exact.required_settings import apply_exact_settings, deterministic_algorithms
+from odc_mpi.training.settings import load
+
+MODEL = ["--model.config.model_type=qwen2", "--data.path=unused"]
+
+
+def test_it_sets_what_it_takes() -> None:
+    config = apply_exact_settings(load(None, [*MODEL, "--run.exact=true"]))
+    assert (config.model.reduce_dtype, config.run.threads) == ("fixed64", 1)
+    assert apply_exact_settings(config) == config
+    given = apply_exact_settings(load(None, [*MODEL, "--run.exact=true", "--run.threads=3", "--data.balance=dynamic"]))
+    assert (given.run.threads, given.data.balance) == (3, "dynamic")
+
+
+def test_without_it_nothing_is_set() -> None:
+    config = load(None, [*MODEL, "--model.reduce_dtype=float32", "--data.balance=lb_micro"])
+    assert apply_exact_settings(config) is config
+
+
+GRPO = ["--run.objective=grpo", "--rl.tokenizer=words", "--rl.reward_funcs=exact_match", "--run.exact=true"]
+
+
+def test_it_goes_with_rewards() -> None:
+    config = apply_exact_settings(load(None, [*MODEL, *GRPO]))
+    assert (config.model.reduce_dtype, config.run.threads) == ("fixed64", 1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("rl.skip_failed_rewards", "true", "expected false with run.exact, got true: which completions"),
+        ("run.device", "cuda", "expected cpu with run.exact, got cuda: tokens are drawn by"),
+    ],
+)
+def test_what_breaks_it_with_rewards_is_refused(setting: str, value: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(setting)}: {re.escape(words)}"):
+        apply_exact_settings(load(None, [*MODEL, *GRPO, f"--{setting}={value}"]))
+
+
+def test_a_run_begins_with_room_for_what_is_divided_later() -> None:
+    elements = FixedPointGradients({0: 10, 3: 20})
+    ExponentCallback(elements, 1000.0)
+    assert elements.exponents == {0: FIRST_EXPONENT - 10, 3: FIRST_EXPONENT - 10}
+
+
+def test_torch_is_as_it_was_afterwards() -> None:
+    config = load(None, MODEL)
+    exact = replace(config, run=replace(config.run, exact=True))
+    for each, wanted in ((config, False), (exact, True)):
+        with deterministic_algorithms(each):
+            assert torch.are_deterministic_algorithms_enabled() is wanted
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_exponents_come_back_from_a_checkpoint() -> None:
+    elements = FixedPointGradients({0: 10, 3: 20})
+    elements.exponents = {0: 51, 3: -7}
+    state = ExponentCallback(elements).state_dict()
+    assert state == {"fixed64_exponents": [51, -7]}
+    other = FixedPointGradients({1: 10, 2: 20})
+    ExponentCallback(other).load_state_dict(state)
+    assert other.exponents == {1: 51, 2: -7}
+    ExponentCallback(other).load_state_dict({})  # of a run without them
+    assert other.exponents == {1: 51, 2: -7}
+    with pytest.raises(
+        UserError, match=r"^expected fixed64_exponents of 3 arrays in the checkpoint, got 2: set run.resume"
+    ):
+        ExponentCallback(FixedPointGradients({0: 1, 1: 1, 2: 1})).load_state_dict(state)

@@ -1,0 +1,87 @@
+"""What a run is made from: whether data set and model fit each other."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import models as vocabularies
+
+from odc_mpi.data.dataset import DatasetWriter, vocabulary_digest
+from odc_mpi.data.plan.cost import CostModel, flops_cost
+from odc_mpi.data.tokenizer import load_tokenizer
+from odc_mpi.errors import UserError
+from odc_mpi.models.build import from_config
+from odc_mpi.training import settings as configuration
+from odc_mpi.training.inputs import initial_cost_model, open_inputs
+
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def write(path: Path, largest: int, vocab_size: int, vocabulary: str = "") -> None:
+    with DatasetWriter(path, vocab_size=vocab_size, tokenizer="none", source="test", vocabulary=vocabulary) as writer:
+        writer.append(np.array([1, largest, 2], dtype=np.uint32), np.ones(3, dtype=bool))
+
+
+def check(data: Path, model: Path | dict) -> None:
+    section = configuration.ModelConfig(**({"config": model} if isinstance(model, dict) else {"path": str(model)}))
+    open_inputs(configuration.Config(model=section, data=configuration.DataConfig(path=str(data))), 0, 1)
+
+
+def refused(data: Path, model: Path | dict, words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)) as raised:
+        check(data, model)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """A model whose tokenizer lists 64 tokens, of which its embedding knows 60."""
+    path = tmp_path_factory.mktemp("model")
+    config = transformers.AutoConfig.for_model(**MODEL)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    words = Tokenizer(vocabularies.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    return path
+
+
+def test_costs_have_names():
+    meta_model = from_config(MODEL, 0)
+    flops = flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
+    for name, wanted in (("linear", CostModel()), ("flops", flops), ("fitted", flops)):
+        assert initial_cost_model(configuration.DataConfig("data.h5", cost=name), meta_model) == wanted
+
+
+def test_tokens_that_the_model_does_not_know(tmp_path):
+    write(tmp_path / "used.h5", 60, 60)
+    refused(tmp_path / "used.h5", MODEL, "has a token of number 60, the model knows 60, from 0: prepare it with the")
+    write(tmp_path / "listed.h5", 59, 64)
+    refused(tmp_path / "listed.h5", MODEL, "was prepared with a tokenizer of 64 tokens, the model knows 60: prepare it")
+    write(tmp_path / "good.h5", 59, 60)
+    check(tmp_path / "good.h5", MODEL)
+
+
+def test_the_model_s_own_tokenizer_may_list_tokens_that_the_data_does_not_have(tmp_path, directory):
+    vocabulary = vocabulary_digest(load_tokenizer(directory).get_vocab())
+    write(tmp_path / "listed.h5", 59, 64, vocabulary)
+    check(tmp_path / "listed.h5", directory)
+    write(tmp_path / "used.h5", 60, 64, vocabulary)
+    refused(tmp_path / "used.h5", directory, "has a token of number 60, the model knows 60")
+    write(tmp_path / "foreign.h5", 59, 64, vocabulary[::-1])
+    refused(tmp_path / "foreign.h5", directory, "another tokenizer than that in model.path")
+    bare = shutil.copytree(directory, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    refused(tmp_path / "listed.h5", bare, "was prepared with a tokenizer of 64 tokens")

@@ -1,0 +1,402 @@
+"""Settings: what is read comes back, and every mistake is one line that names source, setting and cure."""
+
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import yaml
+
+from odc_mpi.errors import UserError
+from odc_mpi.training.settings import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, dump, help_text, load
+
+MINIMAL = "model: {path: weights}\ndata: {path: data.h5}\n"
+JOBS = Path(__file__).parents[2] / "jobs"
+
+# Texts that YAML 1.1 would read as something else, were they written without quotes.
+AWKWARD = [
+    "1e3",
+    "-.5E-3",
+    "1.",
+    "null",
+    "~",
+    "on",
+    "No",
+    "true",
+    "2026-01-31",
+    "0x1f",
+    "1_0",
+    "1:30",
+    ".inf",
+    "<<",
+    "=",
+]
+AWKWARD += [
+    "a: b",
+    "- a",
+    "# a",
+    " a ",
+    "ü€",
+    "a\nb",
+    "a\\b",
+    "'",
+    '"',
+    "{",
+    "[x",
+    "*a",
+    "&a",
+    "!t",
+    "%",
+    "@",
+    "x" * 300,
+]
+AWKWARD += ["many words " * 30]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_yaml(text: str) -> Path:
+        path = tmp_path / "job.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_yaml
+
+
+def message(path: Path | None, *overrides: str) -> str:
+    """Return the error of a load, without the directory that pytest made."""
+    with pytest.raises(UserError) as raised:
+        load(path, overrides)
+    text = str(raised.value)
+    assert "\n" not in text
+    return text.replace(f"{path}", "job.yaml")
+
+
+def random_value(rng: random.Random, default):
+    if isinstance(default, bool):
+        return rng.random() < 0.5
+    if isinstance(default, int):
+        return rng.randint(1, 1000)
+    if isinstance(default, float):
+        return rng.choice([rng.random(), 10.0 ** -rng.randint(0, 40), 0.5])
+    return rng.choice(AWKWARD)
+
+
+def random_section(rng: random.Random, section):
+    values = {}
+    for name, hint in get_type_hints(section).items():
+        choices = [choice for part in (hint, *get_args(hint)) for choice in get_args(part) if isinstance(choice, str)]
+        values[name] = rng.choice(choices) if choices else random_value(rng, getattr(section, name, ""))
+    return section(**values)
+
+
+def random_config(rng: random.Random) -> Config:
+    sections = {name: random_section(rng, section) for name, section in get_type_hints(Config).items()}
+    tree = {word: rng.choice([*AWKWARD, 3, 1e-7, True, None, [1, "1e3", {"on": "off"}], {}]) for word in AWKWARD}
+    model = replace(sections["model"], path=None, config={"model_type": "qwen2", **tree})
+    fractions = {name: rng.random() for name in ("adam_beta1", "adam_beta2", "momentum")}
+    comm = replace(sections["comm"], timeout_s=1 + rng.random() * 10.0 ** rng.randint(0, 300))
+    data = replace(sections["data"], eval_path=rng.choice([*AWKWARD, None]) or "held out")
+    trackers = rng.choice([None, [], ["wandb"], ["mlflow", "tensorboard"]])
+    run = replace(sections["run"], objective="sft", num_train_epochs=None, keep_best=False, report_to=trackers)
+    optim = replace(sections["optim"], **fractions)
+    return Config(model=model, data=data, comm=comm, optim=optim, run=run)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_dump_writes_load_reads(write, seed):
+    config = random_config(random.Random(seed))
+    assert load(write(dump(config))) == config
+
+
+def test_dump_is_plain_yaml_with_every_setting(write):
+    config = load(write(MINIMAL))
+    assert yaml.safe_load(dump(config)) == asdict(config)
+    assert dump(config).startswith("model:\n  path: weights\n")  # the order of the help, not of the alphabet
+
+
+def test_absent_settings_keep_their_defaults(write):
+    config = load(write(MINIMAL))
+    assert config == Config(model=ModelConfig(path="weights"), data=DataConfig(path="data.h5"))
+    assert (config.optim.learning_rate, config.data.minibatch_sequences, config.comm.timeout_s) == (1e-4, 16, 600.0)
+
+
+def test_without_a_file_the_arguments_are_all():
+    config = load(None, ["--model.path", "weights", "--data.path=a=b.h5"])
+    assert config.data.path == "a=b.h5"
+
+
+def test_empty_file_and_empty_sections_mean_defaults(write):
+    arguments = ["--model.path", "m", "--data.path", "d"]
+    for text in ("", "# nothing\n", "optim:\nrun: {}\n"):
+        assert load(write(text), arguments).optim == OptimConfig()
+
+
+def test_overrides_win_and_the_last_wins_most(write):
+    path = write(MINIMAL + "run: {steps: 3, dir: here}\n")
+    config = load(path, ["--run.steps", "4", "--run.steps=5", "--model.gradient_checkpointing", "true"])
+    assert config.run == RunConfig(steps=5, dir="here")
+    assert config.model.gradient_checkpointing is True
+
+
+def test_negative_numbers_are_values_not_arguments(write):
+    assert "0 or more, got -0.001" in message(write(MINIMAL), "--optim.weight_decay", "-1e-3")
+
+
+def test_one_key_of_a_mapping_is_overridden(write):
+    path = write("model: {config: {model_type: qwen2, hidden_size: 64, rope: {theta: 1, kind: a}}}\ndata: {path: d}\n")
+    extra = ["--model.config.hidden_size", "128", "--model.config.rope.theta=1e-4", "--model.config.new", "null"]
+    expected = {"model_type": "qwen2", "hidden_size": 128, "rope": {"theta": 1e-4, "kind": "a"}, "new": None}
+    assert load(path, extra).model.config == expected
+    assert load(None, ["--data.path", "d", "--model.config.model_type", "llama"]).model.config == {
+        "model_type": "llama"
+    }
+    assert load(path, ["--model.config", "{model_type: gpt2}"]).model.config == {"model_type": "gpt2"}
+
+
+def test_a_list_of_one_needs_no_brackets(write):
+    path = write(MINIMAL + "run: {report_to: wandb}\n")
+    assert load(path).run.report_to == ["wandb"]
+    assert load(path, ["--run.report_to", "[mlflow, trackio]"]).run.report_to == ["mlflow", "trackio"]
+    assert load(path, ["--run.report_to", "null"]).run.report_to is None
+
+
+def test_null_takes_a_setting_back(write):
+    config = load(write(MINIMAL), ["--model.path", "null", "--model.config.model_type", "qwen2"])
+    assert config.model == ModelConfig(config={"model_type": "qwen2"})
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.e-4", "1.0e-4", ".1e-3", "+.0001", "0.0001", "+1e-4"])
+def test_floats_however_written(write, text):
+    path = write(f"{MINIMAL}optim: {{learning_rate: {text}}}\n")
+    assert load(path).optim.learning_rate == 1e-4
+    assert load(write(MINIMAL), ["--optim.learning_rate", text]).optim.learning_rate == 1e-4
+
+
+def test_an_integer_becomes_a_float_where_one_is_meant(write):
+    timeout_s = load(write(MINIMAL + "comm: {timeout_s: 5}\n")).comm.timeout_s
+    assert (timeout_s, type(timeout_s)) == (5.0, float)
+
+
+def test_zero_is_allowed_where_it_has_a_meaning(write):
+    zeros = ["optim.learning_rate", "optim.weight_decay", "optim.adam_beta1", "optim.momentum", "optim.max_grad_norm"]
+    zeros += ["optim.warmup_steps", "run.seed", "run.threads"]
+    config = asdict(load(write(MINIMAL), [f"--{key}=0" for key in zeros]))
+    assert [config[section][name] for section, name in (key.split(".") for key in zeros)] == [0] * len(zeros)
+
+
+@pytest.mark.parametrize("text", ["auto", "0", "4096", "512M", "2g"])
+def test_sizes_however_written(write, text):
+    expected = {"auto": "auto", "0": 0, "4096": 4096, "512M": 512 << 20, "2g": 2 << 30}[text]
+    path = write(f"{MINIMAL}comm: {{parameter_cache_bytes: {text}}}\n")
+    assert load(path).comm.parameter_cache_bytes == expected
+    config = load(write(MINIMAL), ["--comm.gradient_cache_bytes", text])
+    assert config.comm.gradient_cache_bytes == expected
+    assert load(write(dump(config))) == config
+
+
+def test_arguments_for_text_are_taken_as_they_are(write):
+    for text in ("3", "1e3", "on", "a: b"):
+        assert load(write(MINIMAL), ["--run.dir", text]).run.dir == text
+
+
+SIZE = "expected auto or a size such as 512M or 0"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("data: {path: d, balanse: x}", "job.yaml: unknown setting data.balanse: did you mean data.balance?"),
+        ("learning_rate: 1", "job.yaml: unknown setting learning_rate: did you mean optim.learning_rate?"),
+        ("optimizer: {learning_rate: 1}", "job.yaml: unknown setting optimizer.learning_rate: did you mean optim."),
+        ("zzz: {}", "job.yaml: unknown setting zzz: odc-mpi train --help lists all"),
+        ("1: {}", "job.yaml: unknown setting 1: "),
+        ("data: 3", "job.yaml: data is a section: expected its settings"),
+        ("run: {steps: true}", "job.yaml: run.steps: expected an integer, got true"),
+        ("run: {steps: 3.0}", "job.yaml: run.steps: expected an integer, got 3.0"),
+        ("run: {steps: '3'}", 'job.yaml: run.steps: expected an integer, got "3"'),
+        ("run: {steps: }", "job.yaml: run.steps: expected an integer, got null"),
+        *(
+            (f"comm: {{gradient_cache_bytes: {got}}}", f"job.yaml: comm.gradient_cache_bytes: {SIZE}, got {got}")
+            for got in ("-1", "1.5", "true", '"-512M"', '"512MB"', '"much"', '""', "[1]")
+        ),
+        ("run: {steps: [1]}", "job.yaml: run.steps: expected an integer, got [1]"),
+        ("run: {steps: 0}", "job.yaml: run.steps: expected an integer, 1 or more, got 0"),
+        ("run: {dir: 3}", "job.yaml: run.dir: expected text, got 3 (put it in quotes)"),
+        ("run: {dir: ''}", 'job.yaml: run.dir: expected text, not empty, got ""'),
+        ("run: {dir: {a: 1}}", 'job.yaml: run.dir: expected text, got {"a": 1}'),
+        ("run: {seed: -1}", "job.yaml: run.seed: expected an integer, from 0 to 2**63 - 1, got -1"),
+        ("run: {seed: 9223372036854775808}", "job.yaml: run.seed: expected an integer, from 0"),
+        ("run: {device: gpu}", 'job.yaml: run.device: expected cpu or cuda, got "gpu"'),
+        ("run: {threads: -1}", "job.yaml: run.threads: expected an integer, from 0 to 1024"),
+        ("run: {report_to: 1}", "job.yaml: run.report_to: expected a list of names or null, got 1"),
+        (
+            "run: {report_to: [wandb, x]}",
+            "job.yaml: run.report_to: expected a list of names or null, each one of tensorboard, mlflow, wandb, "
+            'trackio, comet_ml, clearml, swanlab, got ["wandb", "x"]',
+        ),
+        ("run: {max_skipped_steps: 0}", "job.yaml: run.max_skipped_steps: expected an integer, 1 or more"),
+        ("model: {gradient_checkpointing: 1}", "job.yaml: model.gradient_checkpointing: expected true or false, got 1"),
+        ("model: {config: qwen2}", 'job.yaml: model.config: expected a mapping or null, got "qwen2"'),
+        ("model: {path: [m]}", 'job.yaml: model.path: expected text or null, got ["m"]'),
+        ("model: {path: ''}", "job.yaml: model.path: expected text or null, not empty"),
+        ("model: {param_dtype: fp16}", 'job.yaml: model.param_dtype: expected float32 or bfloat16, got "fp16"'),
+        (
+            "model: {attn_implementation: flash_attention_2}",
+            'job.yaml: model.attn_implementation: expected sdpa or eager, got "flash_attention_2" (a library for GPUs',
+        ),
+        (
+            "model: {attn_implementation: flex_attention}",
+            'job.yaml: model.attn_implementation: expected sdpa or eager, got "flex_attention" (torch has no backward',
+        ),
+        (
+            "model: {attn_implementation: fast}",
+            'job.yaml: model.attn_implementation: expected sdpa or eager, got "fast"',
+        ),
+        ("data: {path: null}", "job.yaml: data.path: expected text, got null"),
+        ("data: {minibatch_sequences: 0}", "job.yaml: data.minibatch_sequences: expected an integer, 1 or more"),
+        (
+            "data: {max_tokens_per_microbatch: 0}",
+            "job.yaml: data.max_tokens_per_microbatch: expected an integer, from 1",
+        ),
+        ("comm: {timeout_s: 0.9}", "job.yaml: comm.timeout_s: expected a finite number, 1 or more, got 0.9"),
+        ("comm: {transport: window}", "job.yaml: unknown setting comm.transport"),
+        ("optim: {optimizer: adam}", 'job.yaml: optim.optimizer: expected adamw or sgd, got "adam"'),
+        ("optim: {lr_scheduler_type: 1}", "job.yaml: optim.lr_scheduler_type: expected linear or cosine or constant"),
+        ("optim: {learning_rate: .nan}", "job.yaml: optim.learning_rate: expected a finite number, got NaN"),
+        ("optim: {learning_rate: 1e999}", "job.yaml: optim.learning_rate: expected a finite number, got Infinity"),
+        ("optim: {learning_rate: true}", "job.yaml: optim.learning_rate: expected a finite number, got true"),
+        ("optim: {learning_rate: '1e-4'}", 'job.yaml: optim.learning_rate: expected a finite number, got "1e-4"'),
+        ("optim: {learning_rate: -1}", "job.yaml: optim.learning_rate: expected a finite number, 0 or more, got -1"),
+        (
+            "optim: {adam_beta1: 1}",
+            "job.yaml: optim.adam_beta1: expected a finite number, 0 or more and below 1, got 1",
+        ),
+        ("optim: {adam_beta2: -.1}", "job.yaml: optim.adam_beta2: expected a finite number, 0 or more and below 1"),
+        ("optim: {adam_epsilon: 0}", "job.yaml: optim.adam_epsilon: expected a finite number, above 0"),
+        ("optim: {momentum: 1.5}", "job.yaml: optim.momentum: expected a finite number, 0 or more and below 1"),
+        ("optim: {max_grad_norm: -1}", "job.yaml: optim.max_grad_norm: expected a finite number, 0 or more"),
+        ("optim: {warmup_steps: -1}", "job.yaml: optim.warmup_steps: expected an integer, 0 or more"),
+        (
+            "- 1\n- 2",
+            "job.yaml: expected a mapping of the sections model, data, lora, rl, comm, optim, run, got [1, 2]",
+        ),
+        ("run:\n  steps: [1", "job.yaml, line 2: expected YAML, got: "),
+        ("run:\n\tsteps: 1", "job.yaml, line 2: expected YAML, got: "),
+        ("run: {}\n---\nrun: {}", "job.yaml, line 2: expected YAML, got: "),
+        ("run: {dir: 2026-02-31}", "job.yaml: expected YAML, got: "),
+        ("run: {dir: \x07}", "job.yaml: expected YAML, got: "),
+        ("run: {dir: !!python/name:os.system x}", "job.yaml, line 1: expected YAML, got: "),
+        ("run:\n  steps: 1\n  steps: 2", "job.yaml, line 3: expected YAML, got: steps is given twice"),
+        ("run: {steps: 1}\nrun: {dir: a}", "job.yaml, line 2: expected YAML, got: run is given twice"),
+        ("model: {path: m}", "job.yaml: data.path is missing: expected "),
+        ("data: {path: d}", "job.yaml: expected exactly one of model.path and model.config, got neither"),
+        (
+            "data: {path: d}\nmodel: {path: m}\nrun: {steps: 9, num_train_epochs: 0.5}",
+            "job.yaml: expected one of run.steps and run.num_train_epochs, got both: leave one out",
+        ),
+        ("run: {num_train_epochs: 0}", "job.yaml: run.num_train_epochs: expected a finite number or null, above 0"),
+        (
+            "data: {path: d}\nmodel: {path: m}\nrun: {eval_every: 5}",
+            "job.yaml: run.eval_every goes with data.eval_path, got none",
+        ),
+        (
+            "data: {path: d, eval_path: e}\nmodel: {path: m}\n"
+            "run: {eval_every: 4, checkpoint_every: 6, keep_best: true}",
+            "job.yaml: run.keep_best compares checkpoints: expected run.checkpoint_every above 0 and a multiple of "
+            "run.eval_every, so that each is evaluated, got 6 and 4",
+        ),
+        (
+            "data: {path: d}\nmodel: {path: m, config: {model_type: a}}",
+            "job.yaml: expected exactly one of model.path and model.config, got both",
+        ),
+        ("data: {path: d}\nmodel: {config: {hidden_size: 3}}", "job.yaml: model.config: expected a model_type"),
+        ("data: {path: d}\nmodel: {path: m}\nlora: {r: 0}", "job.yaml: lora.r: expected an integer or null, 1 or more"),
+        (
+            "data: {path: d}\nmodel: {path: m}\nlora: {target_modules: q_proj}",
+            "job.yaml: lora.target_modules goes with lora.r, got none",
+        ),
+        (
+            "data: {path: d}\nmodel: {path: m}\nlora: {r: 4, target_modules: []}",
+            "job.yaml: lora.target_modules: expected a list of names or all-linear, not empty, got []",
+        ),
+        ("data: {path: d}\nmodel: {path: m}\nlora: {alpha: 16}", "job.yaml: lora.alpha goes with lora.r, got none"),
+    ],
+)
+def test_mistakes_in_a_file(write, text, expected):
+    assert message(write(text)).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--data.balanse", "x"], "command line: unknown setting data.balanse: did you mean data.balance?"),
+        (
+            ["--optim.learning-rate=1"],
+            "command line: unknown setting optim.learning-rate: did you mean optim.learning_",
+        ),
+        (["--data", "x"], "command line: data is a section: expected its settings"),
+        (["--run.steps"], "command line: --run.steps expected an integer after it, got nothing"),
+        (["--run.steps", "--run.dir", "x"], "command line: --run.steps expected an integer after it, got nothing"),
+        (["--run.steps="], 'command line: run.steps: expected an integer, got ""'),
+        (["--run.steps", "many"], 'command line: run.steps: expected an integer, got "many"'),
+        (["--run.steps", "[1"], 'command line: run.steps: expected an integer, got "[1"'),
+        (["--run.steps", "1.5"], "command line: run.steps: expected an integer, got 1.5"),
+        (["--run.steps", "true"], "command line: run.steps: expected an integer, got true"),
+        (["--comm.parameter_cache_bytes", "-5"], f'command line: comm.parameter_cache_bytes: {SIZE}, got "-5"'),
+        (["--optim.optimizer", "adam"], 'command line: optim.optimizer: expected adamw or sgd, got "adam"'),
+        (["--data.path", ""], 'command line: data.path: expected text, not empty, got ""'),
+        (["run.steps", "3"], 'command line: expected --section.key value, got "run.steps"'),
+        (["--model.config", "qwen2"], 'command line: model.config: expected a mapping or null, got "qwen2"'),
+        (["--model.config.a"], "command line: --model.config.a expected a value after it, got nothing"),
+        (
+            ["--model.config.a=1", "--model.config.a.b=1"],
+            "command line: --model.config.a.b: expected model.config.a to",
+        ),
+        (["--model.config.model_type", "x"], "job.yaml: expected exactly one of model.path and model.config, got both"),
+    ],
+)
+def test_mistakes_in_arguments(write, arguments, expected):
+    assert message(write(MINIMAL), *arguments).startswith(expected)
+
+
+def test_missing_settings_without_a_file_are_the_command_lines():
+    assert message(None, "--model.path", "m").startswith("command line: data.path is missing")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    assert message(tmp_path / "none.yaml") == "job.yaml: expected a configuration file, got: No such file or directory"
+    assert message(tmp_path).startswith("job.yaml: expected a configuration file, got: Is a directory")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert message(tmp_path / "binary").startswith("job.yaml: expected YAML, got: ")
+
+
+def test_anchors_and_merges_are_no_doubled_keys(write):
+    text = "data: &d {path: d}\nmodel: {config: &c {<<: *d, path: e, model_type: a}}\n"
+    assert load(write(text)).model.config == {"path": "e", "model_type": "a"}
+
+
+def test_long_values_are_cut_in_errors(write):
+    assert len(message(write(f"run: {{steps: {'x' * 5000}}}"))) < 200
+
+
+def test_help_names_every_setting_with_default_and_meaning():
+    lines = help_text().splitlines()
+    settings = [f"{section}.{name}" for section, cls in get_type_hints(Config).items() for name in get_type_hints(cls)]
+    assert [line.split()[0] for line in lines[1:]] == settings
+    assert all(line.isprintable() and len(line) < 160 for line in lines)
+    row = next(line for line in lines if line.startswith("optim.learning_rate"))
+    assert "a finite number" in row and "0.0001" in row and "peak learning rate" in row
+    assert "required" in next(line for line in lines if line.startswith("data.path"))
+
+
+@pytest.mark.parametrize("job", sorted(JOBS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_jobs_that_come_along_are_valid(job):
+    assert load(job).model.config is not None or load(job).model.path
+
+
+def test_the_quick_start_is_the_small_qwen2():
+    config = load(JOBS / "quickstart.yaml", ["--run.steps", "2"])
+    assert config.model.config is not None and config.model.config["model_type"] == "qwen2"
+    assert config.run.steps == 2

@@ -1,0 +1,42 @@
+"""What an update does without gradients, and when a run that goes nowhere ends."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from odc_mpi.errors import TrainingError
+from odc_mpi.observe.callback import Step
+from odc_mpi.training.update import NonFiniteStepLimit, Update
+
+
+def feed_limit(limit, *skipped):
+    for number, one in enumerate(skipped, 7):
+        limit.after_step(Step(number, None, {"skipped": one}))
+
+
+def test_only_steps_in_a_row_count():
+    limit = NonFiniteStepLimit(3)
+    feed_limit(limit, True, True, False, True, True)
+    assert limit.state_dict() == {"skipped_in_a_row": 2}
+    with pytest.raises(TrainingError, match=r"^step 7: .* in 3 steps in a row, which is run\.max_skipped_steps"):
+        feed_limit(limit, True)
+
+
+def test_the_count_goes_on_with_the_run():
+    metadata = {"loader": {}, **NonFiniteStepLimit(3).state_dict(), "skipped_in_a_row": 2}
+    with pytest.raises(TrainingError, match="in 3 steps in a row"):
+        feed_limit(NonFiniteStepLimit(3, metadata), True)
+    feed_limit(NonFiniteStepLimit(3, metadata), False, True, True)
+
+
+def test_a_minibatch_without_any_gradient_is_published_as_well():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    published = []
+    model = SimpleNamespace(divide_gradients_=published.append, publish=lambda: published.append(True))
+    config = SimpleNamespace(optim=SimpleNamespace(max_grad_norm=0.0))
+    update = Update(model, torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1), config)
+    step = Step(1, None, {})
+    update.run(step, 3.0, finite=True)
+    assert (published, step.metrics) == ([3.0, True], {"grad_norm": None, "skipped": False})
+    assert torch.equal(parameter, torch.ones(3))
