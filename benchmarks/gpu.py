@@ -147,7 +147,7 @@ def measure(
         RuntimeError: Something came out wrong.
     """
     before = os.getloadavg()[0]
-    against = against_reductions(world, device, options.window_device)
+    against = reduction_objections(world, device, options.window_device)
     devices = sorted(set(world.gather_objects(device.name)))
     with ExitStack() as stack:
         wanted = world.rank == 0 and "step" in options.parts
@@ -174,7 +174,7 @@ def measure(
     return part.result
 
 
-def against_reductions(world: World, device: Device, wish: str) -> dict[str, str]:
+def reduction_objections(world: World, device: Device, wish: str) -> dict[str, str]:
     """Return the reductions not to measure with windows on devices, each with the reason. Collective."""
     kept = load_device_report(world, device)
     against = judge(kept if kept is not None else environment_report(world), wish)

@@ -24,7 +24,7 @@ class StoppedError(RuntimeError):
 
 
 def file_error(error: OSError) -> UserError:
-    """Return an error in one line about a file that cannot be used, such as one without permission. Local.
+    """Return an error in one line about a file that cannot be used, such as one without permission.
 
     Raises:
         OSError: The same error, if it names no file: then it is not the user's mistake.
@@ -35,11 +35,11 @@ def file_error(error: OSError) -> UserError:
 
 
 def one_line_message(error: BaseException) -> str:
-    """Fold an exception's message, which may have many lines, into one. Local."""
+    """Fold an exception's message, which may have many lines, into one."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def warn(line: str) -> None:
-    """Print a line that a person must see. Local."""
+    """Print a line that a person must see."""
     print(f"odc_mpi: {line}", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from odc_mpi.errors import warn
 
 
 def write_text_durable(path: Path, text: str) -> None:
-    """Replace a file; a reader sees the old or the new content, also after a crash. Local.
+    """Replace a file; a reader sees the old or the new content, also after a crash.
 
     One process at a time may call this for a path: the temporary file beside it always has the same name.
 
@@ -33,7 +33,7 @@ def write_text_durable(path: Path, text: str) -> None:
 
 
 def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
-    """Replace a file; a reader sees the old or the new content. After a crash the file may be empty. Local.
+    """Replace a file; a reader sees the old or the new content. After a crash the file may be empty.
 
     Several processes may call this for a path: each has a temporary file of its own, and the last one wins.
 
@@ -62,7 +62,7 @@ def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Offer a path to write a new file to; rename that file to `path` when the body ends well. Local.
+    """Offer a path to write a new file to; rename that file to `path` when the body ends well.
 
     The new path is in a hidden directory beside `path`, which goes on any exception, with the parent directories that
     were made for it; then the old file stays as it was.
@@ -87,7 +87,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_or_warn(path: Path, text: str) -> None:
-    """Write a file of a run, or warn that it is lost: no such file is worth ending the run. Local."""
+    """Write a file of a run, or warn that it is lost: no such file is worth ending the run."""
     try:
         write_text_durable(path, text)
     except OSError as error:
@@ -95,12 +95,12 @@ def write_or_warn(path: Path, text: str) -> None:
 
 
 def warn_write_failed(path: Path, error: OSError) -> None:
-    """Warn that a file, or a part of it, is lost, and that the run goes on. Local."""
+    """Warn that a file, or a part of it, is lost, and that the run goes on."""
     warn(f"WARNING: cannot write {path}: {error.strerror}: it is incomplete or missing; the run goes on without")
 
 
 def sync_file(path: Path) -> None:
-    """Flush the content of a file to the disk; else a crash could leave an empty file under a good name. Local."""
+    """Flush the content of a file to the disk; else a crash could leave an empty file under a good name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,7 +109,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush the names in a directory to the disk, where the file system supports it. Local."""
+    """Flush the names in a directory to the disk, where the file system supports it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,7 +121,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, and flush their names to the disk. Local."""
+    """Make a directory and its missing parents, and flush their names to the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:

@@ -13,7 +13,7 @@ from odc_mpi.errors import UserError
 
 
 def read_file(path: Path) -> Any:
-    """Read a document. Local.
+    """Read a document.
 
     Raises:
         UserError: The file cannot be read or is no YAML, in one line that names it.
@@ -30,7 +30,7 @@ def read_file(path: Path) -> Any:
 
 
 def read_value(text: str) -> Any:
-    """Read an argument as YAML would, or as the text it is: the type check then tells what was expected. Local."""
+    """Read an argument as YAML would, or as the text it is: the type check then tells what was expected."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError):
@@ -39,7 +39,7 @@ def read_value(text: str) -> Any:
 
 
 def write(document: Any) -> str:
-    """Write a document such that `read_file` reads an equal one. Local."""
+    """Write a document such that `read_file` reads an equal one."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 

@@ -106,7 +106,7 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
 
 
 def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
-    """Return by how much of the reference's losses each contender's differ at most. Local.
+    """Return by how much of the reference's losses each contender's differ at most.
 
     Raises:
         AgreedError: They differ by more than `tolerance`, or one is no number; on every rank that has the same rounds.
@@ -130,7 +130,7 @@ def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: 
 
 
 def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
-    """Return by how much of the reference's losses others differ at most; without end if one is no number. Local."""
+    """Return by how much of the reference's losses others differ at most; without end if one is no number."""
     pairs = [pair for a, b in zip(rounds, reference, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
     if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf
@@ -138,7 +138,7 @@ def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
 
 
 def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]], command: str) -> None:
-    """Refuse a configuration of which not every contender does the same work. Local.
+    """Refuse a configuration of which not every contender does the same work.
 
     Args:
         config: Of a run.

@@ -70,7 +70,7 @@ def check(world: World, variants: Mapping[str, Variant]) -> None:
 
 
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attributes: Any) -> Variant:
-    """Return the fetches through a transport whose units hold what `is_whole` looks for. Local."""
+    """Return the fetches through a transport whose units hold what `is_whole` looks for."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())
@@ -86,20 +86,20 @@ def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attribut
 
 
 def is_whole(array: torch.Tensor, layout: FlatLayout) -> bool:
-    """Whether every owner's part is there: each wrote its rank, counted from 1. Local."""
+    """Whether every owner's part is there: each wrote its rank, counted from 1."""
     owned = ((owner, *layout.owned(owner)) for owner in range(layout.num_owners))
     return all(bool((array[start:stop] == owner + 1).all()) for owner, start, stop in owned)
 
 
 def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatLayout:
-    """Return the layout of a unit of one parameter. Local."""
+    """Return the layout of a unit of one parameter."""
     return FlatLayout.build("unit", [ParameterSpec("weight", (numel,), trainable)], num_owners)
 
 
 def pushes(
     transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **attributes: Any
 ) -> Variant:
-    """Return the pushes of gradients of ones through a transport. Local.
+    """Return the pushes of gradients of ones through a transport.
 
     Args:
         transport: Has the units.

@@ -23,7 +23,7 @@ DEFAULT_SIZES = "64K,256K,1M,4M,16M,64M,256M"
 def interleaved(
     variants: Mapping[str, Callable[[], T]], repeats: int, on_call: Callable[[int, str], None] = lambda turn, name: None
 ) -> dict[str, list[T]]:
-    """Call each variant in turn, round after round, so that a slow moment of the machine meets them all alike. Local.
+    """Call each variant in turn, round after round, so that a slow moment of the machine meets them all alike.
 
     A round begins with another one each time: what comes first may find a disk or a cache that the others do not.
 
@@ -44,7 +44,7 @@ def interleaved(
 
 
 def rotate(names: Sequence[str], turn: int) -> list[str]:
-    """Return the names in their order, beginning with another one each turn, so that none always comes first. Local."""
+    """Return the names in their order, beginning with another one each turn, so that none always comes first."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
@@ -66,7 +66,7 @@ def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Call
 def entries(
     times: Mapping[str, Sequence[float]], num_bytes: int, **references: Callable[[str], str | None]
 ) -> dict[str, dict[str, Any]]:
-    """Return the entries of variants in the JSON object. Local.
+    """Return the entries of variants in the JSON object.
 
     Args:
         times: Seconds of an operation in each round, by variant.
@@ -92,7 +92,7 @@ def entries(
 
 
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
-    """Return a speed as a multiple of a reference's: its time by the own one, the median over rounds of both. Local."""
+    """Return a speed as a multiple of a reference's: its time by the own one, the median over rounds of both."""
     return statistics.median(a / b for a, b in zip(reference, times, strict=False))
 
 
@@ -114,7 +114,7 @@ class Goal:
     expected: float
 
     def evaluate(self, figure: float, **of: Any) -> dict[str, Any]:
-        """Return the entry of a figure among `goals` of the JSON object. Local.
+        """Return the entry of a figure among `goals` of the JSON object.
 
         Args:
             figure: As measured.
@@ -138,7 +138,7 @@ def print_result(result: Mapping[str, Any], as_json: bool) -> None:
 
 
 def make_progress_printer(rank: int) -> Callable[[str], None]:
-    """Return a function that prints the next measurement on standard error, on rank 0 alone. Local."""
+    """Return a function that prints the next measurement on standard error, on rank 0 alone."""
 
     def print_line(line: str) -> None:
         if rank == 0:
@@ -148,7 +148,7 @@ def make_progress_printer(rank: int) -> Callable[[str], None]:
 
 
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
-    """Read sizes such as `64K,1M,256M`, in bytes, of whole fp32 elements, each once. Local.
+    """Read sizes such as `64K,1M,256M`, in bytes, of whole fp32 elements, each once.
 
     Raises:
         UserError: Something else was written.

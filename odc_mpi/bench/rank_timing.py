@@ -9,7 +9,7 @@ from odc_mpi.runtime.world import World
 
 
 def header(world: World, benchmark: str, load: float, **fields: Any) -> dict[str, Any]:
-    """Return the first keys of a benchmark's object. Local.
+    """Return the first keys of a benchmark's object.
 
     Args:
         world: The ranks.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from odc_mpi.bench.chunk_flags import ChunkFlags
 from odc_mpi.bench.fetch_and_push import unit_layout
@@ -98,7 +99,7 @@ class Runner(ABC):
         """Yield this rank's work, each part when the one before it is done. Local, or one-sided."""
 
     def prepare_next(self, plan: Plan) -> None:  # noqa: B027 - not everybody has to
-        """Do what belongs between A and B. Local."""
+        """Do what belongs between A and B."""
 
     def close(self) -> None:
         """Free the transport. Collective."""
@@ -131,7 +132,8 @@ class WindowRunner(Runner):
         self._tickets = Tickets(world)
         self._flags = ChunkFlags(world, num_units)
 
-    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:  # noqa: D102
+    @override
+    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
         rank, is_first = self._world.rank, True
         for position, split in enumerate(plan.splits):
             if rank in split.ranks:
@@ -144,11 +146,13 @@ class WindowRunner(Runner):
             yield TimedMicrobatch(minibatch.window_s(rank, microbatch, is_first=is_first))
             is_first = False
 
-    def prepare_next(self, plan: Plan) -> None:  # noqa: D102
+    @override
+    def prepare_next(self, plan: Plan) -> None:
         self._tickets.reset()
         self._flags.next_minibatch(len(plan.splits))
 
-    def close(self) -> None:  # noqa: D102
+    @override
+    def close(self) -> None:
         self._flags.close()
         self._tickets.close()
         super().close()
@@ -160,7 +164,8 @@ class CollectiveRunner(Runner):
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, collective_transport(world), num_units)
 
-    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:  # noqa: D102
+    @override
+    def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
         assert not plan.splits, "collectives share no sequence"
         rank = self._world.rank
         turns = max(map(len, plan.microbatches))
@@ -180,7 +185,7 @@ class Sleeper:
         self._late_s = 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Sleep. Local."""
+        """Sleep."""
         due = seconds - self._late_s
         began = time.perf_counter()
         if due > 0:

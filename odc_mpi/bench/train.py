@@ -107,7 +107,7 @@ def configuration(
 
 
 def default_configuration(timeout_s: float, model: str = "qwen2") -> Config:
-    """Return the configuration that is trained unless another one is given. Local."""
+    """Return the configuration that is trained unless another one is given."""
     return Config(
         model=ModelConfig(config=MODELS[model]),
         data=DataConfig(path=str(DATA), minibatch_sequences=16, max_tokens_per_microbatch=MAX_LENGTH),
@@ -190,7 +190,7 @@ class _Contenders:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return the size of the model and the decisions that our contenders run on. Local."""
+        """Return the size of the model and the decisions that our contenders run on."""
         model = self._trainers[OURS[-1]].model
         return {
             "model_numel": sum(map(math.prod, model.parameter_shapes().values())),
@@ -236,7 +236,7 @@ class IdleContender:
     """The contender of the other ranks while the first one trains alone."""
 
     def step(self) -> tuple[float, int]:
-        """Do nothing. Local."""
+        """Do nothing."""
         return 0.0, 0
 
 

@@ -117,7 +117,7 @@ def measure(
 
 
 def evaluate_goals(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Compare the figures of an entry of `sizes` with the goals; return entries of `goals`. Local."""
+    """Compare the figures of an entry of `sizes` with the goals; return entries of `goals`."""
     return [
         goal.evaluate(found, size_bytes=result["size_bytes"], variant=variant)
         for goal, variant, figure in GOALS

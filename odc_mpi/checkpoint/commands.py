@@ -14,7 +14,7 @@ from odc_mpi.errors import UserError
 
 
 def open_newest(path: Path) -> Checkpoint:
-    """Open the newest complete checkpoint of a run, or the checkpoint that the path names. Local.
+    """Open the newest complete checkpoint of a run, or the checkpoint that the path names.
 
     Raises:
         UserError: There is no checkpoint.
@@ -25,7 +25,7 @@ def open_newest(path: Path) -> Checkpoint:
 
 
 def list_lines(path: Path) -> Iterator[str]:
-    """Yield a line for each checkpoint, the oldest first. Local.
+    """Yield a line for each checkpoint, the oldest first.
 
     Raises:
         UserError: There are no checkpoints.
@@ -42,7 +42,7 @@ def list_lines(path: Path) -> Iterator[str]:
 
 
 def verify(path: Path) -> tuple[list[str], int]:
-    """Read every byte of the checkpoints of a run, or of one checkpoint. Local.
+    """Read every byte of the checkpoints of a run, or of one checkpoint.
 
     Returns:
         A line for each checkpoint and for each damage, and the number of checkpoints that are not known to be intact.

@@ -32,6 +32,6 @@ def compute_digest(manifest: Manifest, read: Read) -> str:
 
 
 def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut a range of elements into blocks: yield the first element of each, and one past its last. Local."""
+    """Cut a range of elements into blocks: yield the first element of each, and one past its last."""
     for first in range(start, stop, BLOCK_NUMEL):
         yield first, min(first + BLOCK_NUMEL, stop)

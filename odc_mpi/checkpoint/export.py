@@ -40,15 +40,15 @@ class Exporter(ABC):
 
     @abstractmethod
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Return the bytes of each tensor in the files, by its name there, in the order of the files. Local."""
+        """Return the bytes of each tensor in the files, by its name there, in the order of the files."""
 
     @abstractmethod
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Read a tensor, and make it of this type if it is floating-point. Local."""
+        """Read a tensor, and make it of this type if it is floating-point."""
 
     @abstractmethod
     def config(self, dtype: str) -> dict[str, Any]:
-        """Return the content of the configuration. Local."""
+        """Return the content of the configuration."""
 
 
 class WholeModelExporter(Exporter):
@@ -92,7 +92,7 @@ def export(
     exporter: Exporter | None = None,
     base: Path | None = None,
 ) -> list[str]:
-    """Write a model such that `AutoModelForCausalLM.from_pretrained(out)` loads it. Local.
+    """Write a model such that `AutoModelForCausalLM.from_pretrained(out)` loads it.
 
     Args:
         checkpoint: A checkpoint of `odc-mpi train`.
@@ -132,13 +132,13 @@ def export(
 
 
 def read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read a tensor of the model whole, as it is stored. Local."""
+    """Read a tensor of the model whole, as it is stored."""
     record = checkpoint.record(f"{MODEL}/{name}")
     return read_tensor(checkpoint, f"{MODEL}/{name}", 0, record.numel).reshape(record.shape)
 
 
 def model_config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json of the model of a checkpoint. Local."""
+    """Return the content of config.json of the model of a checkpoint."""
     metadata = checkpoint.manifest.metadata
     config = {**metadata["transformers_config"], "architectures": metadata["architectures"], "dtype": dtype}
     config.pop("use_cache", None)  # training turns the cache off; generation needs it
@@ -186,7 +186,7 @@ def _export_dtype(record: TensorRecord, dtype: torch.dtype) -> torch.dtype:
 
 
 def read_tokenizer_files(config: Any, base: Path | None) -> dict[str, bytes]:
-    """Read the tokenizer's files of a run's data: from the data set, `rl.tokenizer`, or the model. Local.
+    """Read the tokenizer's files of a run's data: from the data set, `rl.tokenizer`, or the model.
 
     Args:
         config: Settings of the run.

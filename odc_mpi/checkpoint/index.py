@@ -1,4 +1,4 @@
-"""index.h5: every tensor whole, by its name, for anyone with HDF5. Local.
+"""index.h5: every tensor whole, by its name, for anyone with HDF5.
 
 Each tensor is a virtual data set: HDF5 assembles it from the ranks' files when it is read. Where a file is missing HDF5
 reads the fill value without an error. The fill value is NaN, so that the loss shows; and this package never reads a
@@ -23,7 +23,7 @@ _NAN_BITS = {"bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
 
 
 def write_index(directory: Path, manifest: Manifest) -> FileRecord:
-    """Write the index of a checkpoint whose ranks' files are all there, and flush it to the disk. Local."""
+    """Write the index of a checkpoint whose ranks' files are all there, and flush it to the disk."""
     path = directory / INDEX
     with h5py.File(path, "x", locking=False) as file:
         file.attrs.update(format=FORMAT, version=VERSION, step=manifest.step, size=manifest.size)
@@ -59,7 +59,7 @@ def _fill_value(dtype: str, stored: np.dtype) -> int | float:
 
 
 def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Hyperslab]]:
-    """Cut elements `[start, stop)` of a flattened tensor into boxes, in order. Local.
+    """Cut elements `[start, stop)` of a flattened tensor into boxes, in order.
 
     A range that begins and ends inside rows is the end of a row, whole rows, and the beginning of a row; the parts of
     rows are cut in the same way.

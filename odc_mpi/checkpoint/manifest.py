@@ -17,7 +17,7 @@ from typing import Any
 
 from odc_mpi.errors import UserError, one_line_message
 
-FORMAT, VERSION = "odc_mpi.checkpoint", 2
+FORMAT, VERSION = "odc_mpi.checkpoint", 3
 MANIFEST, INDEX = "manifest.json", "index.h5"
 #: The directory of checkpoints in a run directory.
 CHECKPOINTS = "checkpoints"
@@ -92,7 +92,7 @@ class Manifest:
 
 
 def shard_name(step: int, rank: int) -> str:
-    """Return the name of a rank's file. Local.
+    """Return the name of a rank's file.
 
     The name contains the step because HDF5 also looks for a missing file of an index in the current directory, which
     may be another checkpoint.
@@ -101,12 +101,12 @@ def shard_name(step: int, rank: int) -> str:
 
 
 def step_name(step: int) -> str:
-    """Return the name of the directory of a step. Local."""
+    """Return the name of the directory of a step."""
     return f"step_{step:08d}"
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
-    """Return the directories named as checkpoints, by step, the oldest first. Local."""
+    """Return the directories named as checkpoints, by step, the oldest first."""
     if not directory.is_dir():
         return {}
     found = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
@@ -114,7 +114,7 @@ def steps_in(directory: Path) -> dict[int, Path]:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write a manifest and flush it to the disk. Local."""
+    """Write a manifest and flush it to the disk."""
     # Checksum of the content as a reader gets it: JSON turns numeric keys into text, which sorts differently.
     body = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}))
     document = {**body, "checksum": _checksum(body)}
@@ -126,7 +126,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint. Local.
+    """Read the manifest of a checkpoint.
 
     Raises:
         UserError: The manifest is missing, damaged, or of another version.
@@ -155,12 +155,12 @@ def read_manifest(directory: Path) -> Manifest:
 def _from_json(body: Mapping[str, Any]) -> Manifest:
     tensors = {
         path: TensorRecord(
-            record["kind"], record["dtype"], tuple(record["shape"]), tuple(tuple(piece) for piece in record["pieces"])
+            record["kind"], record["dtype"], tuple(record["shape"]), tuple(tuple(part) for part in record["ranges"])
         )
         for path, record in body["tensors"].items()
     }
     files = {name: FileRecord(**record) for name, record in body["files"].items()}
-    names = ("step", "size", "scalars", "optimizer", "about")
+    names = ("step", "size", "scalars", "optimizer", "metadata")
     return Manifest(tensors=tensors, files=files, **{name: body[name] for name in names})
 
 

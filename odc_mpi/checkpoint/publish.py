@@ -21,7 +21,7 @@ _UNFINISHED, _RETIRED = ".step_", ".retired_"
 
 
 def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
-    """Make a checkpoint of a directory with all ranks' files: the checkpoint appears complete or not at all. Local.
+    """Make a checkpoint of a directory with all ranks' files: the checkpoint appears complete or not at all.
 
     Args:
         directory: The directory, beside `goal`.
@@ -63,7 +63,7 @@ def prune(directory: Path, keep: int, protected_step: int | None = None) -> None
 
 
 def recover_retired(directory: Path) -> None:
-    """Give retired checkpoints their names back where a killed run has not come to use the names. Local.
+    """Give retired checkpoints their names back where a killed run has not come to use the names.
 
     Call it before a search for checkpoints, as one of these may be the newest, and while no other run writes there.
 
@@ -77,7 +77,7 @@ def recover_retired(directory: Path) -> None:
 
 
 def retired(directory: Path) -> dict[Path, Path]:
-    """Return the whole checkpoints under hidden names whose names no other has, and these names. Local."""
+    """Return the whole checkpoints under hidden names whose names no other has, and these names."""
     found = {
         path: directory / path.name.removeprefix(_RETIRED).partition(".")[0]
         for path in sorted(directory.glob(f"{_RETIRED}*"))

@@ -1,4 +1,4 @@
-"""A checkpoint, open for reading: slices of its tensors, wherever they lie in its files. Local.
+"""A checkpoint, open for reading: slices of its tensors, wherever they lie in its files.
 
 All reading goes through the manifest and the checksums; index.h5 is for people and their tools alone.
 """
@@ -49,7 +49,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self.manifest.step
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> npt.NDArray:
-        """Read elements `[start, stop)` of a flattened tensor, in its stored type. Local.
+        """Read elements `[start, stop)` of a flattened tensor, in its stored type.
 
         Raises:
             UserError: There is no such tensor, or its file is damaged.
@@ -68,13 +68,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return found
 
     def record(self, path: str) -> TensorRecord:
-        """Return the manifest's record of a tensor. Local."""
+        """Return the manifest's record of a tensor."""
         if path not in self.manifest.tensors:
             raise UserError(f"{self.directory} has no tensor {path}")
         return self.manifest.tensors[path]
 
     def check_files(self, ranks: Iterable[int]) -> str | None:
-        """Check that these ranks' files are there, intact, and of this checkpoint; tensors are not read. Local.
+        """Check that these ranks' files are there, intact, and of this checkpoint; tensors are not read.
 
         Returns:
             The problem of the first bad file in words; None if there is none.
@@ -88,7 +88,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return None
 
     def verify(self) -> Iterator[str]:
-        """Read every byte, and yield a sentence for each damage. Local."""
+        """Read every byte, and yield a sentence for each damage."""
         for rank in range(self.manifest.size):
             try:
                 with self._open(rank) as file:
@@ -105,7 +105,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             yield f"cannot read {path}: {error.strerror}"
 
     def close(self) -> None:
-        """Close the files. Local."""
+        """Close the files."""
         while self._files:
             self._files.popitem()[1].close()
 
@@ -125,7 +125,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 
 def checkpoint_directories(path: Path) -> list[Path]:
-    """Return the directories of checkpoints below a path, the oldest first, complete or not. Local.
+    """Return the directories of checkpoints below a path, the oldest first, complete or not.
 
     Args:
         path: A run directory, its directory of checkpoints, or one checkpoint.

@@ -41,11 +41,11 @@ class BackgroundTask(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether the function has returned or raised. Local."""
+        """Whether the function has returned or raised."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Wait until the function has returned or raised. Local."""
+        """Wait until the function has returned or raised."""
         while not self._ended.wait(0.1):  # so that signals are heard meanwhile
             pass
 
@@ -140,7 +140,7 @@ class Saver:
         )
 
     def report(self) -> tuple[float, float, float]:
-        """Return the report for the other ranks: the step that is written, the file's bytes and checksum. Local.
+        """Return the report for the other ranks: the step that is written, the file's bytes and checksum.
 
         The step is negative if the file could not be written, and 0 if there is nothing to report yet.
         """
@@ -152,7 +152,7 @@ class Saver:
         return float(self._pending.step), float(written.num_bytes), float(written.checksum)
 
     def receive_reports(self, reports: np.ndarray) -> None:
-        """Take in the reports of all ranks, `[size, 3]`, the same on every rank. Local.
+        """Take in the reports of all ranks, `[size, 3]`, the same on every rank.
 
         A checkpoint that all have reported is no longer pending.
         """

@@ -159,7 +159,7 @@ def _checksum_of_rest(descriptor: int, extents: Sequence[tuple[int, int]]) -> in
 
 
 def checksum_of_file(path: Path) -> FileRecord:
-    """Return the length and the checksum of a file that holds no tensors. Local."""
+    """Return the length and the checksum of a file that holds no tensors."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return FileRecord(os.fstat(descriptor).st_size, _checksum_of_rest(descriptor, ()))
@@ -223,7 +223,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return table_bytes.view("<u4")
 
     def read(self, path: str, start: int, stop: int) -> npt.NDArray:
-        """Read elements `[start, stop)` of a flattened tensor, all of which this file holds. Local.
+        """Read elements `[start, stop)` of a flattened tensor, all of which this file holds.
 
         Raises:
             UserError: The elements are damaged.
@@ -236,7 +236,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return content[begin - first * BLOCK_BYTES :][: end - begin].view(stored.dtype)
 
     def verify(self) -> Iterator[str]:
-        """Read all tensors, and yield a sentence for each that is damaged. Local."""
+        """Read all tensors, and yield a sentence for each that is damaged."""
         for path, stored in self._datasets.items():
             try:
                 blocks = -(-stored.num_bytes // BLOCK_BYTES)
@@ -285,7 +285,7 @@ def _look_up(path: Path) -> tuple[dict[str, _Stored], int]:
 
 
 def stored_type(dtype: str) -> np.dtype:
-    """Return the numpy type in which tensors of a torch type are stored. Local.
+    """Return the numpy type in which tensors of a torch type are stored.
 
     Raises:
         UserError: The type cannot be stored.

@@ -63,7 +63,7 @@ class TrainingState:
         return [self._copy(live) for live in self._tensor_ranges() if live.tensor.numel()]
 
     def parts(self) -> dict[str, tuple[int, npt.NDArray]]:
-        """Return this rank's part of each tensor: its first element, and its elements in the stored type. Local.
+        """Return this rank's part of each tensor: its first element, and its elements in the stored type.
 
         Views of what is on the host, which change from point A to B.
         """
@@ -75,7 +75,7 @@ class TrainingState:
         }
 
     def describe(self, step: int, metadata: dict[str, object]) -> Manifest:
-        """Return the manifest of a snapshot of the present state, without its files. Local."""
+        """Return the manifest of a snapshot of the present state, without its files."""
         tensors: dict[str, TensorRecord] = {}
         ranges, kinds = self._ranges, self._kinds
         for live in self._tensor_ranges():
@@ -194,13 +194,13 @@ class CheckpointWeights:
 
 @torch.no_grad()
 def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fill the tensors that every rank has whole: persistent buffers and non-floating-point parameters. Local."""
+    """Fill the tensors that every rank has whole: persistent buffers and non-floating-point parameters."""
     for name, tensor in replicated_persistent_tensors(module):
         tensor.copy_(_resume_tensor(checkpoint, f"{MODEL}/{name}", 0, tensor.numel()).reshape(tensor.shape))
 
 
 def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Check that a checkpoint is of this model, which may be on the meta device. Local.
+    """Check that a checkpoint is of this model, which may be on the meta device.
 
     Raises:
         UserError: Names, shapes, or which parameters are trained differ.
@@ -226,7 +226,7 @@ def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
 
 
 def require_optimizer(checkpoint: Checkpoint, name: str) -> None:
-    """Check that a checkpoint is of an optimizer of this class. Local.
+    """Check that a checkpoint is of an optimizer of this class.
 
     Raises:
         UserError: The checkpoint is of another optimizer.
@@ -260,7 +260,7 @@ def _resume_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> 
 
 
 def read_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> torch.Tensor:
-    """Read elements `[start, stop)` of a flattened tensor, in its own type. Local.
+    """Read elements `[start, stop)` of a flattened tensor, in its own type.
 
     Raises:
         UserError: The elements are damaged.

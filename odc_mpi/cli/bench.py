@@ -37,7 +37,7 @@ class Benchmark(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmarks and their options. Local."""
+    """Add the benchmarks and their options."""
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
         description = f"Measure {benchmark.help}. Starts mpiexec if it is not under it."

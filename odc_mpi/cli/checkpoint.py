@@ -18,7 +18,7 @@ _ACTIONS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions and their arguments. Local."""
+    """Add the actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, help_text in _ACTIONS.items():
         action = actions.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the arguments say, and return the exit code. Local.
+    """Do what the arguments say, and return the exit code.
 
     Raises:
         UserError: There is no checkpoint, it is damaged, or something cannot be written.

@@ -6,7 +6,7 @@ HELP = "what this MPI stack really does; under mpiexec on all its ranks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options. Local."""
+    """Add the options."""
     parser.description = "Try the one-sided operations, and say what a run will therefore use."
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -11,7 +11,7 @@ HELP = "what a model makes of prompts; under mpiexec on all its ranks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options. Local."""
+    """Add the options."""
     parser.description = "Continue prompts with a model; under mpiexec its parameters are spread over the ranks."
     parser.add_argument(
         "source",

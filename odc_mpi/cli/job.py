@@ -27,7 +27,7 @@ _SHORTEST_S = 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options. Local."""
+    """Add the options."""
     parser.usage = "odc-mpi job CONFIG [options] [--SECTION.KEY VALUE ...]"
     parser.description = "Print the batch script that trains a configuration, and submit it on request."
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file that every node finds under this name")
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the script, and submit it if that is asked. Local.
+    """Print the script, and submit it if that is asked.
 
     Returns:
         The exit code: sbatch's, if it was asked.

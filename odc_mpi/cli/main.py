@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; it raises UserError instead of exiting. Local."""
+    """Return the parser of all commands; it raises UserError instead of exiting."""
     parser = _Parser(prog="odc-mpi", description="Post-training over MPI windows.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"odc-mpi {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a command, with `words`, all that was written, and `overrides`, the settings. Local.
+    """Return the arguments of a command, with `words`, all that was written, and `overrides`, the settings.
 
     Raises:
         UserError: There is no such command or argument.

@@ -30,7 +30,7 @@ GRACE_S = 10.0
 
 
 def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
-    """Run `odc-mpi` with these arguments on some ranks of this node, and wait for the end. Local.
+    """Run `odc-mpi` with these arguments on some ranks of this node, and wait for the end.
 
     The ranks inherit standard output and error. An interrupt or a SIGTERM to this process ends them all.
 
@@ -68,7 +68,7 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
 
 
 def mpiexec() -> str:
-    """Return the mpiexec beside the running Python, which belongs to its MPI; else the one on the PATH. Local.
+    """Return the mpiexec beside the running Python, which belongs to its MPI; else the one on the PATH.
 
     Raises:
         UserError: There is none.

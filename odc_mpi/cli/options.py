@@ -12,14 +12,14 @@ BASE_HELP = "adapters: the directory in which their base is now; default: where 
 
 
 def positive_int(text: str) -> int:
-    """Read a whole number above 0. Local."""
+    """Read a whole number above 0."""
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:20]) <= MAX_VALUE):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, at most {MAX_VALUE:,}, got {text!r}")
     return int(text)
 
 
 def size_in_bytes(text: str) -> int:
-    """Read a size in bytes. Local."""
+    """Read a size in bytes."""
     num_bytes = parse_size(text)
     if num_bytes is None:
         raise argparse.ArgumentTypeError(f"expected a size such as 512M, 2G or 0, got {text!r}")
@@ -27,14 +27,14 @@ def size_in_bytes(text: str) -> int:
 
 
 def attention_name(text: str) -> str:
-    """Read the name of an attention that is served. Local."""
+    """Read the name of an attention that is served."""
     if text not in SUPPORTED:
         raise argparse.ArgumentTypeError(f"expected {' or '.join(SUPPORTED)}, got {text!r}{unsupported_reason(text)}")
     return text
 
 
 def step_seconds(text: str) -> float:
-    """Read the seconds of a step. Local."""
+    """Read the seconds of a step."""
     try:
         seconds = float(text)
     except ValueError:

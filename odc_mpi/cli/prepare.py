@@ -27,7 +27,7 @@ taken at most once unless --stopping-strategy says otherwise, and --seed draws w
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options. Local."""
+    """Add the options."""
     parser.description = "Write a data set of token sequences, with a mask of what is trained."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare a data set, and return the exit code. Local.
+    """Prepare a data set, and return the exit code.
 
     Raises:
         UserError: The source or an option is wrong, or something cannot be written.

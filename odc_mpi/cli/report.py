@@ -7,7 +7,7 @@ HELP = "a page with pictures of a run or a benchmark"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options. Local."""
+    """Add the options."""
     parser.description = "Write one HTML file with pictures, which needs no other file. Needs no MPI."
     parser.add_argument(
         "source",
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a report, say where it is, and return the exit code. Local.
+    """Write a report, say where it is, and return the exit code.
 
     Raises:
         UserError: There is nothing to report on, or the file cannot be written.

@@ -10,11 +10,11 @@ from odc_mpi.simulate.options import CACHES, SCENARIO, Option
 if TYPE_CHECKING:
     from odc_mpi.simulate.scenario import Scenario
 
-    ScenarioT = TypeVar("AnyScenario", bound=Scenario)
+    ScenarioT = TypeVar("ScenarioT", bound=Scenario)
 
 
 def add_scenario(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the options, with other defaults than those of `SCENARIO` for some fields. Local."""
+    """Add the options, with other defaults than those of `SCENARIO` for some fields."""
     for field, option in SCENARIO.items():
         add_option(parser, field, option._replace(default=defaults.get(field, option.default)))
     for field, option in CACHES.items():
@@ -23,7 +23,7 @@ def add_scenario(parser: argparse.ArgumentParser, **defaults: Any) -> None:
 
 
 def add_option(parser: argparse.ArgumentParser, field: str, option: Option, **other: Any) -> None:
-    """Add an option, as it says of itself but for what is given otherwise. Local."""
+    """Add an option, as it says of itself but for what is given otherwise."""
     kind = type(option.default)
     usual = {
         "type": kind,
@@ -35,7 +35,7 @@ def add_option(parser: argparse.ArgumentParser, field: str, option: Option, **ot
 
 
 def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "ScenarioT":
-    """Return the scenario that the options describe. Local.
+    """Return the scenario that the options describe.
 
     Raises:
         UserError: A value is wrong, or there are no such lengths.

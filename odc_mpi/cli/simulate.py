@@ -13,7 +13,7 @@ MAX_DEFAULT_SEQUENCES = 16_384
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options. Local."""
+    """Add the options."""
     parser.description = (
         "Compute speed-ups of windows over collectives, by balance. Needs no MPI. Of minibatches with thousands of "
         "sequences fewer are drawn by default."
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate a scenario, print the outcome, and return the exit code. Local.
+    """Simulate a scenario, print the outcome, and return the exit code.
 
     Raises:
         UserError: A value is wrong, or there are no such lengths.

@@ -16,7 +16,7 @@ HELP = "train a model; under mpiexec on all its ranks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options. Local."""
+    """Add the options."""
     parser.usage = "odc-mpi train [--config FILE] [--SECTION.KEY VALUE ...]"
     parser.description = "Settings come from the file; those on the command line win."
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")

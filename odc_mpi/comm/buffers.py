@@ -13,7 +13,7 @@ import torch
 
 
 def empty_host(num_bytes: int) -> torch.Tensor:
-    """Return plain host memory, `[num_bytes]` uint8, its content undefined. Local."""
+    """Return plain host memory, `[num_bytes]` uint8, its content undefined."""
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
@@ -36,7 +36,7 @@ class BufferPool:
         self.peak_bytes = 0
 
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Lend a buffer of `[numel]`, its content undefined. Local."""
+        """Lend a buffer of `[numel]`, its content undefined."""
         num_bytes = max(1, numel) * dtype.itemsize
         with self._lock:
             block = self._pop_fitting(num_bytes)
@@ -50,12 +50,12 @@ class BufferPool:
         return torch.empty(0, dtype=dtype, device=block.device).set_(block.untyped_storage(), 0, (numel,), (1,))
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Take a lent buffer back. Local."""
+        """Take a lent buffer back."""
         with self._lock:
             self._idle.append(self._in_use.pop(buffer.untyped_storage().data_ptr()))
 
     def clear(self) -> None:
-        """Let go of all idle buffers. Local."""
+        """Let go of all idle buffers."""
         with self._lock:
             self._held_bytes -= sum(whole.numel() for whole in self._idle)
             self._idle.clear()

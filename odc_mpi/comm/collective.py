@@ -24,6 +24,7 @@ from collections import deque
 import numpy as np
 import torch
 from mpi4py import MPI
+from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.shard_storage import ShardStorage
@@ -104,11 +105,13 @@ class CollectiveParameters(ShardStorage, ParameterStore):
         self._world, self._group, self._comms = world, group, _Communicators(world, group)
         self._shards: list[torch.Tensor] = []
 
-    def allocate(self) -> None:  # noqa: D102
+    @override
+    def allocate(self) -> None:
         self._comms.create(len(self.layouts))
         self._shards = [torch.zeros(layout.shard_numel, dtype=layout.dtype or self.dtype) for layout in self.layouts]
 
-    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+    @override
+    def shard(self, index: int) -> torch.Tensor:
         return self._shards[index]
 
     def fetch(self, index: int) -> FetchWork:
@@ -125,7 +128,8 @@ class CollectiveParameters(ShardStorage, ParameterStore):
         request = self._comms.for_next(index).Iallgather([_as_bytes(shard), element], [_as_bytes(buffer), element])
         return DeferredWork(functools.partial(self._complete, index, request, buffer))
 
-    def free(self) -> None:  # noqa: D102
+    @override
+    def free(self) -> None:
         self._comms.free()
         self._shards = []
 
@@ -150,11 +154,13 @@ class CollectiveGradients(ShardStorage, GradientStore):
         self._reduces: deque[DeferredWork] = deque()
         self._results = BufferPool()
 
-    def allocate(self) -> None:  # noqa: D102
+    @override
+    def allocate(self) -> None:
         self._comms.create(len(self.layouts))
         self._shards = {index: torch.zeros(numel, dtype=self.dtype) for index, numel in self.trainable_numels.items()}
 
-    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+    @override
+    def shard(self, index: int) -> torch.Tensor:
         return self._shards[index]
 
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
@@ -179,11 +185,13 @@ class CollectiveGradients(ShardStorage, GradientStore):
         self._reduces.append(reduce)
         return reduce
 
-    def flush(self) -> None:  # noqa: D102
+    @override
+    def flush(self) -> None:
         while self._reduces:
             self._reduces.popleft().wait()
 
-    def free(self) -> None:  # noqa: D102
+    @override
+    def free(self) -> None:
         self._comms.free()
         self._shards = {}
         self._results.clear()
@@ -208,7 +216,7 @@ class _Communicators:
             self._comms = [self._world.comm.Dup() for _ in range(min(num_arrays, MAX_COMMUNICATORS))]
 
     def for_next(self, index: int) -> MPI.Intracomm:
-        """Count an operation on an array, and return the communicator for it. Local."""
+        """Count an operation on an array, and return the communicator for it."""
         self._group.num_collectives += 1
         return self._comms[index % len(self._comms)]
 

@@ -33,7 +33,7 @@ GradientStoreFactory = Callable[[World, torch.dtype], WindowGradientStore]
 def gradient_store_factories(
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None = None
 ) -> Mapping[str, GradientStoreFactory]:
-    """Return the ways of gradients to their owners, by the values of `comm.reduction`. Local.
+    """Return the ways of gradients to their owners, by the values of `comm.reduction`.
 
     Args:
         mailbox_bytes: Memory of a mailbox, as `MailboxGradientStore` has it.
@@ -56,7 +56,7 @@ def window_transport(
     reduction: GradientStoreFactory = AccumulateGradientStore,
     progress: bool = False,
 ) -> Transport:
-    """Put together shards in windows on the host. Local.
+    """Put together shards in windows on the host.
 
     Args:
         world: The ranks that share every array.
@@ -86,7 +86,7 @@ def device_transport(
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
     progress: bool = False,
 ) -> Transport:
-    """Put together shards in windows on the memory of devices. Local.
+    """Put together shards in windows on the memory of devices.
 
     Args:
         world: The ranks that share every array.
@@ -119,7 +119,7 @@ def device_transport(
 def single_rank_transport(
     world: World, device: Device, param_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> Transport:
-    """Put together the shards of a single rank in a device's memory, where nothing travels. Local.
+    """Put together the shards of a single rank in a device's memory, where nothing travels.
 
     Args:
         world: Of one rank.
@@ -140,7 +140,7 @@ def single_rank_transport(
 def collective_transport(
     world: World, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
 ) -> Transport:
-    """Put together shards in private memory, reached with MPI's collectives: the baseline. Local.
+    """Put together shards in private memory, reached with MPI's collectives: the baseline.
 
     Args:
         world: The ranks that share every array.
@@ -157,7 +157,7 @@ def collective_transport(
 
 
 def staged(inner: Transport, device: Device) -> Transport:
-    """Put pinned memory between a transport on the host and a device where the model computes. Local.
+    """Put pinned memory between a transport on the host and a device where the model computes.
 
     Args:
         inner: Not allocated yet. Its parts belong to the new transport.

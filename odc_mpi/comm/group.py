@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from mpi4py import MPI
+from typing_extensions import override
 
 from odc_mpi.comm.progress import ProgressThread
 from odc_mpi.comm.shard_storage import Footprint, ShardStorage
@@ -45,17 +46,20 @@ class WorldGroup(Group):
         self._progress: ProgressThread | None = None
         self._num_windows = 0
 
-    def on_this_node(self, rank: int) -> bool:  # noqa: D102
+    @override
+    def on_this_node(self, rank: int) -> bool:
         return rank in self._world.node_ranks
 
-    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:  # noqa: D102
+    @override
+    def reserve(self, num_arrays: int, plan: Callable[[], Footprint]) -> None:
         footprint = self._world.run_on_all(lambda: self._checked(num_arrays, plan()))
         if footprint.shared_bytes:
             self._world.require_shared_memory(footprint.shared_bytes, "the parameter and gradient windows")
         self._num_windows = footprint.num_windows
         self._world.job.num_windows += self._num_windows
 
-    def open(self, close: Callable[[], None]) -> None:  # noqa: D102
+    @override
+    def open(self, close: Callable[[], None]) -> None:
         self._world.on_close(close)
         self._close = close
         # A communicator for each point: a rank that leaves one out waits at the next, where its deadline names it,
@@ -66,24 +70,30 @@ class WorldGroup(Group):
             self._progress = ProgressThread(self._world, self._world.progress.run_tasks, self._prepare_thread)
         self.parameters_published()
 
-    def gradients_complete(self, report: np.ndarray) -> np.ndarray:  # noqa: D102
+    @override
+    def gradients_complete(self, report: np.ndarray) -> np.ndarray:
         return self._allgather(self._gradients_comm, report, "meeting at point A, gradients complete")
 
-    def norm(self, values: np.ndarray) -> np.ndarray:  # noqa: D102
+    @override
+    def norm(self, values: np.ndarray) -> np.ndarray:
         # An all-gather summed here: some libraries' all-reduce adds in an order that differs from rank to rank.
         return self._allgather(self._norm_comm, values, "meeting at point N, norm").sum(axis=0)
 
-    def parameters_published(self) -> None:  # noqa: D102
+    @override
+    def parameters_published(self) -> None:
         self.num_collectives += 1
         self._world.wait_collective(self._publish_comm.Ibarrier(), "meeting at point B, parameters published")
 
-    def broadcast(self, tensor: torch.Tensor) -> None:  # noqa: D102
+    @override
+    def broadcast(self, tensor: torch.Tensor) -> None:
         self._world.broadcast(tensor)
 
-    def set_status(self, what: str, microbatch: int = 0) -> None:  # noqa: D102
+    @override
+    def set_status(self, what: str, microbatch: int = 0) -> None:
         self._world.set_status(what, microbatch)
 
-    def free(self, storages: Sequence[ShardStorage]) -> None:  # noqa: D102
+    @override
+    def free(self, storages: Sequence[ShardStorage]) -> None:
         with self._world.collective("freeing the windows"):
             if self._progress is not None:
                 self._progress.close()

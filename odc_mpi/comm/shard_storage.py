@@ -11,21 +11,21 @@ class Layout(Protocol):
     """What a transport needs to know of a flat array."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
     @property
-    def numel(self) -> int: ...  # noqa: D102
+    def numel(self) -> int: ...
     @property
-    def shard_numel(self) -> int: ...  # noqa: D102
+    def shard_numel(self) -> int: ...
     @property
-    def trainable(self) -> bool: ...  # noqa: D102
+    def trainable(self) -> bool: ...
     @property
-    def dtype(self) -> torch.dtype | None: ...  # noqa: D102
-    def owned(self, rank: int) -> tuple[int, int]: ...  # noqa: D102
-    def owners(self, start: int, stop: int) -> range: ...  # noqa: D102
+    def dtype(self) -> torch.dtype | None: ...
+    def owned(self, rank: int) -> tuple[int, int]: ...
+    def owners(self, start: int, stop: int) -> range: ...
 
 
 def ranges_by_owner(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Cut elements `start` to `stop` of an array among their owners. Local.
+    """Cut elements `start` to `stop` of an array among their owners.
 
     Owners behind `rank` come first: each rank begins with the next one, so that not all of them turn to rank 0 first.
 
@@ -58,7 +58,7 @@ class ShardStorage:
     layouts: Sequence[Layout] = ()
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:
-        """Prepare to host shards of these arrays, known by their index from here on. Local.
+        """Prepare to host shards of these arrays, known by their index from here on.
 
         Returns:
             What that takes; nothing for memory that no other rank sees.
@@ -71,7 +71,7 @@ class ShardStorage:
 
     @property
     def trainable_numels(self) -> dict[int, int]:
-        """Elements of this rank's shard of each trained array, by the array's index. Local."""
+        """Elements of this rank's shard of each trained array, by the array's index."""
         return {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
 
     def allocate(self) -> None:
@@ -81,13 +81,13 @@ class ShardStorage:
         """Wait until everything that this rank pushed is with its owners: before A. One-sided."""
 
     def complete(self) -> None:
-        """Make the shards hold everything that was pushed: after A. Local."""
+        """Make the shards hold everything that was pushed: after A."""
 
     def sync(self) -> None:
-        """Make stores of owners and one-sided accesses see each other: before and after B. Local."""
+        """Make stores of owners and one-sided accesses see each other: before and after B."""
 
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return the memory of the host that fetches read in place and shards lie in, each piece once. Local."""
+        """Return the memory of the host that fetches read in place and shards lie in, each piece once."""
         return []
 
     def free(self) -> None:

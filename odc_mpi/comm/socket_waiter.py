@@ -33,11 +33,11 @@ class SocketWaiter:
 
     @property
     def has_sockets(self) -> bool:
-        """Whether there are connections at all. Local."""
+        """Whether there are connections at all."""
         return bool(self._num_consecutive)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for so long at most, less if something comes. Local."""
+        """Sleep for so long at most, less if something comes."""
         if time.perf_counter() > self._scanned + RESCAN_S:
             self._scan()
         if seconds < POLL_S or not self._num_consecutive:

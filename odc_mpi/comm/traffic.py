@@ -45,18 +45,18 @@ class TrafficCounter:
         self._by_owner = functools.cache(self._by_location)
 
     def add_fetch(self, index: int) -> None:
-        """Count a fetch of an array. Local."""
+        """Count a fetch of an array."""
         parameters = self._transport.parameters
         if parameters.access is Access.COPY:
             numel, itemsize = parameters.layouts[index].numel, parameters.dtype_of(index).itemsize
             self.fetched += self._by_owner(index, 0, numel, itemsize)
 
     def add_push(self, index: int, start: int, stop: int) -> None:
-        """Count a push of elements `start` to `stop` of an array. Local."""
+        """Count a push of elements `start` to `stop` of an array."""
         self.pushed += self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
     def bytes_since_last_call(self) -> tuple[int, int, int, int]:
-        """Return bytes since the last call: fetched from this node and from others, pushed alike. Local."""
+        """Return bytes since the last call: fetched from this node and from others, pushed alike."""
         (fetched, pushed), self._last = self._last, (self.fetched, self.pushed)
         fetched, pushed = self.fetched - fetched, self.pushed - pushed
         return fetched.same_node, fetched.other_nodes, pushed.same_node, pushed.other_nodes

@@ -72,7 +72,7 @@ class Group(ABC):
     num_collectives: int = 0
 
     def on_this_node(self, rank: int) -> bool:
-        """Return whether a rank shares this one's node. Local."""
+        """Return whether a rank shares this one's node."""
         return True
 
     @abstractmethod
@@ -105,7 +105,7 @@ class Group(ABC):
 
     @abstractmethod
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Tell the other ranks what this one is doing, should they wait for it in vain. Local.
+        """Tell the other ranks what this one is doing, should they wait for it in vain.
 
         Args:
             what: Such as "forward of unit layers.3".
@@ -138,15 +138,15 @@ class ParameterStore(ABC):
     @property
     @abstractmethod
     def layouts(self) -> Sequence[Layout]:
-        """The arrays, once they are allocated. Local."""
+        """The arrays, once they are allocated."""
 
     def dtype_of(self, index: int) -> torch.dtype:
-        """Return the type of an array's elements. Local."""
+        """Return the type of an array's elements."""
         return self.layouts[index].dtype or self.dtype
 
     @abstractmethod
     def shard(self, index: int) -> torch.Tensor:
-        """Return this rank's parameters, `[shard_numel]` of `dtype_of(index)`: the memory that others fetch. Local."""
+        """Return this rank's parameters, `[shard_numel]` of `dtype_of(index)`: the memory that others fetch."""
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         """Start to fill `buffer`, `[numel]` of `dtype_of(index)`, which was handed over, with a whole array. One-sided.
@@ -156,7 +156,7 @@ class ParameterStore(ABC):
         raise NotImplementedError(f"{type(self).__name__} fetches in place")
 
     def record_event(self, buffer: torch.Tensor) -> None:  # noqa: B027 - host memory is as it looks
-        """Tell what the next fetch into a buffer comes after. Local.
+        """Tell what the next fetch into a buffer comes after.
 
         To be called by the thread that computes, once it has given the device all that uses the buffer, and before
         `start_fetch`, which another thread may call.
@@ -174,12 +174,12 @@ class ParameterStore(ABC):
         return FetchWork(buffer, self.start_fetch(index, buffer))
 
     def release(self, fetched: torch.Tensor) -> None:
-        """Give back what a fetch returned. Local. Tensors that still look at it keep the memory until they are gone."""
+        """Give back what a fetch returned. Tensors that still look at it keep the memory until they are gone."""
         self.buffers.release(fetched)
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of this rank's shards. Local."""
+        """Bytes of this rank's shards."""
         return sum(layout.shard_numel * (layout.dtype or self.dtype).itemsize for layout in self.layouts)
 
 
@@ -198,7 +198,7 @@ class GradientStore(ABC):
 
     @abstractmethod
     def shard(self, index: int) -> torch.Tensor:
-        """Return this rank's gradients, `[shard_numel]` of `dtype`, over memory that others add to. Local.
+        """Return this rank's gradients, `[shard_numel]` of `dtype`, over memory that others add to.
 
         Raises:
             KeyError: The array is not trained.
@@ -215,11 +215,11 @@ class GradientStore(ABC):
         """
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return memory to lay gradients out in, where the model computes: `[num_bytes]` uint8, undefined. Local."""
+        """Return memory to lay gradients out in, where the model computes: `[num_bytes]` uint8, undefined."""
         return empty_host(num_bytes)
 
     def record_event(self, gradient: torch.Tensor) -> None:  # noqa: B027 - host memory is as it looks
-        """Tell what the next push of a gradient comes after. Local.
+        """Tell what the next push of a gradient comes after.
 
         To be called by the thread that computes, once it has given the device all that makes the gradient, and before
         `push`, which another thread may call.

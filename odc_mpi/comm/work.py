@@ -18,7 +18,7 @@ class CompletedWork:
     """An operation that was complete when it was started."""
 
     def wait(self) -> None:
-        """Return at once. Local."""
+        """Return at once."""
 
 
 class DeferredWork:
@@ -29,7 +29,7 @@ class DeferredWork:
 
     @property
     def is_done(self) -> bool:
-        """Whether the operation was waited for. Local."""
+        """Whether the operation was waited for."""
         return self._operation is None
 
     def wait(self) -> None:

@@ -46,7 +46,7 @@ _TYPES = {"tokens": np.uint32, "loss_mask": np.uint8, "offsets": np.int64, "num_
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Return a digest of a vocabulary: equal if and only if tokenizers give the same tokens the same numbers. Local."""
+    """Return a digest of a vocabulary: equal if and only if tokenizers give the same tokens the same numbers."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
@@ -73,7 +73,7 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         vocabulary: str = "",
         tokenizer_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Create the file. Local.
+        """Create the file.
 
         Args:
             path: A path where no file is yet.
@@ -104,11 +104,11 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._digests = {name: hashlib.sha256() for name in _DIGESTED}
 
     def set_attributes(self, **attributes: int | str) -> None:
-        """Add attributes to the file. Local."""
+        """Add attributes to the file."""
         self._attributes.update(attributes)
 
     def append(self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_]) -> None:
-        """Add a sequence. Local.
+        """Add a sequence.
 
         Args:
             tokens: uint32 [length], at least 2 long.
@@ -170,7 +170,7 @@ class Dataset(AbstractContextManager["Dataset"]):
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Open a file that `prepare` wrote, each rank for itself. Local.
+        """Open a file that `prepare` wrote, each rank for itself.
 
         Raises:
             UserError: It is missing, not ours, written by a newer version, or damaged.
@@ -204,7 +204,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Read one sequence, and nothing else, from the file. Local.
+        """Read one sequence, and nothing else, from the file.
 
         Args:
             index: 0 to n - 1.
@@ -222,7 +222,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         return self._file["tokens"][part].astype(np.int64), self._file["loss_mask"][part].astype(np.bool_)
 
     def digest(self) -> str:
-        """Return a digest of the data: ranks with equal digests make the same plans and train on the same data. Local.
+        """Return a digest of the data: ranks with equal digests make the same plans and train on the same data.
 
         Tokens and mask enter by the digest that the writer stored; they are not read here.
         """
@@ -231,7 +231,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def close(self) -> None:
-        """Close the file. Local."""
+        """Close the file."""
         self._file.close()
 
     def __exit__(self, *_: object) -> None:
@@ -239,7 +239,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Read the files of the tokenizer out of a data set. Local.
+    """Read the files of the tokenizer out of a data set.
 
     Returns:
         The content of each file by name; empty if `path` is no data set, or one that holds no tokenizer.
@@ -255,7 +255,7 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
-    """Return the counts of `prepare`, if it wrote these data sets for the request of this digest. Local.
+    """Return the counts of `prepare`, if it wrote these data sets for the request of this digest.
 
     Returns:
         The counts by name; None if a data set is missing, unfinished, damaged or of another request.

@@ -44,7 +44,7 @@ class RenderedChat:
 
 
 def encode(tokenizer: Any, examples: Sequence[Example]) -> list[Encoded]:
-    """Tokenise examples in one batch per shape. Local.
+    """Tokenise examples in one batch per shape.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
@@ -82,7 +82,7 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[Encoded
 
 
 def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int]]:
-    """Tokenize prompts as training data, messages through the chat template up to the assistant's turn. Local.
+    """Tokenize prompts as training data, messages through the chat template up to the assistant's turn.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
@@ -109,7 +109,7 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
 
 
 def end_of_turn_token(tokenizer: Any) -> int | None:
-    """Return the token that ends the assistant's turns, if there is one of its own. Local."""
+    """Return the token that ends the assistant's turns, if there is one of its own."""
     chat = Conversation("", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     try:
         turn = render_prompt(tokenizer, chat, for_generation=False)
@@ -120,7 +120,7 @@ def end_of_turn_token(tokenizer: Any) -> int | None:
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
-    """Return [bos] for tokenizers that begin every sequence with it (Llama's), else []. Local."""
+    """Return [bos] for tokenizers that begin every sequence with it (Llama's), else []."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
@@ -168,8 +168,6 @@ def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...] | N
     template whose output only grows with the messages, with `{% generation %}` in it or without. An empty turn is not
     to be learnt.
 
-    Local.
-
     Args:
         tokenizer: A tokenizer of transformers with a chat template.
         chat: The conversation.
@@ -195,7 +193,7 @@ def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...] | N
 
 
 def render_prompt(tokenizer: Any, chat: Conversation, *, for_generation: bool = True) -> str:
-    """Put messages through the chat template, for the assistant to go on. Local.
+    """Put messages through the chat template, for the assistant to go on.
 
     Args:
         tokenizer: A tokenizer of transformers.
@@ -243,6 +241,6 @@ def _special(tokenizer: Any) -> tuple[str, ...]:
 
 
 def end_of_turn(turn: str, special: tuple[str, ...]) -> int:
-    """Return the end of a turn: after the end token, without the line break that templates add behind it. Local."""
+    """Return the end of a turn: after the end token, without the line break that templates add behind it."""
     stripped = turn.rstrip()
     return len(stripped) if special and stripped.endswith(special) else len(turn)

@@ -61,7 +61,7 @@ class FilterCounts:
     num_untrained_dropped: int = 0
 
     def add(self, other: "FilterCounts") -> None:
-        """Add the counts of other examples. Local."""
+        """Add the counts of other examples."""
         self.num_truncated += other.num_truncated
         self.num_dropped += other.num_dropped
         self.num_untrained_dropped += other.num_untrained_dropped
@@ -83,7 +83,7 @@ class EncodedBlock:
 
 
 def encode_block(tokenizer: Any, block: Block, fields: FieldNames, sequence_filter: SequenceFilter) -> EncodedBlock:
-    """Tokenise the examples of a block, and sort out what is not to be written. Local.
+    """Tokenise the examples of a block, and sort out what is not to be written.
 
     The result depends on the records alone, and not on the other blocks.
 
@@ -142,7 +142,7 @@ def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCount
 
 
 def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
-    """Draw by the tokens alone: equal sequences stay together, and where they are when others come. Local."""
+    """Draw by the tokens alone: equal sequences stay together, and where they are when others come."""
     if not fraction:
         return False
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
@@ -155,7 +155,7 @@ def encode_blocks(
     sequence_filter: SequenceFilter,
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
-    """Tokenize blocks in processes of their own, which end with the generator. Local.
+    """Tokenize blocks in processes of their own, which end with the generator.
 
     Args:
         blocks: The index of the source, the block, and the names of its fields.

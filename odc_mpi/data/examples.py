@@ -21,7 +21,7 @@ _SHAREGPT_FIELDS = {"from": "role", "value": "content"}
 _MAX_EXAMPLES = 3
 
 
-class InvalidRecordError(UserError):  # noqa: N818
+class InvalidRecordError(UserError):
     """A line that cannot be used; the message names file and line."""
 
 
@@ -42,7 +42,7 @@ class InvalidRecords:
         self.first: list[str] = []
 
     def add(self, error: InvalidRecordError) -> None:
-        """Count a line. Local.
+        """Count a line.
 
         Raises:
             UserError: Such lines are not to be skipped.
@@ -70,7 +70,7 @@ class PromptCompletion:
 
     @property
     def has_loss(self) -> bool:
-        """Whether there is anything to learn. Local."""
+        """Whether there is anything to learn."""
         return bool(self.completion)
 
 
@@ -92,16 +92,16 @@ class Conversation:
 
     @property
     def has_loss(self) -> bool:
-        """Whether there is anything to learn. Local."""
+        """Whether there is anything to learn."""
         return any(self.message_has_loss(i) for i in range(len(self.messages)))
 
     def message_has_loss(self, index: int) -> bool:
-        """Return whether a message is to be learnt. Local."""
+        """Return whether a message is to be learnt."""
         return index >= self.num_context and has_loss(self.messages[index])
 
 
 def has_loss(message: dict[str, Any]) -> bool:
-    """Return whether a message is of the assistant, which says or calls something in it. Local."""
+    """Return whether a message is of the assistant, which says or calls something in it."""
     return message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
 
 
@@ -122,7 +122,7 @@ class FieldNames:
 
 
 def parse_json(line: bytes, location: str) -> dict[str, Any]:
-    """Decode one line into a record. Local.
+    """Decode one line into a record.
 
     Raises:
         BadLine: The line is no JSON object.
@@ -145,7 +145,7 @@ def parse_json(line: bytes, location: str) -> dict[str, Any]:
 
 
 def parse_example(record: Mapping[str, Any], location: str, fields: FieldNames) -> Example:
-    """Return the example of a record, by the first form that its fields have. Local.
+    """Return the example of a record, by the first form that its fields have.
 
     The forms, in this order: `messages`; `prompt` and `completion`, two texts or two lists of messages; `conversations`
     of `from` and `value`; `instruction` and `output`, with `input` or without; `text`. Conversations take `tools`, a
@@ -178,7 +178,7 @@ def parse_example(record: Mapping[str, Any], location: str, fields: FieldNames) 
 
 
 def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
-    """Return the prompt of a record: messages, or the text or the messages in `prompt`. Local.
+    """Return the prompt of a record: messages, or the text or the messages in `prompt`.
 
     The assistant's turn at the end of messages, as in a file to train on, is left out: it is what is to be generated.
 

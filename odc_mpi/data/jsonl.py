@@ -41,14 +41,14 @@ class LineBlock:
     lines: list[bytes]
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield the file and line for messages, and a function that returns the record or raises BadLine. Local."""
+        """Yield the file and line for messages, and a function that returns the record or raises BadLine."""
         for number, line in zip(self.numbers, self.lines, strict=True):
             location = f"{self.name}, line {number}"
             yield location, lambda line=line, where=location: parse_json(line, where)  # type: ignore[misc]
 
 
 def read_lines(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[LineBlock]:
-    """Yield the lines of a file in blocks, in its order, without blank ones. Local.
+    """Yield the lines of a file in blocks, in its order, without blank ones.
 
     Args:
         path: Decompressed here where its name ends in .gz or .zst.
@@ -72,7 +72,7 @@ def read_lines(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int],
 
 
 def count_lines(path: Path) -> int:
-    """Return the lines of a file that are not blank. Local.
+    """Return the lines of a file that are not blank.
 
     Raises:
         UserError: The file cannot be read.

@@ -48,7 +48,7 @@ class Microbatch:
     is_chunk: bool = False
 
     def to(self, device: torch.device) -> "Microbatch":
-        """Return the batch with its tokens on a device; the bounds of sequences stay on the host. Local."""
+        """Return the batch with its tokens on a device; the bounds of sequences stay on the host."""
         if device.type == "cpu":
             return self
         bounds = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -90,7 +90,7 @@ class Minibatch:
     def from_indices(
         cls, dataset: Dataset, indices: npt.NDArray[np.int64], plan: Plan, rank: int, *, data_epoch: int, position: int
     ) -> "Minibatch":
-        """Return the minibatch of some sequences; nothing is read from the file yet. Local."""
+        """Return the minibatch of some sequences; nothing is read from the file yet."""
         num_tokens, num_input_tokens = dataset.num_trained_tokens[indices].sum(), dataset.lengths[indices].sum()
         return cls(data_epoch, position, indices, int(num_tokens), int(num_input_tokens), plan, rank, dataset)
 
@@ -118,7 +118,7 @@ class Minibatch:
             yield read_microbatch(self.dataset, self.indices[list(positions)])
 
     def dummy_microbatches(self) -> Iterator[Microbatch]:
-        """Yield the shortest sequence as often as another rank has more microbatches than this one. Local.
+        """Yield the shortest sequence as often as another rank has more microbatches than this one.
 
         For training in which ranks meet in each microbatch; losses and gradients of the padding must not count.
         """
@@ -142,7 +142,7 @@ class Minibatch:
 
 
 def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
-    """Read sequences into one microbatch. Local.
+    """Read sequences into one microbatch.
 
     Args:
         dataset: The data set.
@@ -167,7 +167,7 @@ def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microba
 
 
 def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
-    """Read a piece of a sequence into a microbatch, at its positions in the sequence. Local.
+    """Read a piece of a sequence into a microbatch, at its positions in the sequence.
 
     Args:
         dataset: The data set.
@@ -197,7 +197,7 @@ def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch
 
 
 def flash_attention_kwargs(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the bounds of the sequences in a row, as transformers' FlashAttentionKwargs have them. Local."""
+    """Return the bounds of the sequences in a row, as transformers' FlashAttentionKwargs have them."""
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     longest = dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
     # With a cache, which is the default, transformers silently ignores the bounds of sequences.
@@ -230,7 +230,7 @@ class ShuffledSampler:
         return {"data_epoch": self._data_epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the position of a `state_dict`. Local.
+        """Continue at the position of a `state_dict`.
 
         Args:
             state_dict: A `state_dict` for the same data set and seed.
@@ -281,7 +281,7 @@ class Loader(ShuffledSampler):
         context_parallel: bool = False,
         exact: bool = False,
     ) -> None:
-        """Check the settings against the data. Local.
+        """Check the settings against the data.
 
         Args:
             dataset: The data set; the caller closes it.

@@ -34,7 +34,7 @@ class RowBlock:
     batch: bytes
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield the file and row for messages, and a function that returns the record. Local."""
+        """Yield the file and row for messages, and a function that returns the record."""
         pyarrow = _library(self.name)
         try:
             with pyarrow.ipc.open_stream(self.batch) as stream:
@@ -55,7 +55,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[RowBlock]:
-    """Yield the rows of a file in blocks, in its order. Local.
+    """Yield the rows of a file in blocks, in its order.
 
     Args:
         path: The file.
@@ -79,7 +79,7 @@ def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], 
 
 
 def count_rows(path: Path) -> int:
-    """Return the rows of a file. Local.
+    """Return the rows of a file.
 
     Raises:
         UserError: The file cannot be read, or pyarrow is missing.

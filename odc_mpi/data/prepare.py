@@ -75,7 +75,7 @@ class PrepareOptions:
     num_proc: int | None = None
 
     def check(self) -> None:
-        """Refuse wrong options before anything is read. Local.
+        """Refuse wrong options before anything is read.
 
         Raises:
             UserError: An option is out of range.
@@ -122,7 +122,7 @@ def prepare(
 
 
 def eval_output_path(out: Path) -> Path:
-    """Return where the sequences go that a data set leaves out for evaluation: chats.eval.h5 beside chats.h5. Local."""
+    """Return where the sequences go that a data set leaves out for evaluation: chats.eval.h5 beside chats.h5."""
     return out.with_name(f"{out.stem}.eval{out.suffix}")
 
 
@@ -149,7 +149,7 @@ class _Plan:
     request: str
 
     def report(self, counts: Mapping[str, Any], **run: Any) -> PrepareReport:
-        """Return the report of counts. Local."""
+        """Return the report of counts."""
         return PrepareReport(
             path=self.output_paths[0],
             tokenizer=self.tokenizer_path,
@@ -186,7 +186,7 @@ def _request_digest(sources: Sequence[DataSource], options: PrepareOptions, file
 
 
 def _output_paths(out: Path, options: PrepareOptions, sources: Sequence[DataSource]) -> list[Path]:
-    """Return the files to write, `out` and that of what is held out, before anything is read. Local.
+    """Return the files to write, `out` and that of what is held out, before anything is read.
 
     Raises:
         UserError: One of them is a directory, or a source.
@@ -202,7 +202,7 @@ def _output_paths(out: Path, options: PrepareOptions, sources: Sequence[DataSour
 
 @contextmanager
 def _new_file(out: Path) -> Iterator[Path]:
-    """Offer a path to write to, which becomes `out` at the end. Local.
+    """Offer a path to write to, which becomes `out` at the end.
 
     Raises:
         UserError: The folder cannot be written.

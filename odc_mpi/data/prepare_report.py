@@ -1,4 +1,4 @@
-"""What became of the sources: the counts of a prepared data set, in words. Local."""
+"""What became of the sources: the counts of a prepared data set, in words."""
 
 import itertools
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ class PrepareReport:
     num_proc: int = 1
 
     def describe(self) -> str:
-        """Return the report in lines for people. Local."""
+        """Return the report in lines for people."""
         origin = f"from {self.tokenizer}"
         if self.trained_on:
             origin = f"trained on {self.trained_on}, with a plain chat template (ChatML)"
@@ -123,7 +123,7 @@ class PrepareStats:
         self._shares: list[list[Any]] = [[name, 0, 0] for name in sources]
 
     def add(self, source: int, block: EncodedBlock) -> None:
-        """Count a block of a source. Local.
+        """Count a block of a source.
 
         Raises:
             UserError: A line cannot be used, and such lines are not to be skipped.
@@ -137,7 +137,7 @@ class PrepareStats:
             share[2] += int(np.count_nonzero(sequence.loss_mask[1:]))
 
     def counts(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
-        """Return the counts of a `PrepareReport`, which JSON can hold. Local."""
+        """Return the counts of a `PrepareReport`, which JSON can hold."""
         return {
             "num_sequences": writer.num_sequences,
             "num_tokens": writer.num_tokens,
@@ -152,7 +152,7 @@ class PrepareStats:
         }
 
     def explain(self, max_length: int | None) -> str:
-        """Say why nothing may be left, as the end of a sentence. Local."""
+        """Say why nothing may be left, as the end of a sentence."""
         counts, invalid = self._counts, self._invalid
         if not counts.num_dropped + counts.num_untrained_dropped + invalid.num_skipped:
             return ": SOURCE holds none"

@@ -40,12 +40,12 @@ class PromptRecord(NamedTuple):
 
     @property
     def is_chat(self) -> bool:
-        """Whether the prompt is messages. Local."""
+        """Whether the prompt is messages."""
         return not isinstance(self.prompt, str)
 
 
 def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[str, Any]]]]:
-    """Yield the prompts of a file in blocks, each prompt with all fields of its record. Local.
+    """Yield the prompts of a file in blocks, each prompt with all fields of its record.
 
     Args:
         path: JSON lines (decompressed if the name ends in .gz or .zst), or Parquet if it ends in .parquet.
@@ -88,7 +88,7 @@ class PromptDataset:
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
-        """Read and tokenize all prompts. Local.
+        """Read and tokenize all prompts.
 
         Args:
             path: See `read_prompts`.
@@ -118,12 +118,12 @@ class PromptDataset:
         return len(self._tokens)
 
     def __getitem__(self, index: int) -> PromptRecord:
-        """Return one prompt. Local."""
+        """Return one prompt."""
         content = json.loads(self._texts[index])
         return PromptRecord(self._tokens[index].tolist(), content["prompt"], content["columns"])
 
     def digest(self) -> str:
-        """Return a digest of the prompts, their tokens and columns, and the vocabulary. Local."""
+        """Return a digest of the prompts, their tokens and columns, and the vocabulary."""
         parts = (self.vocabulary.encode(), self.lengths.astype("<i8"), *(each.astype("<i8") for each in self._tokens))
         return hashlib.sha256(b"".join([*map(bytes, parts), *(text + b"\n" for text in self._texts)])).hexdigest()
 

@@ -28,7 +28,7 @@ class Block(Protocol):
     """Some examples of a source, in the order of the file; goes to other processes."""
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield the place of each for messages, and a function that returns the record or raises BadLine. Local."""
+        """Yield the place of each for messages, and a function that returns the record or raises BadLine."""
         ...
 
 
@@ -39,7 +39,7 @@ class StdlibBlock:
     samples: Sequence[stdlib.StdlibFunction]
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield "stdlib" and a function that returns the record. Local."""
+        """Yield "stdlib" and a function that returns the record."""
         for sample in self.samples:
             record = {"prompt": sample.prompt, "completion": sample.completion}
             yield STDLIB, lambda record=record: record  # type: ignore[misc]
@@ -61,28 +61,28 @@ class DataSource:
 
     @property
     def is_folder(self) -> bool:
-        """Whether the user named a folder. Local."""
+        """Whether the user named a folder."""
         return bool(self.files) and self.files[0] != Path(self.name)
 
     def describe_folder(self) -> str:
-        """Say which files of a folder are read. Local."""
+        """Say which files of a folder are read."""
         names = [file.name for file in self.files]
         if len(names) > _MAX_NAMES:
             names = [*names[: _MAX_NAMES - 1], "...", names[-1]]
         return f"{self.name}: {len(self.files)} {'files' if len(self.files) > 1 else 'file'}, {', '.join(names)}"
 
     def stamps(self) -> list[tuple[str, int, int]]:
-        """Return path, size in bytes and time in ns of each file. Local."""
+        """Return path, size in bytes and time in ns of each file."""
         return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the files. Local."""
+        """Bytes of the files."""
         return sum(file.stat().st_size for file in self.files)
 
     @property
     def num_text_bytes(self) -> int:
-        """About how many bytes of text that is. Local."""
+        """About how many bytes of text that is."""
         packed = (*jsonl.COMPRESSED, parquet.SUFFIX)
         return sum(file.stat().st_size * (_EXPANSION if file.suffix in packed else 1) for file in self.files)
 
@@ -91,7 +91,7 @@ class DataSource:
         return list(stdlib.functions())
 
     def fields(self, fields: FieldNames) -> FieldNames:
-        """Return the names of the fields in its records, which the user's choice of names is not for. Local."""
+        """Return the names of the fields in its records, which the user's choice of names is not for."""
         return fields if self.files else FieldNames()
 
     def count(self) -> int:
@@ -101,7 +101,7 @@ class DataSource:
         return sum(parquet.count_rows(file) if _is_parquet(file) else jsonl.count_lines(file) for file in self.files)
 
     def read(self, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
-        """Yield its examples in blocks. Local.
+        """Yield its examples in blocks.
 
         Args:
             num_repeats: Says how often to take each example, asked once for each in order.
@@ -119,7 +119,7 @@ class DataSource:
 
 
 def find_sources(specs: Sequence[str]) -> list[DataSource]:
-    """Find the sources that a user named, each as a path, or as a path, a colon and a weight. Local.
+    """Find the sources that a user named, each as a path, or as a path, a colon and a weight.
 
     A file or folder whose name is the whole word, colon and all, comes before a weight.
 
@@ -203,11 +203,11 @@ class Mixture:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the files, as often as they are read. Local."""
+        """Bytes of the files, as often as they are read."""
         return sum(source.num_bytes * len(self._passes(index)) for index, source in enumerate(self.sources))
 
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
-        """Yield the examples that are taken, in blocks: the index of the source, and the block. Local.
+        """Yield the examples that are taken, in blocks: the index of the source, and the block.
 
         Args:
             on_bytes_read: Called with the bytes that were read since the last call.

@@ -38,8 +38,6 @@ def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
     The order is that of the sorted paths, and within a file that of the source. A sample that came before (backports
     and generated code) does not come again; files that do not parse are skipped.
 
-    Local.
-
     Args:
         root: Folder to search; the running interpreter's standard library when None.
 

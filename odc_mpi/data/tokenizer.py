@@ -35,7 +35,7 @@ _CHAT_TEMPLATE = (
 
 
 def tokenizer_files(location: Path) -> dict[str, bytes]:
-    """Read the files of a tokenizer. Local.
+    """Read the files of a tokenizer.
 
     Args:
         location: The tokenizer's directory, or a data set.
@@ -57,13 +57,13 @@ def _is_tokenizer_file(name: str) -> bool:
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Write the files of a tokenizer into a directory, for transformers. Local."""
+    """Write the files of a tokenizer into a directory, for transformers."""
     for name, content in files.items():
         (directory / name).write_bytes(content)
 
 
 def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
-    """Load a tokenizer from a local directory or out of a data set. Local.
+    """Load a tokenizer from a local directory or out of a data set.
 
     Args:
         location: A directory that `save_pretrained` wrote, or a data set that holds a tokenizer.
@@ -87,7 +87,7 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
 
 
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
-    """Load a tokenizer from the content of its files. Local.
+    """Load a tokenizer from the content of its files.
 
     Args:
         files: Content by name.
@@ -118,7 +118,7 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer with a chat template. Local.
+    """Train a byte-level BPE tokenizer with a chat template.
 
     Args:
         texts: The training texts.
@@ -149,7 +149,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def serialize_tokenizer(tokenizer: Any) -> dict[str, bytes]:
-    """Return the files that `save_pretrained` writes for a tokenizer. Local."""
+    """Return the files that `save_pretrained` writes for a tokenizer."""
     with tempfile.TemporaryDirectory() as name:
         tokenizer.save_pretrained(name)
         return tokenizer_files(Path(name))

@@ -97,7 +97,7 @@ def generate(
 
 
 def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> int:
-    """Return how many tokens the model can add to a prompt. Local.
+    """Return how many tokens the model can add to a prompt.
 
     Raises:
         UserError: None, or the prompt is no sequence of the model's tokens.
@@ -120,5 +120,5 @@ def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> 
 
 
 def prompt_seed(seed: int, number: int) -> int:
-    """Return the seed of what is drawn for a prompt. Local."""
+    """Return the seed of what is drawn for a prompt."""
     return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 1)

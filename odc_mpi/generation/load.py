@@ -47,7 +47,7 @@ def load_generation_model(
     attn_implementation: str | None = None,
     base: Path | None = None,
 ) -> GenerationModel:
-    """Open what SOURCE names. Local.
+    """Open what SOURCE names.
 
     Args:
         path: A Hugging Face model directory; one of adapters, as peft writes it; a checkpoint; or a run, of which the

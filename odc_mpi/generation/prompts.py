@@ -1,4 +1,4 @@
-"""Prompts: from text or JSONL to tokens, and from tokens back to text. Local."""
+"""Prompts: from text or JSONL to tokens, and from tokens back to text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ class Request(NamedTuple):
 
 
 def read_examples(text: str | None, path: Path | None) -> list[Example]:
-    """Return the one prompt of the command line, or those of a file. Local.
+    """Return the one prompt of the command line, or those of a file.
 
     Raises:
         UserError: Neither or both are given, the file cannot be read, or has no prompt or a line that is none.
@@ -42,7 +42,7 @@ def read_examples(text: str | None, path: Path | None) -> list[Example]:
 
 
 def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -> list[Request]:
-    """Tokenise prompts as training data, messages through the chat template up to the assistant's turn. Local.
+    """Tokenise prompts as training data, messages through the chat template up to the assistant's turn.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
@@ -62,7 +62,7 @@ def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -
 
 
 def output_record(tokenizer: Any, request: Request, completion: CompletionOutput) -> dict[str, Any]:
-    """Return the content of a line of the output file: the prompt, and the text without its stop token. Local."""
+    """Return the content of a line of the output file: the prompt, and the text without its stop token."""
     text = tokenizer.decode(completion.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     example = request.example
     prompt = {"messages": example.messages} if isinstance(example, Conversation) else {"prompt": example.prompt}

@@ -126,7 +126,7 @@ def _requests(source: GenerationModel, examples: Sequence[Example]) -> list[Requ
 
 
 def _check_out(out: Path | None) -> None:
-    """Refuse a place where no file can be, before anything is generated. Local."""
+    """Refuse a place where no file can be, before anything is generated."""
     if out is None:
         return
     folder = next(parent for parent in out.absolute().parents if parent.exists())
@@ -155,7 +155,7 @@ def _write(out: Path, source: GenerationModel, requests: list[Request], completi
 
 
 class _Terminal:
-    """Shows prompts and completions. Local."""
+    """Shows prompts and completions."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -36,7 +36,7 @@ SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_sav
 
 
 def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, dtype: torch.dtype) -> MetaModel:
-    """Put LoRA adapters into a model on the meta device, and freeze everything else. Local.
+    """Put LoRA adapters into a model on the meta device, and freeze everything else.
 
     Args:
         meta_model: The base; its module is changed.
@@ -71,7 +71,7 @@ def add_adapters(meta_model: MetaModel, settings: Mapping[str, Any], seed: int, 
 
 
 class AdapterWeights:
-    """First values of a model with adapters: a `shard.local_shards.WeightSource`. Local.
+    """First values of a model with adapters: a `shard.local_shards.WeightSource`.
 
     An adapter is seeded by the seed and its name, so that its values do not depend on the number of ranks.
     """
@@ -94,22 +94,22 @@ class AdapterWeights:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter is a matrix of an adapter, by its dotted name. Local."""
+    """Return whether a parameter is a matrix of an adapter, by its dotted name."""
     return ".lora_" in name
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a parameter is of an adapter, or of the trained copy of a whole module. Local."""
+    """Return whether a parameter is of an adapter, or of the trained copy of a whole module."""
     return is_adapter(name) or ".modules_to_save." in name
 
 
 def peft_name(name: str) -> str:
-    """Return the name of a trained parameter in adapter_model.safetensors, without the adapter's own name. Local."""
+    """Return the name of a trained parameter in adapter_model.safetensors, without the adapter's own name."""
     return _PREFIX + (name.replace(f".{ADAPTER}.", ".") if is_adapter(name) else base_name(name))
 
 
 def base_name(name: str) -> str:
-    """Return the name that a parameter has in the model without adapters. Local."""
+    """Return the name that a parameter has in the model without adapters."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

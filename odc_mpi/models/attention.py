@@ -68,7 +68,7 @@ def packed_attention(
     chunk: SequenceChunk | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally within each sequence; the signature is that of transformers' attention functions. Local.
+    """Attend causally within each sequence; the signature is that of transformers' attention functions.
 
     Args:
         module: The layer.

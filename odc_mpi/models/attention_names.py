@@ -17,6 +17,6 @@ _UNSUPPORTED = {
 
 
 def unsupported_reason(name: object) -> str:
-    """Return the reason to refuse an attention of transformers, to end a message; "" for other words. Local."""
+    """Return the reason to refuse an attention of transformers, to end a message; "" for other words."""
     reasons = (reason for known, reason in _UNSUPPORTED.items() if isinstance(name, str) and name.startswith(known))
     return next((f" ({reason})" for reason in reasons), "")

@@ -51,7 +51,7 @@ class MetaModel:
 
 
 def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa") -> MetaModel:
-    """Build a model with random weights, the same for a seed on any number of ranks. Local.
+    """Build a model with random weights, the same for a seed on any number of ranks.
 
     Args:
         settings: A transformers configuration, `model_type` included.
@@ -68,7 +68,7 @@ def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str
 
 
 def from_saved_config(content: Mapping[str, Any], attn_implementation: str = "sdpa") -> MetaModel:
-    """Build the model of a checkpoint; its weights are meant to be replaced. Local.
+    """Build the model of a checkpoint; its weights are meant to be replaced.
 
     Args:
         content: What `to_json_string` of a transformers configuration has.
@@ -89,12 +89,12 @@ def from_saved_config(content: Mapping[str, Any], attn_implementation: str = "sd
 
 
 def is_model_directory(path: Path) -> bool:
-    """Return whether a path is a Hugging Face directory of a model. Local."""
+    """Return whether a path is a Hugging Face directory of a model."""
     return (path / _CONFIG).is_file()
 
 
 def from_directory(path: Path, attn_implementation: str = "sdpa") -> MetaModel:
-    """Build a model with the weights of a Hugging Face directory. Local.
+    """Build a model with the weights of a Hugging Face directory.
 
     Args:
         path: Directory with config.json and safetensors files.
@@ -201,7 +201,7 @@ def _require_packing(module: transformers.PreTrainedModel, setting: str) -> None
 
 
 def _try_packed(module: transformers.PreTrainedModel) -> None:
-    """Run two sequences of two tokens through a model on the meta device, which computes nothing but shapes. Local.
+    """Run two sequences of two tokens through a model on the meta device, which computes nothing but shapes.
 
     Raises:
         UnpackableError: The model asks for attention that packed sequences cannot be given.
@@ -215,7 +215,7 @@ def _try_packed(module: transformers.PreTrainedModel) -> None:
 
 
 def _is_trial_artifact(error: Exception) -> bool:
-    """Return whether a model that failed on the meta device may still work on a real one. Local.
+    """Return whether a model that failed on the meta device may still work on a real one.
 
     A router of experts reads values, which the meta device does not have, and torch's grouped matrix product refuses
     types there that it takes on a processor.

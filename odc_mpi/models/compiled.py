@@ -30,7 +30,7 @@ BACKEND = "inductor"
 
 
 def compile_layers(module: nn.Module) -> None:
-    """Give the layers of a transformers model, those of its `_no_split_modules`, a compiled forward. Local.
+    """Give the layers of a transformers model, those of its `_no_split_modules`, a compiled forward.
 
     To be called before `shard_model`. Compiled is what comes without a cache of keys and values; the first forward and
     backward take a minute or more.

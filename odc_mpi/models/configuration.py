@@ -1,4 +1,4 @@
-"""transformers configurations as JSON has them, and whether two are of models that compute the same. Local."""
+"""transformers configurations as JSON has them, and whether two are of models that compute the same."""
 
 import json
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ _INCIDENTAL = {
 
 
 def full_configuration(module: Any) -> dict[str, Any]:
-    """Return the whole configuration of a transformers model, as JSON has it. Local."""
+    """Return the whole configuration of a transformers model, as JSON has it."""
     content: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
     return content
 
 
 def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the first setting in which a model computes something else than that of a checkpoint. Local.
+    """Return the first setting in which a model computes something else than that of a checkpoint.
 
     Args:
         metadata: What a checkpoint tells of its run.
@@ -38,7 +38,7 @@ def first_difference(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by their dotted names. Local."""
+    """Return nested settings by their dotted names."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         found |= flatten_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

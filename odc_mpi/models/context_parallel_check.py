@@ -35,7 +35,7 @@ class AttentionShape:
 
 
 def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> AttentionShape:
-    """Try a piece on a model on the meta device, which computes nothing but shapes. Local.
+    """Try a piece on a model on the meta device, which computes nothing but shapes.
 
     Args:
         module: Without adapters; its parameters are on the meta device.
@@ -62,7 +62,7 @@ def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> At
     module.loss_function = loss
     try:
         module.train()
-        output = module(**_inputs(), piece=survey)
+        output = module(**_inputs(), chunk=survey)
     except ContextParallelUnsupportedError:
         raise
     except Exception as error:  # as `build` has it: what reads values cannot run on the meta device
@@ -88,13 +88,13 @@ class _Survey:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Note a call. Local."""
+        """Note a call."""
         self._layers.append(layer)
         self._sizes.append((key.numel() + value.numel()) // key.shape[2])
         return torch.empty_like(query)
 
     def shape(self) -> AttentionShape:
-        """Return the shape of the attention that was asked for. Local."""
+        """Return the shape of the attention that was asked for."""
         if not self._layers or self._layers != list(range(len(self._layers))):
             raise ContextParallelUnsupportedError(
                 f"expected one attention in each layer, in order, got layers {self._layers}"
@@ -115,7 +115,7 @@ class _RecordingLoss:
         return self._value
 
     def is_exact(self, loss: torch.Tensor | None) -> bool:
-        """Return whether a model's loss is this one's, with labels that were shifted before. Local."""
+        """Return whether a model's loss is this one's, with labels that were shifted before."""
         value = self._value
         if value is None or loss is not value or value._version:
             return False

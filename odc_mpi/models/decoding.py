@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 
 @contextmanager
 def generation_mode(module: transformers.PreTrainedModel, seed: int | None = None) -> Iterator[DecodeFn]:
-    """Make a model ready to decode, with a cache of keys and values, and undo that at the end. Local.
+    """Make a model ready to decode, with a cache of keys and values, and undo that at the end.
 
     The attention over packed sequences, which knows no cache, gives way to transformers' own. Modes and settings of the
     module and torch's random state are afterwards what they were before.

@@ -27,7 +27,7 @@ from odc_mpi.models.weights import HashedWeights, check_base, describe_base
 def load_model(
     path: Path, rank: int = 0, size: int = 1, attn_implementation: str | None = None, base: Path | None = None
 ) -> build.MetaModel:
-    """Build a model, without memory for its parameters. Local.
+    """Build a model, without memory for its parameters.
 
     Args:
         path: A Hugging Face directory; or a directory of adapters as peft writes it; or a run directory, of which the
@@ -59,7 +59,7 @@ def load_checkpoint(
     attn_implementation: str | None = None,
     base: Path | None = None,
 ) -> build.MetaModel:
-    """Build the model of a checkpoint, as `load_model` does. Local."""
+    """Build the model of a checkpoint, as `load_model` does."""
     metadata = checkpoint.manifest.metadata
     if "transformers_config" not in metadata:
         raise UserError(f"{checkpoint.directory} is not of a transformers model: read it with h5py, see index.h5")
@@ -86,7 +86,7 @@ def load_base(
     attn_implementation: str | None = None,
     base: Path | None = None,
 ) -> build.MetaModel:
-    """Build the base of a checkpoint of adapters, and check that it is that base. Local.
+    """Build the base of a checkpoint of adapters, and check that it is that base.
 
     Args:
         checkpoint: Of adapters.

@@ -32,12 +32,12 @@ _SUPPORTED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (T
 
 
 def is_peft_directory(path: Path) -> bool:
-    """Return whether a path is a directory of adapters. Local."""
+    """Return whether a path is a directory of adapters."""
     return (path / _CONFIG).is_file()
 
 
 def base_model_path(path: Path, base: Path | None = None) -> Path:
-    """Return the directory of the base of a directory of adapters. Local.
+    """Return the directory of the base of a directory of adapters.
 
     Args:
         path: Directory with adapter_config.json.
@@ -61,7 +61,7 @@ def base_model_path(path: Path, base: Path | None = None) -> Path:
 
 
 def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Path | None = None) -> build.MetaModel:
-    """Build a model with the adapters of a directory, as `PeftModel.from_pretrained` does. Local.
+    """Build a model with the adapters of a directory, as `PeftModel.from_pretrained` does.
 
     Args:
         path: Directory with adapter_config.json and adapter_model.safetensors.
@@ -84,7 +84,7 @@ def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Pat
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the type that config.json of a model names, if ranks can compute in it, else float32. Local."""
+    """Return the type that config.json of a model names, if ranks can compute in it, else float32."""
     content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     name = content.get("dtype") or content.get("torch_dtype")
     return torch.bfloat16 if name == "bfloat16" else torch.float32

@@ -53,7 +53,7 @@ class RandomInitWeights:
         self._initialized: tuple[str, nn.Module] | None = None
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `WeightSource`. Local."""
+        """See `WeightSource`."""
         owner, _, key = name.rpartition(".")
         if self._initialized is None or self._initialized[0] != owner:
             self._initialized = owner, self._init_module(owner)
@@ -67,7 +67,7 @@ class RandomInitWeights:
         return part
 
     def parts(self) -> list[str]:
-        """Return the names of what `digest` takes. Local."""
+        """Return the names of what `digest` takes."""
         return [name for name, _ in self._names()]
 
     def digest(self, part: str) -> str:
@@ -84,7 +84,7 @@ class RandomInitWeights:
         return list(seen.values())
 
     def init_buffers(self) -> None:
-        """Give the model's buffers, such as rotary frequencies, real memory and their initial values. Local."""
+        """Give the model's buffers, such as rotary frequencies, real memory and their initial values."""
         for name, submodule in self._model.named_modules():
             if any(buffer is not None and buffer.is_meta for buffer in submodule._buffers.values()):
                 initialized = self._init_module(name)
@@ -151,7 +151,7 @@ class SafetensorsWeights:
         return rows.reshape(-1)[start - first * row_numel : stop - first * row_numel]
 
     def parts(self) -> list[str]:
-        """Return the names of what `digest` takes: blocks of the files, each its file and its number. Local."""
+        """Return the names of what `digest` takes: blocks of the files, each its file and its number."""
         return [
             f"{file}:{block}"
             for file in sorted({self._file_of[stored] for stored in self._stored.values()})
@@ -174,7 +174,7 @@ class SafetensorsWeights:
         return digest.hexdigest()
 
     def load_buffers(self, module: nn.Module) -> None:
-        """Fill the persistent buffers that are in the files. Local."""
+        """Fill the persistent buffers that are in the files."""
         for name, buffer in module.named_buffers():
             if name in self._file_of:
                 buffer.copy_(self._slice(name)[...])
@@ -231,9 +231,9 @@ def _real(buffer: torch.Tensor | None) -> torch.Tensor | None:
 class HashedWeights(Protocol):
     """Weights of a base, a `shard.local_shards.WeightSource` of which parts have digests."""
 
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor: ...  # noqa: D102
-    def parts(self) -> list[str]: ...  # noqa: D102
-    def digest(self, part: str) -> str: ...  # noqa: D102
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor: ...
+    def parts(self) -> list[str]: ...
+    def digest(self, part: str) -> str: ...
 
 
 def part_digests(weights: HashedWeights, rank: int = 0, size: int = 1) -> dict[str, str]:
@@ -242,7 +242,7 @@ def part_digests(weights: HashedWeights, rank: int = 0, size: int = 1) -> dict[s
 
 
 def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
-    """Check that a base is the one of a checkpoint of adapters, this rank's share of its parts. Local.
+    """Check that a base is the one of a checkpoint of adapters, this rank's share of its parts.
 
     Args:
         weights: Of the base that is there.
@@ -265,7 +265,7 @@ def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0,
 
 
 def describe_base(record: Mapping[str, Any]) -> str:
-    """Say in words where a base comes from. Local."""
+    """Say in words where a base comes from."""
     if record["path"] is not None:
         return f"of {Path(record['path'])}"
     return f"a {record['config'].get('model_type')} drawn with seed {record['seed']}"

@@ -27,7 +27,7 @@ _EXACT_SUM_BITS = 44
 
 
 def round_for_exact_sum(value: float, max_magnitude: float) -> float:
-    """Round a number so that a sum of such numbers is exact, and does not depend on its order. Local.
+    """Round a number so that a sum of such numbers is exact, and does not depend on its order.
 
     Args:
         value: The number; one that is not finite stays what it is.
@@ -88,13 +88,13 @@ class Callback:
         """Prepare for the steps to come, after `done` steps of a run before. Collective, if need be."""
 
     def on_step_begin(self, step: Step) -> None:
-        """Prepare for a step. Local."""
+        """Prepare for a step."""
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Take note of a microbatch of this rank. Local."""
+        """Take note of a microbatch of this rank."""
 
     def local_values(self) -> Sequence[float]:
-        """Return this rank's numbers, one for each of `names`. Local."""
+        """Return this rank's numbers, one for each of `names`."""
         return ()
 
     def on_gathered(self, step: Step, gathered: "sharded.MinibatchStats") -> None:
@@ -108,15 +108,15 @@ class Callback:
         return {}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state on which the next step depends, for checkpoints, as JSON takes it. Local."""
+        """Return the state on which the next step depends, for checkpoints, as JSON takes it."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the `state_dict` of all participants was taken. Local.
+        """Continue where the `state_dict` of all participants was taken.
 
         Raises:
             UserError: The state does not fit the run.
         """
 
     def close(self) -> None:
-        """Close what is open, however the run ends. Local."""
+        """Close what is open, however the run ends."""

@@ -1,4 +1,4 @@
-"""Where rank 0 tells of a run: the terminal, metrics.jsonl, summary.json. Local."""
+"""Where rank 0 tells of a run: the terminal, metrics.jsonl, summary.json."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -36,14 +36,14 @@ class RunLogger(Callback, AbstractContextManager["RunLogger"]):
         self._reporter = self._stack.enter_context(ProgressReporter(steps, columns)) if is_main_rank else None
 
     def on_step_end(self, step: Step) -> None:
-        """Write a line and show it. Local."""
+        """Write a line and show it."""
         self._summary.add(step.metrics)
         if self._writer and self._reporter:
             self._writer.write(step.metrics)
             self._reporter.report(step.metrics)
 
     def summarize(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Write and show the summary, and return it. Local."""
+        """Write and show the summary, and return it."""
         summary = self._summary.finish(fields)
         if self._reporter:
             write_summary(self._run_dir, summary)

@@ -43,7 +43,7 @@ class SummaryField(NamedTuple):
     """
 
     metric: str
-    reduce: Literal["sum", "mean", "per_step", "first", "last", "least"]
+    reduce: Literal["sum", "mean", "per_step", "first", "last", "min"]
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
@@ -66,7 +66,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             raise UserError(f"run.dir: expected a directory to write in, got {run_dir}: {error.strerror}") from None
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append a line at once: a run that dies leaves all its finished steps. nan and inf are null. Local."""
+        """Append a line at once: a run that dies leaves all its finished steps. nan and inf are null."""
         line = (json.dumps(_finite(dict(metrics)), allow_nan=False) + "\n").encode()
         begin = self._file.tell()
         try:
@@ -81,7 +81,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             self._warned = True
 
     def close(self) -> None:
-        """Close the file; a second time does nothing. Local."""
+        """Close the file; a second time does nothing."""
         with suppress(OSError):
             self._file.close()
 
@@ -122,7 +122,7 @@ class Summary:
         self._previous, self._previous_s = dict(self._values), self._step_s
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of one step. Local."""
+        """Add the metrics of one step."""
         self._num_steps += 1
         self._step_s += metrics["step_s"]
         for key, (metric, rule) in self._fields.items():
@@ -133,11 +133,11 @@ class Summary:
                 self._values[key] = before + value
             elif rule == "mean":
                 self._values[key] = before + value * metrics["step_s"]
-            elif not metrics["skipped"] and (before is None or rule == "last" or (rule == "least" and value < before)):
+            elif not metrics["skipped"] and (before is None or rule == "last" or (rule == "min" and value < before)):
                 self._values[key] = value
 
     def finish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of ``summary.json``. Local.
+        """Return the content of ``summary.json``.
 
         Args:
             fields: What the steps do not tell, or tell less well: the sum of an entry since this start, which is then

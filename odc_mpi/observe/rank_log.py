@@ -40,7 +40,7 @@ class RankLog:
         self._previous: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
 
     def open(self, directory: str | None, world: "World") -> None:
-        """Write the records kept so far, and all later ones, to this rank's file. Local.
+        """Write the records kept so far, and all later ones, to this rank's file.
 
         Args:
             directory: Where the files are written; None: records are dropped.
@@ -80,7 +80,7 @@ class RankLog:
 
 
 def rank_header(world: "World") -> str:
-    """Return the first lines of this rank's file: rank, host, cores, process. Local."""
+    """Return the first lines of this rank's file: rank, host, cores, process."""
     cores = sorted(os.sched_getaffinity(0))
     fields = {
         "rank": f"{world.rank} of {world.size}",

@@ -50,7 +50,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self._print(self._line("step", [column.title for column in columns]), "bold")
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Show one finished step. Local."""
+        """Show one finished step."""
         step = f"{metrics['step']}/{self._total_steps}"
         cells = [column.format_cell(metrics) for column in self._columns]
         if metrics["skipped"]:
@@ -61,12 +61,12 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
             self._bar.update(self._bar.task_ids[0], completed=metrics["step"], refresh=True)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Remove the bar and show the closing table. Local."""
+        """Remove the bar and show the closing table."""
         self.close()
         self.console.print(closing_table(summary))
 
     def close(self) -> None:
-        """Give the terminal back; a second time does nothing. Local."""
+        """Give the terminal back; a second time does nothing."""
         if self._bar:
             self._bar.stop()
             self._bar = None
@@ -94,7 +94,7 @@ def _start_bar(console: Console, total_steps: int) -> Progress:
 
 
 def closing_table(summary: Mapping[str, Any]) -> Table:
-    """Return the table that ends a run, from the content of ``summary.json``; what is absent shows as "-". Local."""
+    """Return the table that ends a run, from the content of ``summary.json``; what is absent shows as "-"."""
 
     def format_entry(name: str, form: str = "", scale: float = 1.0) -> str:
         value = summary.get(name)
@@ -121,7 +121,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
 
 
 def make_console() -> Console:
-    """Return a console on standard output that is a terminal exactly if `terminal_width` finds one. Local.
+    """Return a console on standard output that is a terminal exactly if `terminal_width` finds one.
 
     ``FORCE_COLOR`` colours the plain lines too; it does not call for a bar, as logs with colours cannot show one.
     """
@@ -131,7 +131,7 @@ def make_console() -> Console:
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that shows this rank's standard output, or None. Local.
+    """Return the columns of the terminal that shows this rank's standard output, or None.
 
     ``ODC_MPI_PROGRESS=bar`` or ``plain`` in the environment decides for those who know better.
 

@@ -22,7 +22,7 @@ class StepTimeMetrics(Callback):
     gathered_names = ("busy_s", "fetch_s", "accumulate_s", "microbatches")
     columns: ClassVar = (
         ProgressColumn("idle", 6, lambda line: f"{line['idle_fraction']:.1%}"),
-        ProgressColumn("micro", 7, lambda line: f"{line['microbatches_min']}-{line['microbatches_max']}"),
+        ProgressColumn("micro/rk", 8, lambda line: f"{line['microbatches_min']}-{line['microbatches_max']}"),
         ProgressColumn("slowest", 7, lambda line: f"rank {line['slowest_rank']}"),
     )
     summary: ClassVar = {
@@ -39,23 +39,23 @@ class StepTimeMetrics(Callback):
         self._began = self._fetch_s = self._accumulate_s = 0.0
 
     def on_step_begin(self, step: Step) -> None:
-        """Start to count. Local."""
+        """Start to count."""
         self._num_microbatches = 0
         self._fetch_s, self._accumulate_s = self._model.fetch_wait_s, self._model.accumulate_wait_s
         self._began = self._clock()
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Count a microbatch. Local."""
+        """Count a microbatch."""
         self._num_microbatches += 1
 
     def local_values(self) -> tuple[float, ...]:
-        """Return this rank's seconds since `begin`, and its microbatches. Local."""
+        """Return this rank's seconds since `begin`, and its microbatches."""
         fetch_s = self._model.fetch_wait_s - self._fetch_s
         accumulate_s = self._model.accumulate_wait_s - self._accumulate_s
         return self._clock() - self._began, fetch_s, accumulate_s, float(self._num_microbatches)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Compare the ranks. Local."""
+        """Compare the ranks."""
         busy_s, microbatches = gathered.per_rank("busy_s"), gathered.per_rank("microbatches")
         mean_s, slowest_s = float(busy_s.mean()), float(busy_s.max())
         step.metrics |= {
@@ -71,7 +71,7 @@ class StepTimeMetrics(Callback):
         }
 
     def on_step_end(self, step: Step) -> None:
-        """Count the step. Local."""
+        """Count the step."""
         self._num_steps += 1
 
     def on_train_end(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class TrafficReport(Callback):
     summary: ClassVar = {key: SummaryField(key, "per_step") for key in ("bytes_fetched", "bytes_pushed", *TRAFFIC)}
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report. Local."""
+        """Report."""
         means = {name: float(gathered.per_rank(name).mean()) for name in TRAFFIC}
         for key in ("bytes_fetched", "bytes_pushed"):
             step.metrics[key] = means[f"{key}_same_node"] + means[f"{key}_other_nodes"]

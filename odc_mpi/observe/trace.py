@@ -61,11 +61,11 @@ class TraceCallback(Callback):
         self._began = perf_counter()
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Take a microbatch. Local."""
+        """Take a microbatch."""
         self._microbatches.append((result.began, result.ended, result.microbatch.num_input_tokens))
 
     def on_step_end(self, step: Step) -> None:
-        """Take what happened since the last call; this rank has just left B. Local."""
+        """Take what happened since the last call; this rank has just left B."""
         origin, self._began = self._began, perf_counter()
         microbatches, self._microbatches = self._microbatches, []
         if not self._steps.maxlen:

@@ -65,7 +65,7 @@ class TrackerCallback(Callback):
         self._threads: list[TrackerThread] = []
 
     def on_train_begin(self, completed_steps: int) -> None:
-        """Start the threads, which write the steps that are done first. Local."""
+        """Start the threads, which write the steps that are done first."""
         if not self._names:
             return
         previous = [record for line in read_metrics(self._run_dir, completed_steps) for record in self._records(line)]
@@ -82,7 +82,7 @@ class TrackerCallback(Callback):
                 thread.put(records)
 
     def close(self) -> None:
-        """Have the trackers write what is left, for a limited time. Local."""
+        """Have the trackers write what is left, for a limited time."""
         end = time.monotonic() + self._finish_s
         for thread in self._threads:
             thread.put(None)
@@ -110,7 +110,7 @@ class TrackerThread:
         self._thread.start()
 
     def put(self, records: list[LogRecord] | None) -> None:
-        """Hand on points; those for which there is no room are lost, with a warning the first time. Local.
+        """Hand on points; those for which there is no room are lost, with a warning the first time.
 
         None: the thread ends when all is written.
         """
@@ -122,7 +122,7 @@ class TrackerThread:
             self._give_up(f"it is {MAX_WAITING:,} steps behind")
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread for a limited time. Local."""
+        """Wait for the thread for a limited time."""
         if not self._failed:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -145,7 +145,7 @@ class TrackerThread:
 
 
 def metrics_by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers among metrics by the tags of transformers' `rewrite_logs`. Local."""
+    """Return the finite numbers among metrics by the tags of transformers' `rewrite_logs`."""
     numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
     return {
         f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}": number

@@ -31,7 +31,7 @@ TRACKERS: dict[str, tuple[str, ...]] = {
 
 
 def require_tracker_packages(names: Sequence[str]) -> None:
-    """Check that the packages of trackers are installed, and prepare accelerate. Local.
+    """Check that the packages of trackers are installed, and prepare accelerate.
 
     Raises:
         UserError: A package is missing.

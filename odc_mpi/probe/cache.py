@@ -26,7 +26,7 @@ _JOB_VARIABLES = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_PREFI
 
 
 def settings() -> dict[str, str]:
-    """Return the environment variables that change the behaviour of an MPI library. Local."""
+    """Return the environment variables that change the behaviour of an MPI library."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -35,7 +35,7 @@ def settings() -> dict[str, str]:
 
 
 def stack_key(library: str) -> dict[str, Any]:
-    """Return the part of a cache key that is the software. Local.
+    """Return the part of a cache key that is the software.
 
     Args:
         library: The MPI library's name and version.
@@ -44,13 +44,13 @@ def stack_key(library: str) -> dict[str, Any]:
 
 
 def folder() -> Path:
-    """Return the directory of the cache: under $XDG_CACHE_HOME or ~/.cache. Local."""
+    """Return the directory of the cache: under $XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(home) / "odc_mpi"
 
 
 def load(key: dict[str, Any], max_age_s: float = MAX_AGE_S) -> ProbeReport | None:
-    """Return the cached report of a key, None if there is no readable one. Local.
+    """Return the cached report of a key, None if there is no readable one.
 
     Args:
         key: The key with which the report was stored.
@@ -66,7 +66,7 @@ def load(key: dict[str, Any], max_age_s: float = MAX_AGE_S) -> ProbeReport | Non
 
 
 def store(key: dict[str, Any], report: ProbeReport) -> None:
-    """Store a report, readable for this user only, completely or not at all. Local."""
+    """Store a report, readable for this user only, completely or not at all."""
     kept = json.dumps({"key": key, "time_s": time.time(), "report": report.to_dict()})
     with suppress(OSError, RuntimeError):  # a user without an entry in passwd has no home
         path = _path(key)

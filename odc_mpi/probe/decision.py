@@ -57,7 +57,7 @@ class CommSettings:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the settings leave no choice, so that no probe is needed. Local."""
+        """Whether the settings leave no choice, so that no probe is needed."""
         return "auto" not in (self.zero_copy, self.reduction, self.progress)
 
     def __post_init__(self) -> None:
@@ -88,27 +88,27 @@ class Decision:
 
     @property
     def transport(self) -> str:
-        """How parameters and gradients move: window or collective. Local."""
+        """How parameters and gradients move: window or collective."""
         return "collective" if self.window.value == "none" else "window"
 
     @property
     def windows_on_device(self) -> bool:
-        """Whether the windows are on devices. Local."""
+        """Whether the windows are on devices."""
         return self.window_device is not None and self.window_device.value == "cuda"
 
     def one_line(self) -> str:
-        """Return all choices, for a log; with the reason where it is a warning, or says what to do. Local."""
+        """Return all choices, for a log; with the reason where it is a warning, or says what to do."""
         names = ("window_device", "zero_copy", "reduction", "progress")
         named = [(name.replace("_", "-"), made) for name in names if (made := getattr(self, name)) is not None]
         return ", ".join(f"{name} {made.choice}{_is_urgent(made.reason)}" for name, made in named)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the choices as values for JSON, without those that do not apply. Local."""
+        """Return the choices as values for JSON, without those that do not apply."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def decide_collective() -> Decision:
-    """Return the decision for a model over collectives: the baseline, without windows. Local."""
+    """Return the decision for a model over collectives: the baseline, without windows."""
     made = {"window": "none", "zero_copy": "off", "reduction": "reduce_scatter", "progress": "off"}
     return Decision(**{name: Choice(choice, "over collectives") for name, choice in made.items()})
 
@@ -119,7 +119,7 @@ def _is_urgent(reason: str) -> str:
 
 
 def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_device: bool = False) -> Decision:
-    """Decide how ranks reach each other. Local.
+    """Decide how ranks reach each other.
 
     Args:
         report: Report of a probe; a missing answer counts against the operation.
@@ -145,7 +145,7 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
 
 
 def refuse_wrong_data(report: ProbeReport, decision: Decision, *, tickets: bool = False) -> None:
-    """Refuse to train with operations that delivered wrong data in the probe. Local.
+    """Refuse to train with operations that delivered wrong data in the probe.
 
     Args:
         report: Report of a probe.

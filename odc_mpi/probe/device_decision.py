@@ -34,7 +34,7 @@ class DeviceFindings:
 
 
 def summarize(report: ProbeReport) -> DeviceFindings:
-    """Sum up the findings of a report about windows on devices. Local.
+    """Sum up the findings of a report about windows on devices.
 
     Args:
         report: Report of a probe, with the findings of a doctor about devices if there are any.

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from mpi4py import MPI
+from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device
 from odc_mpi.comm.windows.device_window import DeviceWindow, as_mpi_buffer
@@ -101,7 +102,7 @@ def load_device_report(world: World, device: Device) -> ProbeReport | None:
 
 
 def allocation_error(device: Device, num_bytes: int) -> str | None:
-    """Return the error of allocating memory for windows on a device, None if it succeeds. Local."""
+    """Return the error of allocating memory for windows on a device, None if it succeeds."""
     try:
         device.empty_for_windows(num_bytes)
     except UserError as error:
@@ -110,7 +111,7 @@ def allocation_error(device: Device, num_bytes: int) -> str | None:
 
 
 def cuda_support() -> bool | None:
-    """Ask the MPI library whether it was built for CUDA; None where it has no function to ask. Local."""
+    """Ask the MPI library whether it was built for CUDA; None where it has no function to ask."""
     for path in _mapped_libraries(r"libmpi\w*"):
         function = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
         if function is not None:
@@ -119,7 +120,7 @@ def cuda_support() -> bool | None:
 
 
 def alloc_kinds() -> str | None:
-    """Return the kinds of memory that the MPI library says it takes; None where it does not say. Local."""
+    """Return the kinds of memory that the MPI library says it takes; None where it does not say."""
     info = MPI.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or MPI.INFO_ENV.Get("mpi_memory_alloc_kinds")
     info.Free()
@@ -141,11 +142,13 @@ class DeviceBuffer(Buffer):
         self.tensor.copy_(torch.from_numpy(values))
         device.record_event().synchronize()
 
-    def fill(self, value: int, num_bytes: int) -> None:  # noqa: D102
+    @override
+    def fill(self, value: int, num_bytes: int) -> None:
         self.tensor[:num_bytes].fill_(value)
         self._device.record_event().synchronize()
 
-    def read(self, num_bytes: int) -> np.ndarray:  # noqa: D102
+    @override
+    def read(self, num_bytes: int) -> np.ndarray:
         return self.tensor[:num_bytes].cpu().numpy().copy()
 
 

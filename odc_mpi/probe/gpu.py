@@ -1,4 +1,4 @@
-"""Whether this machine has a GPU, without loading a GPU library. Local."""
+"""Whether this machine has a GPU, without loading a GPU library."""
 
 import re
 from contextlib import suppress
@@ -10,12 +10,12 @@ _VERSION = Path("/proc/driver/nvidia/version")
 
 
 def has_gpu() -> bool:
-    """Return whether there is a driver for NVIDIA's GPUs. Local."""
+    """Return whether there is a driver for NVIDIA's GPUs."""
     return any(node.exists() for node in _NODES)
 
 
 def driver() -> str:
-    """Return the version of the driver, "unknown" if it cannot be read. Local."""
+    """Return the version of the driver, "unknown" if it cannot be read."""
     with suppress(OSError):
         found = re.search(r"\d+\.\d+(\.\d+)?", _VERSION.read_text())
         if found:

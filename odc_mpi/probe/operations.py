@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from typing_extensions import override
 
 #: Bytes of the counter, after the numbers.
 COUNTER_BYTES = 8
 
 
 def pattern(num_bytes: int) -> np.ndarray:
-    """Return the initial content of a window: numbers that differ from page to page (251 is prime). Local."""
+    """Return the initial content of a window: numbers that differ from page to page (251 is prime)."""
     numbers = np.resize(np.arange(251, dtype=np.float32), (num_bytes - COUNTER_BYTES) // 4)
     return np.concatenate([numbers.view(np.uint8), np.zeros(COUNTER_BYTES, dtype=np.uint8)])
 
@@ -35,11 +36,11 @@ class Buffer:
         self.memory: np.ndarray | memoryview = values.copy()
 
     def fill(self, value: int, num_bytes: int) -> None:
-        """Overwrite the first bytes, each with the same value. Local."""
+        """Overwrite the first bytes, each with the same value."""
         np.asarray(self.memory)[:num_bytes] = value
 
     def read(self, num_bytes: int) -> np.ndarray:
-        """Return the first bytes. Local."""
+        """Return the first bytes."""
         return np.asarray(self.memory)[:num_bytes]
 
 
@@ -117,7 +118,8 @@ class Get(TrialOperation):
     def _run(self, num_bytes: int) -> None:
         self.peering.get(num_bytes)
 
-    def is_correct(self) -> bool:  # noqa: D102
+    @override
+    def is_correct(self) -> bool:
         return self._has_received()
 
 
@@ -129,7 +131,8 @@ class Put(TrialOperation):
         peering.win.Put([peering.sent.memory[:num_bytes], MPI.BYTE], peering.target, (0, num_bytes, MPI.BYTE))
         peering.win.Flush(peering.target)
 
-    def is_correct(self) -> bool:  # noqa: D102
+    @override
+    def is_correct(self) -> bool:
         self.peering.expected[: self.max_bytes] = self.peering.values[: self.max_bytes]
         return super().is_correct()
 
@@ -149,7 +152,8 @@ class Accumulate(TrialOperation):
     def _update_expected(self, num_bytes: int) -> None:
         self._runs[num_bytes] = self._runs.get(num_bytes, 0) + 1
 
-    def is_correct(self) -> bool:  # noqa: D102
+    @override
+    def is_correct(self) -> bool:
         for num_bytes, runs in self._runs.items():
             values = self.peering.values[:num_bytes].view(np.float32)
             self.peering.expected[:num_bytes].view(np.float32)[:] += runs * values
@@ -177,7 +181,8 @@ class FetchAndOp(TrialOperation):
         self._right = self._right and self._fetched[0] == self._count
         self._count += 1
 
-    def is_correct(self) -> bool:  # noqa: D102
+    @override
+    def is_correct(self) -> bool:
         return bool(self._right)
 
 

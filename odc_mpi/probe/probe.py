@@ -79,7 +79,7 @@ def probe(
 
 
 def environment_report(world: World) -> ProbeReport:
-    """Return the report before any trial: library, nodes and ranks. Local."""
+    """Return the report before any trial: library, nodes and ranks."""
     return ProbeReport(
         library=world.mpi_library,
         thread_level=thread_level(),
@@ -114,7 +114,7 @@ def report_key(world: World) -> dict[str, Any]:
 
 
 def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
-    """Choose a pair of ranks for each kind of peer. Local.
+    """Choose a pair of ranks for each kind of peer.
 
     Args:
         nodes: The node of each rank.

@@ -123,7 +123,7 @@ class Problem:
 
     @property
     def what(self) -> str:
-        """Return the sentence without the trial. Local."""
+        """Return the sentence without the trial."""
         return f"{self.cause.value} {self.detail}".strip()
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class Problem:
 
     @classmethod
     def read(cls, sentence: str) -> "Problem":
-        """Return the problem of a sentence, as `str` made it. Local."""
+        """Return the problem of a sentence, as `str` made it."""
         where, _, what = sentence.partition(": ")
         cause = next(cause for cause in Cause if what.startswith(cause.value))
         return cls(tuple(where.split()), cause, what.removeprefix(cause.value).strip())
@@ -167,48 +167,48 @@ class ProbeReport:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks. Local."""
+        """Number of ranks."""
         return sum(self.ranks_per_node)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of peers that some rank has. Local."""
+        """The kinds of peers that some rank has."""
         exist = {"same_node": max(self.ranks_per_node, default=0) > 1, "other_node": self.nodes > 1}
         return tuple(kind for kind in PEER_KINDS if exist[kind])
 
     def with_operation(self, kind: str, name: str, operation: OperationResult) -> "ProbeReport":
-        """Return the report with the figures of an operation added. Local."""
+        """Return the report with the figures of an operation added."""
         return replace(self, peers=_with_operation(self.peers, kind, name, operation))
 
     def with_device(self, **answers: Any) -> "ProbeReport":
-        """Return the report with findings about the devices added. Local."""
+        """Return the report with findings about the devices added."""
         return replace(self, device=replace(self.device or DeviceWindows(), **answers))
 
     def with_device_operation(self, origin: str, kind: str, name: str, operation: OperationResult) -> "ProbeReport":
-        """Return the report with the figures of an operation on windows on devices added. Local."""
+        """Return the report with the figures of an operation on windows on devices added."""
         peers = getattr(self.device or DeviceWindows(), origin)
         return self.with_device(**{origin: _with_operation(peers, kind, name, operation)})
 
     def with_problem(self, problem: Problem) -> "ProbeReport":
-        """Return the report with a problem added. Local."""
+        """Return the report with a problem added."""
         return replace(self, problems=(*self.problems, problem))
 
     def problem(self, *where: str) -> Problem | None:
-        """Return the problem of a trial (`Problem.where`), None if it had none. Local."""
+        """Return the problem of a trial (`Problem.where`), None if it had none."""
         return next((problem for problem in self.problems if problem.where == where), None)
 
     def is_wrong(self, *where: str) -> bool:
-        """Return whether an operation (`Problem.where`) delivered wrong data. Local."""
+        """Return whether an operation (`Problem.where`) delivered wrong data."""
         problem = self.problem(*where)
         return problem is not None and problem.cause is Cause.WRONG
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as values for JSON. Local."""
+        """Return the report as values for JSON."""
         return asdict(self) | {"problems": tuple(map(str, self.problems))}
 
     @classmethod
     def from_dict(cls, data: Any) -> "ProbeReport":
-        """Return the report of values that `to_dict` made. Local.
+        """Return the report of values that `to_dict` made.
 
         Raises:
             ValueError: A field is missing, unknown or of another type.

@@ -1,4 +1,4 @@
-"""Reports on benchmarks, from the one object that each prints with ``--json``. Local."""
+"""Reports on benchmarks, from the one object that each prints with ``--json``."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +67,7 @@ _LINES = (
 
 
 def describe(result: Mapping[str, Any]) -> ReportPage:
-    """Report on a benchmark. Local.
+    """Report on a benchmark.
 
     Raises:
         LookupError, TypeError, ValueError: No benchmark prints such an object.
@@ -174,7 +174,7 @@ def _floor(result: Mapping[str, Any]) -> str:
     """Say what sets the floor, and what the paper has for a scenario like this one."""
     text = (
         "The floor is what no schedule of whole sequences can exceed: the longest sequence alone, or all work shared "
-        f"out evenly, which is the even share. It is the longest sequence in {result['longest_rules']:.0%} of the "
+        f"out evenly, which is the even share. It is the longest sequence in {result['longest_sequence_bound_fraction']:.0%} of the "
         "minibatches."
     )
     paper = result["paper"]

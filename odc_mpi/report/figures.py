@@ -1,4 +1,4 @@
-"""Variants of a benchmark side by side: as a picture of bars for pages, and as a table for terminals. Local."""
+"""Variants of a benchmark side by side: as a picture of bars for pages, and as a table for terminals."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class BarColumn:
     in_plot: bool = True
 
     def bars(self, names: Iterable[str]) -> list[Bar]:
-        """Return a bar for each of some variants that has a figure. Local."""
+        """Return a bar for each of some variants that has a figure."""
         bars = []
         for name in names:
             if name in self.figures:
@@ -52,7 +52,7 @@ class BarColumn:
 
 
 def bar_table(name: str, title: str, columns: Sequence[BarColumn], names: Iterable[str], caption: str = "") -> Figure:
-    """Show figures of variants side by side. Local."""
+    """Show figures of variants side by side."""
     panels = {column.heading: column.bars(names) for column in columns}
     cells: dict[str, dict[str, str]] = {}
     for column in columns:
@@ -81,7 +81,7 @@ def benchmark_report(
     figures: Sequence[Figure],
     tables: Sequence[Table] = (),
 ) -> ReportPage:
-    """Return a report with what all benchmarks' objects may have: load, what was left out, goals. Local."""
+    """Return a report with what all benchmarks' objects may have: load, what was left out, goals."""
     if "load_average" in result:
         subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
     left_out = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]

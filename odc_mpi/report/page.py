@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else: text, tables and pictures, on light and dark screens and on paper. Local."""
+"""One HTML file that needs nothing else: text, tables and pictures, on light and dark screens and on paper."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -80,7 +80,7 @@ class ReportPage:
 
 
 def html(report: ReportPage) -> str:
-    """Return the page. Local."""
+    """Return the page."""
     light = "; ".join(f"{name}: {color}" for color, name in _VARIABLES.items())
     dark = "; ".join(f"{name}: {color}" for name, color in _DARK.items())
     variables = f":root {{ color-scheme: light dark; {light} }}\n"

@@ -48,10 +48,10 @@ class Plot:
 
 
 def make_plot(kind: str, name: str, title: str, *parts: Any) -> Plot:
-    """Make a picture of one of the kinds in `report.plots`. Local."""
+    """Make a picture of one of the kinds in `report.plots`."""
 
     def draw() -> str:
-        from odc_mpi.report import pictures  # not at the top: matplotlib takes a second, and terminals need none
+        from odc_mpi.report import plots  # not at the top: matplotlib takes a second, and terminals need none
 
         return plots.draw(kind, name, title, *parts)
 
@@ -171,7 +171,7 @@ MAX_RANKS = 32
 
 
 def choose_ranks(busy_s: Sequence[float]) -> list[int]:
-    """Return the ranks that a picture shows: all, or of many the most and the least busy and some between. Local."""
+    """Return the ranks that a picture shows: all, or of many the most and the least busy and some between."""
     count = len(busy_s)
     if count <= MAX_RANKS:
         return list(range(count))

@@ -43,7 +43,7 @@ _STYLE: dict[str, Any] = {
 
 
 def draw(kind: str, name: str, title: str, *parts: Any) -> str:
-    """Return a picture as an SVG document. Local.
+    """Return a picture as an SVG document.
 
     Args:
         kind: Name of a function of this module.
@@ -64,7 +64,7 @@ def draw(kind: str, name: str, title: str, *parts: Any) -> str:
 
 
 def gantt(charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> Figure:
-    """Draw spans of time in lanes, charts below each other; kinds from the back to the front. Local."""
+    """Draw spans of time in lanes, charts below each other; kinds from the back to the front."""
     heights = [0.24 * len(chart.rows) + 0.1 for chart in charts]
     figure = _figure(sum(heights) + 0.5 * len(charts) + 1.1)
     all_axes = figure.subplots(len(charts), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -118,7 +118,7 @@ def _draw_marks(axes: Axes, chart: GanttChart) -> None:
 
 
 def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Sequence[float | None]) -> Figure:
-    """Draw bars from left to right, panels beside each other, each with a format and a line. Local."""
+    """Draw bars from left to right, panels beside each other, each with a format and a line."""
     rows = next(iter(panels.values()))
     figure = _figure(0.36 * len(rows) + 1.6)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -172,7 +172,7 @@ def _draw_references(axes: Axes, bars: Sequence[Bar]) -> None:
 
 
 def curves(panels: Sequence[Panel], xlabel: str, x_form: Callable[[float], str] | None = None) -> Figure:
-    """Draw curves, panels below each other on one x axis; with `x_form` it is logarithmic. Local."""
+    """Draw curves, panels below each other on one x axis; with `x_form` it is logarithmic."""
     heights = [panel.height for panel in panels]
     figure = _figure(sum(heights) + 0.4 * len(panels) + 0.6)
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -228,7 +228,7 @@ def _spread_labels(heights: Sequence[float], min_distance: float) -> list[float]
 
 
 def histograms(panels: Sequence[Histogram]) -> Figure:
-    """Draw histograms of tokens beside each other. Local."""
+    """Draw histograms of tokens beside each other."""
     figure = _figure(3.4)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         axes.set_title(panel.heading)
@@ -253,7 +253,7 @@ def histograms(panels: Sequence[Histogram]) -> Figure:
 def stack(
     x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style], xlabel: str, points: Panel
 ) -> Figure:
-    """Draw the parts of a whole as bars, below a panel of curves on the same axis. Local."""
+    """Draw the parts of a whole as bars, below a panel of curves on the same axis."""
     figure = _figure(5.2)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.4])
     above.set_title(points.heading)

@@ -12,7 +12,7 @@ _FORMATS = {".html", ".svg", ".png", ".jpg", ".jpeg", ".pdf"}
 
 
 def write(source: Path, out: Path | None = None, plot_name: str | None = None) -> Path:
-    """Write a report. Local.
+    """Write a report.
 
     Args:
         source: A run directory, or a file with the object that a benchmark or `odc-mpi simulate` printed with --json.

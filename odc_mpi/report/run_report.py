@@ -1,4 +1,4 @@
-"""What a report tells of a run, from the files in its directory; of a run that was killed, what there is. Local."""
+"""What a report tells of a run, from the files in its directory; of a run that was killed, what there is."""
 
 import json
 import math
@@ -29,6 +29,8 @@ from odc_mpi.report.plot_types import (
     make_plot,
 )
 
+#: Spans of trace.json in which a rank waits for all others.
+_SYNC_POINTS = ("gradients_complete", "grad_norm", "parameters_published")
 COMPUTES, FETCHES, PUSHES, WAITS = "computes", "fetches", "pushes", "waits at the boundary"
 #: In the order in which they are drawn: fetches and pushes lie within microbatches.
 _STYLES = {
@@ -66,7 +68,7 @@ class RunData:
 
 
 def describe(run_dir: Path) -> ReportPage:
-    """Report on a run. Local.
+    """Report on a run.
 
     Raises:
         UserError: It is no run directory.
@@ -159,7 +161,7 @@ def _gantt(trace: Mapping[str, Any]) -> Figure:
     marks = [(at, f"step {step['step']}") for at, step in zip(offsets, steps, strict=False)]
     steps_of_ranks = [local for step in steps for local in step["ranks"]]
     whole = sum(offset * len(steps[0]["ranks"]) for offset in ends)
-    waits = sum(_seconds(local[point]) for local in steps_of_ranks for point in "ANB") / whole
+    waits = sum(_seconds(local[point]) for local in steps_of_ranks for point in _SYNC_POINTS) / whole
     moves = sum(_seconds(local[kind]) for local in steps_of_ranks for kind in ("fetch", "accumulate")) / whole
     works = max(0.0, sum(_seconds(local["microbatches"]) for local in steps_of_ranks) / whole - moves)
     which = f"steps {steps[0]['step']} to {steps[-1]['step']}" if len(steps) > 1 else f"step {steps[0]['step']}"
@@ -186,7 +188,7 @@ def _gantt_row(rank: int, steps: Sequence[Mapping[str, Any]], offsets: Sequence[
         for began, ended, tokens in step["microbatches"]:
             spans[COMPUTES].append((offset + began, offset + ended))
             notes.append((offset + began, offset + ended, f"{tokens:,}"))
-        for kind, names in ((FETCHES, ("fetch",)), (PUSHES, ("accumulate",)), (WAITS, "ANB")):
+        for kind, names in ((FETCHES, ("fetch",)), (PUSHES, ("accumulate",)), (WAITS, _SYNC_POINTS)):
             spans[kind] += [(offset + began, offset + ended) for name in names for began, ended in step[name]]
     return GanttRow(f"rank {rank}", spans, notes)
 

@@ -1,4 +1,4 @@
-"""Finished prompt groups: as bytes on their way to another rank, and as microbatches to train on. Local."""
+"""Finished prompt groups: as bytes on their way to another rank, and as microbatches to train on."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class RolloutGroup(NamedTuple):
     excluded: npt.NDArray[np.bool_]
 
     def to_bytes(self) -> bytes:
-        """Return the group as bytes. Local."""
+        """Return the group as bytes."""
         lengths = [len(tokens) for tokens in self.completions]
         head = np.array([self.position, self.prompt_index, len(self.prompt), len(lengths), *lengths], dtype=np.int64)
         tokens = np.array(
@@ -46,7 +46,7 @@ class RolloutGroup(NamedTuple):
 
     @staticmethod
     def from_bytes(content: bytes) -> "RolloutGroup":
-        """Return the group of `to_bytes`. Local."""
+        """Return the group of `to_bytes`."""
         rest = io.BytesIO(content)
 
         def read_array(dtype: type, count: int) -> npt.NDArray:
@@ -83,7 +83,7 @@ class RolloutMicrobatch(Microbatch):
 def pack_microbatches(
     groups: Sequence[RolloutGroup], max_tokens: int, *, with_all: bool
 ) -> Iterator[RolloutMicrobatch]:
-    """Yield the completions of groups in microbatches. Local.
+    """Yield the completions of groups in microbatches.
 
     Args:
         groups: Finished.

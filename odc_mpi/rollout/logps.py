@@ -29,7 +29,7 @@ class TokenLogps(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
     ) -> torch.Tensor:
-        """Return the log-probabilities, float32 [K]. Local.
+        """Return the log-probabilities, float32 [K].
 
         Args:
             ctx: Autograd's.
@@ -49,7 +49,7 @@ class TokenLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Return the gradients of hidden states, weight and bias. Local."""
+        """Return the gradients of hidden states, weight and bias."""
         hidden, weight, bias, targets = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
@@ -97,7 +97,7 @@ def token_logps(
 
 @contextmanager
 def _replaced_head(head: nn.Linear, targets: torch.Tensor, temperature: float) -> Iterator[None]:
-    """Have a head return the log-probabilities of tokens in place of logits in the enclosed forward. Local."""
+    """Have a head return the log-probabilities of tokens in place of logits in the enclosed forward."""
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = TokenLogps.apply(hidden[0], head.weight, head.bias, targets, temperature)

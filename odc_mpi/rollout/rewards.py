@@ -1,4 +1,4 @@
-"""Rewards: functions of completions, TRL's signature, called for a prompt group at a time. Local.
+"""Rewards: functions of completions, TRL's signature, called for a prompt group at a time.
 
     f(prompts, completions, completion_ids, **columns) -> list of a number or None for each completion
 
@@ -73,12 +73,12 @@ class GroupRewards:
 
     @property
     def std(self) -> float:
-        """The deviation of the rewards that there are, with Bessel's correction; 0 of fewer than two. Local."""
+        """The deviation of the rewards that there are, with Bessel's correction; 0 of fewer than two."""
         valid = self.rewards[~np.isnan(self.rewards)]
         return float(valid.std(ddof=1)) if len(valid) > 1 else 0.0
 
     def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
-        """Return the rewards less their mean, divided by their deviation if they are to be scaled. Local.
+        """Return the rewards less their mean, divided by their deviation if they are to be scaled.
 
         Returns:
             float64 [completions]; 0 where there is no reward, and all 0 if all rewards are equal.
@@ -121,7 +121,7 @@ def compute_rewards(
     timeout_s: float,
     skip: bool,
 ) -> GroupRewards:
-    """Call the reward functions for a prompt group. Local.
+    """Call the reward functions for a prompt group.
 
     Args:
         functions: The functions.

@@ -174,7 +174,7 @@ class _TokenSampler(LogitsProcessor):
             )
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores of which the drawn token's alone is finite. Local."""
+        """Return scores of which the drawn token's alone is finite."""
         if not self.done.all():
             self._on_token(self.num_sampled + 1)
             sampled = self._sample_tokens(scores)
@@ -182,12 +182,12 @@ class _TokenSampler(LogitsProcessor):
         return scores
 
     def should_compact(self) -> bool:
-        """Tell whether enough rows are done to go on without them. Local."""
+        """Tell whether enough rows are done to go on without them."""
         left = len(self.done) - int(self.done.sum())
         return 2 * left <= len(self.done) and (not left or len(self.done) >= _MIN_ROWS)
 
     def drop_finished_rows(self) -> torch.Tensor:
-        """Take rows that are done away; return the places of the others among those that were decoded. Local."""
+        """Take rows that are done away; return the places of the others among those that were decoded."""
         left = torch.nonzero(~self.done)[:, 0]
         self.rows, self.done = self.rows[left], self.done[left]
         return left
@@ -251,7 +251,7 @@ class _StopWhenCompactable(StoppingCriteria):
         self._sampler = sampler
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return of each row whether it is done. Local."""
+        """Return of each row whether it is done."""
         done = self._sampler.done
         return (torch.ones_like(done) if self._sampler.should_compact() else done).to(input_ids.device)
 

@@ -41,7 +41,7 @@ def abort(message: str, code: int = 1) -> NoReturn:
 
 
 def install_excepthooks() -> None:
-    """Let an exception that ends the main program, or a thread of this package, end the job. Local.
+    """Let an exception that ends the main program, or a thread of this package, end the job.
 
     The job ends after the hook that was there before has reported the exception. Without its threads the package would
     go on in silence, and no wait would have a deadline any more. A user's own thread is the user's affair, as under

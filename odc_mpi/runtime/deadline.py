@@ -45,7 +45,7 @@ class Watchdog(Generic[W]):
 
     @contextmanager
     def watch(self, wait: W) -> Iterator[None]:
-        """Give the enclosed wait a deadline. Local."""
+        """Give the enclosed wait a deadline."""
         token = next(self._tokens)
         self._waits[token] = (time.monotonic() + self.timeout_s, wait)
         try:
@@ -72,7 +72,7 @@ class Watchdog(Generic[W]):
 def wait_until(
     condition: Callable[[], bool], poll: Callable[[], object] = lambda: None, patience_s: float = math.inf
 ) -> bool:
-    """Poll until a condition holds, or patience is at its end. Local.
+    """Poll until a condition holds, or patience is at its end.
 
     Args:
         condition: Returns whether the condition holds, such as `Test` of a request of MPI.

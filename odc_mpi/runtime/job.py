@@ -72,12 +72,12 @@ class Job:
         self.status = StatusWindow(comm)
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """See `World.note`. Local."""
+        """See `World.note`."""
         if self.status is not None:
             self.status.page.write(what, microbatch)
 
     def watch(self, wait: PendingWait) -> AbstractContextManager[None]:
-        """Give the enclosed wait, or any other use of MPI, a deadline. Local.
+        """Give the enclosed wait, or any other use of MPI, a deadline.
 
         Raises:
             UserError: MPI does not let this thread call it.
@@ -127,7 +127,7 @@ class Job:
         status.free()
 
     def close(self) -> None:
-        """Stop the watchdog. Local."""
+        """Stop the watchdog."""
         self.watchdog.close()
 
     def _check_stranded(self) -> None:

@@ -1,4 +1,4 @@
-"""The hosts of a run, the ranks on each, and its Slurm job. Local."""
+"""The hosts of a run, the ranks on each, and its Slurm job."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ _MAX_LISTED = 4
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the number and the restarts of this Slurm job; nothing outside of Slurm. Local.
+    """Return the number and the restarts of this Slurm job; nothing outside of Slurm.
 
     Returns:
         ``slurm_job_id`` as its commands take it, and ``slurm_restarts``, how often it was put into the queue again.
@@ -22,7 +22,7 @@ def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def describe_layout(layout: Sequence[tuple[str, int]], job: Mapping[str, Any]) -> str:
-    """Name the hosts of a run in a line, such as "on node0 (4 ranks), node1 (4 ranks); Slurm job 12". Local.
+    """Name the hosts of a run in a line, such as "on node0 (4 ranks), node1 (4 ranks); Slurm job 12".
 
     Args:
         layout: Host name and number of ranks of each node.

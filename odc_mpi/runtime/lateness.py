@@ -54,7 +54,7 @@ class Status:
 
 
 def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that a wait waits for, the most suspect first. Local.
+    """Return the ranks that a wait waits for, the most suspect first.
 
     Args:
         wait: The wait.
@@ -74,12 +74,12 @@ def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[in
 
 
 def ranks_in_other_collective(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that have arrived at as many collectives, and wait in another collective. Local."""
+    """Return the ranks that have arrived at as many collectives, and wait in another collective."""
     return [rank for rank, status in peers.items() if status and wait.collective and not _is_at(status, wait)]
 
 
 def stranded(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that would wait for ever for a rank that leaves. Local.
+    """Return the ranks that would wait for ever for a rank that leaves.
 
     Args:
         collective: Number of the last collective of the leaving rank, in which it closes its world.
@@ -89,7 +89,7 @@ def stranded(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
 
 
 def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hosts: Sequence[str], now: float) -> str:
-    """Return the message that names the late ranks and the last activity of each. Local.
+    """Return the message that names the late ranks and the last activity of each.
 
     Args:
         wait: The wait that lasts too long.
@@ -111,7 +111,7 @@ def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hos
 
 
 def format_status(rank: int, host: str, status: Status | None, now: float) -> str:
-    """Return the last activity of a rank in words. Local."""
+    """Return the last activity of a rank in words."""
     who = f"rank {rank} on {host}"
     if status is None:
         return f"{who}, which does not answer"
@@ -124,13 +124,13 @@ def format_status(rank: int, host: str, status: Status | None, now: float) -> st
 
 
 def compare(first: Mapping[int, Status | None], second: Mapping[int, Status | None]) -> dict[int, Status | None]:
-    """Return the first reading, with the ranks marked silent whose heartbeat is the same in the second. Local."""
+    """Return the first reading, with the ranks marked silent whose heartbeat is the same in the second."""
     seen = dict(first)
     for rank, status in first.items():
         again = second[rank]
         # The watchdog of a rank that is about to speak does nothing else.
         if status and again and not again.aborting:
-            seen[rank] = replace(status, silent=status.number == again.number)
+            seen[rank] = replace(status, heartbeat_missing=status.number == again.number)
     return seen
 
 

@@ -20,7 +20,7 @@ _THREAD_LEVELS = {
 
 
 def library_name(version: str) -> str:
-    """Shorten what MPI_Get_library_version says to a name and a version. Local.
+    """Shorten what MPI_Get_library_version says to a name and a version.
 
     The two libraries say it differently: "MPICH Version:      5.0.2" and more lines, "Open MPI v5.0.11, package: ...".
     """
@@ -30,20 +30,20 @@ def library_name(version: str) -> str:
 
 
 def memory_model(win: MPI.Win) -> str:
-    """Return the memory model of a window (MPI-4.1, 12.4): unified or separate. Local."""
+    """Return the memory model of a window (MPI-4.1, 12.4): unified or separate."""
     return "unified" if win.model == MPI.WIN_UNIFIED else "separate"
 
 
 def thread_level() -> str:
-    """Return the thread level that the library granted, by its name in the standard. Local."""
+    """Return the thread level that the library granted, by its name in the standard."""
     return _THREAD_LEVELS[MPI.Query_thread()]
 
 
 def has_thread_multiple() -> bool:
-    """Tell whether threads may call MPI at the same time. Local."""
+    """Tell whether threads may call MPI at the same time."""
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 def has_thread_serialized() -> bool:
-    """Tell whether other threads than the main one may call MPI, one at a time at least. Local."""
+    """Tell whether other threads than the main one may call MPI, one at a time at least."""
     return MPI.Query_thread() >= MPI.THREAD_SERIALIZED

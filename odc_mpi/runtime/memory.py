@@ -20,7 +20,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 def available_bytes() -> int:
     """Return the bytes of memory that this process and others may still take: of the host, and of its control groups.
 
-    What cannot be told, as on another system than Linux, is no limit. Local.
+    What cannot be told, as on another system than Linux, is no limit.
     """
     return max(0, min([_host_available_bytes(), *_cgroup_available_bytes()]))
 
@@ -68,7 +68,7 @@ def _read(path: Path) -> str:
 
 
 def check_shm_capacity(num_bytes: int, local_size: int, what: str) -> None:
-    """Check that /dev/shm has room for the windows of this node's ranks. Local.
+    """Check that /dev/shm has room for the windows of this node's ranks.
 
     Args:
         num_bytes: Bytes for all ranks of the node together.
@@ -93,7 +93,7 @@ def check_shm_capacity(num_bytes: int, local_size: int, what: str) -> None:
 
 
 def startup_shm_names() -> set[str]:
-    """Return the files in /dev/shm that the MPI library made at its start and this rank has mapped. Local.
+    """Return the files in /dev/shm that the MPI library made at its start and this rank has mapped.
 
     Their names are mpich_shm_* (MPICH) and sm_segment.* (Open MPI). Windows have no names from the beginning.
     """
@@ -105,7 +105,7 @@ def startup_shm_names() -> set[str]:
 
 
 def unlink(names: Iterable[str]) -> None:
-    """Remove the names of shared memory that every rank of the node has mapped by now. Local.
+    """Remove the names of shared memory that every rank of the node has mapped by now.
 
     The libraries remove them in MPI_Finalize only: a killed or aborted job would leave megabytes in /dev/shm.
     """
@@ -115,7 +115,7 @@ def unlink(names: Iterable[str]) -> None:
 
 
 def unlink_own_startup_shm(comm: "MPI.Intracomm") -> None:
-    """Remove the names of the shared memory of MPI's start in a process that is alone: nobody will map it. Local.
+    """Remove the names of the shared memory of MPI's start in a process that is alone: nobody will map it.
 
     Open MPI does not remove them where no launcher started the process, not even in MPI_Finalize.
 

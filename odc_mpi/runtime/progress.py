@@ -1,4 +1,4 @@
-"""`ProgressSetting`: this rank's part in operations of others, done while it waits. Local.
+"""`ProgressSetting`: this rank's part in operations of others, done while it waits.
 
 Every polite wait (`World.wait`, `meet`, `meeting`), every fetch from windows and a progress thread (`comm.progress`)
 call it, so that no rank waits for one that itself only waits.
@@ -37,6 +37,6 @@ class Progress:
             self._busy.release()
 
     def poke(self) -> bool:
-        """Enter MPI, since over a network nothing arrives or leaves unless somebody does, and `serve`. Local."""
+        """Enter MPI, since over a network nothing arrives or leaves unless somebody does, and `serve`."""
         MPI.COMM_WORLD.Iprobe()
         return self.run_tasks()

@@ -21,7 +21,7 @@ _STOPPED = 75
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Import without looking for garbage meanwhile, and never look at what was imported again. Local.
+    """Import without looking for garbage meanwhile, and never look at what was imported again.
 
     torch and transformers make half a million objects that stay for as long as the process. To look through them as
     they come takes a third of the import, and each full collection later 0.2 s, at another time on every rank.
@@ -39,7 +39,7 @@ def gc_paused() -> Iterator[None]:
 
 @contextmanager
 def mpi_startup() -> Iterator[None]:
-    """Enclose the imports that start MPI: within a time limit, and with a clear error without a library. Local."""
+    """Enclose the imports that start MPI: within a time limit, and with a clear error without a library."""
     from odc_mpi.runtime.start.pmi import check_before_start
 
     with start_limit():
@@ -100,5 +100,5 @@ def _report_stopped(stopped: StoppedError, rank: int) -> int:
 
 
 def print_error(error: object) -> None:
-    """Print an error as a line on standard error. Local."""
+    """Print an error as a line on standard error."""
     print(f"odc-mpi: error: {error}", file=sys.stderr, flush=True)

@@ -62,13 +62,13 @@ class StatusPage:
         self.aborting = False
 
     def write(self, what: str, microbatch: int = 0) -> None:
-        """Publish the activity of this rank. Local."""
+        """Publish the activity of this rank."""
         with self._lock:
             self._last = what, microbatch, time.time()
             self._store()
 
     def enter_collective(self, what: str) -> int:
-        """Publish that this rank has arrived at a collective; return the number of the collective, from 1. Local."""
+        """Publish that this rank has arrived at a collective; return the number of the collective, from 1."""
         with self._lock:
             self.num_collectives += 1
             self._last = what, 0, time.time()
@@ -76,18 +76,18 @@ class StatusPage:
             return self.num_collectives
 
     def announce_abort(self) -> None:
-        """Publish that this rank is about to end the job with a message; its activity stays on the page. Local."""
+        """Publish that this rank is about to end the job with a message; its activity stays on the page."""
         with self._lock:
             self.aborting = True
             self._store()
 
     def heartbeat(self) -> None:
-        """Give a heartbeat: the same status under a new number. Local."""
+        """Give a heartbeat: the same status under a new number."""
         with self._lock:
             self._store()
 
     def detach(self) -> None:
-        """Let go of the memory: later writes go nowhere. Local."""
+        """Let go of the memory: later writes go nowhere."""
         with self._lock:
             self._memory = memoryview(bytearray(PAGE_BYTES))
 
@@ -102,7 +102,7 @@ class StatusPage:
 
 
 def read_page(page: bytes) -> Status | None:
-    """Return the status on a page; None if it was read while both slots were written. Local."""
+    """Return the status on a page; None if it was read while both slots were written."""
     slots = [_read_slot(page[start : start + SLOT_BYTES]) for start in (0, SLOT_BYTES)]
     return max((slot for slot in slots if slot is not None), key=lambda status: status.number, default=None)
 

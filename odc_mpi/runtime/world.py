@@ -104,7 +104,7 @@ class World(Topology, AbstractContextManager["World"]):
 
     @property
     def timeout_s(self) -> float:
-        """Seconds that any single wait may last; may be set, for waits that begin later. Local."""
+        """Seconds that any single wait may last; may be set, for waits that begin later."""
         return self.job.watchdog.timeout_s
 
     @timeout_s.setter
@@ -113,22 +113,22 @@ class World(Topology, AbstractContextManager["World"]):
 
     @property
     def progress(self) -> Progress:
-        """What this rank does for others while it waits. Local."""
+        """What this rank does for others while it waits."""
         return self.job.progress
 
     @property
     def mpi_library(self) -> str:
-        """Name and version of the MPI library, in one short line. Local."""
+        """Name and version of the MPI library, in one short line."""
         return library_name(MPI.Get_library_version())
 
     @property
     def memory_model(self) -> str:
-        """Memory model of the windows of this MPI library: unified or separate. Local."""
+        """Memory model of the windows of this MPI library: unified or separate."""
         assert self.job.status is not None
         return self.job.status.memory_model
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish the activity of this rank, for the message of a rank whose wait for this one expires. Local.
+        """Publish the activity of this rank, for the message of a rank whose wait for this one expires.
 
         Takes a few microseconds. Any thread may call it.
 
@@ -139,13 +139,13 @@ class World(Topology, AbstractContextManager["World"]):
         self.job.set_status(what, microbatch)
 
     def prepare_threads(self, prepare: Callable[[], None]) -> None:
-        """Have a function run in this world's own thread before the thread calls MPI, such as choosing a GPU. Local."""
+        """Have a function run in this world's own thread before the thread calls MPI, such as choosing a GPU."""
         assert self.job.status is not None
         self.job.status.prepare = prepare
 
     @contextmanager
     def background_progress_off(self) -> Iterator[None]:
-        """Enclose a measurement of one-sidedness: no thread of this rank enters MPI by itself meanwhile. Local.
+        """Enclose a measurement of one-sidedness: no thread of this rank enters MPI by itself meanwhile.
 
         At other times a thread enters MPI twice a second for some milliseconds, so that others can read the status.
         """
@@ -158,7 +158,7 @@ class World(Topology, AbstractContextManager["World"]):
             status.background_progress = True
 
     def deadline(self, what: str, owners: Iterable[int] = ()) -> AbstractContextManager[None]:
-        """Give the enclosed wait at most `timeout_s`; beyond it the job ends and says what this rank was doing. Local.
+        """Give the enclosed wait at most `timeout_s`; beyond it the job ends and says what this rank was doing.
 
         Args:
             what: The operation in words that follow "while", such as "fetching unit layers.3".
@@ -183,7 +183,7 @@ class World(Topology, AbstractContextManager["World"]):
             yield
 
     def wait(self, request: MPI.Request, what: str) -> None:
-        """Wait for a non-blocking operation within the deadline, leaving the core to others. Local.
+        """Wait for a non-blocking operation within the deadline, leaving the core to others.
 
         A blocking call would spin: with more ranks than cores it would take time from a rank that computes. Meanwhile
         this rank serves others (`progress`). For a collective operation see `meet`.
@@ -290,7 +290,7 @@ class World(Topology, AbstractContextManager["World"]):
         self.run_on_all(lambda: check_shm_capacity(int(wanted[0]), self.local_size, what))
 
     def on_close(self, free: Callable[[], None]) -> None:
-        """Register a function that frees a resource when this world closes, the last registered first. Local.
+        """Register a function that frees a resource when this world closes, the last registered first.
 
         A resource that is freed before has to be forgotten (`forget`), or it would be kept.
         """

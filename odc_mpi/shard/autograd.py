@@ -81,7 +81,7 @@ class UnitForwards:
 
     @property
     def suspended(self) -> bool:
-        """Whether forwards are no calls of units, as modules hold plain parameters (`shard.materialize`). Local."""
+        """Whether forwards are no calls of units, as modules hold plain parameters (`shard.materialize`)."""
         return self._ready.is_reshard_forbidden
 
     @contextmanager
@@ -114,7 +114,7 @@ class UnitForwards:
         return calls[mode][name]
 
     def register_backward_hook_for(self, unit: Unit, output: Any) -> None:
-        """Have the other ranks told when the backward comes to a call of a unit, by what the call returned. Local.
+        """Have the other ranks told when the backward comes to a call of a unit, by what the call returned.
 
         Where graphs keep parameters, the backward asks for none, and would be heard of at its end only.
         """

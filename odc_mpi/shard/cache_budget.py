@@ -51,18 +51,18 @@ class CacheBudget:
         return key in self._admitted
 
     def fits(self, num_bytes: int) -> bool:
-        """Return whether so much more could stay. Local."""
+        """Return whether so much more could stay."""
         return self.admitted_bytes + num_bytes <= self.budget_bytes
 
     def admit(self, key: Hashable, num_bytes: int) -> bool:
-        """Let something stay if it fits; return whether it stays. Local."""
+        """Let something stay if it fits; return whether it stays."""
         if key not in self._admitted and self.fits(num_bytes):
             self._admitted[key] = num_bytes
             self.admitted_bytes += num_bytes
         return key in self._admitted
 
     def discard(self, key: Hashable) -> None:
-        """Take note that something is gone, if it stayed. Local."""
+        """Take note that something is gone, if it stayed."""
         self.admitted_bytes -= self._admitted.pop(key, 0)
 
 
@@ -89,7 +89,7 @@ class CacheNeeds:
 
     @classmethod
     def measure(cls, units: Sequence[Unit], transport: Transport) -> "CacheNeeds":
-        """Return the needs of a model with these units. Local."""
+        """Return the needs of a model with these units."""
         parameters, gradients = transport.parameters, transport.gradients
         kept = [
             sum(
@@ -106,7 +106,7 @@ class CacheNeeds:
         return cls(CacheBytes(sum(kept), sum(sums)), CacheBytes(min(kept, default=0), min(sums, default=0)))
 
     def require_whole_model(self, granted: CacheBytes) -> None:
-        """Refuse a budget that does not hold all units. Local.
+        """Refuse a budget that does not hold all units.
 
         Raises:
             UserError: It does not.
@@ -126,7 +126,7 @@ def auto_cache_bytes(
     parameters: int | Literal["auto"] = "auto",
     gradients: int | Literal["auto"] = "auto",
 ) -> CacheBytes:
-    """Share out free memory by the rule of the note "auto". Local.
+    """Share out free memory by the rule of the note "auto".
 
     Args:
         free_bytes: Free for all ranks that share the memory, after the optimizer has taken its part.

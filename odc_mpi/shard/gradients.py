@@ -81,11 +81,11 @@ class GradientPusher:
 
     @property
     def peak_buffer_bytes(self) -> int:
-        """The most bytes that gradients ever took here, on their way and added up. Local."""
+        """The most bytes that gradients ever took here, on their way and added up."""
         return self._buffers.peak_bytes
 
     def start(self) -> None:
-        """Allow pushes: a minibatch begins. Local."""
+        """Allow pushes: a minibatch begins."""
         self._open = True
         self.is_last_backward = False
         self.gradient_format.start()
@@ -128,7 +128,7 @@ class GradientPusher:
         self._open = False
 
     def clear(self) -> None:
-        """Let go of all memory that is not in use. Local."""
+        """Let go of all memory that is not in use."""
         self._buffers.clear()
 
     def close(self) -> None:

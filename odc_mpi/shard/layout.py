@@ -100,7 +100,7 @@ class FlatLayout:
 
     @classmethod
     def build(cls, name: str, specs: Sequence[ParameterSpec], num_owners: int) -> "FlatLayout":
-        """Lay parameters end to end and divide them evenly. Local.
+        """Lay parameters end to end and divide them evenly.
 
         Args:
             name: For messages.
@@ -120,18 +120,18 @@ class FlatLayout:
         return cls(name, tuple(slots), numel, num_owners, shard_numel, specs[0].requires_grad, specs[0].dtype)
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """Return the first and one past the last element of the flat array of a rank; equal if it owns none. Local."""
+        """Return the first and one past the last element of the flat array of a rank; equal if it owns none."""
         start = min(rank * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
 
     def owners(self, start: int, stop: int) -> range:
-        """Return the ranks that own some element of `[start, stop)`. Local."""
+        """Return the ranks that own some element of `[start, stop)`."""
         if start >= stop:
             return range(0)
         return range(start // self.shard_numel, (stop - 1) // self.shard_numel + 1)
 
     def slices(self, rank: int) -> tuple[Slice, ...]:
-        """Return a rank's part of every parameter, in order; an empty slice where it owns nothing. Local."""
+        """Return a rank's part of every parameter, in order; an empty slice where it owns nothing."""
         first, last = self.owned(rank)
         slices = []
         for slot in self.ranges:

@@ -95,7 +95,7 @@ class LocalShards:
             own.copy_(weights.read(piece.spec.name, piece.start, piece.stop))
 
     def all_slices(self) -> list[tuple[Slice, torch.Tensor]]:
-        """Return this rank's slices of all parameters, frozen ones too, as the optimizer sees them. Local."""
+        """Return this rank's slices of all parameters, frozen ones too, as the optimizer sees them."""
         return [
             (piece, _view(self._masters[i], piece))
             for i, layout in enumerate(self._layouts)
@@ -103,7 +103,7 @@ class LocalShards:
         ]
 
     def with_gradient(self, names: Container[str]) -> list[bool]:
-        """Return of each of `trainable` whether its parameter is among these. Local."""
+        """Return of each of `trainable` whether its parameter is among these."""
         return [own.slice.spec.name in names for own in self.trainable]
 
     def attach_gradients(self, pushed: Sequence[bool], gradient_format: GradientFormat) -> None:
@@ -123,7 +123,7 @@ class LocalShards:
             own.parameter.grad = _view(arrived[own.index], own.slice)
 
     def gradients(self) -> dict[int, list[torch.Tensor]]:
-        """Return `.grad` of all slices that have one, by the indices of their arrays. Local."""
+        """Return `.grad` of all slices that have one, by the indices of their arrays."""
         found: dict[int, list[torch.Tensor]] = {}
         for own in self.trainable:
             if own.parameter.grad is not None:
@@ -146,7 +146,7 @@ class LocalShards:
                 self._transport.gradients.shard(i).zero_()
 
     def detach(self) -> None:
-        """Let the slices keep their values when the windows go. Local."""
+        """Let the slices keep their values when the windows go."""
         for own in self.trainable:
             own.parameter.data = own.parameter.data.clone()
             own.parameter.grad = None

@@ -38,7 +38,7 @@ class MinibatchStats:
         self._columns: dict[str, int] = {}
 
     def report(self, sums: np.ndarray, pushed: Sequence[bool]) -> np.ndarray:
-        """Return the numbers that this rank tells at A, float64. Local.
+        """Return the numbers that this rank tells at A, float64.
 
         Args:
             sums: Numbers of which all ranks get the sum, float64 `[k]`, as many on each.
@@ -51,7 +51,7 @@ class MinibatchStats:
         return np.array([*sums, *self.local.values(), *np.packbits(bits).view(np.uint32)])
 
     def receive_reports(self, reports: np.ndarray) -> None:
-        """Take what all ranks told, a row from each. Local."""
+        """Take what all ranks told, a row from each."""
         count = len(self.sums)
         self._columns = {name: column for column, name in enumerate(self.local)}
         sums, self._reports, words = np.split(reports, [count, count + len(self.local)], axis=1)

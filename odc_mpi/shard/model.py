@@ -29,7 +29,7 @@ from odc_mpi.shard.minibatch_stats import TRAFFIC, MinibatchStats
 from odc_mpi.shard.modules import full_state_dict, install_on_demand_parameters, replicate, wrap_forward
 from odc_mpi.shard.optim import StepGuard, clip_coefficient, require_elementwise
 from odc_mpi.shard.partition import UnitChoice, check_shardable, make_units, partition
-from odc_mpi.shard.step_phases import SpanRecorder, StepPhase, StepPhases
+from odc_mpi.shard.step_phases import SYNC_POINTS, SpanRecorder, StepPhase, StepPhases
 from odc_mpi.shard.units.collective import CollectivelyUnshardedUnits
 from odc_mpi.shard.units.unsharded import UnshardedUnits
 
@@ -119,16 +119,16 @@ class ShardedModel:
         return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> "ShardedModel":
-        """Set training mode. Local."""
+        """Set training mode."""
         self.module.train(mode)
         return self
 
     def eval(self) -> "ShardedModel":
-        """Set evaluation mode. Local."""
+        """Set evaluation mode."""
         return self.train(False)
 
     def shard_parameters(self) -> list[nn.Parameter]:
-        """Return this rank's slices of all trainable parameters, to give to an optimizer. Local.
+        """Return this rank's slices of all trainable parameters, to give to an optimizer.
 
         After a minibatch each has a `.grad`, on every rank or on none: None if no rank used the parameter.
 
@@ -138,22 +138,22 @@ class ShardedModel:
         return [own.parameter for own in self._local_shards.trainable]
 
     def named_shard_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return this rank's slices with the parameters' dotted names. Local."""
+        """Return this rank's slices with the parameters' dotted names."""
         return [(own.slice.spec.name, own.parameter) for own in self._local_shards.trainable]
 
     def slices(self) -> list[tuple[Slice, torch.Tensor]]:
-        """Return this rank's slices of all parameters, frozen ones too, each as it is optimized. Local.
+        """Return this rank's slices of all parameters, frozen ones too, each as it is optimized.
 
         Views, empty where this rank owns nothing; they change from point A to B, and not otherwise.
         """
         return self._local_shards.all_slices()
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the whole shape of every sharded parameter by dotted name. Local."""
+        """Return the whole shape of every sharded parameter by dotted name."""
         return {name: slot.spec.shape for unit in self.units for name, (_, slot) in unit.ranges.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Refuse: the module's own parameters are placeholders, which training would not change. Local."""
+        """Refuse: the module's own parameters are placeholders, which training would not change."""
         raise TypeError("a sharded model has no parameters() of its own; give the optimizer model.shard_parameters()")
 
     @contextmanager
@@ -185,7 +185,9 @@ class ShardedModel:
             self._gradient_format.local_statistics(),
             self._local_shards.with_gradient(self._pusher.parameters_with_gradient),
         )
-        minibatch.receive_reports(self._phases.synchronize("A", lambda: self._transport.complete_gradients(report)))
+        minibatch.receive_reports(
+            self._phases.synchronize("gradients_complete", lambda: self._transport.complete_gradients(report))
+        )
         minibatch.finite = self._gradient_format.apply_global_statistics(minibatch.sums)
         self._local_shards.attach_gradients(minibatch.pushed, self._gradient_format)
         self._phases.phase = StepPhase.COMPLETE
@@ -200,7 +202,7 @@ class ShardedModel:
 
     @property
     def cache_bytes(self) -> CacheBytes:
-        """What this rank may spend to keep fetched units, and gradients that are pushed once. Local.
+        """What this rank may spend to keep fetched units, and gradients that are pushed once.
 
         A rank's own affair, and 0 at first. No more than `cache_needs` is of use. To be changed between minibatches;
         what was kept so far is released, and its memory freed.
@@ -217,7 +219,7 @@ class ShardedModel:
 
     @property
     def cache_needs(self) -> CacheNeeds:
-        """What the caches could take. Local."""
+        """What the caches could take."""
         return CacheNeeds.measure(self.units, self._transport)
 
     @contextmanager
@@ -243,7 +245,7 @@ class ShardedModel:
             yield
 
     def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Tell other ranks what the enclosed forwards are for, in place of the units in use. Local.
+        """Tell other ranks what the enclosed forwards are for, in place of the units in use.
 
         They are no microbatches: forwards of generation, one for each token.
 
@@ -264,14 +266,16 @@ class ShardedModel:
         self._phases.require(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()
         own = self._gradient_format.sum_of_squares(gradients)
-        norm = self._gradient_format.norm(self._phases.synchronize("N", lambda: self._transport.group.norm(own)))
+        norm = self._gradient_format.norm(
+            self._phases.synchronize("grad_norm", lambda: self._transport.group.norm(own))
+        )
         coefficient = clip_coefficient(norm, max_norm)
         if coefficient < 1.0:
             torch._foreach_mul_([each for slices in gradients.values() for each in slices], coefficient)
         return norm
 
     def divide_gradients_(self, divisor: float) -> None:
-        """Divide all gradients by a number, the same on every rank; before they are clipped. Local."""
+        """Divide all gradients by a number, the same on every rank; before they are clipped."""
         gradients = [each for slices in self._local_shards.gradients().values() for each in slices]
         if gradients and divisor != 1.0:
             torch._foreach_div_(gradients, divisor)
@@ -279,7 +283,7 @@ class ShardedModel:
 
     @property
     def fixed_point_gradients(self) -> FixedPointGradients | None:
-        """How gradients are added up as integers; None if they are floating-point. Local."""
+        """How gradients are added up as integers; None if they are floating-point."""
         return self._gradient_format if isinstance(self._gradient_format, FixedPointGradients) else None
 
     def publish(self) -> None:
@@ -287,7 +291,7 @@ class ShardedModel:
         self._phases.advance(StepPhase.COMPLETE, StepPhase.PUBLISHED, "publish()")
         self._unsharded.invalidate()
         self._local_shards.write_back()
-        self._phases.synchronize("B", self._transport.publish_parameters)
+        self._phases.synchronize("parameters_published", self._transport.publish_parameters)
         self._unsharded.fetch_allowed = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -302,34 +306,34 @@ class ShardedModel:
 
     @property
     def fetch_wait_s(self) -> float:
-        """Seconds spent waiting for parameters since the start. Local."""
+        """Seconds spent waiting for parameters since the start."""
         return self.spans.seconds["fetch"]
 
     @property
     def accumulate_wait_s(self) -> float:
-        """Seconds spent pushing gradients since the start. Local."""
+        """Seconds spent pushing gradients since the start."""
         return self.spans.seconds["accumulate"]
 
     @property
     def boundary_wait_s(self) -> float:
-        """Seconds spent at the points A, N and B since the start. Local."""
-        return sum(self.spans.seconds[point] for point in "ANB")
+        """Seconds spent at the points A, N and B since the start."""
+        return sum(self.spans.seconds[point] for point in SYNC_POINTS)
 
     @property
     def peak_parameter_bytes(self) -> int:
-        """The most bytes this rank ever held for parameters: window shards and buffers of fetched units. Local."""
+        """The most bytes this rank ever held for parameters: window shards and buffers of fetched units."""
         parameters = self._transport.parameters
         return parameters.shard_bytes + parameters.buffers.peak_bytes
 
     @property
     def peak_gradient_bytes(self) -> int:
-        """The most bytes this rank ever held for gradients of units: shards, sums, pushes on their way. Local."""
+        """The most bytes this rank ever held for gradients of units: shards, sums, pushes on their way."""
         shards = sum(layout.shard_numel for layout in self.layouts if layout.trainable)
         return shards * self._transport.gradients.dtype.itemsize + self._pusher.peak_buffer_bytes
 
     @property
     def num_collectives(self) -> int:
-        """Collective operations since the start: at the ordering points, and fetches and pushes that are. Local."""
+        """Collective operations since the start: at the ordering points, and fetches and pushes that are."""
         return self._transport.group.num_collectives
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class OnDemandParameters(dict[str, Any]):
 
 
 def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a parameter that has a shape but no memory of its own; whoever computes with it gets NaN. Local."""
+    """Return a parameter that has a shape but no memory of its own; whoever computes with it gets NaN."""
     nan = torch.full((), float("nan"), dtype=dtype, device=device)
     return nn.Parameter(nan.expand(parameter.shape), requires_grad=parameter.requires_grad)
 
@@ -73,13 +73,13 @@ class Placeholders:
         self._trained = {name: parameter.requires_grad for name, parameter in tensors.items()}
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the placeholders, and the parameters that they stand for as far as there still are any. Local."""
+        """Return the placeholders, and the parameters that they stand for as far as there still are any."""
         originals = [original() for _, original in self._originals.values()]
         return [*self._tensors.values(), *(original for original in originals if original is not None)]
 
     @contextmanager
     def saved(self) -> Iterator[None]:
-        """Allow the `state_dict()` of the modules in the enclosed code. Local."""
+        """Allow the `state_dict()` of the modules in the enclosed code."""
         self._can_be_saved = True
         try:
             yield
@@ -87,7 +87,7 @@ class Placeholders:
             self._can_be_saved = False
 
     def check_trained(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuse that an optimizer has placeholders, or what they stand for: neither is trained. Local."""
+        """Refuse that an optimizer has placeholders, or what they stand for: neither is trained."""
         for parameter in parameters:
             name = self._names.get(id(parameter))
             if name is None and id(parameter) in self._originals:
@@ -100,7 +100,7 @@ class Placeholders:
                 )
 
     def check_frozen(self) -> None:
-        """Refuse that what is to be trained has changed since the parameters were sharded. Local."""
+        """Refuse that what is to be trained has changed since the parameters were sharded."""
         for name, parameter in self._tensors.items():
             if parameter.requires_grad is not self._trained[name]:
                 now = "frozen" if self._trained[name] else "made trainable"
@@ -130,7 +130,7 @@ def replicate(module: nn.Module, transport: Transport) -> None:
 def install_on_demand_parameters(
     param_infos: Sequence[ParamModuleInfo], units: Sequence[Unit], transport: Transport, calls: UnitForwards
 ) -> Placeholders:
-    """Replace parameters by such that are fetched when touched, to where the transport's fetches land. Local."""
+    """Replace parameters by such that are fetched when touched, to where the transport's fetches land."""
     unit_of = {name: unit for unit in units for name in unit.ranges}
 
     def find(name: str) -> torch.Tensor:
@@ -177,7 +177,7 @@ def full_state_dict(
 def wrap_forward(
     module: nn.Module, unit: Unit, calls: UnitForwards, saved: SavedTensorHooks, checkpointing: bool
 ) -> None:
-    """Make every forward of a unit's module one call of the unit. Local."""
+    """Make every forward of a unit's module one call of the unit."""
     forward = module.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ def wrap_forward(
 
 
 def _refresh_flat_weights(module: nn.RNNBase) -> None:
-    """Let an RNN, which keeps its weights in a list of its own, look them up at each call instead. Local."""
+    """Let an RNN, which keeps its weights in a list of its own, look them up at each call instead."""
     forward = module.forward
     module._flat_weights = []
 

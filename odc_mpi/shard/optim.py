@@ -41,7 +41,7 @@ _UNSUPPORTED_REASONS = {
 
 
 def require_elementwise(optimizer: optim.Optimizer) -> None:
-    """Refuse an optimizer for which a slice is not enough. Local.
+    """Refuse an optimizer for which a slice is not enough.
 
     Raises:
         ValueError: It is neither one of `ELEMENTWISE` nor says of itself, by an attribute `elementwise = True`, that
@@ -92,7 +92,7 @@ class StepGuard:
 
     @classmethod
     def for_optimizer(cls, optimizer: optim.Optimizer) -> list["StepGuard"]:
-        """Return the guards of an optimizer's parameters, each once. Local."""
+        """Return the guards of an optimizer's parameters, each once."""
         found: dict[StepGuard, None] = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             reference, guard = cls._guarded.get(id(parameter), (None, None))
@@ -108,7 +108,7 @@ def _check_step(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: Mappi
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
-    """Return the sum of squares of all elements, added up in fp64. Local."""
+    """Return the sum of squares of all elements, added up in fp64."""
     if not gradients:
         return 0.0
     norms = torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float64))
@@ -116,7 +116,7 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return by how much to scale gradients of a norm; 1 where nothing is to be done. Local.
+    """Return by how much to scale gradients of a norm; 1 where nothing is to be done.
 
     The same small number as in `torch.nn.utils.clip_grad_norm_` keeps a norm of zero from dividing.
     """
@@ -134,7 +134,7 @@ def build_optimizer(
     fused: bool | None = None,
     **settings: Any,
 ) -> optim.Optimizer:
-    """Make an optimizer over this rank's slices. Local.
+    """Make an optimizer over this rank's slices.
 
     Weight decay applies to matrices and larger; biases and the weights of norms, which have one dimension, go without,
     as is usual. A slice has one dimension itself, so the whole shapes decide.
@@ -159,7 +159,7 @@ def build_optimizer(
 
 
 def schedule_factor(kind: str, step: int, warmup_steps: int, steps: int) -> float:
-    """Return the learning rate of a step as a fraction of the peak. Local.
+    """Return the learning rate of a step as a fraction of the peak.
 
     Args:
         kind: "linear" or "cosine", which end at 0 after `steps`, or "constant".

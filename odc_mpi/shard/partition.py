@@ -31,7 +31,7 @@ class UnitParameters:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def specs(self, dtypes: Mapping[str, torch.dtype]) -> list[list[ParameterSpec]]:
-        """Describe the parameters: the trainable first, then the frozen, those of each type apart. Local.
+        """Describe the parameters: the trainable first, then the frozen, those of each type apart.
 
         Args:
             dtypes: Types of parameters that are not of the type of the parameter store, by name.
@@ -54,7 +54,7 @@ class ParamModuleInfo:
 
 
 def names_by_module(param_infos: Iterable[ParamModuleInfo]) -> dict[nn.Module, dict[str, str]]:
-    """Return the names of the parameters that hang in each module, by their keys there. Local."""
+    """Return the names of the parameters that hang in each module, by their keys there."""
     names: dict[nn.Module, dict[str, str]] = {}
     for place in param_infos:
         names.setdefault(place.module, {})[place.key] = place.name
@@ -64,7 +64,7 @@ def names_by_module(param_infos: Iterable[ParamModuleInfo]) -> dict[nn.Module, d
 def partition(
     module: nn.Module, units: Iterable[UnitChoice] | None
 ) -> tuple[list[UnitParameters], list[ParamModuleInfo]]:
-    """Divide a module's floating-point parameters into units. Local.
+    """Divide a module's floating-point parameters into units.
 
     Args:
         module: Any module.
@@ -97,7 +97,7 @@ def partition(
 
 
 def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_weights: bool) -> None:
-    """Refuse a module that cannot be trained as shards. Local.
+    """Refuse a module that cannot be trained as shards.
 
     Args:
         module: The module.
@@ -121,7 +121,7 @@ def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_w
 def make_units(
     parts: Iterable[UnitParameters], num_owners: int, dtypes: Mapping[str, torch.dtype]
 ) -> tuple[list[Unit], list[FlatLayout]]:
-    """Give every unit a flat array for its trainable parameters and one for the frozen, for each type. Local.
+    """Give every unit a flat array for its trainable parameters and one for the frozen, for each type.
 
     Args:
         parts: The units.
@@ -180,13 +180,13 @@ def _walk(
 
 
 def replicated_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what is not sharded, buffers and parameters that are not floating-point, by dotted name. Local."""
+    """Yield what is not sharded, buffers and parameters that are not floating-point, by dotted name."""
     yield from module.named_buffers()
     yield from ((name, p) for name, p in module.named_parameters() if not p.is_floating_point())
 
 
 def replicated_persistent_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what of `replicated_tensors` belongs into a checkpoint: without buffers that are made anew. Local."""
+    """Yield what of `replicated_tensors` belongs into a checkpoint: without buffers that are made anew."""
     passing = {
         f"{name}.{key}" if name else key
         for name, submodule in module.named_modules()

@@ -32,16 +32,16 @@ class PrefetchPredictor(Generic[K]):
         self._last_two: tuple[K | None, K | None] = (None, None)
 
     def reset_position(self) -> None:
-        """Forget where we are, not the order: a minibatch has ended. Local."""
+        """Forget where we are, not the order: a minibatch has ended."""
         self._last_two = (None, None)
 
     def record(self, unit: K) -> None:
-        """Learn that a unit is used now, another than the last. Local."""
+        """Learn that a unit is used now, another than the last."""
         self._following[self._last_two] = unit
         self._last_two = self._last_two[1], unit
 
     def predict(self, count: int) -> list[K]:
-        """Return the next `count` uses, fewer where nothing was learnt; the same unit may come twice. Local."""
+        """Return the next `count` uses, fewer where nothing was learnt; the same unit may come twice."""
         place = self._last_two
         units: list[K] = []
         while len(units) < count and place in self._following:
@@ -64,7 +64,7 @@ class CommunicationThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     def start(self, operation: Callable[..., Work], *arguments: Any) -> Work:
-        """Start an operation and see to its completion in the thread. Local.
+        """Start an operation and see to its completion in the thread.
 
         Args:
             operation: `start_fetch` or `push` of a store.

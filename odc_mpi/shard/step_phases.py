@@ -15,8 +15,10 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-#: All there are.
-SPAN_KINDS = ("fetch", "accumulate", "A", "N", "B")
+#: The synchronization points of a step, in order: A, N and B of docs/ordering.md.
+SYNC_POINTS = ("gradients_complete", "grad_norm", "parameters_published")
+#: Kinds of spans.
+SPAN_KINDS = ("fetch", "accumulate", *SYNC_POINTS)
 
 
 class Span(NamedTuple):
@@ -39,18 +41,18 @@ class SpanRecorder:
         self._recorded: list[tuple[str, float, float]] | None = None
 
     def add(self, kind: str, began: float) -> None:
-        """Take a span that ends now: a fraction of a microsecond, as it is called for each fetch and push. Local."""
+        """Take a span that ends now: a fraction of a microsecond, as it is called for each fetch and push."""
         ended = perf_counter()
         self.seconds[kind] += ended - began
         if self._recorded is not None:
             self._recorded.append((kind, began, ended))
 
     def start_recording(self) -> None:
-        """Keep every span from now on, until to be taken again and again: memory grows meanwhile. Local."""
+        """Keep every span from now on, until to be taken again and again: memory grows meanwhile."""
         self._recorded = []
 
     def drain(self) -> list[Span]:
-        """Return the spans kept since the last call, in order, and forget them; none if none were kept. Local."""
+        """Return the spans kept since the last call, in order, and forget them; none if none were kept."""
         if not self._recorded:
             return []
         kept, self._recorded = self._recorded, []
@@ -80,7 +82,7 @@ class StepPhases:
         self._spans = spans
 
     def require(self, expected: StepPhase, call: str) -> None:
-        """Refuse a call in another phase than it belongs to. Local.
+        """Refuse a call in another phase than it belongs to.
 
         Raises:
             RuntimeError: The model is in another phase.
@@ -89,7 +91,7 @@ class StepPhases:
             raise RuntimeError(f"{call} belongs {expected.value!r}, this model is {self.phase.value!r}")
 
     def advance(self, expected: StepPhase, following: StepPhase, call: str) -> None:
-        """Enter the phase that a call leads to, where `require` lets it. Local."""
+        """Enter the phase that a call leads to, where `require` lets it."""
         self.require(expected, call)
         self.phase = following
 

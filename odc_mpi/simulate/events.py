@@ -40,8 +40,6 @@ def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[
     They do so at every unit, and a unit's part of a microbatch is the same on each rank, so the slowest rank of a
     microbatch is the slowest at each of its units: synchronizing once per microbatch takes the same time.
 
-    Local.
-
     Args:
         durations: For each rank, seconds of each of its microbatches; 0 for one that is empty.
         dummy_s: For each rank, seconds of a microbatch that it runs empty, so that the others need not hang.
@@ -63,8 +61,6 @@ def simulate_collective(durations: Sequence[Sequence[float]], dummy_s: Sequence[
 def simulate_static(durations: Sequence[Sequence[float]]) -> SimulatedTiming:
     """Time ranks that have their own microbatches and skip empty ones.
 
-    Local.
-
     Args:
         durations: For each rank, seconds of each of its microbatches; 0 for one that is empty.
     """
@@ -78,8 +74,6 @@ def simulate_context_parallel(began: Sequence[float], seconds: Sequence[float], 
 
     In forward a piece shows its keys and values when it comes to a unit, and waits for those of all pieces before it.
     In backward, units the other way round, it leaves a unit when all pieces after it have added to its gradients there.
-
-    Local.
 
     Args:
         began: When each piece's rank comes to it, in seconds.
@@ -111,8 +105,6 @@ def simulate_dynamic(
 ) -> SimulatedTiming:
     """Time ranks that draw microbatches, in order, whenever they are free; of two free at once, the lower rank first.
 
-    Local.
-
     Args:
         ready: When each microbatch can be run at the earliest, in seconds.
         available_at: When each rank begins to draw, in seconds.
@@ -133,13 +125,13 @@ def simulate_dynamic(
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the lower quartile, the median and the upper quartile, `low`, `median` and `high`. Local."""
+    """Return the lower quartile, the median and the upper quartile, `low`, `median` and `high`."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]
     return {"low": low, "median": median, "high": high}
 
 
 def merge_intervals(intervals: Iterable[tuple[float, float]], gap_s: float) -> Intervals:
-    """Join neighbours that are closer than `gap_s`; they come in order. Local."""
+    """Join neighbours that are closer than `gap_s`; they come in order."""
     joined: Intervals = []
     for began, ended in intervals:
         if joined and began - joined[-1][1] < gap_s:

@@ -36,7 +36,7 @@ class LogNormal:
     sigma: float
 
     def location(self) -> float:
-        """Return the mean of the logarithm that leads to `mean_tokens`, by bisection. Local."""
+        """Return the mean of the logarithm that leads to `mean_tokens`, by bisection."""
         low, high = math.log(self.mean_tokens) - self.sigma**2, math.log(self.max_tokens) + 8 * self.sigma
         for _ in range(80):
             middle = (low + high) / 2
@@ -44,7 +44,7 @@ class LogNormal:
         return low
 
     def sample(self, n: int, rng: np.random.Generator) -> Tokens:
-        """Return lengths, int64 [n], from 1 to `max_tokens`. Local."""
+        """Return lengths, int64 [n], from 1 to `max_tokens`."""
         lengths = np.exp(self.location() + self.sigma * rng.standard_normal(n))
         return np.clip(np.rint(lengths), 1, self.max_tokens).astype(np.int64)
 
@@ -76,7 +76,7 @@ class EmpiricalLengths:
         return int(self.lengths.max())
 
     def sample(self, n: int, rng: np.random.Generator) -> Tokens:
-        """Return lengths, int64 [n]. Local."""
+        """Return lengths, int64 [n]."""
         return rng.choice(self.lengths, n)
 
 
@@ -97,7 +97,7 @@ KNOWN_DISTRIBUTIONS: dict[str, LengthDistribution] = {
 
 
 def lengths_by_name(name: str) -> LengthDistribution:
-    """Return the source of lengths of a name among `KNOWN_DISTRIBUTIONS`, or of a data set that `odc-mpi prepare` wrote. Local.
+    """Return the source of lengths of a name among `KNOWN_DISTRIBUTIONS`, or of a data set that `odc-mpi prepare` wrote.
 
     Raises:
         UserError: There is neither.

@@ -32,7 +32,7 @@ class Option(NamedTuple):
 
 
 def validate_options(options: Mapping[str, Option], values: Any) -> None:
-    """Check the fields of an object that options are of. Local.
+    """Check the fields of an object that options are of.
 
     Raises:
         UserError: A value is out of bounds; names the option.

@@ -15,7 +15,7 @@ RECOMMENDED_SCHEDULE = "window/dynamic"
 
 
 def recommend_batch_size(scenario: Scenario) -> str:
-    """Return a table of speed-ups by the number of sequences per rank, and a sentence on it. Local."""
+    """Return a table of speed-ups by the number of sequences per rank, and a sentence on it."""
     results = {}
     for per_rank in PER_RANK:
         max_per_rank = max(1, MAX_SIMULATED_SEQUENCES // (scenario.ranks * per_rank))

@@ -83,16 +83,16 @@ class SimulatedRollouts:
     minibatch: SimulatedMinibatch
 
     def assigned_groups(self, rank: int) -> list[int]:
-        """Return the prompt groups of a rank, dealt out in turn. Local."""
+        """Return the prompt groups of a rank, dealt out in turn."""
         return list(range(rank, self.scenario.num_groups, self.scenario.ranks))
 
     def positions(self, group: int) -> range:
-        """Return the positions of a prompt group's completions. Local."""
+        """Return the positions of a prompt group's completions."""
         count = self.scenario.completions
         return range(group * count, (group + 1) * count)
 
     def decode_ends_s(self, rank: int, groups: Sequence[int]) -> list[tuple[float, int]]:
-        """Return the end and the name of each of a rank's prompt groups, decoded at once, in that order. Local."""
+        """Return the end and the name of each of a rank's prompt groups, decoded at once, in that order."""
         lengths = np.array([self.minibatch.lengths[i] for group in groups for i in self.positions(group)])
         order = np.argsort(lengths, kind="stable")
         # Until the next one is done all that are left take a step for each token.
@@ -110,7 +110,7 @@ class SimulatedRollouts:
         return [self.decode_ends_s(rank, self.assigned_groups(rank)) for rank in range(self.scenario.ranks)]
 
     def shares(self, group: int) -> list[list[SequenceIndices]]:
-        """Return the shares of a finished prompt group, each as its microbatches. Local."""
+        """Return the shares of a finished prompt group, each as its microbatches."""
         lengths = self.minibatch.lengths
         falling = sorted(self.positions(group), key=lambda i: (-lengths[i], i))
         # There and back again, so that the longest is with the shortest.
@@ -121,12 +121,12 @@ class SimulatedRollouts:
         return [self.pack(part) for part in parts]
 
     def pack(self, positions: Sequence[int]) -> list[SequenceIndices]:
-        """Pack completions into few microbatches. Local."""
+        """Pack completions into few microbatches."""
         bins = first_fit(self.minibatch.lengths[list(positions)], self.scenario.max_tokens)
         return [tuple(positions[k] for k in indices) for indices in bins]
 
     def plan(self, name: str) -> Plan:
-        """Return the plan of training; `window/on_demand` has none, since it depends on what is finished. Local."""
+        """Return the plan of training; `window/on_demand` has none, since it depends on what is finished."""
         scenario = self.scenario
         if name == "window/on_demand_own":
             positions_of_ranks = (
@@ -138,7 +138,7 @@ class SimulatedRollouts:
         return balance(self.minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost)
 
     def bounds_s(self) -> tuple[float, float]:
-        """Return two times in seconds before which no schedule ends. Local.
+        """Return two times in seconds before which no schedule ends.
 
         Returns:
             That at which the completion that is generated last is trained, on the fastest rank, and that of all work on
@@ -157,7 +157,7 @@ class SimulatedRollouts:
 
 
 def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
-    """Compute what each schedule would take. Local.
+    """Compute what each schedule would take.
 
     Args:
         rollouts: The scenario; the same one gives the same outcome.

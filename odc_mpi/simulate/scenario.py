@@ -61,19 +61,19 @@ class SimulatedMinibatch:
     cost: CostModel = REFERENCE_COST
 
     def work_s(self, microbatch: Sequence[int]) -> float:
-        """Return the seconds of a microbatch, given as positions in the minibatch, on a rank of speed 1. Local."""
+        """Return the seconds of a microbatch, given as positions in the minibatch, on a rank of speed 1."""
         return self.overhead_s + math.fsum(map(self._each_s.__getitem__, microbatch))
 
     def duration_s(self, rank: int, microbatch: Sequence[int]) -> float:
-        """Return the seconds for which a rank is busy with a microbatch. Local."""
+        """Return the seconds for which a rank is busy with a microbatch."""
         return self.work_s(microbatch) / float(self.speeds[rank]) + self.communication_s
 
     def window_s(self, rank: int, microbatch: Sequence[int], *, is_first: bool) -> float:
-        """Return the same over windows, where a rank may keep units and gradients. Local."""
+        """Return the same over windows, where a rank may keep units and gradients."""
         return self.duration_s(rank, microbatch) - self.cache_saving_s + (self.cache_cost_s if is_first else 0.0)
 
     def chunk_s(self, rank: int, split: SequenceSplit, index: int, *, is_first: bool) -> float:
-        """Return the seconds for which a rank is busy with a piece of a sequence, without waiting for others. Local."""
+        """Return the seconds for which a rank is busy with a piece of a sequence, without waiting for others."""
         begin, end = split.bounds[index : index + 2]
         moved_s = self.cost.earlier * begin
         error = self._each_s[split.sequence] / float(self.cost.sequence(self.lengths[split.sequence]))
@@ -211,7 +211,7 @@ class Scenario:
         return replace(self.cost, constant=constant, piece_factor=self.piece_factor, earlier=earlier)
 
     def minibatches(self) -> Iterator[SimulatedMinibatch]:
-        """Yield the minibatches, the same ones each time. Local."""
+        """Yield the minibatches, the same ones each time."""
         for index in range(self.num_minibatches):
             # A generator for each kind: whether speeds vary does not change which sequences are drawn.
             lengths_rng, errors_rng, speeds_rng = (np.random.default_rng([self.seed, index, kind]) for kind in range(3))

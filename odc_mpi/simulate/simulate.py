@@ -94,7 +94,7 @@ class SimulationResult:
         busy: Mapping[str, npt.NDArray[np.float64]],
         timeline: dict[str, list[Intervals]],
     ) -> "SimulationResult":
-        """Sum up, and set the bounds beside. Local.
+        """Sum up, and set the bounds beside.
 
         Args:
             scenario: Of what.
@@ -118,12 +118,12 @@ class SimulationResult:
                 name: quartiles([baseline / seconds for baseline, seconds in zip(each[BASELINE], ends_s, strict=True)])
                 for name, ends_s in each.items()
             },
-            longest_rules=sum(longest > even for longest, even in floors) / len(floors),
+            longest_sequence_bound_fraction=sum(longest > even for longest, even in floors) / len(floors),
             timeline=timeline,
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures as one object, with those of the paper if it has these lengths. Local."""
+        """Return all figures as one object, with those of the paper if it has these lengths."""
         # To copy the timeline would take as long as a minibatch of a thousand ranks.
         bare = asdict(replace(self, timeline={}))
         is_same = all(bare["scenario"][key] == PAPER[key] for key in ("ranks", "per_rank"))
@@ -132,7 +132,7 @@ class SimulationResult:
 
 
 def simulate(scenario: Scenario) -> SimulationResult:
-    """Compute what each schedule would take. Local.
+    """Compute what each schedule would take.
 
     Args:
         scenario: What is tried; the same one gives the same outcome.
@@ -158,7 +158,7 @@ def _timings(scenario: Scenario, minibatch: SimulatedMinibatch) -> dict[str, Sim
 def collect_timings(
     minibatches: Iterable[Mapping[str, SimulatedTiming]],
 ) -> tuple[dict[str, list[float]], dict[str, npt.NDArray[np.float64]], dict[str, list[Intervals]]]:
-    """Collect the timings of minibatches, each given by schedule. Local.
+    """Collect the timings of minibatches, each given by schedule.
 
     Returns:
         By schedule: when each minibatch ends, the seconds that each rank is busy in all, and the first one's timeline.
@@ -179,7 +179,7 @@ def collect_timings(
 def ratios(
     ends: Mapping[str, Sequence[float]], work: Mapping[str, float], baseline: str, ranks: int
 ) -> dict[str, dict[str, float]]:
-    """Return `speedup`, `idle_fraction` and `step_s` of an outcome. Local.
+    """Return `speedup`, `idle_fraction` and `step_s` of an outcome.
 
     Args:
         ends: Seconds of each minibatch, by schedule or bound.
@@ -196,14 +196,14 @@ def ratios(
 
 
 def plan(scenario: Scenario, minibatch: SimulatedMinibatch, balance: str, *known: Plan) -> Plan:
-    """Plan a minibatch by its lengths alone, as ranks would; the plan of `dynamic`, if known, is for `split`. Local."""
+    """Plan a minibatch by its lengths alone, as ranks would; the plan of `dynamic`, if known, is for `split`."""
     return PLANS[balance](minibatch.lengths, scenario.ranks, scenario.max_tokens, scenario.planned_cost, *known)
 
 
 def simulate_timing(
     minibatch: SimulatedMinibatch, plan: Plan, transport: str, ticket_s: float = 0.0, num_units: int = 1
 ) -> SimulatedTiming:
-    """Compute what a plan takes over a transport, `collective` or `window`. Local."""
+    """Compute what a plan takes over a transport, `collective` or `window`."""
     if plan.pool or plan.splits:
         assert transport == "window", "collectives need to know who runs what"
         return _simulate_dynamic(minibatch, plan, ticket_s, num_units)
@@ -252,7 +252,7 @@ def _simulate_chunks(minibatch: SimulatedMinibatch, plan: Plan, num_units: int) 
 
 
 def floor_s(minibatch: SimulatedMinibatch, max_tokens: int) -> tuple[float, float]:
-    """Return two times in seconds before which no schedule of whole sequences ends. Local.
+    """Return two times in seconds before which no schedule of whole sequences ends.
 
     Returns:
         The longest sequence's on the fastest rank, and that of all work, in as few microbatches as there can be, on

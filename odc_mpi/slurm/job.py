@@ -66,14 +66,14 @@ _RUN = """\
 
 # SIGUSR1 before the time is up may come at any moment. What runs is told once: told twice, ranks would not save. Ranks
 # that srun is only starting it tells nothing: they find a file.
-told=
+signaled_at=
 export ODC_MPI_STOP_FILE=$PWD/.odc-mpi-$SLURM_JOB_ID.stop
 rm -f "$ODC_MPI_STOP_FILE"
-trap 'trap "" USR1; told=$SECONDS; touch "$ODC_MPI_STOP_FILE"; kill -USR1 $! 2> /dev/null' USR1
+trap 'trap "" USR1; signaled_at=$SECONDS; touch "$ODC_MPI_STOP_FILE"; kill -USR1 $! 2> /dev/null' USR1
 run() {
-    [ -z "$told" ] || return 138
+    [ -z "$signaled_at" ] || return 138
     "$@" &
-    [ -z "$told" ] || kill -USR1 $!
+    [ -z "$signaled_at" ] || kill -USR1 $!
     wait $!
     local code=$?
     while [ "$code" -eq 138 ] && kill -0 $! 2> /dev/null; do
@@ -92,7 +92,7 @@ remove_copies() {
 if [ -n "$stage" ]; then
     local_data=$stage/$SLURM_JOB_ID-${data##*/}
     trap 'kill $!; remove_copies; exit 143' TERM
-    if ! run sbcast --force "$data" "$local_data" && [ -z "$told" ]; then
+    if ! run sbcast --force "$data" "$local_data" && [ -z "$signaled_at" ]; then
         echo "error: cannot copy $data to $stage on each node: see above" >&2
         remove_copies
         exit 1
@@ -118,7 +118,7 @@ run srun --kill-on-bad-exit=1 "${binding[@]}" "${container[@]}" odc-mpi train "$
 code=$?
 rm -f "$ODC_MPI_STOP_FILE"
 # Told so early, some ranks may not have listened yet: then this was no failure.
-if [ -n "$told" ] && [ "$code" -ne 0 ] && [ $((told - began)) -lt 120 ]; then
+if [ -n "$signaled_at" ] && [ "$code" -ne 0 ] && [ $((signaled_at - began)) -lt 120 ]; then
     code=75
 fi
 if [ -n "$stage" ] && [ "$code" -ne 0 ]; then
@@ -174,7 +174,7 @@ class SlurmJob:
 
 
 def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = "", settings: str = "") -> str:
-    """Return the batch script of a training. Local.
+    """Return the batch script of a training.
 
     Args:
         job: Resources and command.
@@ -210,7 +210,7 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
 
 
 def submit(script: str) -> int:
-    """Hand a batch script to sbatch, whose words and exit code become this program's. Local.
+    """Hand a batch script to sbatch, whose words and exit code become this program's.
 
     Raises:
         UserError: There is no sbatch.
@@ -222,12 +222,12 @@ def submit(script: str) -> int:
 
 
 def unless_set(mpi: str) -> str:
-    """Return a bash expression for the value of srun --mpi: SLURM_MPI_TYPE, or `mpi` where it is unset. Local."""
+    """Return a bash expression for the value of srun --mpi: SLURM_MPI_TYPE, or `mpi` where it is unset."""
     return f"${{SLURM_MPI_TYPE:-{mpi}}}"
 
 
 def script_for_config(job: SlurmJob, config: Path, overrides: tuple[str, ...], data: str) -> str:
-    """Return the script that trains a configuration. Local.
+    """Return the script that trains a configuration.
 
     Args:
         job: Resources; the command is filled in.

@@ -34,11 +34,11 @@ class ContextParallelSetup:
     reason: str | None = None
 
     def startup_lines(self) -> dict[str, str]:
-        """Return a line for the start of a run, if there is something to say. Local."""
+        """Return a line for the start of a run, if there is something to say."""
         if self.sizes is None:
-            return {"pieces": f"none: {self.reason}"} if self.reason else {}
+            return {"cp": f"off: {self.reason}"} if self.reason else {}
         memory = f"{self.sizes.num_bytes / 2**20:,.1f} MiB per rank for their keys and values"
-        return {"pieces": f"of sequences too long for an even share; {memory}"}
+        return {"cp": f"of sequences too long for an even share; {memory}"}
 
 
 def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Dataset, size: int) -> ContextParallelSetup:
@@ -70,7 +70,7 @@ def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Datase
 
 
 def validate_context_parallel(config: Config) -> None:
-    """Refuse settings that do not go with `data.context_parallel`. Local."""
+    """Refuse settings that do not go with `data.context_parallel`."""
     if config.data.context_parallel == "off":
         return
     for setting, value, required in (
@@ -107,7 +107,7 @@ class ChunkMicrobatches:
             microbatch = read_chunk(minibatch.dataset, index, *split.bounds[number : number + 2])
             with WindowKVExchange(self.windows, turn, split.bounds, split.ranks, f"sequence {index}") as exchange:
                 yield (
-                    replace(microbatch, inputs=microbatch.inputs | {"piece": _Chunk(exchange, split.bounds[-1])}),
+                    replace(microbatch, inputs=microbatch.inputs | {"chunk": _Chunk(exchange, split.bounds[-1])}),
                     number,
                 )
 

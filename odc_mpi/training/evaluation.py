@@ -73,7 +73,7 @@ class LossEvaluator(PeriodicEvaluator):
         "eval_loss_start": SummaryField("eval_loss_start", "first"),
         "eval_loss": SummaryField("eval_loss", "last"),
         "eval_perplexity": SummaryField("eval_perplexity", "last"),
-        "eval_loss_best": SummaryField("eval_loss", "least"),
+        "eval_loss_best": SummaryField("eval_loss", "min"),
         "eval_s": SummaryField("eval_s", "sum"),
     }
 
@@ -109,7 +109,7 @@ class LossEvaluator(PeriodicEvaluator):
             return {"eval_loss": loss, "eval_perplexity": math.inf}
 
     def close(self) -> None:
-        """Close the data set. Local."""
+        """Close the data set."""
         self._minibatch.dataset.close()
 
     def _loss(self, microbatch: Microbatch) -> float:

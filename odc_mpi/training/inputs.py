@@ -34,13 +34,13 @@ class Inputs:
 
     @property
     def datasets(self) -> dict[str, TrainingData]:
-        """The data sets by their settings. Local."""
+        """The data sets by their settings."""
         datasets = {"data.path": self.dataset}
         return datasets if self.evaluation is None else datasets | {"data.eval_path": self.evaluation}
 
     @property
     def sequence_loader(self) -> Loader:
-        """The loader of sequences. Local.
+        """The loader of sequences.
 
         Raises:
             UserError: The data are prompts.
@@ -50,14 +50,14 @@ class Inputs:
         raise UserError("run.objective: expected sft, to train on sequences of a data set, got grpo: change it")
 
     def close(self) -> None:
-        """Close the data sets; prompts are in memory. Local."""
+        """Close the data sets; prompts are in memory."""
         for data in self.datasets.values():
             if isinstance(data, Dataset):
                 data.close()
 
 
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
-    """Open the data set, build the model without its weights, and check that they fit. Local.
+    """Open the data set, build the model without its weights, and check that they fit.
 
     Args:
         config: Of the run.
@@ -90,7 +90,7 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
 
 
 def remove_staged_copy(path: str) -> None:
-    """Remove the data set if it is the copy that a batch script made for this job, and told so. Local.
+    """Remove the data set if it is the copy that a batch script made for this job, and told so.
 
     Once all ranks of a node have it open nobody needs its name; so nothing is left however the job ends.
     """
@@ -157,7 +157,7 @@ def _open_dataset(setting: str, path: str, model: ModelConfig, meta_model: model
 
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:
-    """Return the cost of a sequence before anything was measured: of `fitted` that of `flops`. Local."""
+    """Return the cost of a sequence before anything was measured: of `fitted` that of `flops`."""
     if config.cost == "linear":
         return CostModel()
     return flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
@@ -190,7 +190,7 @@ def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, m
 
 
 def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaModel:
-    """Put the adapters of a configuration into a model, if it has any. Local."""
+    """Put the adapters of a configuration into a model, if it has any."""
     if config.lora.r is None:
         return meta_model
     # peft takes a second to import.
@@ -208,7 +208,7 @@ def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaM
 
 
 def build_model(config: ModelConfig, seed: int) -> models.MetaModel:
-    """Build the model that a configuration names. Local."""
+    """Build the model that a configuration names."""
     if config.path is not None:
         return models.from_directory(Path(config.path), config.attn_implementation)
     assert config.config is not None, "config.load requires one of model.path and model.config"

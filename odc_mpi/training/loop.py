@@ -34,7 +34,7 @@ class MinibatchSource(Callback, ABC):
         """Yield this rank's microbatches, each when the one before it is done. Local, or one-sided."""
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
-        """Return how many microbatches this rank will run; None if that is open. Local."""
+        """Return how many microbatches this rank will run; None if that is open."""
         return None
 
 
@@ -130,11 +130,11 @@ class Trainer(AbstractContextManager["Trainer"]):
         return {key: value for callback in reversed(self.callbacks) for key, value in callback.on_train_end().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the run besides model and optimizer, as JSON takes it. Local."""
+        """Return the state of the run besides model and optimizer, as JSON takes it."""
         return {key: value for callback in self.callbacks for key, value in callback.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken. Local."""
+        """Continue where `state_dict` was taken."""
         for callback in self.callbacks:
             callback.load_state_dict(state_dict)
 

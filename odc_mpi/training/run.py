@@ -135,7 +135,7 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
 
 
 def resolve_steps(config: Config, dataset: TrainingData) -> Config:
-    """Return a configuration with its number of steps, where it has passes over the data instead. Local."""
+    """Return a configuration with its number of steps, where it has passes over the data instead."""
     epochs = config.run.num_train_epochs
     if epochs is None:
         return config

@@ -12,7 +12,7 @@ from odc_mpi.training.settings import Config
 
 
 def samples_per_step(config: Config) -> int:
-    """Return how many entries of the data a step takes: sequences, or prompts. Local."""
+    """Return how many entries of the data a step takes: sequences, or prompts."""
     sequences = config.data.minibatch_sequences
     return sequences // config.rl.num_generations if config.run.objective == "grpo" else sequences
 
@@ -25,7 +25,7 @@ def startup_lines(
     decision: Decision,
     resume_point: ResumePoint | None,
 ) -> str:
-    """Return the lines before the first step; why ranks reach each other as they do tells `odc-mpi doctor`. Local."""
+    """Return the lines before the first step; why ranks reach each other as they do tells `odc-mpi doctor`."""
     data, dtype = config.data, config.model.param_dtype
     unit = "prompts" if config.run.objective == "grpo" else "sequences"
     share = f"{samples_per_step(config)} in each of {config.run.steps:,} steps"
@@ -43,7 +43,7 @@ def startup_lines(
         **inputs.context_parallel.startup_lines(),
         "comm": _describe_comm(config, world, decision),
         "caches": _describe_caches(config, model),
-        "writes": config.run.dir,
+        "output": config.run.dir,
     }
     beginning = f"resuming {resume_point.one_line(config)}" if resume_point else fresh_start_line(config)
     return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [beginning])])
@@ -77,7 +77,7 @@ def _numel(model: ShardedModel, trainable: bool | None = None) -> int:
 
 
 def summary_fields(config: Config, world: World, decision: Decision, model: ShardedModel) -> dict[str, Any]:
-    """Return the facts of the machine and the model, for the summary. Local."""
+    """Return the facts of the machine and the model, for the summary."""
     return {
         "world_size": world.size,
         "num_nodes": world.num_nodes,

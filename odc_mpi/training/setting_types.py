@@ -1,4 +1,4 @@
-"""Types of settings: which values fit them, conditions on values beyond types, and both in words. Local."""
+"""Types of settings: which values fit them, conditions on values beyond types, and both in words."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ NON_EMPTY_NAMES = Check(
 def validate_value(
     name: str, hint: Any, checks: Iterable[Check], value: Any, explain: Callable[[Any], str] | None = None
 ) -> Any:
-    """Return a value as a setting has it. Local.
+    """Return a value as a setting has it.
 
     Args:
         name: Source and name of the setting, for messages.
@@ -70,7 +70,7 @@ def validate_value(
 
 
 def is_verbatim(hint: Any, text: str) -> bool:
-    """Tell whether the text of an argument is the value of its setting, instead of YAML. Local."""
+    """Tell whether the text of an argument is the value of its setting, instead of YAML."""
     members = union_members(hint)
     if (list[str] in members and text.startswith("[")) or (types.NoneType in members and text == "null"):
         return False
@@ -78,7 +78,7 @@ def is_verbatim(hint: Any, text: str) -> bool:
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the types of a union, or the only one. Local."""
+    """Return the types of a union, or the only one."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
@@ -95,7 +95,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def type_name(hint: Any) -> str:
-    """Say a type in the words that follow "expected". Local."""
+    """Say a type in the words that follow "expected"."""
     return " or ".join(
         " or ".join(get_args(kind)) if get_origin(kind) is Literal else _TYPE_NAMES.get(kind, "a mapping")
         for kind in union_members(hint)
@@ -103,12 +103,12 @@ def type_name(hint: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Say a value in the words that follow "got". Local."""
+    """Say a value in the words that follow "got"."""
     return truncate_text(json.dumps(value, ensure_ascii=False, skipkeys=True, default=str), 80)
 
 
 def check_evaluation(values: Mapping[str, Any], source: str) -> None:
-    """Check settings against each other that evaluation has to do with. Local.
+    """Check settings against each other that evaluation has to do with.
 
     Args:
         values: Given values, by the names of settings.

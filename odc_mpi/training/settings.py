@@ -212,17 +212,17 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump(config: Config) -> str:
-    """Write a configuration as YAML, all values with the defaults, such that `load` reads an equal one. Local."""
+    """Write a configuration as YAML, all values with the defaults, such that `load` reads an equal one."""
     return dialect.write(asdict(config))
 
 
 def defaults() -> dict[str, Any]:
-    """Return the values of settings that are not given, by their names; without those that must be. Local."""
+    """Return the values of settings that are not given, by their names; without those that must be."""
     return {key: setting.default for key, setting in _settings().items() if setting.default is not MISSING}
 
 
 def help_text() -> str:
-    """Return a table of all settings for ``odc-mpi train --help``: name, type, default and meaning. Local."""
+    """Return a table of all settings for ``odc-mpi train --help``: name, type, default and meaning."""
     rows = [("setting", "type", "default", "meaning")]
     for key, setting in _settings().items():
         default = "required" if setting.default is MISSING else format_value(setting.default).strip('"')

@@ -46,7 +46,7 @@ class DatasetSource(MinibatchSource):
         self._seed, self._tickets, self._chunks = seed, tickets, chunks
 
     def next_minibatch(self) -> Minibatch:
-        """Return the next minibatch. Local."""
+        """Return the next minibatch."""
         return next(self._loader)
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
@@ -62,33 +62,33 @@ class DatasetSource(MinibatchSource):
             yield microbatch
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
-        """Return how many microbatches the plan has for this rank; None if it leaves some to whoever is free. Local."""
+        """Return how many microbatches the plan has for this rank; None if it leaves some to whoever is free."""
         plan, rank = minibatch.plan, minibatch.rank
         num_chunks = sum(rank in split.ranks for split in plan.splits)
         return None if plan.pool else sum(map(bool, plan.microbatches[rank])) + num_chunks
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Make the tickets ready for the next minibatch: all ranks have drawn. Local."""
+        """Make the tickets ready for the next minibatch: all ranks have drawn."""
         if self._tickets:
             self._tickets.reset()
 
     def on_step_end(self, step: Step) -> None:
-        """Report the tokens that went through the model. Local."""
+        """Report the tokens that went through the model."""
         num_tokens = step.minibatch.num_input_tokens
         step.metrics |= {"num_input_tokens": num_tokens, "tokens_per_s": num_tokens / step.metrics["step_s"]}
         if self._chunks:
             step.metrics["num_cut_sequences"] = len(step.minibatch.plan.splits)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next minibatch begins. Local."""
+        """Return where the next minibatch begins."""
         return {"loader": self._loader.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on at a minibatch. Local."""
+        """Go on at a minibatch."""
         self._loader.load_state_dict(state_dict["loader"])
 
     def close(self) -> None:
-        """Close the data set. Local."""
+        """Close the data set."""
         self._dataset.close()
 
 
@@ -107,7 +107,7 @@ class FitCostModel(Callback):
         self._fitted = FittedCostModel(loader.cost)
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Take note of how long a microbatch took. Local."""
+        """Take note of how long a microbatch took."""
         if result.microbatch.is_chunk:
             begin = int(result.microbatch.inputs["position_ids"][0, 0])
             self._fitted.observe_chunk(begin, begin + result.microbatch.num_input_tokens, result.busy_s)
@@ -115,21 +115,21 @@ class FitCostModel(Callback):
             self._fitted.observe(self._lengths[result.microbatch.indices], result.busy_s)
 
     def local_values(self) -> list[float]:
-        """Return the times that this rank observed. Local."""
+        """Return the times that this rank observed."""
         row: list[float] = self._fitted.report().tolist()
         return row
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Fit the cost to what all ranks observed. Local."""
+        """Fit the cost to what all ranks observed."""
         self._fitted.update(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
         self._loader.cost = self._fitted.cost
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the learned cost. Local."""
+        """Return the learned cost."""
         return {"cost": self._fitted.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with what was learned, if the run before learned something. Local."""
+        """Continue with what was learned, if the run before learned something."""
         if state_dict["cost"]:
             self._fitted.load_state_dict(state_dict["cost"])
             self._loader.cost = self._fitted.cost

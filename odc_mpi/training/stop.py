@@ -19,7 +19,7 @@ REPEAT_S = 1.0
 
 
 class StopRequest(Callback):
-    """Hears the first of these signals as a wish, while it is a context; a later one ends this process. Local.
+    """Hears the first of these signals as a wish, while it is a context; a later one ends this process.
 
     As a participant it makes one rank's wish that of all.
 
@@ -55,16 +55,16 @@ class StopRequest(Callback):
         self._previous_handlers = {}
 
     def poll_stop_file(self) -> None:
-        """Hear the wish also from the file that a batch script leaves where its signal may find no ranks yet. Local."""
+        """Hear the wish also from the file that a batch script leaves where its signal may find no ranks yet."""
         path = os.environ.get("ODC_MPI_STOP_FILE")
         self.requested = self.requested or bool(path and Path(path).exists())
 
     def local_values(self) -> tuple[float]:
-        """Return whether this rank was told to stop. Local."""
+        """Return whether this rank was told to stop."""
         return (float(self.requested),)
 
     def on_gathered(self, step: Step, gathered: "sharded.MinibatchStats") -> None:
-        """Learn whether any rank was. Local."""
+        """Learn whether any rank was."""
         self.requested_on_any_rank = gathered.sum("stop") > 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

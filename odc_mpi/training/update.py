@@ -27,7 +27,7 @@ class Update(Callback):
         self._model, self.optimizer, self._config = model, optimizer, config
 
     def on_step_begin(self, step: Step) -> None:
-        """Set the learning rate. Local."""
+        """Set the learning rate."""
         step.metrics["learning_rate"] = set_learning_rate(self.optimizer, self._config, step.number - 1)
 
     def run(self, step: Step, loss_normalizer: float, *, finite: bool) -> None:
@@ -55,7 +55,7 @@ class NonFiniteStepLimit(Callback):
         self._num_consecutive: int = metadata["skipped_in_a_row"] if metadata else 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many steps in a row were skipped until now. Local."""
+        """Return how many steps in a row were skipped until now."""
         return {"skipped_in_a_row": self._num_consecutive}
 
     def on_step_end(self, step: Step) -> None:
@@ -79,7 +79,7 @@ def make_optimizer(
     *,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """Make the optimizer that a configuration names. Local.
+    """Make the optimizer that a configuration names.
 
     Args:
         config: Its settings; the learning rate is the peak.
@@ -103,7 +103,7 @@ def make_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
-    """Set the learning rate of a step, and return it. Local.
+    """Set the learning rate of a step, and return it.
 
     Args:
         optimizer: All its groups get the same.

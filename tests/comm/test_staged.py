@@ -54,7 +54,7 @@ def test_a_fetch_brings_every_owner_s_part_to_the_device(size, kind, param_dtype
                 assert array.untyped_storage().data_ptr() in transport.parameters._device.device_memory
                 transport.parameters.release(array)
         parameters = transport.parameters
-        assert not parameters.buffers._lent and not parameters._pinned.pool._lent and not len(parameters._marks)
+        assert not parameters.buffers._in_use and not parameters._pinned.pool._in_use and not len(parameters._events)
 
     run(size, kind, work, param_dtype=param_dtype)
 
@@ -69,10 +69,10 @@ def test_a_push_adds_what_the_device_had_when_it_was_handed_over(size, kind):
         transport.publish_parameters()
         for i, start, gradient in pushes[transport.group.rank]:
             on_device = gradient.clone()
-            transport.gradients.hand_over(on_device)
+            transport.gradients.record_event(on_device)
             transport.gradients.push(i, on_device, start).wait()
             on_device.fill_(float("nan"))  # it belongs to the computation again
-        assert not transport.parameters._pinned.pool._lent and not len(transport.gradients._marks)
+        assert not transport.parameters._pinned.pool._in_use and not len(transport.gradients._events)
         transport.complete_gradients(np.zeros(1))
         return [transport.gradients.shard(i).clone() for i in range(4)]
 

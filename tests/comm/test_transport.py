@@ -48,7 +48,7 @@ def test_a_fetch_brings_every_owner_s_part(size: int) -> None:
             array = transport.parameters.fetch(i).wait()
             assert torch.equal(array, (torch.arange(layout.numel) + 1000 * i).float())
             transport.parameters.release(array)
-        assert not transport.parameters.buffers._lent
+        assert not transport.parameters.buffers._in_use
 
     run(size, work)
 

@@ -52,7 +52,9 @@ def test_ranks_share_each_minibatch_exactly_once(dataset: Dataset, size: int, ba
     for minibatches in islice(zip(*loaders, strict=True), 20):
         first = minibatches[0]
         # Tickets go to one rank after the other, as if all were equally fast.
-        batches = [list(mine.batches(lambda count, mine=mine: range(mine.rank, count, size))) for mine in minibatches]
+        batches = [
+            list(mine.microbatches(lambda count, mine=mine: range(mine.rank, count, size))) for mine in minibatches
+        ]
         assert all(minibatch_key(minibatch) == minibatch_key(first) for minibatch in minibatches)
         assert all(minibatch.plan == first.plan for minibatch in minibatches)
         if not first.plan.pool:

@@ -45,7 +45,7 @@ class LateDevice:
         return memory
 
     def window_memory(self, num_bytes):
-        return self.memory(num_bytes)
+        return self.empty(num_bytes)
 
     def pinned(self, num_bytes):
         return torch.full((num_bytes,), 255, dtype=torch.uint8)

@@ -23,7 +23,7 @@ def minibatch(*microbatches, pool=()):
 
 
 def microbatch(kept, num_tokens):
-    kept.after_microbatch(
+    kept.on_microbatch_end(
         MicrobatchResult(SimpleNamespace(num_input_tokens=num_tokens), 0.0, kept._began, perf_counter(), 0.0)
     )
 
@@ -34,7 +34,7 @@ def recorded(tmp_path, num_steps, steps):
     for step in range(1, steps + 1):
         spans.add("fetch", kept._began)
         microbatch(kept, 100 * step)
-        spans.add("B", kept._began)
+        spans.add("parameters_published", kept._began)
         kept.on_step_end(Step(step, minibatch(((0,), (1, 2)), (), pool=((3,),)), {}))
     assert kept.on_train_end() == {}
     return json.loads((tmp_path / trace.NAME).read_text())
@@ -46,7 +46,7 @@ def test_the_last_minibatches_are_kept(tmp_path):
     (own,) = content["steps"][1]["ranks"]
     ((began, ended, tokens),) = own["microbatches"]
     assert tokens == 500 and 0 <= began <= ended <= own["end_s"]
-    assert len(own["fetch"]) == len(own["B"]) == 1 and own["A"] == []
+    assert len(own["fetch"]) == len(own["parameters_published"]) == 1 and own["gradients_complete"] == []
 
 
 def test_every_microbatch_of_the_run_is_counted(tmp_path):

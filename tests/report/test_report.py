@@ -49,9 +49,9 @@ def traced(rank):
         "microbatches": [[0.01, 0.2, 900], [0.2, 0.3 + rank / 1000, 40]],
         "fetch": [[0.02, 0.05]],
         "accumulate": [[0.1, 0.12]],
-        "A": [[0.35, 0.4]],
-        "N": [[0.41, 0.42]],
-        "B": [[0.45, 0.5]],
+        "gradients_complete": [[0.35, 0.4]],
+        "grad_norm": [[0.41, 0.42]],
+        "parameters_published": [[0.45, 0.5]],
         "left_out_s": {"fetch": 0.0},
     }
 

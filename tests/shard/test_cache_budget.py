@@ -125,7 +125,7 @@ class PoisoningPool(LatePool):
     def release(self, buffer: torch.Tensor) -> None:
         with torch.inference_mode():  # it may have been taken there
             buffer.fill_(float("nan"))
-        super().give_back(buffer)
+        super().release(buffer)
 
 
 class PoisoningGradients(BufferPool):

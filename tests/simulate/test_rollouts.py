@@ -69,18 +69,18 @@ def test_every_completion_is_trained_once():
 
 def walk(minibatch, step):
     """Train on demand by small steps of time, whoever is free, in the order in which groups are finished."""
-    size = minibatch.rollouts.ranks
-    free = [own[-1][0] for own in minibatch.dealt_s]
+    size = minibatch.scenario.ranks
+    free = [own[-1][0] for own in minibatch.assigned_decode_ends_s]
     due = [
-        (ready, sum(minibatch.trial.work_s(own) for own in share))
-        for ready, group in sorted(each for own in minibatch.dealt_s for each in own)
+        (ready, sum(minibatch.minibatch.work_s(own) for own in share))
+        for ready, group in sorted(each for own in minibatch.assigned_decode_ends_s for each in own)
         for share in minibatch.shares(group)
     ]
     now, busy = 0.0, [0.0] * size
     while due:
         for rank in sorted(range(size), key=lambda r: free[r]):
             if due and now >= free[rank] and now >= due[0][0]:
-                seconds = due.pop(0)[1] / minibatch.trial.speeds[rank]
+                seconds = due.pop(0)[1] / minibatch.minibatch.speeds[rank]
                 free[rank], busy[rank] = now + seconds, busy[rank] + seconds
         now += step
     return max(free)

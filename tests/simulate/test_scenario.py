@@ -14,7 +14,7 @@ SCENARIO = Scenario(ranks=4, per_rank=3, num_minibatches=5, speed_variation=0.2,
 
 def test_everything_follows_from_the_seed():
     def fields(scenario):
-        return [[array.tolist() for array in (t.lengths, t.sequence_s, t.speeds)] for t in scenario.trials()]
+        return [[array.tolist() for array in (t.lengths, t.sequence_s, t.speeds)] for t in scenario.minibatches()]
 
     assert fields(SCENARIO) == fields(SCENARIO) == fields(replace(SCENARIO))
     assert fields(SCENARIO) != fields(replace(SCENARIO, seed=1))

@@ -212,7 +212,7 @@ def test_the_floor_by_hand():
 
 @pytest.mark.parametrize("scenario", [NOISY, replace(NOISY, ranks=7, cost=replace(NOISY.cost, constant=0.5))])
 def test_windows_never_lose_to_collectives_and_nothing_beats_the_floor(scenario):
-    for minibatch in scenario.trials():
+    for minibatch in scenario.minibatches():
         floor = max(floor_s(minibatch, scenario.max_tokens))
         for name in SCHEDULES:
             transport, balance = name.split("/")
@@ -292,7 +292,7 @@ def test_what_a_cache_buys():
     )
 
     def ends(scenario, transport, balance):
-        minibatch = next(scenario.trials())
+        minibatch = next(scenario.minibatches())
         minibatch = replace(minibatch, lengths=lengths, sequence_s=np.full(8, 3.0))
         pool = tuple((i,) for i in range(8))
         own = Plan(((), ()), pool) if balance == "dynamic" else Plan((pool[:4], (*pool[4:7], ())), ())

@@ -159,7 +159,7 @@ class Rollouts:
             wanted[prompt] = 1 if self._beta or len(set(rewards)) > 1 else 0
         assert np.array_equal(trained, wanted), f"step {self._step}:\n{trained}\nwanted\n{wanted}"
         self._source.on_gathered(step, gathered)
-        assert gathered.total("groups_generated") == len(indices)
+        assert gathered.sum("groups_generated") == len(indices)
         self.num_checked += int(trained.sum())
         self.num_claimed_from_others += step.metrics["groups_from_others"]
         self.num_not_stored += step.metrics["groups_kept"]

@@ -92,7 +92,7 @@ class Life:
 
         def serve():
             while not stop.wait(1e-3):
-                self.world.progress.serve()
+                self.world.progress.run_tasks()
 
         thread = threading.Thread(target=serve)
         if self.has_thread:

@@ -12,7 +12,7 @@ from odc_mpi.training.update import NonFiniteStepLimit, Update
 
 def feed_limit(limit, *skipped):
     for number, one in enumerate(skipped, 7):
-        limit.after_step(Step(number, None, {"skipped": one}))
+        limit.on_step_end(Step(number, None, {"skipped": one}))
 
 
 def test_only_steps_in_a_row_count():

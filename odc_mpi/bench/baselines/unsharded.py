@@ -19,7 +19,7 @@ HOST = torch.device("cpu")
 
 
 def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Module:
-    """Build the model of a configuration with all its parameters in fp32 in this process's memory. Local.
+    """Build the model of a configuration with all its parameters in fp32 in this process's memory.
 
     The values are those of a run of the same configuration. Parameters that are tied there are one here.
 
@@ -40,7 +40,7 @@ def build_unsharded_model(config: Config, device: torch.device = HOST) -> nn.Mod
 
 
 class UnshardedBaseline:
-    """Training without communication: this process runs its microbatches of each minibatch. Local.
+    """Training without communication: this process runs its microbatches of each minibatch.
 
     Args:
         config: Of the run; the learning rate stays at its peak.

@@ -102,16 +102,16 @@ class KVWindows:
             self.world.cancel_on_close(self.close)
 
     def slot_offset(self, layer: int) -> int:
-        """Return where the keys and values of a layer begin, in bytes. Local."""
+        """Return where the keys and values of a layer begin, in bytes."""
         return layer * self.sizes.slot_bytes
 
     def gradient_slot_offset(self, layer: int) -> int:
-        """Return where the gradients of a layer begin, in bytes. Local."""
+        """Return where the gradients of a layer begin, in bytes."""
         turn = layer % _GRADIENT_SLOTS
         return self.slot_offset(self.sizes.num_layers) + turn * self.sizes.gradient_slot_bytes
 
     def mark_busy_until(self, slot: int, kind: int, ranks: Sequence[int], value: int) -> None:
-        """Note that a slot is free when these ranks have raised a flag. Local.
+        """Note that a slot is free when these ranks have raised a flag.
 
         Args:
             slot: Where the slot begins. Slot 0 stands for the keys and values of all layers.
@@ -127,7 +127,7 @@ class KVWindows:
             self.wait_for_flag(kind, rank, number, what)
 
     def write(self, start: int, tensor: torch.Tensor) -> int:
-        """Copy a tensor into this rank's memory, `start` in bytes; return where it ends. Local."""
+        """Copy a tensor into this rank's memory, `start` in bytes; return where it ends."""
         own = self._memory.tensor[start : start + tensor.nbytes]
         own.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return start + tensor.nbytes

@@ -54,13 +54,13 @@ class Device:
         torch.cuda.set_device(self.torch_device)
 
     def free_bytes(self) -> int:
-        """Return how much of its memory nobody uses, what torch's allocator keeps for what comes included. Local."""
+        """Return how much of its memory nobody uses, what torch's allocator keeps for what comes included."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + kept
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return memory of the device, `[num_bytes]` uint8, its content undefined. Local.
+        """Return memory of the device, `[num_bytes]` uint8, its content undefined.
 
         torch's allocator takes memory to be used by the stream that computes alone. Ours is written by another, but
         never goes back before whoever waited for the copy has been given it.
@@ -68,7 +68,7 @@ class Device:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def empty_for_windows(self, num_bytes: int) -> torch.Tensor:
-        """Return memory of the device that MPI may be given, `[num_bytes]` uint8, its content undefined. Local.
+        """Return memory of the device that MPI may be given, `[num_bytes]` uint8, its content undefined.
 
         Slow, and may wait for all that the device was given: not for use within a step.
 
@@ -98,7 +98,7 @@ class Device:
             return cupy.cuda.Memory(num_bytes)
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return host memory that the device can copy to and from by itself, `[num_bytes]` uint8. Local.
+        """Return host memory that the device can copy to and from by itself, `[num_bytes]` uint8.
 
         It goes back to the system when nobody looks at it any more. Not torch's pinned memory, which rounds sizes up to
         powers of two and keeps what is let go of.
@@ -117,7 +117,7 @@ class Device:
         return memory
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Let the device copy to and from host memory that exists by itself; return whether it can. Local.
+        """Let the device copy to and from host memory that exists by itself; return whether it can.
 
         Slow: the driver pins every page. Until `unregister`, which comes before the memory goes.
         """
@@ -132,16 +132,16 @@ class Device:
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Undo `register`, which has returned True. Local."""
+        """Undo `register`, which has returned True."""
         if memory.numel():
             self._unregister(memory.data_ptr())
 
     def record_event(self) -> Event:
-        """Return a mark behind what this thread has given the device to compute. Local."""
+        """Return a mark behind what this thread has given the device to compute."""
         return _record(torch.cuda.current_stream(self.torch_device))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, wait_for: Event) -> Event:
-        """Start a copy beside the computation, between pinned and device memory or within the latter. Local.
+        """Start a copy beside the computation, between pinned and device memory or within the latter.
 
         Any thread may call it.
 
@@ -186,11 +186,11 @@ class BufferEvents:
         self._events: dict[int, Event] = {}
 
     def set(self, memory: torch.Tensor, event: Event) -> None:
-        """Note the mark that whoever takes this memory over has to wait for. Local."""
+        """Note the mark that whoever takes this memory over has to wait for."""
         self._events[memory.untyped_storage().data_ptr()] = event
 
     def pop(self, memory: torch.Tensor) -> Event:
-        """Return the mark of memory that was handed over; it is forgotten. Local.
+        """Return the mark of memory that was handed over; it is forgotten.
 
         Raises:
             KeyError: It was not handed over.
@@ -202,7 +202,7 @@ class BufferEvents:
 
 
 def find_device(kind: str, host_rank: int) -> Device | None:
-    """Return the device for a rank to compute on, None for the host. Local.
+    """Return the device for a rank to compute on, None for the host.
 
     GPUs are dealt out by the number on the host; where it has more ranks than GPUs, they share.
 
@@ -225,7 +225,7 @@ def find_device(kind: str, host_rank: int) -> Device | None:
 
 
 def zeros(device: Device, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of a device, `[numel]` of zeros. Local."""
+    """Return memory of a device, `[numel]` of zeros."""
     return device.empty(numel * dtype.itemsize).view(dtype).zero_()
 
 

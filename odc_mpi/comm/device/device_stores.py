@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.device.device import BufferEvents, Device, Event
@@ -42,17 +43,21 @@ class DeviceParameters(ParameterStore):
         self._rank = windows.world.rank
         self._events = BufferEvents()
 
+    @override
     @property
-    def layouts(self) -> Sequence[Layout]:  # noqa: D102
+    def layouts(self) -> Sequence[Layout]:
         return self._windows.layouts
 
-    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+    @override
+    def shard(self, index: int) -> torch.Tensor:
         return self._windows[index].tensor
 
-    def record_event(self, buffer: torch.Tensor) -> None:  # noqa: D102
+    @override
+    def record_event(self, buffer: torch.Tensor) -> None:
         self._events.set(buffer, self._device.record_event())
 
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:  # noqa: D102
+    @override
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         return DeferredWork(partial(self._fetch, index, buffer, self._events.pop(buffer)))
 
     def _fetch(self, index: int, buffer: torch.Tensor, wait_for: Event) -> None:
@@ -85,16 +90,20 @@ class DeviceGradients(GradientStore):
         self._device = device
         self._events = BufferEvents()
 
-    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+    @override
+    def shard(self, index: int) -> torch.Tensor:
         return self._inner.shard(index)
 
-    def empty(self, num_bytes: int) -> torch.Tensor:  # noqa: D102
+    @override
+    def empty(self, num_bytes: int) -> torch.Tensor:
         return self._device.empty_for_windows(num_bytes)
 
-    def record_event(self, gradient: torch.Tensor) -> None:  # noqa: D102
+    @override
+    def record_event(self, gradient: torch.Tensor) -> None:
         self._events.set(gradient, self._device.record_event())
 
-    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:  # noqa: D102
+    @override
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         return DeferredWork(partial(self._push, index, gradient, start, self._events.pop(gradient)))
 
     def _push(self, index: int, gradient: torch.Tensor, start: int, wait_for: Event) -> None:
@@ -114,5 +123,6 @@ class DeviceSynchronizer(ShardStorage):
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def sync(self) -> None:  # noqa: D102
+    @override
+    def sync(self) -> None:
         self._device.record_event().synchronize()

@@ -6,6 +6,7 @@ A, B      nothing: the optimizer's work is behind the backward's, and before the
 """
 
 import torch
+from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device, zeros
 from odc_mpi.comm.shard_storage import ShardStorage
@@ -28,19 +29,23 @@ class SingleRankParameters(ShardStorage, ParameterStore):
         self._device = device
         self._arrays: list[torch.Tensor] = []
 
-    def allocate(self) -> None:  # noqa: D102
+    @override
+    def allocate(self) -> None:
         self._arrays = [zeros(self._device, layout.shard_numel, layout.dtype or self.dtype) for layout in self.layouts]
 
-    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+    @override
+    def shard(self, index: int) -> torch.Tensor:
         return self._arrays[index]
 
-    def fetch(self, index: int) -> FetchWork:  # noqa: D102
+    @override
+    def fetch(self, index: int) -> FetchWork:
         return FetchWork(self._arrays[index][: self.layouts[index].numel], CompletedWork())
 
     def release(self, fetched: torch.Tensor) -> None:
-        """Do nothing: the memory stays. Local."""
+        """Do nothing: the memory stays."""
 
-    def free(self) -> None:  # noqa: D102
+    @override
+    def free(self) -> None:
         self._arrays.clear()
 
 
@@ -59,19 +64,24 @@ class SingleRankGradients(ShardStorage, GradientStore):
         self._device = device
         self._sums: dict[int, torch.Tensor] = {}
 
-    def allocate(self) -> None:  # noqa: D102
+    @override
+    def allocate(self) -> None:
         self._sums = {index: zeros(self._device, numel, self.dtype) for index, numel in self.trainable_numels.items()}
 
-    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+    @override
+    def shard(self, index: int) -> torch.Tensor:
         return self._sums[index]
 
-    def empty(self, num_bytes: int) -> torch.Tensor:  # noqa: D102
+    @override
+    def empty(self, num_bytes: int) -> torch.Tensor:
         return self._device.empty(num_bytes)
 
-    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:  # noqa: D102
+    @override
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         # One operator of torch's: a kernel of ours takes longer to launch, and has no cast to save here.
         self._sums[index][start : start + gradient.numel()].add_(gradient)
         return CompletedWork()
 
-    def free(self) -> None:  # noqa: D102
+    @override
+    def free(self) -> None:
         self._sums.clear()

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from typing_extensions import override
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.device.device import BufferEvents, Device, Event
@@ -48,17 +49,19 @@ class PinnedMemory(ShardStorage):
         self._device = device
         self._registered: dict[int, torch.Tensor] = {}
 
-    def allocate(self) -> None:  # noqa: D102
+    @override
+    def allocate(self) -> None:
         memory = [piece for host in self._storages for piece in host.mapped_memory()]
         self._registered = {piece.data_ptr(): piece for piece in memory if self._device.register(piece)}
 
-    def free(self) -> None:  # noqa: D102
+    @override
+    def free(self) -> None:
         while self._registered:
             self._device.unregister(self._registered.popitem()[1])
         self.pool.clear()
 
     def is_pinned(self, array: torch.Tensor) -> bool:
-        """Tell whether an array begins where memory does that the driver took. Local."""
+        """Tell whether an array begins where memory does that the driver took."""
         return array.data_ptr() in self._registered
 
 
@@ -79,17 +82,21 @@ class StagedParameters(ParameterStore):
         self._pinned = pinned
         self._events = BufferEvents()
 
+    @override
     @property
-    def layouts(self) -> Sequence[Layout]:  # noqa: D102
+    def layouts(self) -> Sequence[Layout]:
         return self._inner.layouts
 
-    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+    @override
+    def shard(self, index: int) -> torch.Tensor:
         return self._inner.shard(index)
 
-    def record_event(self, buffer: torch.Tensor) -> None:  # noqa: D102
+    @override
+    def record_event(self, buffer: torch.Tensor) -> None:
         self._events.set(buffer, self._device.record_event())
 
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:  # noqa: D102
+    @override
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         after = self._events.pop(buffer)
         return DeferredWork(partial(self._copy_to_device, self._inner.fetch(index), buffer, after))
 
@@ -120,10 +127,12 @@ class StagedGradients(DeviceGradients):
         super().__init__(inner, device)
         self._pinned = pinned
 
-    def empty(self, num_bytes: int) -> torch.Tensor:  # noqa: D102
+    @override
+    def empty(self, num_bytes: int) -> torch.Tensor:
         return self._device.empty(num_bytes)
 
-    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:  # noqa: D102
+    @override
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         after = self._events.pop(gradient)
         pinned = self._pinned.pool.acquire(gradient.numel(), self.dtype)
         copied = self._device.copy(pinned, gradient, after)

@@ -58,7 +58,7 @@ BLOCKS_PER_MULTIPROCESSOR = 32
 
 
 def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Lay tensors into a flat array, zeros between them, and find the largest magnitude in it. Local.
+    """Lay tensors into a flat array, zeros between them, and find the largest magnitude in it.
 
     Nobody waits for a device: the result is there when what this thread has given it so far is done.
 
@@ -85,7 +85,7 @@ def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
 
 
 def flatten_with_torch(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Do what `flatten` does, with torch's operators. Local."""
+    """Do what `flatten` does, with torch's operators."""
     filled = 0
     for start, piece in segments:
         if filled < start:
@@ -99,7 +99,7 @@ def flatten_with_torch(segments: Sequence[Segment], flat: torch.Tensor) -> torch
 
 
 def largest_magnitude(flat: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude in an array, a scalar, float64, on its device; NaN if there is one. Local."""
+    """Return the largest magnitude in an array, a scalar, float64, on its device; NaN if there is one."""
     if not flat.numel():
         return torch.zeros((), dtype=torch.float64, device=flat.device)
     low, high = torch.aminmax(flat)
@@ -107,7 +107,7 @@ def largest_magnitude(flat: torch.Tensor) -> torch.Tensor:
 
 
 def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Add slots to a shard in their order: each element becomes `((shard + slot 0) + slot 1) + ...`. Local.
+    """Add slots to a shard in their order: each element becomes `((shard + slot 0) + slot 1) + ...`.
 
     Slots are cast to the shard's dtype before they are added, and every sum is rounded to it: so the result depends on
     their order, and on nothing else. What no slot reaches is not touched. Nobody waits for a device: slots are to stay
@@ -134,7 +134,7 @@ def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
 
 
 def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Do what `add_segments_` does, with torch's operators: one pass for each slot. Local."""
+    """Do what `add_segments_` does, with torch's operators: one pass for each slot."""
     for start, slot in segments:
         dense = _dense(slot)
         # What is narrower is cast on the way, without a copy.
@@ -144,7 +144,7 @@ def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -
 
 
 def kernels_unavailable_reason(device: torch.device) -> str | None:
-    """Return the reason for torch's operators instead of kernels on a device; None if kernels run. Local.
+    """Return the reason for torch's operators instead of kernels on a device; None if kernels run.
 
     Raises:
         RuntimeError: CuPy is installed, but cannot be imported.
@@ -161,7 +161,7 @@ def kernels_unavailable_reason(device: torch.device) -> str | None:
 
 
 def source_dir() -> Path:
-    """Return where the sources are: in the installed package, or beside it in a checkout. Local.
+    """Return where the sources are: in the installed package, or beside it in a checkout.
 
     Raises:
         FileNotFoundError: In neither.
@@ -174,7 +174,7 @@ def source_dir() -> Path:
 
 
 def read_source(name: str) -> str:
-    """Return the source of `src/NAME.cu` with what it includes. Local.
+    """Return the source of `src/NAME.cu` with what it includes.
 
     In one text, for CuPy's cache looks at the text and at no file that it includes.
     """

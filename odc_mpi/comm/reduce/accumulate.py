@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
+from typing_extensions import override
 
 from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import GradientStore
@@ -37,11 +38,12 @@ class WindowGradientStore(GradientStore, ShardStorage):
         super().__init__(dtype)
         self.world = world
 
-    def mapped_memory(self) -> list[torch.Tensor]:  # noqa: D102
+    @override
+    def mapped_memory(self) -> list[torch.Tensor]:
         return [self.shard(index) for index in self.trainable_numels]
 
     def split_by_owner(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int, slice]]:
-        """Cut a gradient among its owners. Local.
+        """Cut a gradient among its owners.
 
         Args:
             index: Of the array.
@@ -74,19 +76,23 @@ class AccumulateGradientStore(WindowGradientStore):
         self._per_array = 1
         self._windows: dict[int, list[Window]] = {}
 
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
+    @override
+    def plan(self, layouts: Sequence[Layout]) -> Footprint:
         super().plan(layouts)
         self._per_array = windows_per_array(self.world.mpi_library, self.world.size, len(self.trainable_numels))
         num_bytes = sum(self.trainable_numels.values()) * self.dtype.itemsize
         return Footprint(len(self.trainable_numels) * self._per_array, num_bytes if self._kind.on_host else 0)
 
-    def allocate(self) -> None:  # noqa: D102
+    @override
+    def allocate(self) -> None:
         self._windows = {index: self._allocate_windows(numel) for index, numel in self.trainable_numels.items()}
 
-    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+    @override
+    def shard(self, index: int) -> torch.Tensor:
         return self._window(index, self.world.rank).tensor
 
-    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:  # noqa: D102
+    @override
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         assert gradient.dtype == self.dtype
         layout, values, stop = self.layouts[index], self._kind.memory(gradient), start + gradient.numel()
         what = f"accumulating the gradient of unit {layout.name}"
@@ -97,19 +103,23 @@ class AccumulateGradientStore(WindowGradientStore):
         # At this end only: the buffer may be reused. `flush` completes it at the targets.
         return deferred_flush(self.world, lambda: self._flush_local(index), what, owners, gradient)
 
-    def flush(self) -> None:  # noqa: D102
+    @override
+    def flush(self) -> None:
         with self.world.deadline("flushing gradients"):
             for window in self._all_windows():
                 window.flush()
 
-    def complete(self) -> None:  # noqa: D102
+    @override
+    def complete(self) -> None:
         self.sync()
 
-    def sync(self) -> None:  # noqa: D102
+    @override
+    def sync(self) -> None:
         for window in self._all_windows():
             window.sync()
 
-    def free(self) -> None:  # noqa: D102
+    @override
+    def free(self) -> None:
         for window in reversed(list(self._all_windows())):
             window.free()
         self._windows = {}
@@ -131,7 +141,7 @@ class AccumulateGradientStore(WindowGradientStore):
 
 
 def windows_per_array(library: str, num_ranks: int, num_arrays: int) -> int:
-    """Return how many windows share out the owners of an array, so that ranks can add at the same time. Local.
+    """Return how many windows share out the owners of an array, so that ranks can add at the same time.
 
     Args:
         library: What `World.mpi_library` says.

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from odc_mpi.comm.device.device import Device, zeros
 from odc_mpi.comm.kernels.native import Segment
@@ -40,27 +41,33 @@ class DeviceSlots(HostSlots):
         super().__init__(world, dtype)
         self._device = device
 
-    def host_ring_bytes(self, ring_bytes: int) -> int:  # noqa: D102
+    @override
+    def host_ring_bytes(self, ring_bytes: int) -> int:
         return ring_bytes // self.alignment * HEADER_BYTES
 
-    def allocate(self, inbox: Window, rings_start: int, ring_bytes: int, numels: Mapping[int, int]) -> None:  # noqa: D102
+    @override
+    def allocate(self, inbox: Window, rings_start: int, ring_bytes: int, numels: Mapping[int, int]) -> None:
         super().allocate(inbox, rings_start, ring_bytes, numels)
         self._device_ring_bytes = ring_bytes
         self._elements = DeviceWindow(self.world, (self.world.size - 1) * ring_bytes, torch.uint8, self._device)
 
-    def values(self, gradient: torch.Tensor) -> Memory:  # noqa: D102
+    @override
+    def values(self, gradient: torch.Tensor) -> Memory:
         return as_mpi_buffer(gradient)
 
-    def put(self, owner: int, offset: int, header: np.ndarray, values: Memory) -> None:  # noqa: D102
+    @override
+    def put(self, owner: int, offset: int, header: np.ndarray, values: Memory) -> None:
         assert isinstance(values, memoryview)
         self._inbox.put(owner, self._header_start(self.world.rank, owner, offset), header)
         self._elements.put(owner, self._elements_start(self.world.rank, owner, offset), values.cast("B"))
 
-    def flush(self, owner: int | None = None) -> None:  # noqa: D102
+    @override
+    def flush(self, owner: int | None = None) -> None:
         self._elements.flush(owner)
         self._inbox.flush(owner)
 
-    def add(self, origin: int, headers: Sequence[Header]) -> None:  # noqa: D102
+    @override
+    def add(self, origin: int, headers: Sequence[Header]) -> None:
         slots: dict[int, list[Segment]] = {}
         for index, start, numel, place in headers:
             at = self._elements_start(origin, self.world.rank, place)
@@ -69,10 +76,12 @@ class DeviceSlots(HostSlots):
         self._elements.sync()
         self._add_on_device(slots)
 
-    def add_local(self, index: int, start: int, values: torch.Tensor) -> None:  # noqa: D102
+    @override
+    def add_local(self, index: int, start: int, values: torch.Tensor) -> None:
         self._add_on_device({index: [(start, values)]})
 
-    def free(self) -> None:  # noqa: D102
+    @override
+    def free(self) -> None:
         super().free()
         self._elements.free()
 

@@ -32,6 +32,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from odc_mpi.comm.reduce.accumulate import WindowGradientStore
 from odc_mpi.comm.reduce.slots import Header, HostSlots
@@ -88,7 +89,7 @@ class MailboxGradientStore(WindowGradientStore):
         self._serving = threading.Lock()
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:
-        """Divide the memory among the other ranks. Local.
+        """Divide the memory among the other ranks.
 
         Raises:
             UserError: `mailbox_bytes` is too little for one element of each peer.
@@ -109,7 +110,8 @@ class MailboxGradientStore(WindowGradientStore):
         self._inbox_bytes = self._counters_bytes + num_rings * self._slots.host_ring_bytes(self._ring_bytes)
         return Footprint(2 + self._slots.num_windows, self._inbox_bytes + self._counters_bytes)
 
-    def allocate(self) -> None:  # noqa: D102
+    @override
+    def allocate(self) -> None:
         # Two, so that no two threads ever put into or flush the same: the one that pushes, and the one that serves.
         self._inbox = Window(self.world, self._inbox_bytes, torch.uint8)
         self._credit_window = Window(self.world, self._counters_bytes, torch.uint8)
@@ -119,10 +121,12 @@ class MailboxGradientStore(WindowGradientStore):
         self._slots.allocate(self._inbox, self._counters_bytes, self._ring_bytes, self.trainable_numels)
         self.world.progress.add(self.make_progress)
 
-    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+    @override
+    def shard(self, index: int) -> torch.Tensor:
         return self._slots.shards[index]
 
-    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:  # noqa: D102
+    @override
+    def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         assert gradient.dtype == self.dtype
         push = _PendingPush(self.layouts[index].name, gradient)
         whole, own = self._slots.values(gradient), []
@@ -141,7 +145,8 @@ class MailboxGradientStore(WindowGradientStore):
         self.make_progress()
         return DeferredWork(partial(self._wait, push))
 
-    def flush(self) -> None:  # noqa: D102
+    @override
+    def flush(self) -> None:
         for ring in self._rings.values():
             while ring.queue:
                 self._wait(ring.queue[-1].push)
@@ -163,13 +168,15 @@ class MailboxGradientStore(WindowGradientStore):
             self._serving.release()
         return True
 
-    def complete(self) -> None:  # noqa: D102
+    @override
+    def complete(self) -> None:
         with self.world.deadline("adding the last gradients"), self._serving:
             self._inbox.sync()
             self._drain()
         assert (self._heads == self._consumed).all(), "a rank came to A before its gradients had arrived"
 
-    def free(self) -> None:  # noqa: D102
+    @override
+    def free(self) -> None:
         self.world.progress.remove(self.make_progress)
         del self._heads, self._heads_offset, self._credits
         self._slots.free()

@@ -54,7 +54,7 @@ class HostSlots:
         self._add_lock = threading.Lock()
 
     def host_ring_bytes(self, ring_bytes: int) -> int:
-        """Return the bytes that a ring takes of the inbox. Local."""
+        """Return the bytes that a ring takes of the inbox."""
         return ring_bytes
 
     def allocate(self, inbox: Window, rings_start: int, ring_bytes: int, numels: Mapping[int, int]) -> None:
@@ -72,7 +72,7 @@ class HostSlots:
         self._make_shards(numels)
 
     def values(self, gradient: torch.Tensor) -> Memory:
-        """Return the memory of a gradient as MPI takes it. Local."""
+        """Return the memory of a gradient as MPI takes it."""
         return gradient.numpy()
 
     def put(self, owner: int, offset: int, header: np.ndarray, values: Memory) -> None:
@@ -94,19 +94,19 @@ class HostSlots:
         self._inbox.flush(owner)
 
     def header(self, origin: int, offset: int) -> list[int]:
-        """Return the numbers in the header of a slot that has arrived. Local."""
+        """Return the numbers in the header of a slot that has arrived."""
         at = self._header_start(origin, self.world.rank, offset)
         return self._memory[at : at + HEADER_BYTES].view(np.int64).tolist()
 
     def add(self, origin: int, headers: Sequence[Header]) -> None:
-        """Add slots that have arrived, one after the other; return when their room is free. Local."""
+        """Add slots that have arrived, one after the other; return when their room is free."""
         for index, start, numel, place in headers:
             at = self._header_start(origin, self.world.rank, place) + HEADER_BYTES
             values = self._memory[at : at + numel * self.dtype.itemsize]
             self._add(index, start, values.view(self._sums[index].dtype))
 
     def add_local(self, index: int, start: int, values: torch.Tensor) -> None:
-        """Add the part of a gradient that this rank owns; return when it was. Local."""
+        """Add the part of a gradient that this rank owns; return when it was."""
         self._add(index, start, values.numpy())
 
     def free(self) -> None:
@@ -129,5 +129,5 @@ class HostSlots:
 
 
 def ring_index(origin: int, owner: int) -> int:
-    """Return the number of a pusher's ring at an owner, which has none for itself. Local."""
+    """Return the number of a pusher's ring at an owner, which has none for itself."""
     return origin - (origin > owner)

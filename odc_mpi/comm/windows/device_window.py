@@ -58,12 +58,12 @@ class DeviceWindow(Window):
 
 
 def device_windows(device: Device) -> WindowFactory:
-    """Return how windows on this rank's device are made. Local."""
+    """Return how windows on this rank's device are made."""
     return WindowFactory(partial(DeviceWindow, device=device), as_mpi_buffer, on_host=False)
 
 
 def as_mpi_buffer(tensor: torch.Tensor) -> memoryview:
-    """Tell where a flat tensor's memory is, on whatever device. Local.
+    """Tell where a flat tensor's memory is, on whatever device.
 
     A view of a device's memory is for MPI alone: a program that looked into it would crash.
 

@@ -11,6 +11,7 @@
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
 from odc_mpi.comm.shard_storage import Footprint, Layout, ShardStorage, ranges_by_owner
 from odc_mpi.comm.transport import Access, ParameterStore
@@ -41,19 +42,21 @@ class ParameterWindows(ShardStorage):
     def __getitem__(self, index: int) -> ReadableWindow:
         return self._windows[index]
 
-    def plan(self, layouts: Sequence[Layout]) -> Footprint:  # noqa: D102
+    @override
+    def plan(self, layouts: Sequence[Layout]) -> Footprint:
         super().plan(layouts)
         num_bytes = sum(layout.shard_numel * (layout.dtype or self.dtype).itemsize for layout in layouts)
         per_array = 2 if self._kind.shared and self.world.num_nodes > 1 else 1
         return Footprint(len(layouts) * per_array, num_bytes if self._kind.on_host else 0)
 
-    def allocate(self) -> None:  # noqa: D102
+    @override
+    def allocate(self) -> None:
         for layout in self.layouts:
             self._windows.append(self._kind.make(self.world, layout.shard_numel, layout.dtype or self.dtype))
         self.all_shards_mapped = all(window.all_shards is not None for window in self._windows)
 
     def owned_ranges(self, index: int) -> dict[int, tuple[int, int]]:
-        """Return the owners that have elements of an array, and the first and the end of each one's part. Local."""
+        """Return the owners that have elements of an array, and the first and the end of each one's part."""
         layout = self.layouts[index]
         return {
             owner: (start, stop) for owner, start, stop in ranges_by_owner(layout, self.world.rank, 0, layout.numel)
@@ -69,14 +72,17 @@ class ParameterWindows(ShardStorage):
                 window.get(owner, memory[start * buffer.itemsize : stop * buffer.itemsize])
         return deferred_flush(self.world, window.flush, what, owners, buffer)
 
-    def sync(self) -> None:  # noqa: D102
+    @override
+    def sync(self) -> None:
         for window in self._windows:
             window.sync()
 
-    def mapped_memory(self) -> list[torch.Tensor]:  # noqa: D102
+    @override
+    def mapped_memory(self) -> list[torch.Tensor]:
         return [memory for window in self._windows for memory in window.mapped_memory()]
 
-    def free(self) -> None:  # noqa: D102
+    @override
+    def free(self) -> None:
         while self._windows:
             self._windows.pop().free()
 
@@ -94,19 +100,22 @@ class WindowParameters(ParameterStore):
 
     @property
     def access(self) -> Access:  # type: ignore[override]
-        """By copies, unless all arrays are seen in one piece. Local."""
+        """By copies, unless all arrays are seen in one piece."""
         if not self._windows.all_shards_mapped:
             return Access.COPY
         return Access.KEEP if CAN_DETACH_STORAGE else Access.VIEW
 
+    @override
     @property
-    def layouts(self) -> Sequence[Layout]:  # noqa: D102
+    def layouts(self) -> Sequence[Layout]:
         return self._windows.layouts
 
-    def shard(self, index: int) -> torch.Tensor:  # noqa: D102
+    @override
+    def shard(self, index: int) -> torch.Tensor:
         return self._windows[index].tensor
 
-    def fetch(self, index: int) -> FetchWork:  # noqa: D102
+    @override
+    def fetch(self, index: int) -> FetchWork:
         if self.access is Access.COPY:
             return super().fetch(index)
         self._windows.world.progress.run_tasks()
@@ -114,11 +123,13 @@ class WindowParameters(ParameterStore):
         assert whole is not None
         return FetchWork(whole[: self.layouts[index].numel], CompletedWork())
 
-    def release(self, fetched: torch.Tensor) -> None:  # noqa: D102
+    @override
+    def release(self, fetched: torch.Tensor) -> None:
         if self.access is Access.COPY:
             super().release(fetched)
 
-    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:  # noqa: D102
+    @override
+    def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         self._windows.world.progress.run_tasks()
         parts, window = self._windows.owned_ranges(index), self._windows[index]
         near = {owner: shard for owner in parts if (shard := window.mapped_shard(owner)) is not None}

@@ -51,12 +51,12 @@ class ReadableWindow(Protocol):
     tensor: torch.Tensor
     all_shards: torch.Tensor | None
 
-    def mapped_shard(self, target: int) -> torch.Tensor | None: ...  # noqa: D102
-    def mapped_memory(self) -> list[torch.Tensor]: ...  # noqa: D102
-    def get(self, target: int, buffer: Memory, start: int = 0) -> None: ...  # noqa: D102
-    def flush(self) -> None: ...  # noqa: D102
-    def sync(self) -> None: ...  # noqa: D102
-    def free(self) -> None: ...  # noqa: D102
+    def mapped_shard(self, target: int) -> torch.Tensor | None: ...
+    def mapped_memory(self) -> list[torch.Tensor]: ...
+    def get(self, target: int, buffer: Memory, start: int = 0) -> None: ...
+    def flush(self) -> None: ...
+    def sync(self) -> None: ...
+    def free(self) -> None: ...
 
 
 class Window:
@@ -91,11 +91,11 @@ class Window:
         self.sync()
 
     def mapped_shard(self, target: int) -> torch.Tensor | None:
-        """Return this rank's own shard; None for others. Local."""
+        """Return this rank's own shard; None for others."""
         return self.tensor if target == self._rank else None
 
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return this rank's own shard. Local."""
+        """Return this rank's own shard."""
         return [self.tensor]
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
@@ -179,7 +179,7 @@ class Window:
         self._win.Flush_local_all()
 
     def sync(self) -> None:
-        """Make loads and stores of the owner and one-sided accesses see each other. Local."""
+        """Make loads and stores of the owner and one-sided accesses see each other."""
         self._win.Sync()
 
     def free(self) -> None:
@@ -216,14 +216,14 @@ HOST_WINDOW = WindowFactory(Window)
 
 
 def align_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
-    """Return the next multiple of the alignment. Local."""
+    """Return the next multiple of the alignment."""
     return -(-num_bytes // alignment) * alignment
 
 
 def deferred_flush(
     world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
 ) -> DeferredWork:
-    """Return operations that were started on a window, to be completed where they are waited for. Local.
+    """Return operations that were started on a window, to be completed where they are waited for.
 
     Args:
         world: Gives the wait its deadline.

@@ -48,11 +48,11 @@ class SharedWindow:
         self.sync()
 
     def mapped_shard(self, target: int) -> torch.Tensor | None:
-        """Return the shard of a rank of this node; None for others. Local."""
+        """Return the shard of a rank of this node; None for others."""
         return self._mapped_shards.get(target)
 
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return the shards of this node, as one piece where they are one. Local."""
+        """Return the shards of this node, as one piece where they are one."""
         return [self.all_shards] if self.all_shards is not None else list(self._mapped_shards.values())
 
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
@@ -66,7 +66,7 @@ class SharedWindow:
             self._remote_win.Flush_all()
 
     def sync(self) -> None:
-        """Make stores of this rank seen by others, and theirs by this rank, once all have met. Local."""
+        """Make stores of this rank seen by others, and theirs by this rank, once all have met."""
         self._shared.Sync()
         if self._remote_win is not None:
             self._remote_win.Sync()

@@ -131,7 +131,7 @@ BALANCE_STRATEGIES: dict[str, BalanceStrategy] = {
 
 
 def check_fit(lengths: Lengths, max_tokens: int) -> None:
-    """Refuse sequences that fit into no microbatch. Local.
+    """Refuse sequences that fit into no microbatch.
 
     Raises:
         UserError: A sequence is longer than `max_tokens`; the message names the first.

@@ -37,7 +37,7 @@ class SequenceSplit:
 
 
 def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tuple[int, ...]:
-    """Return bounds of at most so many pieces of a sequence, whose costliest piece is as cheap as can be. Local.
+    """Return bounds of at most so many pieces of a sequence, whose costliest piece is as cheap as can be.
 
     The least cost is found by bisection: for a cost that no piece may exceed, pieces as long as possible, from the
     first token on, are the fewest.

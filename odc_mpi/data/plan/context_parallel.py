@@ -48,9 +48,7 @@ MAX_RELATIVE_TIME = 0.98
 
 
 def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel, whole: Plan | None = None) -> Plan:
-    """Cut the sequences that are too long for an even share, and leave all others to be drawn.
-
-    Local. A `balance.BalanceStrategy`, like those listed in `balance.BALANCE_STRATEGIES`.
+    """Cut the sequences that are too long for an even share, and leave all others to be drawn. A `balance.BalanceStrategy`, like those listed in `balance.BALANCE_STRATEGIES`.
 
     Args:
         lengths: Length in tokens of each sequence of the minibatch, int64 [n]. A sequence may be longer than
@@ -88,7 +86,7 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel,
 
 
 def check_chunks_fit(lengths: Lengths, size: int, max_tokens: int) -> None:
-    """Refuse sequences whose pieces fit into no microbatch on so many ranks. Local.
+    """Refuse sequences whose pieces fit into no microbatch on so many ranks.
 
     Raises:
         UserError: A sequence is longer than `size` times `max_tokens`; the message names the first.

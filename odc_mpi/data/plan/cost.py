@@ -33,7 +33,7 @@ class CostModel:
     earlier: float = 0.0
 
     def sequence(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Return the cost of sequences of the given lengths. Local.
+        """Return the cost of sequences of the given lengths.
 
         Args:
             lengths: Lengths in tokens, any shape.
@@ -45,7 +45,7 @@ class CostModel:
         return self.linear * tokens + self.quadratic * tokens**2
 
     def chunk(self, begin: int, end: int) -> float:
-        """Return the cost of the tokens from `begin` to `end` of a sequence, computed apart from the others. Local.
+        """Return the cost of the tokens from `begin` to `end` of a sequence, computed apart from the others.
 
         Under causal attention a token attends to all tokens before it, so the part's cost is that of `end` tokens less
         that of `begin`; the constant of a microbatch is not in there.
@@ -54,7 +54,7 @@ class CostModel:
         return self.piece_factor * part + self.earlier * begin
 
     def microbatch(self, lengths: npt.ArrayLike) -> float:
-        """Return the cost of a microbatch of sequences of the given lengths, the constant too. Local.
+        """Return the cost of a microbatch of sequences of the given lengths, the constant too.
 
         Args:
             lengths: Lengths in tokens, [n]. An empty microbatch, run as padding, costs the constant.
@@ -79,8 +79,6 @@ def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> CostMo
     of it, 2 s² h; backward is twice the forward: 6 s² h per layer. What a kernel recomputes in backward is left out.
 
     The constant cost of a microbatch is that of `MICROBATCH_TOKENS` tokens.
-
-    Local.
 
     Args:
         num_parameters: Parameters that multiply, so without the embedding table (but with the output head).

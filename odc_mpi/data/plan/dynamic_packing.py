@@ -43,7 +43,7 @@ def pack_pool(
     size: int,
     available_at: Sequence[npt.NDArray[np.float64]] | None = None,
 ) -> tuple[SequenceIndices, ...]:
-    """Cut a minibatch. Local.
+    """Cut a minibatch.
 
     Args:
         lengths: Tokens of each sequence, int64 [n], each at most `max_tokens`, at least one.
@@ -77,7 +77,7 @@ def pack_pool(
 def makespan(
     work: npt.ArrayLike, size: int, spread: float = 0.0, available_at: npt.NDArray[np.float64] | None = None
 ) -> float:
-    """Return the time at which the last rank ends, if ranks draw pieces of work in this order. Local.
+    """Return the time at which the last rank ends, if ranks draw pieces of work in this order.
 
     Args:
         work: Cost of each piece, float64 [n].
@@ -115,7 +115,7 @@ class Bins:
 
     @classmethod
     def from_lists(cls, part: npt.NDArray[np.int64], bins: Sequence[Sequence[int]]) -> "Bins":
-        """Take bins of indices in a part of the positions. Local."""
+        """Take bins of indices in a part of the positions."""
         members = part[np.fromiter(chain.from_iterable(bins), np.int64, len(part))]
         return cls(members, np.fromiter(map(len, bins), np.int64, len(bins)))
 
@@ -123,7 +123,7 @@ class Bins:
         return Bins(np.concatenate([self._members, other._members]), np.concatenate([self._sizes, other._sizes]))
 
     def sums(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the rounded exact sum of each bin, of one value for each position. Local."""
+        """Return the rounded exact sum of each bin, of one value for each position."""
         sums = np.add.reduceat(values[self._members], self._begins)  # of one or two it is exact
         many = np.flatnonzero(self._sizes > 2)
         flat, begins, ends = values[self._members].tolist(), self._begins[many], (self._begins + self._sizes)[many]
@@ -131,11 +131,11 @@ class Bins:
         return sums
 
     def firsts(self) -> npt.NDArray[np.int64]:
-        """Return the lowest position in each bin. Local."""
+        """Return the lowest position in each bin."""
         return np.minimum.reduceat(self._members, self._begins)
 
     def as_tuples(self) -> list[SequenceIndices]:
-        """Return the positions in each bin. Local."""
+        """Return the positions in each bin."""
         members, begins = self._members.tolist(), self._begins.tolist()
         return [tuple(members[begin:end]) for begin, end in pairwise([*begins, len(members)])]
 
@@ -149,7 +149,7 @@ class _PoolPacker:
     max_tokens: int
 
     def candidates(self, size: int) -> Iterator[Bins]:
-        """Yield cuts for so many ranks. Local."""
+        """Yield cuts for so many ranks."""
         rising = np.array(argsort_descending(self.costs))[::-1]
         up_to = np.cumsum(self.costs[rising])
         minimum = -(-int(self.lengths.sum()) // (size * self.max_tokens))

@@ -74,7 +74,7 @@ class FittedCostModel:
         return self._cost
 
     def observe(self, lengths: npt.ArrayLike, seconds: float) -> None:
-        """Record the time of a microbatch of this rank. Local.
+        """Record the time of a microbatch of this rank.
 
         Args:
             lengths: Lengths of its sequences in tokens, [n]. An empty microbatch is ignored.
@@ -87,7 +87,7 @@ class FittedCostModel:
             self._new.append(observation)
 
     def observe_chunk(self, begin: int, end: int, seconds: float) -> None:
-        """Record the time of a piece of a sequence on this rank, without waits for other pieces. Local.
+        """Record the time of a piece of a sequence on this rank, without waits for other pieces.
 
         Args:
             begin: First token of the piece.
@@ -98,7 +98,7 @@ class FittedCostModel:
             self._new_chunks.append((begin, end, float(seconds)))
 
     def report(self) -> ReportRows:
-        """Return this rank's sums over its observations since the last update. Local.
+        """Return this rank's sums over its observations since the last update.
 
         Returns:
             float64 [ROW_LENGTH]; zeros if there was nothing.
@@ -129,7 +129,7 @@ class FittedCostModel:
         return row
 
     def update(self, reports: npt.ArrayLike) -> None:
-        """Fit the cost to the reports of all ranks; earlier minibatches count less. Local.
+        """Fit the cost to the reports of all ranks; earlier minibatches count less.
 
         Args:
             reports: The `report` of each rank, float64 [size, ROW_LENGTH]; the same on every rank, so that the costs
@@ -152,7 +152,7 @@ class FittedCostModel:
         return {"cost": _numbers(self._cost), "rows": self._rows.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, on any number of ranks. Local."""
+        """Continue from a `state_dict`, on any number of ranks."""
         constant, linear, quadratic = state["cost"]
         self._cost = replace(self._prior, linear=linear, quadratic=quadratic, constant=constant)
         self._rows = np.array(state["rows"], dtype=np.float64).reshape(-1, ROW_LENGTH)

@@ -33,8 +33,6 @@ def partition(costs: Sequence[float], size: int) -> list[list[int]]:
     differ most, the largest bin of one to the smallest of the other, until one split is left. Bins without items are
     not stored, which keeps the first joins short.
 
-    Local.
-
     Args:
         costs: Cost of each item, at least 0.
         size: Number of parts.
@@ -55,9 +53,7 @@ def partition_evenly(costs: Sequence[float], size: int) -> list[list[int]]:
     has it: a first split is not one item but `size` neighbours in the order of their costs, one per bin, and joins
     keep the numbers equal. Where they do not divide, items without cost fill the cheapest split. This gives each
     part one of the costliest items, which equal counts do not demand; so exchanges between the costliest and the
-    cheapest part follow: 256 log-normal costs in 8 parts go from 9 % above the mean to less than 0.1 %.
-
-    Local. Arguments and result are those of `partition`.
+    cheapest part follow: 256 log-normal costs in 8 parts go from 9 % above the mean to less than 0.1 %. Arguments and result are those of `partition`.
     """
     num_items = len(costs)
     order = argsort_descending(np.asarray(costs, dtype=np.float64)) + list(
@@ -160,7 +156,7 @@ def _flatten(contents: Any) -> list[int]:
 
 
 def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Pack items first-fit decreasing: at most 11/9 of the fewest bins, plus 6/9 (Dósa 2007). Local.
+    """Pack items first-fit decreasing: at most 11/9 of the fewest bins, plus 6/9 (Dósa 2007).
 
     Args:
         sizes: Size of each item, int64 [n], at most `capacity`.
@@ -198,8 +194,6 @@ def even_fit(
 
     Bins come out about equally costly; only a single item may exceed `most`. O(n log n).
 
-    Local.
-
     Args:
         sizes: Size of each item, int64 [n], at most `capacity`.
         costs: Cost of each item, float64 [n], at least 0.
@@ -235,5 +229,5 @@ def even_fit(
 
 
 def argsort_descending(values: npt.NDArray[Any]) -> list[int]:
-    """Return the indices by falling value, equal ones by index. Local."""
+    """Return the indices by falling value, equal ones by index."""
     return np.argsort(-values, kind="stable").tolist()

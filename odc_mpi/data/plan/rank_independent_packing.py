@@ -20,7 +20,7 @@ SEQUENCES_PER_RANK = 4
 
 
 def rank_independent_packing(name: str, packing_cost: CostModel) -> BalanceStrategy:
-    """Return the balance of a name, with microbatches that are the same on any number of ranks. Local.
+    """Return the balance of a name, with microbatches that are the same on any number of ranks.
 
     Args:
         name: One of `data.plan.balance.BALANCE_STRATEGIES`.

@@ -106,14 +106,14 @@ class ChildResult:
 
     @property
     def failure_point(self) -> tuple[str, Failure] | None:
-        """What the child was doing when it failed, and the failure; None if it had done all. Local."""
+        """What the child was doing when it failed, and the failure; None if it had done all."""
         doing = self.messages.get("doing", "starting MPI")
         if self.failure is None and doing is None:
             return None
         return doing or "closing", self.failure or Failure(FailureKind.ENDED_EARLY)
 
     def print_output_tail(self) -> None:
-        """Print the last lines of a child that failed, on standard error. Local."""
+        """Print the last lines of a child that failed, on standard error."""
         if self.failure:
             print(f"The last lines of the failed process:\n{self.output_tail or '(none)'}", file=sys.stderr, flush=True)
 
@@ -249,7 +249,7 @@ class _Child:
         self._pmi.start()
 
     def listen(self, timeout_s: float) -> None:
-        """Read the child's news for so many seconds. Local."""
+        """Read the child's news for so many seconds."""
         until = time.monotonic() + timeout_s
         while (left_s := until - time.monotonic()) > 0:
             if self._read < 0:
@@ -266,11 +266,11 @@ class _Child:
             self.messages = json.loads(lines[-1])
 
     def is_done(self) -> bool:
-        """Whether the child has ended and all its news were read. Local."""
+        """Whether the child has ended and all its news were read."""
         return self._process.poll() is not None and self._read < 0
 
     def crash(self) -> tuple[Failure, str] | None:
-        """Return the child's crash and its last lines; None if it did not crash. Local."""
+        """Return the child's crash and its last lines; None if it did not crash."""
         code = self._process.poll()
         if not code and not self._pmi.abort_was_asked:
             return None
@@ -278,13 +278,13 @@ class _Child:
         return Failure(FailureKind.CRASHED, how, self._rank), self.output_tail()
 
     def output_tail(self) -> str:
-        """Return the last lines of the child's standard streams. Local."""
+        """Return the last lines of the child's standard streams."""
         self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - 4000))
         lines = self._output.read().decode(errors="replace").splitlines()
         return "\n".join([line for line in lines if line.strip()][-25:])
 
     def end(self) -> None:
-        """Kill the child if it still runs. Local."""
+        """Kill the child if it still runs."""
         self._process.kill()
         self._process.wait()
         self._pmi.leave(self._rank)
@@ -306,22 +306,22 @@ class _SharedNotes:
                 self._socket.bind(self._name)
 
     def write(self, crash: Failure, output_tail: str) -> None:
-        """Report a crash to rank 0's parent, if it is on this node. Local."""
+        """Report a crash to rank 0's parent, if it is on this node."""
         with suppress(OSError):
             self._socket.sendto(json.dumps([crash.description, crash.rank, output_tail]).encode(), self._name)
 
     def is_received(self) -> bool:
-        """Whether rank 0's parent is on this node and still listens. Local."""
+        """Whether rank 0's parent is on this node and still listens."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
             return other.connect_ex(self._name) == 0
 
     def read(self) -> tuple[Failure, str] | None:
-        """Return the crash that another parent reported, None if there is none. Local."""
+        """Return the crash that another parent reported, None if there is none."""
         with suppress(OSError, ValueError):
             how, rank, last_words = json.loads(self._socket.recv(1 << 16))
             return Failure(FailureKind.CRASHED, how, rank), last_words
         return None
 
     def close(self) -> None:
-        """Stop listening. Local."""
+        """Stop listening."""
         self._socket.close()

@@ -35,7 +35,7 @@ def end_within(seconds: float) -> None:
 
 
 def end_by_interrupt() -> None:
-    """End this process as an interrupt does that nobody catches: a launcher then ends the other ranks. Local."""
+    """End this process as an interrupt does that nobody catches: a launcher then ends the other ranks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
 

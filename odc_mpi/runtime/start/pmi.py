@@ -1,4 +1,4 @@
-"""Whether the launcher and the MPI library fit together. Local.
+"""Whether the launcher and the MPI library fit together.
 
 Processes find each other through their launcher: by PMI (MPICH's mpiexec, srun --mpi=pmi2) or by PMIx (Open MPI's
 mpiexec, srun --mpi=pmix). A library with the wrong protocol, or none, takes its process for a job of its own: every
@@ -27,7 +27,7 @@ _FORWARD_S = 0.2
 
 
 def check_before_start() -> None:
-    """Refuse an MPICH without PMIx that was started through PMIx; start MPI where it may work. Local.
+    """Refuse an MPICH without PMIx that was started through PMIx; start MPI where it may work.
 
     Raises:
         UserError: MPICH would end this process without saying why.
@@ -49,7 +49,7 @@ def check_before_start() -> None:
 
 
 def check_launcher(library: str, size: int) -> None:
-    """Check that MPI sees the processes that the launcher started. Local.
+    """Check that MPI sees the processes that the launcher started.
 
     Args:
         library: Name of the MPI library, as it gives it.
@@ -66,7 +66,7 @@ def check_launcher(library: str, size: int) -> None:
 
 
 def hint() -> str | None:
-    """Return advice for a start of MPI that fails, None if there is none. Local."""
+    """Return advice for a start of MPI that fails, None if there is none."""
     kinds = ", ".join(f"{kind} for {library}" for library, kind in SRUN_MPI.items())
     return f"Under srun, --mpi has to be {kinds}: srun --mpi=list shows what there is." if _is_slurm() else None
 
@@ -122,7 +122,7 @@ class PmiRelay:
             self.environment = {"PMI_FD": str(self._sockets[1].fileno())}
 
     def start(self) -> None:
-        """Begin to relay, once the child has its end of the connection. Local."""
+        """Begin to relay, once the child has its end of the connection."""
         if self._sockets is not None:
             self._sockets[1].close()
             child = self._sockets[0].fileno()
@@ -130,7 +130,7 @@ class PmiRelay:
                 threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
 
     def leave(self, rank: int) -> None:
-        """Close the PMI connection in order if the child could not; else the launcher reports a failure. Local."""
+        """Close the PMI connection in order if the child could not; else the launcher reports a failure."""
         if not self._is_open:
             return
         message = b"cmd=finalize\n"

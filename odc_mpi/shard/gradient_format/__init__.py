@@ -11,7 +11,7 @@ from odc_mpi.shard.layout import FlatLayout
 
 
 def make_gradient_format(dtype: torch.dtype, layouts: Sequence[FlatLayout]) -> GradientFormat:
-    """Return the numbers that gradients are added up as. Local.
+    """Return the numbers that gradients are added up as.
 
     Args:
         dtype: Of the elements of gradients on the way.

@@ -25,11 +25,11 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin a minibatch. Local."""
+        """Begin a minibatch."""
 
     @abstractmethod
     def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        """Lay gradients of an array into a buffer that is pushed by itself, zeros between them. Local.
+        """Lay gradients of an array into a buffer that is pushed by itself, zeros between them.
 
         Args:
             index: Of the array.
@@ -42,7 +42,7 @@ class GradientFormat(ABC):
         """Add gradients of an array to a sum at home. Local; arguments as of `write_flat`."""
 
     def note_push(self, index: int, flat: torch.Tensor) -> None:  # noqa: B027 - not everybody has to
-        """Take note of a sum at home that is pushed now. Local."""
+        """Take note of a sum at home that is pushed now."""
 
     @abstractmethod
     def local_statistics(self) -> np.ndarray:
@@ -50,7 +50,7 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
-        """Take the sums over all ranks of what they told; return whether the gradients are finite. Local."""
+        """Take the sums over all ranks of what they told; return whether the gradients are finite."""
 
     @abstractmethod
     def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -66,11 +66,11 @@ class GradientFormat(ABC):
         """
 
     def note_scaling(self, divisor: float) -> None:  # noqa: B027 - not everybody has to
-        """Take note that all gradients are divided by a number. Local."""
+        """Take note that all gradients are divided by a number."""
 
     @abstractmethod
     def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
-        """Return sums over the squares of this rank's gradients, float64 `[k]`, as many on each rank. Local.
+        """Return sums over the squares of this rank's gradients, float64 `[k]`, as many on each rank.
 
         Args:
             gradients: Of this rank's slices, by the indices of their arrays.
@@ -78,4 +78,4 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def norm(self, totals: np.ndarray) -> float:
-        """Return the norm, of the sum over all ranks of `sum_of_squares`; NaN if gradients are not finite. Local."""
+        """Return the norm, of the sum over all ranks of `sum_of_squares`; NaN if gradients are not finite."""

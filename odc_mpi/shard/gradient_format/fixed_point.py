@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from odc_mpi.comm.kernels.native import Segment, largest_magnitude
 from odc_mpi.shard.gradient_format.base import GradientFormat
@@ -81,10 +82,12 @@ class FixedPointGradients(GradientFormat):
         self._statistics: dict[int, torch.Tensor] = {}
         self._work: torch.Tensor | None = None
 
-    def start(self) -> None:  # noqa: D102
+    @override
+    def start(self) -> None:
         self._statistics = {}
 
-    def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:  # noqa: D102
+    @override
+    def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
         filled = 0
         for start, piece in segments:
             flat[filled:start].zero_()
@@ -92,7 +95,8 @@ class FixedPointGradients(GradientFormat):
         flat[filled:].zero_()
         self._round(index, segments, flat, torch.Tensor.copy_)
 
-    def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:  # noqa: D102
+    @override
+    def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
         self._round(index, segments, flat, _add)
 
     def local_statistics(self) -> np.ndarray:
@@ -104,7 +108,7 @@ class FixedPointGradients(GradientFormat):
         return told.ravel()
 
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
-        """Take the sums over all ranks; the exponents are those of the next minibatch from here on. Local."""
+        """Take the sums over all ranks; the exponents are those of the next minibatch from here on."""
         rows = dict(zip(self._numels, totals.reshape(-1, 3).tolist(), strict=True))
         self._received = dict(self.exponents)
         steps = {index: 2.0 ** -self.exponents[index] for index in rows}
@@ -118,18 +122,19 @@ class FixedPointGradients(GradientFormat):
         return self._finite
 
     def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return the integers scaled back: rounded to the nearest number of fp64, then of the type of `like`. Local."""
+        """Return the integers scaled back: rounded to the nearest number of fp64, then of the type of `like`."""
         window = window.to(like.device)
         gradient, scale = torch.empty_like(window, dtype=like.dtype), 2.0 ** -self._received[index]
         for part in _parts(window):
             gradient[part] = window[part].double().mul_(scale)
         return gradient
 
-    def note_scaling(self, divisor: float) -> None:  # noqa: D102
+    @override
+    def note_scaling(self, divisor: float) -> None:
         self._largest = {index: largest / abs(divisor) for index, largest in self._largest.items()}
 
     def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
-        """Return the sums of squares in integers, `[arrays * LIMBS]`. Local."""
+        """Return the sums of squares in integers, `[arrays * LIMBS]`."""
         totals = np.zeros((len(self._numels), LIMBS))
         for row, index in zip(totals, self._numels, strict=True):
             for own in gradients.get(index, ()):
@@ -137,7 +142,8 @@ class FixedPointGradients(GradientFormat):
                     row += self._squares(index, own[part])
         return totals.ravel()
 
-    def norm(self, totals: np.ndarray) -> float:  # noqa: D102
+    @override
+    def norm(self, totals: np.ndarray) -> float:
         if not self._finite:
             return math.nan
         parts = [

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from odc_mpi.comm.kernels.native import Segment, add_segments_, flatten, largest_magnitude
 from odc_mpi.shard.gradient_format.base import GradientFormat
@@ -30,33 +31,41 @@ class FloatGradients(GradientFormat):
         # Half of what it holds: sums are rounded.
         self._limit = torch.finfo(dtype).max / 2
 
-    def start(self) -> None:  # noqa: D102
+    @override
+    def start(self) -> None:
         self._bounds = {}
 
-    def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:  # noqa: D102
+    @override
+    def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
         self._add_bound(index, flatten(segments, flat))
 
-    def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:  # noqa: D102
+    @override
+    def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
         add_segments_(flat, segments)
 
-    def note_push(self, index: int, flat: torch.Tensor) -> None:  # noqa: D102
+    @override
+    def note_push(self, index: int, flat: torch.Tensor) -> None:
         self._add_bound(index, largest_magnitude(flat))
 
     def local_statistics(self) -> np.ndarray:
-        """Return how much of the range of the type an element of what was pushed may take up, at most, `[1]`. Local."""
+        """Return how much of the range of the type an element of what was pushed may take up, at most, `[1]`."""
         bounds = list(self._bounds.values())
         return np.array([float(torch.stack(bounds).max()) / self._limit if bounds else 0.0])
 
-    def apply_global_statistics(self, totals: np.ndarray) -> bool:  # noqa: D102
+    @override
+    def apply_global_statistics(self, totals: np.ndarray) -> bool:
         return bool(totals[0] < 1.0)
 
-    def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:  # noqa: D102
+    @override
+    def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return window.to(like.device, like.dtype, non_blocking=like.is_cuda)
 
-    def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:  # noqa: D102
+    @override
+    def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
         return np.array([squared_norm([own for slices in gradients.values() for own in slices])])
 
-    def norm(self, totals: np.ndarray) -> float:  # noqa: D102
+    @override
+    def norm(self, totals: np.ndarray) -> float:
         return float(np.sqrt(totals[0]))
 
     def _add_bound(self, index: int, largest: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from odc_mpi.comm.transport import Group
 
 
 def in_backward() -> bool:
-    """Tell whether this thread is inside a backward pass. Local."""
+    """Tell whether this thread is inside a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -36,22 +36,22 @@ class ActivityReporter:
         self._microbatch = 0
 
     def start_minibatch(self) -> None:
-        """Count microbatches from here on. Local."""
+        """Count microbatches from here on."""
         self._in_minibatch, self._microbatch = True, 0
 
     def finish_minibatch(self) -> None:
-        """Count no more microbatches: the boundary comes, which the transport tells itself. Local."""
+        """Count no more microbatches: the boundary comes, which the transport tells itself."""
         self._in_minibatch, self._microbatch, self._last = False, 0, None
 
     def start_microbatch(self) -> None:
-        """Take a forward of the whole module for the beginning of a microbatch, within a minibatch. Local."""
+        """Take a forward of the whole module for the beginning of a microbatch, within a minibatch."""
         if self._in_minibatch and not self._override:
             self._microbatch += 1
             self._last = None
 
     @contextmanager
     def override(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Tell in words what this rank does, and no units meanwhile; yield what tells other words. Local."""
+        """Tell in words what this rank does, and no units meanwhile; yield what tells other words."""
         self._report_override(what)
         try:
             yield self._report_override
@@ -59,7 +59,7 @@ class ActivityReporter:
             self._report_override("")
 
     def update(self, phase: str, unit: str) -> None:
-        """Tell, if it is new, what is done with a unit. Local.
+        """Tell, if it is new, what is done with a unit.
 
         Args:
             phase: "forward of", "backward of" or "fetching".

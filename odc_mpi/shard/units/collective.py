@@ -33,17 +33,17 @@ class CollectivelyUnshardedUnits(UnshardedUnits):
         super().__init__(transport, 0, spans, traffic, max_others=0)
 
     def start_microbatch(self) -> None:
-        """Begin a microbatch with no unit ready. Local."""
+        """Begin a microbatch with no unit ready."""
         super().start_microbatch()
         self.reshard_all()
 
     def post_forward(self, unit: Unit) -> None:
-        """Release a unit after its forward, unless that ran again in a backward, which then needs the unit. Local."""
+        """Release a unit after its forward, unless that ran again in a backward, which then needs the unit."""
         if not in_backward() and unit in self._held and not (unit.is_root or unit.num_forwards):
             self._reshard(unit)
 
     def unshard_all(self, units: Sequence[Unit]) -> None:
-        """Refuse to keep the whole model. Local.
+        """Refuse to keep the whole model.
 
         Raises:
             UserError: Always.

@@ -66,7 +66,7 @@ class Unit:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the unit from being released meanwhile. Local."""
+        """Keep the unit from being released meanwhile."""
         self.num_forwards += 1
         try:
             yield
@@ -92,7 +92,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
 
     def reshard(self, transport: Transport) -> None:
-        """Give the whole parameters up. Local."""
+        """Give the whole parameters up."""
         assert self.state is UnitState.UNSHARDED
         arrays, self._arrays = self._arrays, []
         if transport.parameters.access is Access.COPY:
@@ -102,21 +102,21 @@ class Unit:
             transport.parameters.release(array)
 
     def drop_aliases(self) -> None:
-        """Let go of all memory of a unit that will not be fetched again. Local."""
+        """Let go of all memory of a unit that will not be fetched again."""
         self._aliases = {}
 
     def buffer_bytes(self) -> int:
-        """Return the bytes of the memory that a ready unit's arrays occupy. Local."""
+        """Return the bytes of the memory that a ready unit's arrays occupy."""
         return sum(array.untyped_storage().nbytes() for array in self._arrays)
 
     def storage_pointers(self) -> list[int]:
-        """Return the addresses of the memory that a ready unit's arrays occupy. Local."""
+        """Return the addresses of the memory that a ready unit's arrays occupy."""
         return [array.untyped_storage().data_ptr() for array in self._arrays]
 
     def as_strided(
         self, i: int, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
-        """Return a tensor over the memory of a ready unit's i-th array. Local.
+        """Return a tensor over the memory of a ready unit's i-th array.
 
         Not a view in autograd's sense: what is found here has no history.
         """
@@ -124,7 +124,7 @@ class Unit:
         return torch.empty(0, dtype=dtype, device=self._arrays[i].device).set_(storage, offset, shape, stride)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return a whole parameter of a ready unit, without history. Local."""
+        """Return a whole parameter of a ready unit, without history."""
         if name not in self._aliases:
             i, slot = self.ranges[name]
             array, shape = self._arrays[i], slot.spec.shape
@@ -137,7 +137,7 @@ class Unit:
         return self._aliases[name][0].detach()
 
     def check_unchanged(self) -> None:
-        """Refuse that a parameter was changed in place since the unit became ready. Local."""
+        """Refuse that a parameter was changed in place since the unit became ready."""
         for name, (whole, version) in self._aliases.items():
             if whole._version != version:
                 raise RuntimeError(

@@ -82,7 +82,7 @@ class UnshardedUnits:
 
     @property
     def tensors_stay_valid(self) -> bool:
-        """Whether what units show now may be kept until the end of the minibatch. Local.
+        """Whether what units show now may be kept until the end of the minibatch.
 
         Where all units are ready, nothing is fetched any more, and nothing makes room.
         """
@@ -110,21 +110,21 @@ class UnshardedUnits:
             self._prefetch_after(unit)
 
     def start_microbatch(self) -> None:
-        """Begin a microbatch. Local."""
+        """Begin a microbatch."""
         self.activity.start_microbatch()
 
     def post_forward(self, unit: Unit) -> None:
-        """Called after each forward of a unit, which stays ready here. Local."""
+        """Called after each forward of a unit, which stays ready here."""
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
-        """Return the ready unit and its array that a tensor is a view of; None if there is none. Local."""
+        """Return the ready unit and its array that a tensor is a view of; None if there is none."""
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         return self._by_pointer.get(tensor.untyped_storage().data_ptr())
 
     @contextmanager
     def no_reshard(self) -> Iterator[None]:
-        """Refuse in the enclosed code to release all units: modules hold their tensors. Local."""
+        """Refuse in the enclosed code to release all units: modules hold their tensors."""
         self.is_reshard_forbidden = True
         try:
             yield
@@ -164,13 +164,13 @@ class UnshardedUnits:
         self.parameter_version += 1
 
     def check_current(self, parameter_version: int) -> None:
-        """Refuse a backward whose forward saw other parameters, or some that are being written. Local."""
+        """Refuse a backward whose forward saw other parameters, or some that are being written."""
         if parameter_version != self.parameter_version:
             raise RuntimeError("backward after publish(): the parameters that its forward used are gone")
         self._check_fetch_allowed()
 
     def check_unchanged(self) -> None:
-        """Refuse that a parameter of a ready unit was changed in place. Local."""
+        """Refuse that a parameter of a ready unit was changed in place."""
         for unit in self._held:
             unit.check_unchanged()
 

@@ -1,4 +1,4 @@
-"""The exponents of fixed-point gradients, from one step and one checkpoint to the next. Local."""
+"""The exponents of fixed-point gradients, from one step and one checkpoint to the next."""
 
 import math
 from collections.abc import Mapping
@@ -28,15 +28,15 @@ class ExponentCallback(Callback):
         gradient_format.exponents = {index: exponent - larger for index, exponent in gradient_format.exponents.items()}
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report the error. Local."""
+        """Report the error."""
         step.metrics["fixed64_relative_error"] = self._gradient_format.relative_error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the exponents of the next minibatch. Local."""
+        """Return the exponents of the next minibatch."""
         return {"fixed64_exponents": list(self._gradient_format.exponents.values())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with the exponents of a checkpoint, if it has any. Local.
+        """Continue with the exponents of a checkpoint, if it has any.
 
         Raises:
             UserError: The checkpoint is of a model with other arrays.

@@ -46,7 +46,7 @@ def check_numerics(device: str, world: World, resume_point: ResumePoint | None) 
 
 
 def numerics_fingerprint(device: str) -> dict[str, str]:
-    """Return the facts that decide the last bits of a computation, by their names. Local.
+    """Return the facts that decide the last bits of a computation, by their names.
 
     Args:
         device: On which the model computes, cpu or cuda.
@@ -81,7 +81,7 @@ def require_same_numerics(fingerprint: Mapping[str, str], world: World) -> None:
 
 
 def numerics_differences(current: Mapping[str, str], previous: Mapping[str, str], checkpoint: str) -> list[str]:
-    """Return the facts that differ from those of a run before, in words. Local.
+    """Return the facts that differ from those of a run before, in words.
 
     Args:
         current: Of this run.

@@ -1,4 +1,4 @@
-"""What an exact run sets, and which settings it refuses. Local."""
+"""What an exact run sets, and which settings it refuses."""
 
 import os
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from odc_mpi.training.settings import Config
 
 
 def reduce_dtype(config: Config) -> torch.dtype:
-    """Return the type in which gradients of a run are pushed and added up. Local."""
+    """Return the type in which gradients of a run are pushed and added up."""
     return {"float32": torch.float32, "fixed64": torch.int64}[config.model.reduce_dtype]
 
 
 def apply_exact_settings(config: Config) -> Config:
-    """Return a configuration with all that `run.exact` takes; as it is without that. Local.
+    """Return a configuration with all that `run.exact` takes; as it is without that.
 
     Raises:
         UserError: A setting breaks it; names the setting.
@@ -53,7 +53,7 @@ _REASONS = {
 
 @contextmanager
 def deterministic_algorithms(config: Config) -> Iterator[None]:
-    """Have torch choose deterministic algorithms in an exact run, and as before afterwards. Local."""
+    """Have torch choose deterministic algorithms in an exact run, and as before afterwards."""
     if not config.run.exact:
         yield
         return

@@ -54,7 +54,7 @@ class GRPOObjective(Objective):
         )
 
     def on_step_begin(self, step: Step) -> None:
-        """Start at zero. Local."""
+        """Start at zero."""
         self._sums.reset()
         self._positions = {index: position for position, index in enumerate(step.minibatch.indices.tolist())}
         self._largest_difference, self._num_tokens = 0.0, 0
@@ -77,16 +77,16 @@ class GRPOObjective(Objective):
         return per_token.sum()
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add its loss. Local."""
+        """Add its loss."""
         self._add("grpo_loss", result.microbatch, result.loss)
 
     def local_values(self) -> tuple[float, ...]:
-        """Return this rank's sums. Local."""
+        """Return this rank's sums."""
         return float(self._num_tokens), self._largest_difference, *self._sums.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Learn the divisor, and report. Local."""
-        loss_tokens, completions = gathered.sum("learnt_tokens"), gathered.sum("completions")
+        """Learn the divisor, and report."""
+        loss_tokens, completions = gathered.sum("loss_tokens"), gathered.sum("completions")
         self.loss_normalizer = loss_normalizer(self._rl, num_tokens=loss_tokens, num_completions=completions)
         tokens = max(1.0, gathered.sum("trained_tokens"))
         step.metrics |= {
@@ -110,18 +110,18 @@ class GRPOObjective(Objective):
 
 
 def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each token, of the same shape: a value of -advantage, and its gradient. Local."""
+    """Return the loss of each token, of the same shape: a value of -advantage, and its gradient."""
     return -torch.exp(logps - logps.detach()) * advantages
 
 
 def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the estimate k3 of the KL divergence at each token (http://joschu.net/blog/kl-approx.html). Local."""
+    """Return the estimate k3 of the KL divergence at each token (http://joschu.net/blog/kl-approx.html)."""
     difference = reference - logps
     return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise where policies are alike
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the divisor of the sum over a minibatch, at least 1. Local.
+    """Return the divisor of the sum over a minibatch, at least 1.
 
     Args:
         rl: The section of the settings.

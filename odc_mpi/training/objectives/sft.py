@@ -25,7 +25,7 @@ class SFTObjective(Objective):
     summary: ClassVar = {"loss_first": SummaryField("loss", "first"), "loss_last": SummaryField("loss", "last")}
 
     def on_step_begin(self, step: Step) -> None:
-        """Start a sum. Local."""
+        """Start a sum."""
         self._loss = 0.0
 
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
@@ -34,13 +34,13 @@ class SFTObjective(Objective):
         return loss
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add its loss. Local."""
+        """Add its loss."""
         self._loss += round_for_exact_sum(result.loss, MAX_EXACT_LOSS)
 
     def local_values(self) -> tuple[float]:
-        """Return this rank's part of the loss. Local."""
+        """Return this rank's part of the loss."""
         return (self._loss,)
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report the loss. Local."""
+        """Report the loss."""
         step.metrics |= {"loss": gathered.sum("loss"), "num_tokens": step.minibatch.num_tokens}

@@ -1,4 +1,4 @@
-"""Sums over the prompt groups of a minibatch that do not depend on which rank had which group. Local.
+"""Sums over the prompt groups of a minibatch that do not depend on which rank had which group.
 
 A sum of floating-point numbers depends on its order. So the part of each group is told by itself at point A, where one
 rank alone has it, and all ranks add the parts up in the order of the prompts.
@@ -27,15 +27,15 @@ class GroupSums:
         self.reset()
 
     def reset(self) -> None:
-        """Start at zero. Local."""
+        """Start at zero."""
         self._values = dict.fromkeys(self.gathered_names, 0.0)
 
     def add(self, name: str, position: int, value: float) -> None:
-        """Add a number to the part of the group at a position of the minibatch. Local."""
+        """Add a number to the part of the group at a position of the minibatch."""
         self._values[_name(name, position)] += value
 
     def local_values(self) -> list[float]:
-        """Return the parts of this rank, in the order of the names. Local."""
+        """Return the parts of this rank, in the order of the names."""
         return list(self._values.values())
 
     def part(self, gathered: sharded.MinibatchStats, name: str, position: int) -> float:

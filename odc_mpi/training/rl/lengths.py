@@ -1,4 +1,4 @@
-"""How long the completions of a prompt will be: what earlier rounds tell, and the lengths of prompts. Local."""
+"""How long the completions of a prompt will be: what earlier rounds tell, and the lengths of prompts."""
 
 from collections.abc import Mapping
 
@@ -21,14 +21,14 @@ class CompletionLengthPredictor:
         self.load_state_dict({})
 
     def observe(self, index: int, length: float) -> None:
-        """Remember the mean length of the completions of a prompt, to two digits behind the point. Local."""
+        """Remember the mean length of the completions of a prompt, to two digits behind the point."""
         if index in self._observed:
             self._update_sums(index, -1)
         self._observed[index] = round(100 * length)
         self._update_sums(index, 1)
 
     def predict(self, index: int) -> float:
-        """Return the expected length of the completions of a prompt, in tokens. Local."""
+        """Return the expected length of the completions of a prompt, in tokens."""
         if index in self._observed:
             return self._observed[index] / 100
         prompt_length = int(self._prompt_lengths[index])
@@ -40,11 +40,11 @@ class CompletionLengthPredictor:
         return (y / n + slope * (prompt_length - x / n)) / 100
 
     def state_dict(self) -> dict[str, float]:
-        """Return the lengths that are known, as JSON takes them. Local."""
+        """Return the lengths that are known, as JSON takes them."""
         return {str(index): length / 100 for index, length in self._observed.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
-        """Know the lengths of a `state_dict`, and no others. Local."""
+        """Know the lengths of a `state_dict`, and no others."""
         self._observed: dict[int, int] = {}
         #: Of prompts that are known: how many, lengths x of prompts and y of completions, and products.
         self._sums = [0, 0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""The numbers of rollouts: counts of a rank, which it tells at point A, and the metrics of all ranks. Local."""
+"""The numbers of rollouts: counts of a rank, which it tells at point A, and the metrics of all ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,16 +13,23 @@ from odc_mpi.training.rl.group_sums import GroupSums
 
 #: Whole numbers, whose sums are exact.
 _COUNTS = (
-    *("completions", "completion_tokens", "learnt_tokens", "prompt_tokens", "cut"),
-    *("scored", "groups", "equal_groups", "failed_rewards"),
+    *("completions", "completion_tokens", "loss_tokens", "prompt_tokens", "truncated"),
+    *("rewarded", "groups", "equal_groups", "failed_rewards"),
 )
 #: Of this rank: seconds that it generated, rewards included, and waited for groups of others; groups that it generated
 #: and trained, the trained ones that another rank generated, and those that found no room in its store.
-_PER_RANK = ("generate_s", "rollout_wait_s", "groups_generated", "groups_trained", "groups_from_others", "groups_kept")
+_PER_RANK = (
+    "generate_s",
+    "rollout_wait_s",
+    "groups_generated",
+    "groups_trained",
+    "groups_claimed_from_other_ranks",
+    "groups_not_stored",
+)
 
 
 class RolloutMetrics:
-    """Counts of a step. Local.
+    """Counts of a step.
 
     Args:
         rewards: Names of the reward functions.
@@ -42,12 +49,12 @@ class RolloutMetrics:
         self.reset()
 
     def reset(self) -> None:
-        """Start at zero. Local."""
+        """Start at zero."""
         self._values = dict.fromkeys(self._counts, 0.0) | {"shortest": np.inf}
         self._sums.reset()
 
     def add(self, name: str, value: float = 1.0) -> None:
-        """Add to one of this rank's own numbers, those of `_PER_RANK`. Local."""
+        """Add to one of this rank's own numbers, those of `_PER_RANK`."""
         self._values[name] += value
 
     def add_group(
@@ -57,7 +64,7 @@ class RolloutMetrics:
         group_rewards: GroupRewards,
         excluded: npt.NDArray[np.bool_],
     ) -> None:
-        """Count a group that this rank generated. Local.
+        """Count a group that this rank generated.
 
         Args:
             position: Of its prompt in the minibatch.
@@ -70,9 +77,9 @@ class RolloutMetrics:
         added = {
             "completions": len(lengths),
             "completion_tokens": lengths.sum(),
-            "learnt_tokens": lengths[~excluded].sum(),
-            "cut": len(lengths) - sum(completions.stopped),
-            "scored": len(rewards),
+            "loss_tokens": lengths[~excluded].sum(),
+            "truncated": len(lengths) - sum(completions.stopped),
+            "rewarded": len(rewards),
             "groups": 1,
             "equal_groups": bool(np.isclose(group_rewards.std, 0.0)),
             "failed_rewards": group_rewards.num_failed,
@@ -96,37 +103,37 @@ class RolloutMetrics:
         self._values["longest"] = max(self._values["longest"], float(lengths.max()))
 
     def local_values(self) -> list[float]:
-        """Return the numbers of this rank, in the order of the names. Local."""
+        """Return the numbers of this rank, in the order of the names."""
         return [*self._values.values(), *self._sums.local_values()]
 
     def mean_length(self, gathered: sharded.MinibatchStats, position: int) -> float:
-        """Return the mean length in tokens of the completions of a prompt. Local."""
+        """Return the mean length in tokens of the completions of a prompt."""
         return self._sums.part(gathered, "length", position)
 
     def compute(self, gathered: sharded.MinibatchStats) -> dict[str, Any]:
-        """Return the metrics of all groups, under TRL's names where it has them. Local."""
+        """Return the metrics of all groups, under TRL's names where it has them."""
         sums = {name: gathered.sum(name) for name in (*_COUNTS, *_PER_RANK)}
         sums |= {name: self._sums.total(gathered, name) for name in ("entropy", "reward", "squared_reward")}
         tokens, completions = max(1.0, sums["completion_tokens"]), max(1.0, sums["completions"])
         generated, trained = gathered.per_rank("groups_generated"), gathered.per_rank("groups_trained")
         metrics = {
             "num_input_tokens": int(sums["completion_tokens"]),
-            "num_tokens": int(sums["learnt_tokens"]),
-            "reward": sums["reward"] / sums["scored"] if sums["scored"] else None,
-            "reward_std": _standard_deviation(sums["scored"], sums["reward"], sums["squared_reward"]),
+            "num_tokens": int(sums["loss_tokens"]),
+            "reward": sums["reward"] / sums["rewarded"] if sums["rewarded"] else None,
+            "reward_std": _standard_deviation(sums["rewarded"], sums["reward"], sums["squared_reward"]),
             "frac_reward_zero_std": sums["equal_groups"] / max(1.0, sums["groups"]),
             "completions/mean_length": sums["completion_tokens"] / completions,
             "completions/min_length": int(gathered.per_rank("shortest").min()),
             "completions/max_length": int(gathered.per_rank("longest").max()),
-            "completions/clipped_ratio": sums["cut"] / completions,
+            "completions/clipped_ratio": sums["truncated"] / completions,
             "entropy": sums["entropy"] / tokens,
             "failed_rewards": int(sums["failed_rewards"]),
             "groups_generated_min": int(generated.min()),
             "groups_generated_max": int(generated.max()),
             "groups_trained_min": int(trained.min()),
             "groups_trained_max": int(trained.max()),
-            "groups_from_others": int(sums["groups_from_others"]),
-            "groups_kept": int(sums["groups_kept"]),
+            "groups_claimed_from_other_ranks": int(sums["groups_claimed_from_other_ranks"]),
+            "groups_not_stored": int(sums["groups_not_stored"]),
             # Means over the ranks.
             "generate_s": float(gathered.per_rank("generate_s").mean()),
             "rollout_wait_s": float(gathered.per_rank("rollout_wait_s").mean()),

@@ -19,7 +19,7 @@ class PromptLoader(ShuffledSampler):
         self._rank = rank
 
     def __next__(self) -> Minibatch:
-        """Return the next minibatch; its plan is empty, as ranks draw what they do. Local."""
+        """Return the next minibatch; its plan is empty, as ranks draw what they do."""
         position, indices = self._next_indices()
         return Minibatch(
             indices=indices,
@@ -54,16 +54,16 @@ class PromptCodec:
             )
 
     def encode(self, index: int, record: PromptRecord) -> Prompt:
-        """Return a prompt as what completions continue. Local."""
+        """Return a prompt as what completions continue."""
         return Prompt(index, record.tokens, self._stop_of_chat if record.is_chat else self._stop)
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of a completion, without its stop token. Local."""
+        """Return the text of a completion, without its stop token."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def reward_kwargs(self, record: PromptRecord, completions: list[list[int]]) -> dict[str, list[Any]]:
-        """Return the arguments of reward functions for a prompt and its completions, copies of the tokens. Local."""
+        """Return the arguments of reward functions for a prompt and its completions, copies of the tokens."""
         texts: list[Any] = [self.decode(tokens) for tokens in completions]
         if record.is_chat:
             texts = [[{"role": "assistant", "content": text}] for text in texts]

@@ -1,4 +1,4 @@
-"""The section `rl` of the settings: names and defaults of TRL's `GRPOConfig`, where it has them. Local."""
+"""The section `rl` of the settings: names and defaults of TRL's `GRPOConfig`, where it has them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -45,7 +45,7 @@ class GRPOConfig:
 
 
 def check_rl(values: Mapping[str, Any], source: str) -> None:
-    """Check settings against each other that rewards have to do with. Local.
+    """Check settings against each other that rewards have to do with.
 
     Args:
         values: Given values, by the names of settings.

@@ -53,7 +53,7 @@ class RolloutSource(MinibatchSource):
     columns: ClassVar = (
         ProgressColumn("reward", 8, lambda line: "-" if line["reward"] is None else f"{line['reward']:.4f}"),
         ProgressColumn("length", 7, lambda line: f"{line['completions/mean_length']:.1f}"),
-        ProgressColumn("cut", 6, lambda line: f"{line['completions/clipped_ratio']:.1%}"),
+        ProgressColumn("clipped", 6, lambda line: f"{line['completions/clipped_ratio']:.1%}"),
         ProgressColumn("tokens/s", 9, lambda line: f"{line['tokens_per_s']:,.0f}"),
     )
     summary: ClassVar = {
@@ -63,7 +63,7 @@ class RolloutSource(MinibatchSource):
         "reward_last": SummaryField("reward", "last"),
         "generate_s": SummaryField("generate_s", "sum"),
         "rollout_wait_s": SummaryField("rollout_wait_s", "sum"),
-        "groups_from_others": SummaryField("groups_from_others", "sum"),
+        "groups_claimed_from_other_ranks": SummaryField("groups_claimed_from_other_ranks", "sum"),
         "failed_rewards": SummaryField("failed_rewards", "sum"),
     }
 
@@ -93,11 +93,11 @@ class RolloutSource(MinibatchSource):
         self.logged_completions: list[dict[str, Any]] = []
 
     def next_minibatch(self) -> Minibatch:
-        """Return the next minibatch of prompts. Local."""
+        """Return the next minibatch of prompts."""
         return next(self._loader)
 
     def on_step_begin(self, step: Step) -> None:
-        """Start to count. Local."""
+        """Start to count."""
         self._step = step.number
         self._metrics.reset()
         self.logged_completions = []
@@ -115,11 +115,11 @@ class RolloutSource(MinibatchSource):
                 self._wait(count, state)
 
     def local_values(self) -> list[float]:
-        """Return this rank's numbers. Local."""
+        """Return this rank's numbers."""
         return self._metrics.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report on all groups, remember how long they were, and make ready for the next minibatch. Local."""
+        """Report on all groups, remember how long they were, and make ready for the next minibatch."""
         step.metrics |= self._metrics.compute(gathered)
         for position, index in enumerate(step.minibatch.indices.tolist()):
             self._length_predictor.observe(index, self._metrics.mean_length(gathered, position))
@@ -127,15 +127,15 @@ class RolloutSource(MinibatchSource):
         self._queue.reset()
 
     def on_step_end(self, step: Step) -> None:
-        """Report the speed. Local."""
+        """Report the speed."""
         step.metrics["tokens_per_s"] = step.metrics["num_input_tokens"] / step.metrics["step_s"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next minibatch begins, and how long completions were. Local."""
+        """Return where the next minibatch begins, and how long completions were."""
         return {"loader": self._loader.state_dict(), "completion_lengths": self._length_predictor.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on at a minibatch. Local."""
+        """Go on at a minibatch."""
         self._loader.load_state_dict(state_dict["loader"])
         self._length_predictor.load_state_dict(state_dict["completion_lengths"])
 
@@ -164,7 +164,7 @@ class RolloutSource(MinibatchSource):
             group = self._score_group(positions[i], indices[i], records[i], completions)
             if group is not None and not self._queue.publish(group.position, group.to_bytes()):
                 self._queue.mark_done(group.position)
-                self._metrics.add("groups_kept")
+                self._metrics.add("groups_not_stored")
                 unpublished.append(group)
 
         prompts = [self._codec.encode(index, record) for index, record in zip(indices, records, strict=True)]
@@ -240,7 +240,7 @@ class RolloutSource(MinibatchSource):
         num_tokens = 0
         for _, owner, content in self._queue.claim(count):
             groups.append(RolloutGroup.from_bytes(content))
-            self._metrics.add("groups_from_others", owner != self._world.rank)
+            self._metrics.add("groups_claimed_from_other_ranks", owner != self._world.rank)
             num_tokens += sum(len(groups[-1].prompt) + len(tokens) for tokens in groups[-1].completions)
             if len(groups) == max_groups or num_tokens >= self._max_tokens:
                 break

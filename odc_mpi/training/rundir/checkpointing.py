@@ -87,11 +87,11 @@ class CheckpointCallback(Callback):
         self._num_waits = 0
 
     def local_values(self) -> tuple[float, float, float]:
-        """Return the last checkpoint that this rank has written, in numbers. Local."""
+        """Return the last checkpoint that this rank has written, in numbers."""
         return self._saver.report()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Take what all ranks have written. Local."""
+        """Take what all ranks have written."""
         self._saver.receive_reports(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
 
     def on_step_end(self, step: Step) -> None:
@@ -106,7 +106,7 @@ class CheckpointCallback(Callback):
         return parameters_digest(self._state, self._world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best checkpoint so far, its step and its loss. Local."""
+        """Return the best checkpoint so far, its step and its loss."""
         return {"best": self._best}
 
     def on_train_end(self) -> dict[str, Any]:

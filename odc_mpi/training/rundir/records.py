@@ -19,7 +19,7 @@ RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACK
 
 
 def open_run_directory(path: Path, config_text: str) -> None:
-    """Make a run directory ready: what an earlier run left goes to `earlier-N`, the configuration is written. Local.
+    """Make a run directory ready: what an earlier run left goes to `earlier-N`, the configuration is written.
 
     Args:
         path: Made if it does not exist.
@@ -38,7 +38,7 @@ def open_run_directory(path: Path, config_text: str) -> None:
 
 
 def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
-    """Make a run directory ready to go on after a step: what was told of later ones is dropped. Local.
+    """Make a run directory ready to go on after a step: what was told of later ones is dropped.
 
     Checkpoints of later steps, which are damaged or not wanted, go to `earlier-N`.
 
@@ -64,7 +64,7 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
 
 
 def has_records(path: Path) -> bool:
-    """Return whether a run left something in a directory. Local."""
+    """Return whether a run left something in a directory."""
     return any((path / name).exists() for name in RECORDS)
 
 

@@ -59,7 +59,7 @@ class ResumePoint:
         return self.checkpoint.manifest.metadata
 
     def one_line(self, config: Config) -> str:
-        """Say where the run begins, and which settings are others than before. Local."""
+        """Say where the run begins, and which settings are others than before."""
         # A version before may not have had a setting, and did what is its default now.
         before, now = defaults() | flatten_config(self.metadata["config"]), flatten_config(asdict(config))
         changed = [
@@ -84,7 +84,7 @@ class DeferredErrorWeights:
         self._error: UserError | None = None
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `shard.local_shards.WeightSource`. Local."""
+        """See `shard.local_shards.WeightSource`."""
         try:
             return self._weights.read(name, start, stop)
         except UserError as error:
@@ -92,7 +92,7 @@ class DeferredErrorWeights:
             return torch.zeros(stop - start)
 
     def raise_deferred_error(self) -> None:
-        """Check that all that was read is what was written. Local.
+        """Check that all that was read is what was written.
 
         Raises:
             UserError: Some of it is damaged.
@@ -140,7 +140,7 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
 
 
 def fresh_start_line(config: Config) -> str:
-    """Return a line for a run that looked for a checkpoint of its own and found none, to print. Local.
+    """Return a line for a run that looked for a checkpoint of its own and found none, to print.
 
     It is empty where nobody expects one: nothing is saved, and there was no run in run.dir.
     """
@@ -152,7 +152,7 @@ def fresh_start_line(config: Config) -> str:
 
 
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
-    """Say that there is nothing to do, and return a summary. Local."""
+    """Say that there is nothing to do, and return a summary."""
     resume_point.checkpoint.close()
     if world.rank == 0:
         print(

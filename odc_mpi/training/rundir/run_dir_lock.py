@@ -109,7 +109,7 @@ def lock_run_directory(run_dir: Path, timeout_s: float) -> RunDirectoryLock:
 
 @contextmanager
 def convert_write_errors(run_dir: Path) -> Iterator[None]:
-    """Turn an error of the file system in the enclosed code into one about a run directory. Local.
+    """Turn an error of the file system in the enclosed code into one about a run directory.
 
     Raises:
         UserError: The directory cannot be written.

@@ -37,7 +37,7 @@ def built(tmp_path_factory):
 @pytest.fixture
 def kernels(meta_model, monkeypatch):
     monkeypatch.setattr(native, "_run", meta_model.run)
-    monkeypatch.setattr(native, "why_no_kernels", lambda device: None)
+    monkeypatch.setattr(native, "kernels_unavailable_reason", lambda device: None)
     meta_model.threads, meta_model.blocks = 3, 2
     meta_model.launches.clear()
     return meta_model

@@ -9,6 +9,7 @@ import pytest
 from mpi_launch import finish, launch, odc_mpi, start
 from small_run import losses
 
+from odc_mpi.shard.step_phases import SYNC_POINTS
 from odc_mpi.training import settings as configuration
 
 SUMMARY = {
@@ -81,7 +82,7 @@ def test_a_run_and_what_it_leaves(config, tmp_path, ranks):
 
 
 def read_spans(own):
-    return sorted((began, ended, kind) for kind in ("fetch", "accumulate", *"ANB") for began, ended in own[kind])
+    return sorted((began, ended, kind) for kind in ("fetch", "accumulate", *SYNC_POINTS) for began, ended in own[kind])
 
 
 def sum_seconds(own, kind, until_s=math.inf):
@@ -102,10 +103,10 @@ def test_the_trace_tells_when_the_waits_of_the_metrics_were(config, tmp_path, ba
             spans = read_spans(own)
             assert spans[0][0] >= 0 and spans[-1][1] <= own["end_s"]
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "they do not overlap"
-            assert "".join(kind for _, _, kind in spans if kind in "ANB") == "ANB"
+            assert tuple(kind for _, _, kind in spans if kind in SYNC_POINTS) == SYNC_POINTS
             microbatches = own["microbatches"]
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(microbatches))
-            assert not microbatches or microbatches[-1][1] <= own["A"][0][0]
+            assert not microbatches or microbatches[-1][1] <= own["gradients_complete"][0][0]
         for kind in ("fetch", "accumulate"):
             # The metrics tell of the time until the last microbatch is done.
             sums = [

@@ -301,7 +301,7 @@ def test_what_was_learned_of_the_cost_and_what_the_run_was(run, world, monkeypat
         load(self, metadata)
         restored.append((json.loads(json.dumps(self._fitted.state_dict())), self._loader.cost != prior))
 
-    monkeypatch.setattr(FitCostModel, "load_state", look)
+    monkeypatch.setattr(FitCostModel, "load_state_dict", look)
     run("run", run__steps=STEPS + 1, **settings)
     assert restored == [(metadata["cost"], True)]
 
@@ -314,11 +314,11 @@ def test_a_schedule_goes_on(run, world, monkeypatch):
     original = StopRequest.local_values
 
     def values_after_signal(self):
-        if world.rank == 0 and not self.told and len(lines(run.base / "cut")) == 1:
+        if world.rank == 0 and not self.requested and len(lines(run.base / "cut")) == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         return original(self)
 
-    monkeypatch.setattr(StopRequest, "tell", values_after_signal)
+    monkeypatch.setattr(StopRequest, "local_values", values_after_signal)
     with pytest.raises(StoppedError, match="after step 2"):
         run("cut", **settings)
     world.gather_objects(None)
@@ -338,12 +338,12 @@ def test_all_are_damaged(run, world):
 
 def test_stop_is_told_to_one_rank(run, world, monkeypatch):
     def values_after_signal(self):
-        if world.rank == world.size - 1 and not self.told:
+        if world.rank == world.size - 1 and not self.requested:
             os.kill(os.getpid(), signal.SIGUSR1)
         return original(self)
 
     original = StopRequest.local_values
-    monkeypatch.setattr(StopRequest, "tell", values_after_signal)
+    monkeypatch.setattr(StopRequest, "local_values", values_after_signal)
     with pytest.raises(StoppedError, match="after step 1, which is saved"):
         run("run")
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

@@ -154,7 +154,9 @@ def test_a_flag_that_is_looked_at_too_late_is_seen(windows, world, monkeypatch, 
 @pytest.mark.sizes(2)
 def test_a_gradient_that_is_added_twice_is_seen(windows, world, monkeypatch):
     taken = WindowKVExchange.accumulate_kv_grads
-    monkeypatch.setattr(WindowKVExchange, "taken", lambda self, layer, own: taken(self, layer, taken(self, layer, own)))
+    monkeypatch.setattr(
+        WindowKVExchange, "accumulate_kv_grads", lambda self, layer, own: taken(self, layer, taken(self, layer, own))
+    )
     own = piece(windows, 1, 1, (0, 15, TOKENS), (0, 1))
     parts = world.gather_objects(own)
     assert not torch.allclose(torch.cat([part[1] for part in parts], 2), whole(1)[1])

@@ -26,7 +26,7 @@ def all_have_drawn(world, drawn):
 
 def published(world):
     """Point B."""
-    world.meet(world.comm.Ibarrier(), "meeting at point B of a test")
+    world.wait_collective(world.comm.Ibarrier(), "meeting at point B of a test")
 
 
 def assert_each_once(everyone, count):

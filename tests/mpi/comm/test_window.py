@@ -222,7 +222,7 @@ def test_a_window_is_cleared_before_others_see_it(world, monkeypatch):
         (values,) = synced
         assert not values.any()
         synced.clear()
-        with world.meeting("freeing a window"):
+        with world.collective("freeing a window"):
             window.free()
 
 

@@ -27,7 +27,7 @@ def exchange(world, request):
 
 
 def published(world):
-    world.meet(world.comm.Ibarrier(), "meeting at point B of a test")
+    world.wait_collective(world.comm.Ibarrier(), "meeting at point B of a test")
 
 
 # Room for all; for one or two pieces at a time, so that parts are used again; for none.
@@ -43,18 +43,18 @@ def test_every_piece_once_through_thousands_of_steps(world, exchange, request):
         slow = minibatch % 50 == 0 and world.rank == minibatch // 50 % world.size
         total = np.zeros(COUNT, dtype=np.int64)
         for piece in range(world.rank, count, world.size):
-            exchange.begin(piece)
+            exchange.mark_started(piece)
             if slow:
                 time.sleep(idle.random() * 2e-3)
-            if piece % 7 == 6 or not exchange.offer(piece, content(minibatch, piece)):
-                exchange.settle(piece)
+            if piece % 7 == 6 or not exchange.publish(piece, content(minibatch, piece)):
+                exchange.mark_done(piece)
                 total[piece] += 1
         while True:
             for piece, owner, found in exchange.claim(count):
                 assert found == content(minibatch, piece) and owner == piece % world.size
                 num_from_others += owner != world.rank
                 total[piece] += 1
-            look = exchange.look(count)
+            look = exchange.snapshot(count)
             if look.num_done == count:
                 break
         world.comm.Allreduce(MPI.IN_PLACE, total)
@@ -68,18 +68,18 @@ def test_every_piece_once_through_thousands_of_steps(world, exchange, request):
 @pytest.mark.parametrize("exchange", [4096], indirect=True)
 def test_the_largest_comes_first_and_the_board_tells_who_is_at_work(world, exchange):
     if world.rank == 0:
-        exchange.begin(0)
+        exchange.mark_started(0)
         for piece, size in ((1, 10), (2, 30), (3, 20), (4, 30)):
-            assert exchange.offer(piece, bytes(size))
-        exchange.settle(5)
+            assert exchange.publish(piece, bytes(size))
+        exchange.mark_done(5)
     world.gather_objects(None)
-    look = exchange.look(7)
+    look = exchange.snapshot(7)
     assert look == ({0: 0}, 1, [2, 4, 3, 1], 1)
     world.gather_objects(None)
     if world.rank == world.size - 1:
         assert [(piece, len(found)) for piece, _, found in exchange.claim(7)] == [(2, 30), (4, 30), (3, 20), (1, 10)]
-        assert exchange.look(7).offered == []
+        assert exchange.snapshot(7).published == []
     world.gather_objects(None)
     exchange.reset()
     published(world)
-    assert exchange.look(7) == ({}, 7, [], 0)
+    assert exchange.snapshot(7) == ({}, 7, [], 0)

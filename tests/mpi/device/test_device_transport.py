@@ -106,7 +106,7 @@ def test_a_fetch_has_what_the_owners_devices_wrote_before_they_published(make, d
             assert fetched.untyped_storage().data_ptr() in transport.parameters._device.device_memory
             transport.parameters.release(fetched)
         transport.complete_gradients(np.zeros(1))
-    assert not transport.parameters.buffers._lent and not len(transport.parameters._marks)
+    assert not transport.parameters.buffers._in_use and not len(transport.parameters._events)
 
 
 def test_a_buffer_is_not_overwritten_while_kernels_still_read_it(make):
@@ -115,7 +115,7 @@ def test_a_buffer_is_not_overwritten_while_kernels_still_read_it(make):
     transport.publish_parameters()
     buffer, seen = transport.parameters.fetch(0).wait(), []
     transport.parameters._device.later(lambda: seen.append(buffer.clone()))
-    transport.parameters.hand_over(buffer)  # the computation has given the device all that reads it
+    transport.parameters.record_event(buffer)  # the computation has given the device all that reads it
     transport.parameters.start_fetch(1, buffer).wait()
     assert seen[0].eq(1).all() and buffer.eq(2).all()
     transport.parameters.release(buffer)
@@ -127,9 +127,9 @@ def test_a_push_adds_what_the_device_had_made_when_it_was_handed_over(make, worl
     transport = make()
     for minibatch in range(2):
         for index, start, values in stretches(SIZES, world.rank, minibatch):
-            flat = transport.gradients.memory(4 * len(values)).view(torch.float32)
+            flat = transport.gradients.empty(4 * len(values)).view(torch.float32)
             transport.parameters._device.later(lambda flat=flat, values=values: flat.copy_(values))
-            transport.gradients.hand_over(flat)
+            transport.gradients.record_event(flat)
             transport.gradients.push(index, flat, start).wait()
             flat.fill_(float("nan"))  # it belongs to the computation again
         transport.complete_gradients(np.zeros(1))
@@ -144,7 +144,7 @@ def test_several_pushes_on_the_way(make, world):
     values = [torch.arange(5000.0) + i for i in range(4)]
     pushes = []
     for gradient in values:
-        transport.gradients.hand_over(gradient)
+        transport.gradients.record_event(gradient)
         pushes.append(transport.gradients.push(0, gradient))
     for push in reversed(pushes):
         push.wait()

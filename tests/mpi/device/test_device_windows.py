@@ -88,8 +88,8 @@ def test_too_little_memory_on_one_rank_is_an_error_on_all(world, device):
     def window_memory(num_bytes):
         if world.rank == world.size - 1:
             raise UserError("there is too little memory")
-        return device.memory(num_bytes)
+        return device.empty(num_bytes)
 
-    device.window_memory = window_memory
+    device.empty_for_windows = window_memory
     with pytest.raises(AllRanksUserError, match="there is too little memory"):
         DeviceWindow(world, 1000, torch.float32, device)

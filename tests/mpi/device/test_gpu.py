@@ -78,10 +78,10 @@ def window_memory(world):
 
 
 def test_window_memory_is_what_torch_sees(window_memory):
-    memory = window_memory.window_memory(1 << 20)
+    memory = window_memory.empty_for_windows(1 << 20)
     assert (memory.device, memory.dtype, memory.numel()) == (window_memory.torch_device, torch.uint8, 1 << 20)
     before = torch.cuda.memory_allocated()
-    other = window_memory.window_memory(1 << 22)
+    other = window_memory.empty_for_windows(1 << 22)
     assert torch.cuda.memory_allocated() == before, "not torch's"
     other.view(torch.float32).fill_(2.0)
     window_memory.mark().synchronize()
@@ -89,7 +89,7 @@ def test_window_memory_is_what_torch_sees(window_memory):
 
 
 def test_slots_are_added_beside_the_computation(window_memory):
-    shard = window_memory.window_memory(4000).view(torch.float32).zero_()
+    shard = window_memory.empty_for_windows(4000).view(torch.float32).zero_()
     values = torch.arange(500.0, device=shard.device)
     window_memory.mark().synchronize()
     window_memory.add(shard, [(0, values), (100, values), (500, values)]).synchronize()

@@ -23,7 +23,7 @@ OF_RANKS = (
     "groups_generated",
     "groups_trained",
     "groups_from",
-    "groups_kept",
+    "groups_not_stored",
     "microbatches",
     "slowest",
     "idle",
@@ -76,7 +76,7 @@ def reference(train, world, **changes):
     """The run on a rank by itself."""
     key = repr(sorted(changes.items()))
     if key not in _references:
-        _references[key] = train("alone", world.alone(), **changes)
+        _references[key] = train("alone", world.self_world(), **changes)
     return _references[key]
 
 
@@ -127,7 +127,7 @@ def test_slow_ranks_change_no_bit(world, train, monkeypatch, way):
         time.sleep(draws.choice([0, 0.01, 0.05]))
         return generate(self, *arguments)
 
-    monkeypatch.setattr(GRPOObjective, "after_microbatch", late)
+    monkeypatch.setattr(GRPOObjective, "on_microbatch_end", late)
     monkeypatch.setattr(RolloutSource, "_generate", late_to_generate)
     digest, lines = train("all", world, **way)
     assert lines == wanted_lines
@@ -141,7 +141,7 @@ def test_a_run_that_goes_on_twice_on_other_numbers_of_ranks(world, train):
     base = train.base
     _, first = train("first", world, **settings, run__steps=1)
     _, second = train(
-        "second", world.alone(), **settings, run__steps=2, run__resume=base / "first/checkpoints/step_00000001"
+        "second", world.self_world(), **settings, run__steps=2, run__resume=base / "first/checkpoints/step_00000001"
     )
     newest = base / "second/checkpoints/step_00000002"
     digest, third = train("third", world, **settings, run__resume=newest)
@@ -161,9 +161,9 @@ def test_what_would_break_it_is_found_out(world, train, monkeypatch):
         )
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "settled", in_fp32)
+        patch.setattr(runs, "apply_exact_settings", in_fp32)
         digest, _ = train("fp32", world)
-        alone, _ = train("fp32_alone", world.alone())
+        alone, _ = train("fp32_alone", world.self_world())
     assert wanted != digest != alone
     with monkeypatch.context() as patch:
         patch.setattr(RolloutSource, "_decode_batches", lambda self, minibatch: [list(range(len(minibatch.indices)))])
@@ -178,7 +178,7 @@ def test_what_would_break_it_is_found_out(world, train, monkeypatch):
         self._exact = False
         begin(self, step)
 
-    monkeypatch.setattr(RolloutSource, "begin", together)
+    monkeypatch.setattr(RolloutSource, "on_step_begin", together)
     digest, _ = train("together", world, **packed)
     assert digest != apart
 

@@ -91,7 +91,7 @@ def test_who_trains_what_changes_nothing(world, run, monkeypatch):
     """Each rank what it has generated; then whoever is free, beside a slow rank, with room for all or for one."""
     changes = {"optim__adam_epsilon": 1e-3}
     own, summary = run("own", **changes, rl__store_bytes=0)
-    assert summary["groups_from_others"] == 0
+    assert summary["groups_claimed_from_other_ranks"] == 0
     slow_down(monkeypatch, world, slow_rank=world.size - 1)
     shared, _ = run("shared", **changes)
     full, _ = run("full", **changes, rl__store_bytes=700)
@@ -100,9 +100,9 @@ def test_who_trains_what_changes_nothing(world, run, monkeypatch):
     for line in own + shared + full:
         trained = 6 if (line["step"] - 1) % 3 < 2 else 2  # fourteen prompts in steps of six
         equal = round(line["frac_reward_zero_std"] * trained)
-        assert line["groups_generated_max"] <= trained and line["groups_kept"] <= trained - equal
-        assert line["groups_kept"] == (trained - equal if line in own else 0) or line in full
-    assert sum(line["groups_from_others"] for line in shared) > 0
+        assert line["groups_generated_max"] <= trained and line["groups_not_stored"] <= trained - equal
+        assert line["groups_not_stored"] == (trained - equal if line in own else 0) or line in full
+    assert sum(line["groups_claimed_from_other_ranks"] for line in shared) > 0
 
 
 @pytest.mark.sizes(2)
@@ -122,7 +122,7 @@ def test_a_rank_that_waits_for_groups_serves_the_other(world, run, monkeypatch):
         served.extend(waiting)
         return False
 
-    monkeypatch.setattr(RolloutSource, "_score", scored)
+    monkeypatch.setattr(RolloutSource, "_compute_rewards", scored)
     monkeypatch.setattr(RolloutSource, "_wait", waits)
     world.progress.add(task)
     run("waiting", run__steps=1)
@@ -135,7 +135,7 @@ def test_ranks_make_the_same_as_one(world, run, grpo_dir):
     changes = {"rl__max_concurrent_sequences": 2 * NUM_GENERATIONS, "optim__adam_epsilon": 1e-3}
     lines, _ = run("all", **changes)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    alone = world.alone()
+    alone = world.self_world()
     if world.rank == 0:
         config = make_settings(grpo_dir, **changes)
         trainer = build_trainer(config, alone, open_inputs(config, 0, 1), decide(config, alone))
@@ -160,7 +160,7 @@ ADAM = {"optim__adam_epsilon": 1e-3, "optim__learning_rate": 3e-3}
 def test_a_run_goes_on_at_a_step_on_other_ranks_with_what_it_would_have_generated(world, run):
     changes = ADAM | {"rl__log_completions": 1, "run__checkpoint_every": 2, "run__dir": run.base / "on"}
     whole, _ = run("whole", **ADAM, rl__log_completions=1)
-    alone = world.alone()
+    alone = world.self_world()
     if world.rank == 0:
         train(make_settings(run.path, **(changes | {"run__steps": 3})), alone)
         shutil.rmtree(steps_in(run.base / "on" / "checkpoints")[3])  # as if it had ended before it could save

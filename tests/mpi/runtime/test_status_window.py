@@ -19,14 +19,18 @@ def window(world):
 
 
 def test_every_rank_reads_every_other(world, window):
-    window.page.arrive("meeting at point A")
+    window.page.enter_collective("meeting at point A")
     window.page.write(f"forward of unit layers.{world.rank}", world.rank + 1)
     world.comm.Barrier()
     peers = window.read()
     assert sorted(peers) == [rank for rank in range(world.size) if rank != world.rank]
     for rank, status in peers.items():
-        assert (status.what, status.microbatch, status.num_meetings) == (f"forward of unit layers.{rank}", rank + 1, 1)
-        assert abs(time.time() - status.told_at) < 30
+        assert (status.what, status.microbatch, status.num_collectives) == (
+            f"forward of unit layers.{rank}",
+            rank + 1,
+            1,
+        )
+        assert abs(time.time() - status.published_at) < 30
 
 
 def test_a_page_that_is_written_all_the_time_is_read_whole(world, window):
@@ -77,10 +81,10 @@ def test_a_freed_window_has_nothing_to_tell(world):
 def test_a_world_tells_where_it_is(world):
     peers = world.job.status
     world.gather_objects(None)
-    meetings = {status.num_meetings for status in peers.read().values()}
-    world.note("between two meetings", 4)
+    meetings = {status.num_collectives for status in peers.read().values()}
+    world.set_status("between two meetings", 4)
     world.comm.Barrier()
     output = peers.read().values()
     assert {(status.what, status.microbatch) for status in output} <= {("between two meetings", 4)}
     world.comm.Barrier()
-    assert len(meetings | {peers.page.num_meetings}) == 1, "all ranks have the same number of meetings behind them"
+    assert len(meetings | {peers.page.num_collectives}) == 1, "all ranks have the same number of meetings behind them"

@@ -71,7 +71,7 @@ def test_a_rank_alone_meets_nobody(world):
         assert (alone.rank, alone.size, alone.timeout_s) == (0, 1, world.timeout_s)
         for _ in range(world.rank + 1):
             assert alone.gather_objects(world.rank) == [world.rank]
-    assert len(set(world.gather_objects(world.job.status.page.num_meetings))) == 1
+    assert len(set(world.gather_objects(world.job.status.page.num_collectives))) == 1
 
 
 @pytest.mark.mpi(min_size=2)
@@ -81,7 +81,7 @@ def test_the_name_of_memory_goes_when_every_rank_has_mapped_it(world, monkeypatc
     for mapped_by, stays in (([0], True), (range(world.size), False)):
         if world.rank == 0:
             Path(name).touch()
-        monkeypatch.setattr(memory, "startup_memory", lambda: {name} if world.rank in mapped_by else set())  # noqa: B023
+        monkeypatch.setattr(memory, "startup_shm_names", lambda: {name} if world.rank in mapped_by else set())  # noqa: B023
         worlds.World(world.comm).close()
         assert Path(name).exists() == stays
         world.gather_objects(None)

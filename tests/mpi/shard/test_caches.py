@@ -113,7 +113,7 @@ def test_unlike_caches_change_nothing_but_traffic(world, reduction):
                 loss.backward()
                 minibatch.values["loss"] += float(loss.detach())
         pushed.append(model.traffic.pushed - before)
-        losses.append(minibatch.total("loss"))
+        losses.append(minibatch.sum("loss"))
         last = [p for name, p in model.named_shard_parameters() if name.startswith(f"blocks.{NUM_LAYERS - 1}.")]
         assert all((p.grad is None) == (step == 1) for p in last), "nobody used it, so it has no gradient"
         optimizer.step()

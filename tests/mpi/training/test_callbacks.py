@@ -57,7 +57,7 @@ class Evaluation(Callback):
 
 
 def test_a_divisor_that_is_known_at_a(world, dataset_path, monkeypatch):
-    monkeypatch.setattr(run, "SupervisedFineTuning", DividedAtA)
+    monkeypatch.setattr(run, "SFTObjective", DividedAtA)
     config = configure(dataset_path, **{"data.balance": "dynamic"})
     inputs = open_inputs(config, world.rank, world.size)
     losses, parameters = expected(config, inputs.dataset)
@@ -85,7 +85,7 @@ def test_participants_come_in_the_documented_order(world, dataset_path, shared_d
     found = []
 
     def look(trainer, *rest):
-        for each in trainer.participants:
+        for each in trainer.callbacks:
             found.append(next(kind.__name__ for kind in type(each).mro() if kind.__name__ in documented))
         run_steps(trainer, *rest)
 

@@ -47,8 +47,8 @@ def train(config, world):
 
         trainer._source.next_minibatch = counting
         losses, state = [line["loss"] for line in steps()], trainer.model.state_dict()
-    if trainer._source._pieces:
-        trainer._source._pieces.windows.close()
+    if trainer._source._chunks:
+        trainer._source._chunks.windows.close()
     return inputs, losses, state, num_cut
 
 
@@ -108,7 +108,7 @@ def test_a_slow_rank_and_a_learned_cost(dataset_path, world, monkeypatch):
     monkeypatch.setattr(loader, "split_longest", functools.partial(in_pieces, 3))
     if world.rank == 1:
         attend = pieces.context_parallel_attention
-        monkeypatch.setattr(pieces, "attend", lambda *args: time.sleep(0.01) or attend(*args))
+        monkeypatch.setattr(pieces, "context_parallel_attention", lambda *args: time.sleep(0.01) or attend(*args))
     check(configured(dataset_path, **{"data.cost": "fitted"}), world, 10)
 
 
@@ -155,4 +155,4 @@ def test_a_model_that_cannot_be_cut_is_trained_whole(dataset_path, world):
     config = configured(dataset_path, **window, **{"model.config.max_window_layers": 1, "run.steps": 1})
     inputs, _, _, num_cut = train(config, world)
     assert num_cut == 0
-    assert "a window of 8 tokens" in inputs.context_parallel.startup_lines()["pieces"] or world.size == 1
+    assert "a window of 8 tokens" in inputs.context_parallel.startup_lines()["cp"] or world.size == 1

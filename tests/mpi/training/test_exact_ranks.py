@@ -117,7 +117,7 @@ def test_slow_ranks_change_no_bit(world, train, monkeypatch):
         time.sleep(0.03 * world.rank)
         backward(self, result)
 
-    monkeypatch.setattr(SFTObjective, "after_microbatch", late)
+    monkeypatch.setattr(SFTObjective, "on_microbatch_end", late)
     digest, lines, _ = train("all", world, data__balance="dynamic", comm__prefetch=2)
     assert digest == wanted and without_times(lines) == wanted_lines
 
@@ -149,7 +149,7 @@ def test_floating_point_sums_are_found_out(world, train, monkeypatch):
             model=dataclasses.replace(config.model, reduce_dtype="float32"),
         )
 
-    monkeypatch.setattr(runs, "settled", without)
+    monkeypatch.setattr(runs, "apply_exact_settings", without)
     digest, lines, _ = train("all", world)
     alone, alone_lines, _ = train("floats", world.alone())
     assert digest != alone != wanted

@@ -19,7 +19,7 @@ def spoil(trainer, world, steps):
     """Let the loss of these steps, counted from 1, be NaN on the last rank."""
 
     def hook(module, args, output):
-        if trainer.done + 1 in steps and world.rank == world.size - 1:
+        if trainer.completed_steps + 1 in steps and world.rank == world.size - 1:
             output.loss = output.loss * torch.nan
 
     trainer.model.module.register_forward_hook(hook)
