@@ -81,8 +81,9 @@ class Device:
             except cupy.cuda.runtime.CUDARuntimeError as error:
                 free, total = torch.cuda.mem_get_info(self.torch_device)
                 raise UserError(
-                    f"windows on {self.torch_device}: expected {num_bytes >> 20} MiB of contiguous memory, got {free >> 20} "
-                    f"MiB free of {total >> 20} MiB ({error}): use more ranks, or set comm.window_device to cpu"
+                    f"windows on {self.torch_device}: expected {num_bytes >> 20} MiB of contiguous memory, "
+                    f"got {free >> 20} MiB free of {total >> 20} ({error}): use more ranks, or set "
+                    "comm.window_device to cpu"
                 ) from None
             array = cupy.ndarray((num_bytes,), dtype=cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
             return torch.from_dlpack(array)

@@ -11,8 +11,8 @@ pinned memory first.
 
 Both run in `wait()`, in the threads that fetch and push, overlapped with computation. A copy waits for the event that
 the computing thread recorded for the memory: a buffer is not overwritten while kernels enqueued earlier still read it,
-and a gradient is not copied before the kernels that compute it have finished. A fetch is complete when `wait()` returns,
-for all streams.
+and a gradient is not copied before the kernels that compute it have finished. After `wait()` a fetched
+array may be read on any stream.
 
 The device holds only the units in use, so the shards of a model may be larger than device memory.
 """

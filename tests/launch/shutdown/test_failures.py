@@ -296,7 +296,7 @@ sys.exit(cli.main(["train", "--config", "{config}", "--data.path", "data.h5"]))
 """
     done = launch(2, script(tmp_path, text))
     assert done.code == 2, done.err
-    assert len([line for line in done.lines if "rank 1 has another than rank 0" in line]) == 1
+    assert len([line for line in done.lines if "rank 1 differs from rank 0" in line]) == 1
 
 
 @pytest.mark.library
