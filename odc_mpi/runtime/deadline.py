@@ -72,14 +72,9 @@ class Watchdog(Generic[W]):
 def wait_until(
     condition: Callable[[], bool], poll: Callable[[], object] = lambda: None, patience_s: float = math.inf
 ) -> bool:
-    """Poll until a condition holds, at most for `patience_s`.
+    """Poll a condition, such as `Test` of an MPI request, for at most `patience_s`; return True if it holds.
 
-    Args:
-        condition: The condition, such as `Test` of an MPI request.
-        poll: Called after each test that fails.
-
-    Returns:
-        True if the condition holds, False after `patience_s`.
+    `poll` is called after each test that fails.
     """
     start = time.perf_counter()
     while not condition():

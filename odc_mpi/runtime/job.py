@@ -43,8 +43,6 @@ class Job:
 
     Attributes:
         num_windows: Number of windows of all transports of this process; libraries limit it.
-        progress: Tasks that this rank runs for others while it waits.
-        watchdog: Watches the waits of this rank.
         status: Status window. None while it does not exist; then messages name no late ranks.
     """
 

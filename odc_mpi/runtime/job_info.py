@@ -9,11 +9,7 @@ _MAX_LISTED = 4
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the Slurm job of this process; empty without Slurm.
-
-    Returns:
-        ``slurm_job_id``, in the form that Slurm commands accept, and ``slurm_restarts``, the number of requeues.
-    """
+    """Return ``slurm_job_id`` for Slurm commands and ``slurm_restarts``, the number of requeues; {} without Slurm."""
     if "SLURM_JOB_ID" not in environment:
         return {}
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
@@ -22,12 +18,7 @@ def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def describe_layout(layout: Sequence[tuple[str, int]], job: Mapping[str, Any]) -> str:
-    """Format the hosts of a run as one line, such as "on node0 (4 ranks), node1 (4 ranks); Slurm job 12".
-
-    Args:
-        layout: Host name and number of ranks of each node.
-        job: Result of `slurm_job`.
-    """
+    """Format `World.layout` and a `slurm_job` as one line: "on node0 (4 ranks), node1 (4 ranks); Slurm job 12"."""
     named = [f"{host} ({count} {'rank' if count == 1 else 'ranks'})" for host, count in layout[:_MAX_LISTED]]
     more = len(layout) - len(named)
     if more:

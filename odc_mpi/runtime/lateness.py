@@ -2,6 +2,9 @@
 
 Collectives are numbered: all ranks call the same ones in the same order. So a rank in a collective waits for the ranks
 that have arrived at fewer collectives. A fetch or push waits for the owners of the shards.
+
+In all functions `peers` is the status of all other ranks, None for a rank that does not answer. `now` is the time in
+seconds since 1970.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,20 +57,14 @@ class Status:
 
 
 def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that a wait waits for, the most suspect first.
-
-    Args:
-        wait: The wait.
-        peers: Status of all other ranks; None for a rank that does not answer.
-    """
+    """Return the ranks that a wait waits for, the most suspect first."""
     if wait.among is not None:
         peers = {rank: status for rank, status in peers.items() if rank in wait.among}
     lifeless = [rank for rank, status in peers.items() if status is None or status.heartbeat_missing]
     if wait.collective:
         late = [rank for rank, status in peers.items() if rank in lifeless or (status and _misses(status, wait))]
     else:
-        # Without owners any rank may be late: a rank without a heartbeat, if there is one, or a rank that does something
-        # else.
+        # Without owners any rank may be late: one without a heartbeat, if there is one, or one that is elsewhere.
         busy = [rank for rank, status in peers.items() if status and status.what != wait.what]
         late = [rank for rank in peers if rank in wait.owners] or lifeless or busy or list(peers)
     return sorted(late, key=lambda rank: _suspicion_key(peers[rank]))
@@ -79,24 +76,16 @@ def ranks_in_other_collective(wait: PendingWait, peers: Mapping[int, Status | No
 
 
 def stranded(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that would wait forever for a rank that leaves.
+    """Return the ranks that would wait forever for a rank that leaves, not those that close their world later.
 
     Args:
         collective: Number of the last collective of the leaving rank, in which it closes its world.
-        peers: Status of all other ranks. A rank that closes its world later is not stranded.
     """
     return [rank for rank, s in peers.items() if s and s.num_collectives >= collective and not s.finalizing]
 
 
 def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hosts: Sequence[str], now: float) -> str:
-    """Format the late ranks and the last activity of each as a message.
-
-    Args:
-        wait: The wait that has exceeded its deadline.
-        peers: Status of all other ranks; None for a rank that does not answer.
-        hosts: Host name of every rank.
-        now: Time in seconds since 1970.
-    """
+    """Format the late ranks and the last activity of each as a message; `hosts` has the host name of every rank."""
     late = late_ranks(wait, peers)
     if late:
         lead = "late is" if wait.collective and len(late) == 1 else "late are" if wait.collective else "it waits for"

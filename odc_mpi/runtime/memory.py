@@ -44,10 +44,7 @@ def _cgroup_available_bytes() -> Iterator[int]:
 def _bytes_left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
     """Yield the available bytes of a control group and of the groups that contain it.
 
-    Args:
-        root: Directory of all groups.
-        path: Path of the group.
-        names: Names of the files of limit and usage, and of the entry of memory.stat for the inactive page cache.
+    `names` are the files of limit and usage, and the entry of memory.stat for the inactive page cache.
     """
     group = root / path.strip("/")
     for folder in (group, *group.parents):
@@ -72,7 +69,6 @@ def check_shm_capacity(num_bytes: int, local_size: int, what: str) -> None:
 
     Args:
         num_bytes: Bytes for all ranks of the node together.
-        local_size: Number of ranks of the node.
         what: Purpose, for messages ("room for <what>").
 
     Raises:
@@ -112,16 +108,6 @@ def unlink(names: Iterable[str]) -> None:
     for name in names:
         with suppress(OSError):
             Path(name).unlink()
-
-
-def unlink_own_startup_shm(comm: "MPI.Intracomm") -> None:
-    """Unlink the shared memory files of MPI_Init if `comm`, the whole job, is a single process.
-
-    Open MPI does not unlink them without a launcher, not even in MPI_Finalize. For several ranks see
-    `unlink_startup_shm`.
-    """
-    if comm.Get_size() == 1:
-        unlink(startup_shm_names())
 
 
 def unlink_startup_shm(node_comm: "MPI.Intracomm") -> None:

@@ -50,16 +50,15 @@ def mpi_startup() -> Iterator[None]:
             if not re.search(r"cannot load MPI|libmpi", str(error)):
                 raise
             raise UserError(
-                f"no MPI library found ({one_line_message(error)}): pip install 'odc_mpi[mpich]', or load your cluster's"
+                f"no MPI library found ({one_line_message(error)}): pip install 'odc_mpi[mpich]', "
+                "or load the library of your cluster"
             ) from error
 
 
 def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
-    """Run a function on all ranks, close the world and return the exit code. Collective; may end the process.
+    """Run a function on all ranks, close the world, and return an exit code of `odc_mpi.cli.main`.
 
-    Args:
-        world: Ranks of the command.
-        work: Function to run. Its exceptions become the exit codes of `odc_mpi.cli.main`.
+    Collective; may end the process.
     """
     from odc_mpi.runtime.abort import abort
 

@@ -1,9 +1,9 @@
 """Status of all ranks in a window, read by a rank whose wait has exceeded its deadline.
 
-Each rank has a page of 512 bytes in a window. It writes its page by plain stores. Other ranks read it with MPI_Rget, but
-only after a wait has exceeded its deadline. So the ranks of a node can read the page of a rank that computes or is
-stopped. Over a network without one-sided hardware a page can be read only while its rank is in MPI, which a thread
-enters periodically. There a rank that is stopped does not answer.
+Each rank has a page of 512 bytes in a window. It writes its page by plain stores. Other ranks read it with MPI_Rget
+after a wait has exceeded its deadline. So the ranks of a node can read the page of a rank that computes or is stopped.
+Over a network without one-sided hardware a page can be read only while its rank is in MPI, which a thread enters
+periodically. There a rank that is stopped does not answer.
 
 Note: torn pages
     A page has two slots, written alternately, each with a number and a checksum. A reader takes the valid slot with the
@@ -41,14 +41,9 @@ READ_GRACE_S = 2.0
 
 
 class StatusPage:
-    """Status page of this rank, with the fields of `Status`. Thread-safe.
+    """Status page of this rank in `memory`, `[PAGE_BYTES]`. Thread-safe.
 
-    Args:
-        memory: Memory of the page, `[PAGE_BYTES]`.
-
-    Attributes:
-        num_collectives: Number of collectives at which this rank has arrived.
-        finalizing: Set by the owner; published with the next `write`, as `aborting` is.
+    Attributes are those of `Status`. The next `write` publishes them.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -67,11 +62,7 @@ class StatusPage:
             self._store()
 
     def enter_collective(self, what: str) -> int:
-        """Publish that this rank has arrived at a collective.
-
-        Returns:
-            Number of the collective, from 1.
-        """
+        """Publish that this rank has arrived at a collective; return its number, from 1."""
         with self._lock:
             self.num_collectives += 1
             self._last = what, 0, time.time()
@@ -227,14 +218,8 @@ class StatusWindow:
 
 @dataclass
 class _Reading:
-    """A request to the background thread.
-
-    Attributes:
-        status: Status of each rank, filled in by the thread.
-        deadline: Time of the monotonic clock at which the thread stops to read.
-        is_done: Event that is set when the thread has finished.
-    """
+    """A request to the background thread, which fills in the status of each rank."""
 
     status: dict[int, Status | None]
-    deadline: float
+    deadline: float  # of the monotonic clock
     is_done: threading.Event = field(default_factory=threading.Event)

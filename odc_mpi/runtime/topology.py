@@ -11,15 +11,12 @@ class Topology:
     Construction is collective: it duplicates the communicator and splits it by node.
 
     Attributes:
-        rank: Index of this process in `comm`.
-        size: Number of ranks.
         local_rank: Index of this process on its node.
         local_size: Number of ranks on this node.
-        host_rank: Index of this process on its host. Different from `local_rank` only if MPI is configured to treat every
-            rank as a separate node (MPIR_CVAR_NOLOCAL).
+        host_rank: Index of this process on its host. It differs from `local_rank` only if MPI is configured to treat
+            every rank as a separate node (MPIR_CVAR_NOLOCAL).
         host_size: Number of ranks on this host.
         node: Index of this node. Nodes are sorted by their lowest rank.
-        num_nodes: Number of nodes.
         hosts: Host name of every rank.
         layout: Host name and number of ranks of each node.
         node_ranks: Ranks of this node, by local rank.

@@ -1,8 +1,8 @@
 """`World`: the ranks of a job, or a subset, with their communicators and topology.
 
-Construction is collective (a duplicate of the communicator, a split by node). A world offers the collectives outside of
-the training step: `run_on_all` and `broadcast` at start-up, `gather_objects` at the end. All their waits have a deadline,
-which `runtime.job` watches for all worlds of a process.
+Construction is collective (a duplicate of the communicator, a split by node). A world offers the collectives outside
+of the training step: `run_on_all` and `broadcast` at start-up, `gather_objects` at the end. All their waits have a
+deadline, which `runtime.job` watches for all worlds of a process.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import PendingWait
 from odc_mpi.runtime.library import library_name
-from odc_mpi.runtime.memory import check_shm_capacity, unlink_own_startup_shm, unlink_startup_shm
+from odc_mpi.runtime.memory import check_shm_capacity, startup_shm_names, unlink, unlink_startup_shm
 from odc_mpi.runtime.progress import Progress
 from odc_mpi.runtime.start.limits import end_within
 from odc_mpi.runtime.topology import Topology
@@ -27,9 +27,10 @@ from odc_mpi.runtime.topology import Topology
 if TYPE_CHECKING:
     import torch
 
-# Here, since importing mpi4py starts MPI, and not every process creates a world.
-if MPI.Is_initialized():
-    unlink_own_startup_shm(MPI.COMM_WORLD)
+# Here, since importing mpi4py starts MPI, and not every process creates a world. Open MPI does not unlink the files of
+# a process without a launcher, not even in MPI_Finalize. For several ranks see `unlink_startup_shm`.
+if MPI.Is_initialized() and MPI.COMM_WORLD.Get_size() == 1:
+    unlink(startup_shm_names())
 
 T = TypeVar("T")
 
@@ -40,7 +41,8 @@ STRANDED_POLL_S = 0.5
 class World(Topology, AbstractContextManager["World"]):
     """The ranks of this job, or a subset of them. Construction is collective.
 
-    The attributes of `runtime.topology.Topology` describe the ranks: `rank`, `size`, `node`, ...
+    The attributes of `runtime.topology.Topology` describe the ranks: `rank`, `size`, `node`, ... In all methods `what`
+    is the operation, for messages ("... while <what>"), such as "fetching unit layers.3".
 
     An uncaught exception in the main thread of any rank, or in a thread of this package, ends the whole job with the
     traceback of that rank. Otherwise the other ranks would wait forever. User threads are not affected.
@@ -85,10 +87,7 @@ class World(Topology, AbstractContextManager["World"]):
     def split(self, by: str) -> "World":
         """Return a world of the ranks on the same node, with the same deadline. Collective.
 
-        It closes with this world at the latest.
-
-        Args:
-            by: "node", the only supported value.
+        It closes with this world at the latest. The only value of `by` is "node".
         """
         if by != "node":
             raise ValueError(f"split: expected node, got {by!r}")
@@ -129,7 +128,7 @@ class World(Topology, AbstractContextManager["World"]):
         Takes a few microseconds and does not communicate. Thread-safe.
 
         Args:
-            what: Activity, for messages ("was last seen ..., <what>"), such as "forward of unit layers.3".
+            what: Activity, such as "forward of unit layers.3".
             microbatch: Number of the microbatch in this minibatch, from 1; 0 outside of microbatches.
         """
         self.job.set_status(what, microbatch)
@@ -156,11 +155,7 @@ class World(Topology, AbstractContextManager["World"]):
     def deadline(self, what: str, owners: Iterable[int] = ()) -> AbstractContextManager[None]:
         """Return a context manager that ends the job with a message if the enclosed wait exceeds `timeout_s`.
 
-        Does not communicate.
-
-        Args:
-            what: Operation, for messages ("... while <what>"), such as "fetching unit layers.3".
-            owners: Ranks whose memory the operation accesses; empty if any rank may be the cause.
+        Does not communicate. `owners` are the ranks whose memory the operation accesses; empty if any may be the cause.
         """
         if self._members is not None:
             owners = [self._members[rank] for rank in owners]
@@ -172,9 +167,6 @@ class World(Topology, AbstractContextManager["World"]):
 
         Collective: all ranks use it for the same operations in the same order, so late ranks are known by their count.
         The ranks first synchronize by polling, so that no rank spins in the operation on a core that a late rank needs.
-
-        Args:
-            what: Operation, for messages ("... while <what>"), such as "allocating a window".
         """
         with self.job.arrival(what, self._members):
             wait_until(self.comm.Ibarrier().Test, self.progress.run_tasks)
@@ -185,10 +177,6 @@ class World(Topology, AbstractContextManager["World"]):
 
         A blocking call would spin: with more ranks than cores it would take time from a rank that computes. For a
         collective operation use `wait_collective`.
-
-        Args:
-            request: Request of the operation.
-            what: Operation, for messages ("... while <what>").
         """
         with self.deadline(what):
             wait_until(request.Test, self.progress.run_tasks)
@@ -199,13 +187,7 @@ class World(Topology, AbstractContextManager["World"]):
             wait_until(request.Test, self.progress.run_tasks)
 
     def run_on_all(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank; if it fails on any, raise the error on all. Collective.
-
-        Args:
-            function: Function that does not communicate.
-
-        Returns:
-            The result of the function on this rank.
+        """Call a function that does not communicate on every rank; if it fails on any, raise on all. Collective.
 
         Raises:
             AllRanksUserError: The function raised `UserError` or `OSError` on at least one rank; has the message of the
@@ -226,11 +208,7 @@ class World(Topology, AbstractContextManager["World"]):
         return result  # type: ignore[return-value]
 
     def require_same(self, value: str, what: str) -> None:
-        """Check that all ranks have the same value. Collective; for start-up.
-
-        Args:
-            value: Value of this rank.
-            what: Name of the value, for the message.
+        """Check that all ranks have the same value, named `what` in the error. Collective; for start-up.
 
         Raises:
             AllRanksUserError: A value differs; names the first rank whose value differs from that of rank 0.
@@ -274,7 +252,7 @@ class World(Topology, AbstractContextManager["World"]):
             what: Purpose, for messages ("room for <what>").
 
         Raises:
-            AllRanksUserError: A node has not enough room.
+            AllRanksUserError: There is not enough room.
         """
         total = np.array([num_bytes], dtype=np.int64)
         with self.collective("summing the required shared memory"):

@@ -30,14 +30,10 @@ class Event(Protocol):
 
 
 class Device:
-    """A GPU.
-
-    Args:
-        index: Index among the GPUs that are visible to this process.
+    """A GPU, identified by its index among those that are visible to this process.
 
     Attributes:
         name: GPU model, number of visible GPUs and CUDA version: everything that may change its behavior.
-        num_visible: Number of GPUs that are visible to this process.
     """
 
     def __init__(self, index: int) -> None:
@@ -143,13 +139,8 @@ class Device:
     def copy(self, destination: torch.Tensor, source: torch.Tensor, wait_for: Event) -> Event:
         """Start an asynchronous copy between pinned and device memory, or within device memory. Thread-safe.
 
-        Args:
-            destination: Overwritten. Do not access it before the copy has finished.
-            source: Same shape and dtype. Do not modify it before the copy has finished.
-            wait_for: Event that the copy waits for.
-
-        Returns:
-            An event recorded after the copy.
+        The copy waits for an event. Do not access `destination` or modify `source`, which has the same shape and dtype,
+        before the returned event.
         """
         assert isinstance(wait_for, torch.cuda.Event)
         stream = self._h2d_stream if destination.is_cuda else self._d2h_stream
@@ -161,14 +152,9 @@ class Device:
     def add(self, shard: torch.Tensor, slots: Sequence[Segment]) -> Event:
         """Start to add slots to a shard, in order, on a separate stream. Thread-safe.
 
-        All earlier kernels that use the shard, and all copies that fill the slots, must have finished.
-
-        Args:
-            shard: `[n]`, on the device.
-            slots: Tensors of the shard's dtype, on the device. Do not modify them before the returned event.
-
-        Returns:
-            An event recorded after this addition and all that were started before.
+        All earlier kernels that use the shard, and all copies that fill the slots, must have finished. Do not modify
+        the slots, which have the dtype of the shard, before the returned event. It is recorded after this addition and
+        all that were started before.
         """
         with torch.cuda.stream(self._add_stream), torch.no_grad():
             add_segments_(shard, slots)
@@ -190,11 +176,7 @@ class BufferEvents:
         self._events[memory.untyped_storage().data_ptr()] = event
 
     def pop(self, memory: torch.Tensor) -> Event:
-        """Remove and return the event of `memory`.
-
-        Raises:
-            KeyError: No event was recorded.
-        """
+        """Remove and return the event of `memory`; KeyError if none was recorded."""
         return self._events.pop(memory.untyped_storage().data_ptr())
 
     def __len__(self) -> int:
@@ -202,13 +184,9 @@ class BufferEvents:
 
 
 def find_device(kind: str, host_rank: int) -> Device | None:
-    """Return the device on which a rank computes; None for the CPU.
+    """Return the device of a rank for "cuda", None for "cpu".
 
-    GPUs are assigned in the order of `host_rank`. Ranks share GPUs if a host has more ranks than GPUs.
-
-    Args:
-        kind: "cpu" or "cuda".
-        host_rank: Index of this process on its host (`World.host_rank`).
+    GPUs are assigned in the order of `World.host_rank`. Ranks share GPUs if a host has more ranks than GPUs.
 
     Raises:
         UserError: No GPU is available.

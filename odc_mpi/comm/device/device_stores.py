@@ -28,12 +28,7 @@ from odc_mpi.comm.work import DeferredWork, Work
 
 
 class DeviceParameters(ParameterStore):
-    """Parameters in windows on device memory.
-
-    Args:
-        windows: Windows of the shards.
-        device: Device of this rank.
-    """
+    """Parameters in windows on device memory."""
 
     def __init__(self, windows: ParameterWindows, device: Device) -> None:
         # Not memory of the torch allocator: MPI may have to export it to another process or to a network card.
@@ -77,12 +72,7 @@ class DeviceParameters(ParameterStore):
 
 
 class DeviceGradients(GradientStore):
-    """Gradient store that waits for the kernels which compute a gradient, then pushes it through another store.
-
-    Args:
-        inner: Store that pushes from device memory.
-        device: Device of this rank.
-    """
+    """Gradient store that waits for the kernels which compute a gradient, then pushes it through `inner`."""
 
     def __init__(self, inner: GradientStore, device: Device) -> None:
         super().__init__(inner.dtype)

@@ -36,10 +36,6 @@ class PinnedMemory(ShardStorage):
 
     Args:
         storages: Storages whose memory is pinned. They are allocated before this one.
-        device: Device whose driver pins the memory.
-
-    Attributes:
-        pool: Pool of pinned buffers.
     """
 
     def __init__(self, storages: Sequence[ShardStorage], device: Device) -> None:
@@ -69,7 +65,6 @@ class StagedParameters(ParameterStore):
 
     Args:
         inner: Store in host memory. From now on it fetches into buffers of `pinned`, or returns views.
-        device: Device of the model.
         pinned: Pinned memory that includes the storages of `inner`.
     """
 
@@ -114,13 +109,7 @@ class StagedParameters(ParameterStore):
 
 
 class StagedGradients(DeviceGradients):
-    """Gradient store that copies gradients from a device to pinned memory, and pushes them through another store.
-
-    Args:
-        inner: Store that pushes from host memory.
-        device: Device of the model.
-        pinned: Pool of the pinned buffers.
-    """
+    """Gradient store that copies gradients from a device to pinned memory, and pushes them from there by `inner`."""
 
     def __init__(self, inner: GradientStore, device: Device, pinned: PinnedMemory) -> None:
         super().__init__(inner, device)

@@ -27,12 +27,7 @@ MAX_WINDOWS = 800
 
 
 class WindowGradientStore(GradientStore, ShardStorage):
-    """Base class of gradient stores with shards in windows or private memory.
-
-    Args:
-        world: Communicator and topology.
-        dtype: Type in which gradients are transferred and summed.
-    """
+    """Base class of gradient stores that use windows."""
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -59,11 +54,6 @@ class AccumulateGradientStore(WindowGradientStore):
     MPICH serializes all MPI_Accumulate operations on a window within a node, also those to different owners. With MPICH
     an array therefore has several windows, and each rank has its shard in one of them: two ranks that push 16 MB
     concurrently then take half of the time.
-
-    Args:
-        world: Communicator and topology.
-        dtype: Type in which gradients are transferred and summed.
-        kind: Factory of the windows.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory = HOST_WINDOW) -> None:
@@ -137,13 +127,7 @@ class AccumulateGradientStore(WindowGradientStore):
 
 
 def windows_per_array(library: str, num_ranks: int, num_arrays: int) -> int:
-    """Return the number of windows per array, so that ranks can add concurrently.
-
-    Args:
-        library: `World.mpi_library`.
-        num_ranks: Size of the world.
-        num_arrays: Number of arrays that get windows.
-    """
+    """Return the number of windows per array, so that ranks can add concurrently with `World.mpi_library`."""
     if not library.startswith("MPICH"):
         return 1  # Open MPI has one lock per target
     return max(1, min(num_ranks, MAX_WINDOWS_PER_ARRAY, MAX_WINDOWS // max(1, num_arrays)))

@@ -4,8 +4,8 @@
     flush   complete both at the owner
     add     the owner reads counters and headers on the CPU, its device adds the elements in the order of the headers
 
-`add` returns after the device has finished, so no slot is overwritten while the device reads it. An origin Puts elements
-from device memory; the caller has waited for the kernels that compute them.
+`add` returns after the device has finished, so no slot is overwritten while the device reads it. The caller of `put`
+has waited for the kernels that compute the elements.
 """
 
 from collections.abc import Mapping, Sequence

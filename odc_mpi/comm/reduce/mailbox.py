@@ -61,8 +61,6 @@ class MailboxGradientStore(WindowGradientStore):
     One thread at a time may call `push`, its wait and `flush`. `make_progress` is thread-safe.
 
     Args:
-        world: Communicator and topology.
-        dtype: Type in which gradients are transferred and summed.
         mailbox_bytes: Maximum memory for gradients that this rank has received and not added yet.
         slots: Creates the shards and slots: in host memory, or on a device (`comm.reduce.device_slots`).
     """

@@ -59,7 +59,6 @@ class HostSlots:
         Args:
             inbox: Window that contains all rings, contiguously.
             rings_start: Offset of the first ring in the inbox, in bytes.
-            ring_bytes: Size of a ring.
             numels: Elements of this rank's shard by array index.
         """
         self._inbox, self._rings_start = inbox, rings_start
@@ -75,7 +74,6 @@ class HostSlots:
         """Start to Put a slot into this rank's ring at an owner. One-sided; `flush` completes it.
 
         Args:
-            owner: Rank that owns the ring.
             offset: Offset of the slot in the ring, in bytes.
             header: `[32]` bytes. Do not modify it before the flush.
             values: Part of a buffer that `values` returned. Do not modify it before the flush.

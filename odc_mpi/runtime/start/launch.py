@@ -121,10 +121,8 @@ class ChildResult:
 def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], None]) -> None:
     """Run the main function of a process that `run_in_child` started; an error ends only this process.
 
-    MPI_Abort would end the whole job, including the parents, which print the result.
-
-    Args:
-        main: Called with the arguments of the command, and with a function that sends a message to the parent on rank 0.
+    MPI_Abort would end the whole job, including the parents, which print the result. `main` is called with the
+    arguments of the command, and with a function that sends a message to the parent on rank 0.
     """
     *arguments, descriptor = sys.argv[1:]
     try:

@@ -1,9 +1,8 @@
 """Compatibility of the launcher and the MPI library, and a relay of PMI messages.
 
-Processes find each other through their launcher: by PMI (mpiexec of MPICH, srun --mpi=pmi2) or by PMIx (mpiexec of Open
-MPI, srun --mpi=pmix). With the wrong protocol, or none, a library starts a separate job per process: every process is
-rank 0 of 1, and all overwrite each other's files. MPICH under PMIx ends its processes without advice, so the launcher is
-checked before MPI starts.
+Processes find each other through their launcher: by PMI (mpiexec of MPICH, srun --mpi=pmi2) or by PMIx (mpiexec of
+Open MPI, srun --mpi=pmix). With the wrong protocol, or none, every process is rank 0 of 1, and all overwrite each
+other's files. MPICH under PMIx ends its processes without advice, so the launcher is checked before MPI starts.
 
 `PmiRelay` is between a launcher and a child process that takes the place of a rank (`runtime.start.launch`).
 """
@@ -49,11 +48,7 @@ def check_before_start() -> None:
 
 
 def check_launcher(library: str, size: int) -> None:
-    """Check that MPI sees the processes that the launcher started.
-
-    Args:
-        library: Name of the MPI library.
-        size: Number of processes in MPI_COMM_WORLD.
+    """Check the size of MPI_COMM_WORLD against the number of processes that the launcher started.
 
     Raises:
         UserError: MPI sees only this process, and the launcher started more.
