@@ -90,7 +90,7 @@ def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hos
     if late:
         lead = "late is" if wait.collective and len(late) == 1 else "late are" if wait.collective else "it waits for"
     else:
-        late, lead = ranks_in_other_collective(wait, peers), "no rank is late, but elsewhere is"
+        late, lead = ranks_in_other_collective(wait, peers), "no rank is late, but in another collective is"
     if not late:
         return "all ranks have arrived there; the network or the MPI library is stuck"
     named = [format_status(rank, hosts[rank], peers[rank], now) for rank in late[:MAX_LISTED]]

@@ -67,9 +67,7 @@ def _read(path: Path) -> str:
 def check_shm_capacity(num_bytes: int, local_size: int, what: str) -> None:
     """Check that /dev/shm has room for the windows of the ranks of this node.
 
-    Args:
-        num_bytes: Bytes for all ranks of the node together.
-        what: Purpose, for messages ("room for <what>").
+    `num_bytes` is the size for all `local_size` ranks of the node. `what` follows "room for" in the message.
 
     Raises:
         UserError: There is not enough room.

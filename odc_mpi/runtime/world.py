@@ -20,7 +20,6 @@ from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import PendingWait
 from odc_mpi.runtime.library import library_name
 from odc_mpi.runtime.memory import check_shm_capacity, startup_shm_names, unlink, unlink_startup_shm
-from odc_mpi.runtime.progress import Progress
 from odc_mpi.runtime.start.limits import end_within
 from odc_mpi.runtime.topology import Topology
 
@@ -55,6 +54,8 @@ class World(Topology, AbstractContextManager["World"]):
 
     Attributes:
         job: The job of this process.
+        progress: Tasks that this rank runs for other ranks while it waits.
+        mpi_library: Name and version of the MPI library, such as "MPICH 5.0.2".
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class World(Topology, AbstractContextManager["World"]):
         if not timeout_s >= 1:  # as for comm.timeout_s: healthy ranks may need up to a second to synchronize
             raise UserError(f"timeout_s must be a number of seconds, 1 or more, got {timeout_s!r}")
         self.job = job or Job(timeout_s, limit)
+        self.progress = self.job.progress
+        self.mpi_library = library_name(MPI.Get_library_version())
         # Ranks in the job by rank of a subset; None for the whole job, where they are the same.
         self._members: tuple[int, ...] | None = None
         with self.deadline("starting up"):
@@ -105,16 +108,6 @@ class World(Topology, AbstractContextManager["World"]):
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
         self.job.watchdog.timeout_s = seconds
-
-    @property
-    def progress(self) -> Progress:
-        """Tasks that this rank runs for other ranks while it waits."""
-        return self.job.progress
-
-    @property
-    def mpi_library(self) -> str:
-        """Name and version of the MPI library, such as "MPICH 5.0.2"."""
-        return library_name(MPI.Get_library_version())
 
     @property
     def memory_model(self) -> str:
@@ -247,9 +240,7 @@ class World(Topology, AbstractContextManager["World"]):
     def require_shared_memory(self, num_bytes: int, what: str) -> None:
         """Check that /dev/shm has room for the windows of the ranks of this node. Collective.
 
-        Args:
-            num_bytes: Bytes for this rank.
-            what: Purpose, for messages ("room for <what>").
+        `num_bytes` is the size for this rank. `what` follows "room for" in the message.
 
         Raises:
             AllRanksUserError: There is not enough room.

@@ -76,7 +76,7 @@ def test_ranks_that_are_at_another_meeting_are_named() -> None:
     peers = {1: at(7, "meeting at point B"), 2: at(7)}
     said = format_late_ranks(PendingWait(AT_A, collective=7), peers, HOSTS, now=100.0)
     assert (
-        said == "no rank is late, but elsewhere is rank 1 on host0, which was last seen 0.0 s ago, meeting at point B"
+        said == "no rank is late, but in another collective is rank 1 on host0, which was last seen 0.0 s ago, meeting at point B"
     )
 
 
