@@ -152,7 +152,6 @@ class Job:
         self._abort(f"{waited}: {late}; the limit is {self._limit}", peers)
 
     def _heartbeat(self) -> None:
-        """Write a heartbeat. Called from the watchdog thread."""
         status = self.status  # another thread may reset it in `free_status_window`
         if status is not None:
             status.page.heartbeat()

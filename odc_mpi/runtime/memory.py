@@ -31,7 +31,6 @@ def _host_available_bytes() -> int:
 
 
 def _cgroup_available_bytes() -> Iterator[int]:
-    """Yield the available bytes of each control group of this process."""
     for line in _read(Path("/proc/self/cgroup")).splitlines() or ["0::/"]:
         _, controllers, path = line.split(":", 2)
         if not controllers:

@@ -85,7 +85,7 @@ class Device:
             return torch.from_dlpack(array)
 
     def _allocate(self, num_bytes: int, cupy: Any) -> Any:
-        """Return memory from cudaMalloc, whichever allocator CuPy is configured to use."""
+        # By cudaMalloc, whichever allocator CuPy is configured to use.
         try:
             return cupy.cuda.Memory(num_bytes)
         except cupy.cuda.runtime.CUDARuntimeError:

@@ -56,7 +56,6 @@ class DeviceParameters(ParameterStore):
         return DeferredWork(partial(self._fetch, index, buffer, self._events.pop(buffer)))
 
     def _fetch(self, index: int, buffer: torch.Tensor, wait_for: Event) -> None:
-        """Fill a buffer, whose old content is not used after the event. One-sided."""
         self._device.set_current()
         wait_for.synchronize()
         self._windows.world.progress.run_tasks()
@@ -97,7 +96,6 @@ class DeviceGradients(GradientStore):
         return DeferredWork(partial(self._push, index, gradient, start, self._events.pop(gradient)))
 
     def _push(self, index: int, gradient: torch.Tensor, start: int, wait_for: Event) -> None:
-        """Push a gradient, which is complete after the event, to its owners. One-sided."""
         self._device.set_current()
         wait_for.synchronize()
         self._inner.push(index, gradient, start).wait()

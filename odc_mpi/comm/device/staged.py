@@ -95,7 +95,6 @@ class StagedParameters(ParameterStore):
         return DeferredWork(partial(self._copy_to_device, self._inner.fetch(index), buffer, after))
 
     def _copy_to_device(self, fetch: FetchWork, buffer: torch.Tensor, wait_for: Event) -> None:
-        """Complete a fetch to host memory, and copy the array to the device."""
         array = fetch.wait()
         if self._inner.access is Access.COPY or self._pinned.is_pinned(array):
             self._device.copy(buffer, array, wait_for).synchronize()
@@ -126,7 +125,6 @@ class StagedGradients(DeviceGradients):
         return DeferredWork(partial(self._push_pinned, index, start, pinned, copied))
 
     def _push_pinned(self, index: int, start: int, pinned: torch.Tensor, copy_event: Event) -> None:
-        """Push a gradient from pinned memory once the copy has finished. One-sided."""
         copy_event.synchronize()
         self._inner.push(index, pinned, start).wait()
         self._pinned.pool.release(pinned)

@@ -212,7 +212,6 @@ def _batches(segments: Sequence[Segment], numel: int) -> Iterator[tuple[int, int
 def _launch(
     name: str, target: torch.Tensor, segments: Sequence[Segment], first: int, stop: int, *more_addresses: int
 ) -> None:
-    """Launch a kernel over elements `first` to `stop` of a flat array, on the current stream."""
     table = np.zeros(1, dtype=_TABLE)
     count = len(segments)
     table["source"][0, :count] = [tensor.data_ptr() for _, tensor in segments]
@@ -270,7 +269,6 @@ class _Stream:
 
 @functools.cache
 def _kernel(file: str, kernel: str) -> Any:
-    """Load a kernel. CuPy caches it per device."""
     cupy = _cupy()
     assert cupy is not None
     try:

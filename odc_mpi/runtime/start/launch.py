@@ -96,7 +96,6 @@ class ChildResult:
 
     Attributes:
         messages: Last message of the child; empty without messages.
-        failure: Failure of the child; None if it finished.
         output_tail: Last lines of the standard streams of a failed child.
     """
 
@@ -248,7 +247,6 @@ class _Child:
         self._pmi.start()
 
     def listen(self, timeout_s: float) -> None:
-        """Read messages of the child for `timeout_s`."""
         until = time.monotonic() + timeout_s
         while (left_s := until - time.monotonic()) > 0:
             if self._read < 0:
@@ -265,11 +263,10 @@ class _Child:
             self.messages = json.loads(lines[-1])
 
     def is_done(self) -> bool:
-        """Return True if the child has ended and all its messages were read."""
         return self._process.poll() is not None and self._read < 0
 
     def crash(self) -> tuple[Failure, str] | None:
-        """Return the crash of the child and its last lines; None if it did not crash."""
+        """Return the crash of the child, if any, and its last lines."""
         code = self._process.poll()
         if not code and not self._pmi.abort_requested:
             return None
@@ -277,13 +274,11 @@ class _Child:
         return Failure(FailureKind.CRASHED, how, self._rank), self.output_tail()
 
     def output_tail(self) -> str:
-        """Return the last lines of the standard streams of the child."""
         self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - 4000))
         lines = self._output.read().decode(errors="replace").splitlines()
         return "\n".join([line for line in lines if line.strip()][-25:])
 
     def end(self) -> None:
-        """Kill the child if it still runs."""
         self._process.kill()
         self._process.wait()
         self._pmi.leave(self._rank)
@@ -305,7 +300,6 @@ class _CrashReports:
                 self._socket.bind(self._name)
 
     def write(self, crash: Failure, output_tail: str) -> None:
-        """Report a crash to the parent of rank 0 if it is on this node."""
         with suppress(OSError):
             self._socket.sendto(json.dumps([crash.description, crash.rank, output_tail]).encode(), self._name)
 
@@ -315,12 +309,10 @@ class _CrashReports:
             return other.connect_ex(self._name) == 0
 
     def read(self) -> tuple[Failure, str] | None:
-        """Return a crash that another parent reported; None without a report."""
         with suppress(OSError, ValueError):
             description, rank, output_tail = json.loads(self._socket.recv(1 << 16))
             return Failure(FailureKind.CRASHED, description, rank), output_tail
         return None
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
