@@ -38,12 +38,11 @@ class Status:
     Attributes:
         what: Activity, for messages ("was last seen ..., <what>").
         microbatch: Number of the microbatch in this minibatch, from 1; 0 outside of microbatches.
-        num_collectives: Number of collectives at which the rank has arrived.
         finalizing: True if the rank has begun to close its world.
         aborting: True if the rank is about to print a message and abort the job.
         heartbeat_missing: True if the watchdog of the rank, which also runs while the rank computes, sent no heartbeat.
         published_at: Time of publication in seconds since 1970, by the clock of the rank.
-        number: Number of the heartbeat.
+        number: Number of the heartbeat, incremented by each write.
     """
 
     what: str

@@ -87,7 +87,7 @@ class MailboxGradientStore(WindowGradientStore):
         self._consumed = np.zeros(world.size, dtype=np.int64)
         self._consumed_bytes = memoryview(self._consumed.view(np.uint8))  # type: ignore[arg-type]
         self._unflushed: list[int] = []
-        self._serving = threading.Lock()
+        self._drain_lock = threading.Lock()
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:
         """Divide `mailbox_bytes` among the other ranks.
@@ -140,7 +140,7 @@ class MailboxGradientStore(WindowGradientStore):
                 self._rings[owner].queue.append(_PendingPut(push, index, begin, values))
         owners = [ring.owner for ring in self._rings.values() if ring.queue]
         with self.world.deadline(f"pushing the gradient of unit {push.name}", owners):
-            self._put_what_fits()
+            self._fill_rings()
             for begin, part in local:
                 self._slots.add_local(index, begin, gradient[part])
         self.make_progress()
@@ -165,17 +165,17 @@ class MailboxGradientStore(WindowGradientStore):
         # Compared as bytes, which is cheapest: while a rank computes, a thread does this every other millisecond.
         if not self._unflushed and self._heads_bytes == self._consumed_bytes:
             return False
-        if not self._serving.acquire(blocking=False):  # another thread adds at this moment
+        if not self._drain_lock.acquire(blocking=False):  # another thread adds at this moment
             return False
         try:
             self._drain()
         finally:
-            self._serving.release()
+            self._drain_lock.release()
         return True
 
     @override
     def complete(self) -> None:
-        with self.world.deadline("adding the last gradients"), self._serving:
+        with self.world.deadline("adding the last gradients"), self._drain_lock:
             self._inbox.sync()
             self._drain()
         assert (self._heads == self._consumed).all(), "a rank synchronized before its gradients had arrived"
@@ -193,14 +193,14 @@ class MailboxGradientStore(WindowGradientStore):
         while push.numel:
             owner = next(ring.owner for ring in self._rings.values() if any(p.push is push for p in ring.queue))
             with self.world.deadline(f"waiting for room to push the gradient of unit {push.name}", [owner]):
-                wait_until(self._put_what_fits, self._notify_owners)
+                wait_until(self._fill_rings, self._notify_owners)
 
     def _notify_owners(self) -> None:
         # The owner must receive the heads before it can make room.
         self._slots.flush()
         self.world.progress.poke()
 
-    def _put_what_fits(self) -> bool:
+    def _fill_rings(self) -> bool:
         """Put queued elements into the rings as far as there is room; return True if any were."""
         self._credit_window.sync()
         filled = [(ring, headers) for ring in self._rings.values() if (headers := self._fill(ring))]
@@ -243,7 +243,7 @@ class MailboxGradientStore(WindowGradientStore):
         return headers
 
     def _drain(self) -> None:
-        """Add all received slots, in the order of ranks. The caller holds `_serving`."""
+        """Add all received slots, in the order of ranks. The caller holds `_drain_lock`."""
         what = "releasing room in the mailbox"
         with self.world.deadline(what, self._unflushed):
             # Usually complete since the last call. A counter may be Put again only after this.

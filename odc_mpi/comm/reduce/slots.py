@@ -46,7 +46,7 @@ class HostSlots:
         self.dtype = dtype
         self.shards: dict[int, torch.Tensor] = {}
         self._sums: dict[int, np.ndarray] = {}
-        # Not the lock of `make_progress`, whose holder may wait for other ranks. An addition never waits.
+        # Not `_drain_lock` of the mailbox, whose holder may wait for other ranks. An addition never waits.
         self._add_lock = threading.Lock()
 
     def host_ring_bytes(self, ring_bytes: int) -> int:
