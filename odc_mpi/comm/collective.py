@@ -43,7 +43,7 @@ MAX_COMMUNICATORS = 400
 class CollectiveCommunicator:
     """Blocking all-gather and reduce-scatter of equal shards. Construction is collective.
 
-    The calls spin within the library, which is fastest.
+    Tensors must be contiguous, on the host. The calls spin within the library, which is fastest.
     """
 
     def __init__(self, world: World) -> None:
@@ -59,22 +59,12 @@ class CollectiveCommunicator:
             self._comm.Barrier()
 
     def all_gather(self, shard: torch.Tensor, gathered: torch.Tensor) -> None:
-        """Concatenate the shards of all ranks. Collective.
-
-        Args:
-            shard: `[n]` of any dtype, contiguous, on the host.
-            gathered: `[size * n]` of the same dtype; overwritten.
-        """
+        """Concatenate the shards of all ranks, `[n]` of any dtype, to `gathered`, `[size * n]`. Collective."""
         with self._world.deadline("gathering an array from all ranks"):
             self._comm.Allgather(_as_bytes(shard), _as_bytes(gathered))
 
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
-        """Sum a gradient over all ranks and scatter the sum. Collective.
-
-        Args:
-            gradient: `[size * n]` float32 or float64, contiguous, on the host.
-            shard: `[n]` of the same dtype; overwritten.
-        """
+        """Sum `gradient`, `[size * n]` float32 or float64, over all ranks, and scatter it to `shard`, `[n]`. Collective."""
         element = MPI_DTYPES[gradient.dtype]
         with self._world.deadline("reducing an array over all ranks"):
             self._comm.Reduce_scatter_block([gradient.numpy(), element], [shard.numpy(), element], MPI.SUM)
@@ -90,11 +80,6 @@ class CollectiveParameters(ShardStorage, ParameterStore):
 
     Fetches are collective, and so are all callers of them: forward, backward, `state_dict`. Only the main thread may
     call the store, since two threads would have no fixed order.
-
-    Args:
-        world: Ranks that share the arrays.
-        group: Group of these ranks, which counts the collectives.
-        dtype: Type of the parameters, unless a layout has its own.
     """
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
@@ -136,13 +121,7 @@ class CollectiveParameters(ShardStorage, ParameterStore):
 
 
 class CollectiveGradients(ShardStorage, GradientStore):
-    """Gradients in private memory, pushed with a reduce-scatter.
-
-    Args:
-        world: Ranks that share the arrays.
-        group: Group of these ranks, which counts the collectives.
-        dtype: Type of the gradients.
-    """
+    """Gradients in private memory, pushed with a reduce-scatter."""
 
     def __init__(self, world: World, group: Group, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -163,10 +142,7 @@ class CollectiveGradients(ShardStorage, GradientStore):
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         """Start to sum a gradient over all ranks and to add the sum to the shards of its owners. Collective.
 
-        Args:
-            index: Index of a trainable array, the same on all ranks.
-            gradient: `[n]` of `dtype`, contiguous. The rest of the array counts as zero.
-            start: Offset of `gradient[0]` in the array, in elements. May differ between ranks.
+        Elements of the array outside of `gradient` count as zero. `start` may differ between ranks.
         """
         layout, element = self.layouts[index], MPI_DTYPES[self.dtype]
         if gradient.numel() != layout.numel:

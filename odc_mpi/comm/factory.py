@@ -34,12 +34,7 @@ GradientStoreFactory = Callable[[World, torch.dtype], WindowGradientStore]
 def gradient_store_factories(
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None = None
 ) -> Mapping[str, GradientStoreFactory]:
-    """Return the factories of gradient stores by the value of `comm.reduction`.
-
-    Args:
-        mailbox_bytes: Memory of a mailbox, as for `MailboxGradientStore`.
-        device: Device of the windows; None for windows on the host.
-    """
+    """Return the factories of gradient stores by the value of `comm.reduction`, for windows on `device` or the host."""
     kind = HOST_WINDOW if device is None else device_windows(device)
     slots: SlotsFactory = HostSlots if device is None else partial(DeviceSlots, device=device)
     return {
@@ -60,9 +55,6 @@ def window_transport(
     """Build the transport with shards in windows on the host.
 
     Args:
-        world: Ranks that share the arrays.
-        param_dtype: Type of the parameters in the shards and in transfers.
-        reduce_dtype: Type of the gradients in the shards and in transfers.
         zero_copy: True if ranks of a node read parameters of each other by direct load.
         reduction: Factory of the gradient store, one of `gradient_store_factories`.
         progress: True to run a progress thread (`comm.progress`).
@@ -126,12 +118,7 @@ def collective_transport(
 
 
 def staged(inner: Transport, device: Device) -> Transport:
-    """Wrap a transport with windows on the host for a model on a device; copies use pinned memory.
-
-    Args:
-        inner: Transport to wrap, before its allocation. The new transport takes over its parts.
-        device: Device of the model.
-    """
+    """Wrap a transport with windows on the host, not allocated yet, for a model on a device, with pinned memory."""
     pinned = PinnedMemory(inner.storages, device)
     return Transport(
         inner.group,

@@ -25,7 +25,6 @@ class WorldGroup(Group):
     """All ranks of a world.
 
     Args:
-        world: World of the ranks.
         progress: True to run a progress thread (`comm.progress`).
         prepare_thread: Function that this thread calls before it calls MPI.
     """

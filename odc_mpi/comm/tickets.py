@@ -21,11 +21,7 @@ _DRAWN, _EMPTY = range(2)
 
 
 class Tickets:
-    """Positions below a count, each for exactly one rank. Construction is collective.
-
-    Args:
-        world: Ranks that draw. Closing it frees the counters.
-    """
+    """Counters of drawn positions, which close with their world. Construction is collective."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -41,10 +37,8 @@ class Tickets:
     def draw(self, count: int) -> Iterator[int]:
         """Yield positions that no other rank gets, until none is left. One-sided.
 
-        Each position is drawn when the caller asks for it, so a fast rank gets more of them.
-
-        Args:
-            count: Number of positions, the same on all ranks.
+        Each position is drawn when the caller asks for it, so a fast rank gets more of them. `count`, the number of
+        positions, must be the same on all ranks.
         """
         while (position := self._next(self._world.node)) < count:
             yield position

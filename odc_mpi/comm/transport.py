@@ -14,7 +14,7 @@ Within a minibatch, ranks communicate only by fetches and pushes, in which the o
 `comm.factory` builds:
 
     transport    shards are in             model is on   access         pushes_to_peers   threads   one_sided
-    window       windows on the host       host          COPY or VIEW   yes               yes       yes
+    window       windows on the host       host          any            yes               yes       yes
     staged       windows on the host       device        COPY           yes               yes       yes
     device       windows on the device     device        COPY           yes               yes       yes
     single_rank  memory of the device      device        KEEP           no                no        yes
@@ -29,6 +29,7 @@ another store, as in `comm.device.staged`, and leave the storage of the inner st
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -50,7 +51,9 @@ class Access(Enum):
 
     COPY = "copies into a buffer, which is reused after the release"
     VIEW = "a view of mapped memory, which is unmapped when the transport closes, even if tensors reference it"
-    KEEP = "a view that is valid until B, of memory that is never reused, so autograd may save it"
+    KEEP = (
+        "a view that is valid until parameters are published, of memory that is never reused, so autograd may save it"
+    )
 
 
 class Group(ABC):
@@ -74,11 +77,7 @@ class Group(ABC):
 
     @abstractmethod
     def open(self, close: Callable[[], None]) -> None:
-        """Start the progress thread, if any, and synchronize after the allocation of the shards. Collective.
-
-        Args:
-            close: Function to call when the world closes.
-        """
+        """Start the progress thread, if any; synchronize; and call `close` when the world closes. Collective."""
 
     @abstractmethod
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
@@ -98,12 +97,7 @@ class Group(ABC):
 
     @abstractmethod
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """Publish the activity of this rank, for the message of a rank whose wait for this one expires.
-
-        Args:
-            what: Activity, such as "forward of unit layers.3".
-            microbatch: Number of the microbatch in this minibatch, from 1; 0 outside of microbatches.
-        """
+        """Publish the activity of this rank, as `World.set_status`."""
 
     @abstractmethod
     def free(self, storages: Sequence["ShardStorage"]) -> None:
@@ -139,13 +133,10 @@ class ParameterStore(ABC):
         """Return the shard of this rank, `[shard_numel]` of `dtype_of(index)`: the memory that other ranks read."""
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        """Start to fetch a full array into a buffer. One-sided.
+        """Start to fetch a full array into a buffer, `[numel]` of `dtype_of(index)`. One-sided.
 
-        Only for stores with `Access.COPY`. Call `record_event(buffer)` first.
-
-        Args:
-            index: Index of the array.
-            buffer: `[numel]` of `dtype_of(index)`. Do not access it before the returned handle is complete.
+        Only for stores with `Access.COPY`. Call `record_event(buffer)` first. Do not access the buffer before the
+        returned handle is complete.
         """
         raise NotImplementedError(f"{type(self).__name__} fetches without copies")
 
@@ -192,7 +183,7 @@ class GradientStore(ABC):
 
     @abstractmethod
     def shard(self, index: int) -> torch.Tensor:
-        """Return the shard of this rank, `[shard_numel]` of `dtype`. KeyError if the array is not trainable."""
+        """Return the shard of this rank of a trainable array, `[shard_numel]` of `dtype`."""
 
     @abstractmethod
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
@@ -216,15 +207,13 @@ class GradientStore(ABC):
         """
 
 
+@dataclass(eq=False, repr=False)
 class Transport:
-    """A group, a parameter store and a gradient store, with the collectives on complete gradients and published parameters.
+    """A group, a parameter store and a gradient store, with their synchronization points.
 
-    Args:
-        group: Ranks that share the arrays.
-        parameters: Parameter store with its shards in memory of `storages`.
-        gradients: Gradient store with its shards in memory of `storages`.
-        storages: Storages in the order of allocation. They are freed in the reverse order.
-        device: Device of the model, of fetched arrays and of pushed gradients. Default: the CPU.
+    Attributes:
+        storages: Memory of the shards, in the order of allocation. Freed in the reverse order.
+        device: Device of the model, of fetched arrays and of pushed gradients.
         threads: True if several threads may call the stores concurrently. If False, only the computing thread may.
         one_sided: True if a fetch or push completes without the other ranks. If False, each is a collective: all ranks
             must issue the same ones in the same order, so the units to fetch must not depend on cached units.
@@ -233,36 +222,26 @@ class Transport:
         ValueError: MPI cannot transfer the type of the parameters, or cannot sum that of the gradients.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        parameters: ParameterStore,
-        gradients: GradientStore,
-        storages: Sequence[ShardStorage],
-        *,
-        device: torch.device | None = None,
-        threads: bool = True,
-        one_sided: bool = True,
-    ) -> None:
-        if parameters.dtype not in PARAMETER_DTYPES:
-            raise ValueError(f"param_dtype must be one of {PARAMETER_DTYPES}, got {parameters.dtype}")
-        if gradients.dtype not in REDUCE_DTYPES:
-            raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES} (what MPI can add), got {gradients.dtype}")
-        self.group = group
-        self.parameters = parameters
-        self.gradients = gradients
-        self.storages = tuple(storages)
-        self.device = device or torch.device("cpu")
-        self.threads = threads
-        self.one_sided = one_sided
-        self._is_open = False
+    group: Group
+    parameters: ParameterStore
+    gradients: GradientStore
+    storages: Sequence[ShardStorage]
+    _: KW_ONLY
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    threads: bool = True
+    one_sided: bool = True
+    _is_open: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if (dtype := self.parameters.dtype) not in PARAMETER_DTYPES:
+            raise ValueError(f"param_dtype must be one of {PARAMETER_DTYPES}, got {dtype}")
+        if (dtype := self.gradients.dtype) not in REDUCE_DTYPES:
+            raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES} (what MPI can add), got {dtype}")
 
     def allocate(self, layouts: Sequence[Layout], close: Callable[[], None] | None = None) -> None:
         """Allocate zero-filled shards of the arrays, which then are identified by their index. Collective; call once.
 
-        Args:
-            layouts: Layouts of the arrays.
-            close: Function to call when the world closes, instead of `self.close`, which it must call.
+        If the world closes first, it calls `close`, which must call `self.close` (default: only that).
         """
         assert not self.parameters.layouts, "a transport allocates once"
         self.group.reserve(len(layouts), lambda: sum((storage.plan(layouts) for storage in self.storages), Footprint()))
@@ -275,14 +254,7 @@ class Transport:
         self._is_open = True
 
     def complete_gradients(self, report: np.ndarray) -> np.ndarray:
-        """Complete all pushes of all ranks, and gather reports. Collective.
-
-        Args:
-            report: `[k]` float64, with the same k on all ranks.
-
-        Returns:
-            Reports of all ranks, `[size, k]`.
-        """
+        """Complete all pushes of all ranks, and gather their reports, `[k]` float64 to `[size, k]`. Collective."""
         self.group.set_status("flushing gradients")
         for storage in self.storages:
             storage.flush()

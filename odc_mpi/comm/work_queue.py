@@ -49,10 +49,9 @@ class QueueState(NamedTuple):
 
 
 class WorkQueue:
-    """Items below a count, each for exactly one rank. Construction is collective.
+    """Queue of items, each for exactly one rank, which closes with its world. Construction is collective.
 
     Args:
-        world: Ranks of the queue. Closing it frees the queue.
         max_count: Largest number of items between two resets, the same on all ranks.
         store_bytes: Memory of this rank for items that wait to be claimed.
     """
@@ -78,11 +77,7 @@ class WorkQueue:
         self._write(item, _word(_DONE, self._world.rank))
 
     def publish(self, item: int, content: bytes) -> bool:
-        """Copy a finished item into the store, for any idle rank to claim. One-sided.
-
-        Returns:
-            False if the store has no room. The item then remains with this rank.
-        """
+        """Copy a finished item into the store, for any idle rank to claim. Return False if it is full. One-sided."""
         start = self._find_space(len(content))
         if start is None:
             return False
@@ -110,10 +105,7 @@ class WorkQueue:
         )
 
     def claim(self, count: int) -> Iterator[tuple[int, int, bytes]]:
-        """Claim published items, the largest first, until none is left. One-sided.
-
-        Args:
-            count: Number of items, the same on all ranks.
+        """Claim published items below `count`, the largest first, until none is left. One-sided.
 
         Yields:
             Item, rank that finished it, and content.
@@ -145,10 +137,8 @@ class WorkQueue:
         """Claim an item and return its owner and content, or None if another rank was first."""
         with self._world.deadline("claiming finished work", [0]):
             word = self._board.atomic_read(0, item)
-            if (
-                word & 7 != _PUBLISHED
-                or self._board.compare_and_swap(0, item, word, word ^ _PUBLISHED ^ _CLAIMED) != word
-            ):
+            claimed = word ^ _PUBLISHED ^ _CLAIMED
+            if word & 7 != _PUBLISHED or self._board.compare_and_swap(0, item, word, claimed) != word:
                 return None
             start = self._board.atomic_read(0, self._max_count + item)
         owner, size = (word >> _RANK_SHIFT) & _RANK_MASK, word >> _SIZE_SHIFT

@@ -46,7 +46,6 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
     """Exchange for the chunk of this rank of one sequence: a context that encloses its forward and backward.
 
     Args:
-        windows: Windows of this rank.
         sequence_number: Number of the sequence among all split sequences so far, from 1; the same on all ranks.
         bounds: Boundaries of the chunks in tokens, `[chunks + 1]`.
         ranks: Rank of each chunk.
@@ -60,6 +59,7 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         self._base = sequence_number * MAX_LAYERS
         self._bounds, self._ranks, self._sequence = tuple(bounds), tuple(ranks), sequence
         self._chunk = self._ranks.index(windows.world.rank)
+        self._earlier_ranks, self._later_ranks = self._ranks[: self._chunk], self._ranks[self._chunk + 1 :]
         self._num_published = 0
         # One token of keys and values of each layer, for their shapes, type and device.
         self._templates: list[KVPair] = []
@@ -129,14 +129,6 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         if self._later_ranks:
             self._windows.mark_busy_until(self._windows.slot_offset(0), KV_RELEASED, self._later_ranks, self._base)
         self._windows.flush(f"ending {self._describe(self._chunk, 0)}")
-
-    @property
-    def _earlier_ranks(self) -> tuple[int, ...]:
-        return self._ranks[: self._chunk]
-
-    @property
-    def _later_ranks(self) -> tuple[int, ...]:
-        return self._ranks[self._chunk + 1 :]
 
     def _num_done_backward(self, layer: int) -> int:
         return self._windows.sizes.num_layers - layer

@@ -61,7 +61,6 @@ class KVWindows:
     """Memory for the chunks of this rank, which other ranks read. Construction is collective.
 
     Args:
-        world: Ranks of the windows.
         sizes: Sizes of the memory, the same on all ranks.
         shared: True if the ranks of a node read memory of each other by direct load.
 
@@ -112,11 +111,7 @@ class KVWindows:
     def mark_busy_until(self, slot: int, kind: int, ranks: Sequence[int], value: int) -> None:
         """Record that a slot is free after these ranks have set a flag to `value`.
 
-        Args:
-            slot: Offset of the slot. 0 represents the keys and values of all layers.
-            kind: Kind of the flag.
-            ranks: Ranks that read the slot.
-            value: Value of the flag.
+        A slot is identified by its offset; 0 represents the keys and values of all layers.
         """
         self._busy_until[slot] = [(kind, rank, value) for rank in ranks]
 
@@ -131,18 +126,14 @@ class KVWindows:
         self._memory.tensor[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return stop
 
-    def read(self, rank: int, start: int, pair: KVPair, tokens: int, what: str) -> KVPair:
-        """Return keys and values in the window of a rank: a view if it is mapped and on the host. One-sided.
+    def read(self, rank: int, start: int, template: KVPair, tokens: int, what: str) -> KVPair:
+        """Return keys and values in the window of a rank, at offset `start` in bytes. One-sided.
 
-        Args:
-            rank: Owner of the window.
-            start: Offset in bytes.
-            pair: Template with the device, type and shapes, except for the number of tokens.
-            tokens: Number of tokens to read.
-            what: Operation, for messages ("... while <what>").
+        The result is a view if the window is mapped and `template` is on the host. It has the device, type and shapes
+        of `template`, except for the number of tokens.
         """
-        shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in pair]
-        sizes = [part.nbytes // part.shape[2] * tokens for part in pair]
+        shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in template]
+        sizes = [part.nbytes // part.shape[2] * tokens for part in template]
         self._memory.sync()  # no load may precede that of the flag
         shard = self._memory.mapped_shard(rank)
         if shard is not None:
@@ -152,7 +143,7 @@ class KVWindows:
             with self.world.deadline(what, [rank]):
                 self._memory.get(rank, data.numpy(), start)
                 self._memory.flush()
-        parts = zip(data.split(sizes), shapes, pair, strict=True)
+        parts = zip(data.split(sizes), shapes, template, strict=True)
         key, value = (part.view(like.dtype).view(shape).to(like.device) for part, shape, like in parts)
         return key, value
 

@@ -54,13 +54,9 @@ def device_windows(device: Device) -> WindowFactory:
 
 
 def as_mpi_buffer(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a tensor on any device, for MPI alone: reading device memory on the host would crash.
+    """Return a view of a tensor on any device, `[n]`, for MPI alone: reading device memory on the host would crash.
 
-    Args:
-        tensor: `[n]`, contiguous, of a type in `_TYPE_CODES`. The view holds no reference to it.
-
-    Returns:
-        View with a length of n.
+    The view holds no reference to the tensor.
     """
     assert tensor.dim() == 1 and tensor.is_contiguous()
     view = memoryview(MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes))  # type: ignore[arg-type]

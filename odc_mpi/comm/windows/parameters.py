@@ -22,12 +22,8 @@ from odc_mpi.runtime.world import World
 class ParameterWindows(ShardStorage):
     """Storage with one window per array.
 
-    Args:
-        world: Ranks that share the arrays.
-        dtype: Type of the shards, unless a layout has its own.
-        kind: Factory of the windows.
-
     Attributes:
+        dtype: Type of the shards, unless a layout has its own.
         all_shards_mapped: True if this rank maps the contiguous shards of all ranks, in every window.
     """
 

@@ -73,9 +73,7 @@ class Window(ReadableWindow):
     """A shard of `[numel]` on every rank, zero at first. Construction is collective.
 
     Args:
-        world: Ranks of the window.
         numel: Number of elements of the shard of this rank.
-        dtype: Type of the elements.
         same_size: True if `numel` is the same on all ranks.
     """
 
@@ -108,12 +106,9 @@ class Window(ReadableWindow):
         read_shard(self._win, target, buffer, self.tensor.itemsize, start)
 
     def put(self, target: int, start: int, values: Memory) -> None:
-        """Start to overwrite elements of a shard, from `start` on. One-sided; completed by `flush`.
+        """Start to overwrite elements of a shard with the bytes in `values`, from element `start` on.
 
-        Args:
-            target: Owner of the shard.
-            start: Offset in the shard, in elements.
-            values: Bytes of the elements. Do not modify them before the flush.
+        One-sided. Completed by `flush`; do not modify `values` before.
         """
         for offset, part in _messages(values, self.tensor.itemsize):
             self._win.Put([part, MPI.BYTE], target, (start + offset, len(part), MPI.BYTE))
@@ -224,15 +219,10 @@ def align_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 def deferred_flush(
     world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
 ) -> DeferredWork:
-    """Return the handle of operations on a window, which calls `flush` when it is waited for.
+    """Return a handle of operations at `owners` that calls `flush`, within a deadline that mentions `what`.
 
-    Args:
-        world: World with the deadline of the wait.
-        flush: Function that completes the operations.
-        what: Operation, for messages ("... while <what>").
-        owners: Targets of the operations.
-        memory: Buffer of the operations. The handle holds a reference, since MPI does not: a buffer that is released
-            before the wait could be reused before it is transferred.
+    The handle holds a reference to `memory`, the buffer of the operations, since MPI does not: a buffer that is freed
+    before the wait could be reused before it is transferred.
     """
 
     def complete(_memory: torch.Tensor) -> None:

@@ -12,13 +12,8 @@ from odc_mpi.runtime.world import World
 class SharedWindow(ReadableWindow):
     """A shard of `[numel]` on every rank, zero at first, which the ranks of its node map. Construction is collective.
 
-    Args:
-        world: Ranks of the window.
-        numel: Number of elements of each shard, the same on all ranks.
-        dtype: Type of the elements.
-
-    Attributes:
-        all_shards: None also if the library leaves gaps between shards. MPICH and Open MPI do not.
+    `numel` must be the same on all ranks. `all_shards` is None also if the library leaves gaps between shards, which
+    MPICH and Open MPI do not.
     """
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype) -> None:
