@@ -64,7 +64,7 @@ class CollectiveCommunicator:
             self._comm.Allgather(_as_bytes(shard), _as_bytes(gathered))
 
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
-        """Sum `gradient`, `[size * n]` float32 or float64, over all ranks, and scatter it to `shard`, `[n]`. Collective."""
+        """Sum `gradient`, `[size * n]` float32 or float64, over all ranks; scatter it to `shard`, `[n]`. Collective."""
         element = MPI_DTYPES[gradient.dtype]
         with self._world.deadline("reducing an array over all ranks"):
             self._comm.Reduce_scatter_block([gradient.numpy(), element], [shard.numpy(), element], MPI.SUM)
