@@ -255,8 +255,8 @@ def open_epoch(win: MPI.Win, world: World) -> None:
     if model != "unified":
         win.Free()
         raise UserError(
-            f"MPI windows: expected the unified memory model (MPI_WIN_UNIFIED), got {model} with {world.mpi_library}: "
-            "use another MPI library"
+            f"expected windows of the unified memory model (MPI_WIN_UNIFIED), got {model} ones under "
+            f"{world.mpi_library}: use another MPI library"
         )
     win.Lock_all(MPI.MODE_NOCHECK)
 
