@@ -261,7 +261,7 @@ def test_a_stopped_rank(tmp_path):
     os.kill(job.pids[2], signal.SIGSTOP)
     lines, done = job.end()
     assert 1 <= len(lines) <= 2, done
-    places = "in microbatch [123], (?:forward|backward) of|meeting at point|after meeting at point|flushing|completing"
+    places = "in microbatch [123], (?:forward|backward) of|synchronizing at|after synchronizing at|flushing|completing"
     doing = f"(?:{places}) .*"
     late = "late (?:is|are) rank 2 on \\S+, "
     # Stopped within B, it may have let one of the others through, who then waits at A for both.
