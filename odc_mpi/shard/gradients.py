@@ -107,8 +107,8 @@ class GradientPusher:
                 continue
             self.parameters_with_gradient.add(name)
             if gradient.numel():
-                array, slot = unit.ranges[name]
-                arrays.setdefault(array, []).append((slot.start, gradient))
+                array, range_ = unit.ranges[name]
+                arrays.setdefault(array, []).append((range_.start, gradient))
         for array, segments in arrays.items():
             segments.sort(key=itemgetter(0))
             index, start, stop = unit.indices[array], segments[0][0], segments[-1][0] + segments[-1][1].numel()

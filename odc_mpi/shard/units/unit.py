@@ -49,7 +49,7 @@ class Unit:
         self.layouts = tuple(layouts)
         self.indices = tuple(indices)
         self.ranges: dict[str, tuple[int, ParameterRange]] = {
-            slot.spec.name: (i, slot) for i, layout in enumerate(layouts) for slot in layout.ranges
+            range_.spec.name: (i, range_) for i, layout in enumerate(layouts) for range_ in layout.ranges
         }
         self.state = UnitState.SHARDED
         self.num_forwards = 0
@@ -122,9 +122,9 @@ class Unit:
     def parameter(self, name: str) -> torch.Tensor:
         """Return a full parameter of an unsharded unit, detached from autograd."""
         if name not in self._aliases:
-            i, slot = self.ranges[name]
-            array, shape = self._arrays[i], slot.spec.shape
-            start = int(array.storage_offset()) + slot.start
+            i, range_ = self.ranges[name]
+            array, shape = self._arrays[i], range_.spec.shape
+            start = int(array.storage_offset()) + range_.start
             # Inference tensors have no version counter.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 contiguous = torch.empty(shape, device="meta").stride()
