@@ -42,15 +42,7 @@ class UnshardedParameters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, unit: Unit, names: Sequence[str], push: Push) -> Any:
-        """Return the full parameters of the given dotted names.
-
-        Args:
-            ctx: Context of the autograd node.
-            anchor: Tensor that requires a gradient. Autograd creates no node without such an input.
-            unit: An unsharded unit.
-            names: Names of parameters of the unit.
-            push: Called in the backward.
-        """
+        """Return full parameters of an unsharded unit. Without the input `anchor` autograd would create no node."""
         ctx.unit, ctx.names, ctx.push = unit, names, push
         ctx.set_materialize_grads(False)
         tensors = tuple(unit.parameter(name) for name in names)
@@ -77,7 +69,7 @@ class UnitForwards:
 
     @property
     def suspended(self) -> bool:
-        """True while modules hold materialized parameters (`shard.materialize`): forwards are not tracked then."""
+        """True while modules hold materialized parameters (`shard.modules`): forwards are not tracked then."""
         return self._unsharded.is_reshard_forbidden
 
     @contextmanager

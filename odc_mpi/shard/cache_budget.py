@@ -6,17 +6,9 @@
 Each rank chooses its budgets by itself: fetches and pushes are one-sided, so other ranks are not affected. Does not
 communicate and does not allocate.
 
-Note: admission
-    A unit is admitted when it is first fetched, if it fits the remaining budget. An admitted unit is never evicted for
-    another. In training, units are used in the order 1..L, L..1. For this order the policy causes the fewest fetches
-    possible with its memory (Belady), as LRU would. In evaluation and generation the order is 1..L, 1..L, for which LRU
-    would evict exactly the next unit; this policy still saves all fetches of the admitted units. For gradients only the
-    number of admitted bytes matters.
-
-Note: automatic budgets
-    The free memory at start-up, minus the future optimizer state, is divided by the number of ranks that share it. Half
-    of a rank's part is reserved for activations (`ACTIVATION_SHARE`). The other half goes to parameters first, up to
-    the size of all units but the root, then to gradients, up to the size of all trainable arrays.
+A unit is admitted when it is first fetched, if it fits the remaining budget, and is never evicted for another. In
+training (order 1..L, L..1) no other policy needs fewer fetches, and LRU needs as many. In evaluation and generation
+(1..L, 1..L) LRU would evict exactly the next unit. docs/caching.md explains this, and the automatic sizes.
 """
 
 from collections.abc import Hashable, Sequence
@@ -33,9 +25,6 @@ ACTIVATION_SHARE = 0.5
 
 class CacheBudget:
     """A byte budget and the keys admitted to it.
-
-    Args:
-        budget_bytes: Size of the budget. 0 admits nothing.
 
     Attributes:
         budget_bytes: Size of the budget. Lowering it does not evict admitted keys.
@@ -79,8 +68,8 @@ class CacheNeeds:
     """Useful sizes of the caches of a model.
 
     Attributes:
-        maximum: Size of all units but the root, and of all gradients. 0 if a cache saves no communication: fetches copy
-            nothing, pushes stay on this rank, or fetches and pushes are collective.
+        maximum: Size of all units but the root, and of all gradients. 0 if a cache would save no communication: fetches
+            copy nothing, pushes stay on this rank, or fetches and pushes are collective.
         minimum: Size of the smallest unit and of the smallest gradient array. A smaller cache has no effect.
     """
 
@@ -102,11 +91,7 @@ class CacheNeeds:
         return cls(CacheBytes(sum(unit_bytes), sum(array_bytes)), smallest)
 
     def require_whole_model(self, granted: CacheBytes) -> None:
-        """Check that the granted parameter cache holds all units but the root.
-
-        Raises:
-            UserError: The cache is smaller.
-        """
+        """Raise UserError if the granted parameter cache does not hold all units but the root."""
         needed, available = self.maximum.parameters, granted.parameters
         if available < needed:
             raise UserError(
@@ -122,14 +107,14 @@ def auto_cache_bytes(
     parameters: int | Literal["auto"] = "auto",
     gradients: int | Literal["auto"] = "auto",
 ) -> CacheBytes:
-    """Divide free memory as the note "automatic budgets" describes.
+    """Compute the sizes of the caches that are "auto". Parameters come first, each up to its need.
 
     Args:
         free_bytes: Free memory of all ranks that share it, without the future optimizer state.
         num_ranks: Number of ranks that share the memory.
         needs: Maximum useful sizes.
-        parameters: Size of the parameter cache. It is computed if "auto" and returned unchanged otherwise.
-        gradients: Size of the gradient cache, likewise.
+        parameters: Size of the parameter cache, if it is not automatic.
+        gradients: Size of the gradient cache, if it is not automatic.
     """
     share = int(max(0, free_bytes) * (1 - ACTIVATION_SHARE)) // num_ranks
     reserved = 0 if isinstance(gradients, str) else gradients

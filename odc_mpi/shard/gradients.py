@@ -46,10 +46,7 @@ class GradientPusher:
     """Pushes and accumulates the gradients of units.
 
     Args:
-        transport: Transport that holds the shards.
         in_thread: Push on a separate thread. Ignored if only one thread may call the transport.
-        spans: Records the time spent starting pushes and waiting for them.
-        traffic: Counts the bytes of each push.
         gradient_format: Number format of the gradients. Default: floating-point, in the dtype of the gradient store.
 
     Attributes:
@@ -92,13 +89,7 @@ class GradientPusher:
         self.parameters_with_gradient = set()
 
     def push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Accumulate gradients, or start to add them to the shards of their owners. One-sided.
-
-        Args:
-            unit: Unit of the parameters.
-            names: Names of the parameters.
-            gradients: Gradient of each parameter, of the same shape; None for parameters without one.
-        """
+        """Accumulate the gradients of the named parameters, or start to add them to the owners' shards. One-sided."""
         if not self._open:
             raise RuntimeError("backward outside of `with model.minibatch():`, where owners do not expect gradients")
         arrays: dict[int, list[Segment]] = {}

@@ -21,15 +21,12 @@ ALIGNMENT_NUMEL = 32
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter with its dotted name and full shape.
-
-    Attributes:
-        dtype: Type in the shards; None: the type of the parameter store.
-    """
+    """A parameter with its dotted name and full shape."""
 
     name: str
     shape: tuple[int, ...]
     requires_grad: bool
+    #: Type in the shards; None: the type of the parameter store.
     dtype: torch.dtype | None = None
 
     @property
@@ -53,11 +50,7 @@ class ParameterRange:
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `[start, stop)` of a flattened parameter, which one rank owns; possibly empty.
-
-    Attributes:
-        offset: Index of element `start` in the shard of the rank.
-    """
+    """Elements `[start, stop)` of a flattened parameter that one rank owns, at `offset` of its shard; can be empty."""
 
     spec: ParameterSpec
     start: int

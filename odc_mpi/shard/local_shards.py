@@ -1,10 +1,12 @@
 """Slices of the parameters that this rank owns, as tensors for the optimizer.
 
-parameter window   [shard of param_dtype]   other ranks fetch it
-master             [shard of fp32]          the slices are views of it, and `write_back` copies it into the window;
-                                            it is the window itself if that is fp32 on the optimizer's device
-gradient window    [shard of reduce_dtype]  other ranks add to it; `.grad` of the slices are views of it, or of a
-                                            converted copy, as for fixed-point numbers
+Memory of this rank for a flat array:
+
+    parameter window   [shard of param_dtype]   other ranks fetch it
+    master             [shard of fp32]          the slices are views of it, and `write_back` copies it into the window;
+                                                it is the window itself if that is fp32 on the optimizer's device
+    gradient window    [shard of reduce_dtype]  other ranks add to it; `.grad` of the slices are views of it, or of a
+                                                converted copy, as for fixed-point numbers
 """
 
 from collections.abc import Container, Sequence
@@ -33,10 +35,7 @@ class WeightSource(Protocol):
 
 
 class ModuleWeightSource(WeightSource):
-    """The parameters of an initialized module, broadcast from rank 0 as by DistributedDataParallel.
-
-    `read` is collective.
-    """
+    """Parameters of a module, broadcast from rank 0 as by DistributedDataParallel. `read` is collective."""
 
     def __init__(self, units: Sequence[UnitParameters], group: Group) -> None:
         self._parameters = {name: p for unit in units for name, p in unit.parameters.items()}
@@ -59,12 +58,7 @@ class LocalShard:
 
 
 class LocalShards:
-    """All slices of this rank.
-
-    Args:
-        transport: Transport that holds the shards.
-        layouts: Layouts of the flat arrays.
-        device: Device of the optimizer.
+    """All slices of this rank. Those of trainable parameters are on the device of the optimizer.
 
     Attributes:
         trainable: Slices in the order of the layouts, including empty ones: the list has equal entries on all ranks.
@@ -108,9 +102,7 @@ class LocalShards:
     def attach_gradients(self, pushed: Sequence[bool], gradient_format: GradientFormat) -> None:
         """Set `.grad` to the received gradients, once the gradients are complete.
 
-        Args:
-            pushed: For each of `trainable`, True if any rank pushed a gradient; otherwise `.grad` stays None.
-            gradient_format: Number format of the gradient windows.
+        If `pushed` is False for an entry of `trainable`, no rank pushed a gradient of it, and `.grad` stays None.
         """
         by_index: dict[int, torch.Tensor] = {}
         for shard in compress(self.trainable, pushed):

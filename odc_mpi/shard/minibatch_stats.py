@@ -22,11 +22,8 @@ TRAFFIC = tuple(f"bytes_{did}_{where}" for did in ("fetched", "pushed") for wher
 class MinibatchStats:
     """Statistics of a minibatch. All attributes but `local` are valid after the minibatch.
 
-    Args:
-        names: Names of the values, equal on all ranks.
-
     Attributes:
-        local: Values of this rank by name. Add to them during the minibatch.
+        local: Values of this rank by name, with equal names on all ranks. Add to them during the minibatch.
         finite: True if the gradients, summed over all ranks, are finite.
         sums: Sums over the ranks of the numbers reported as `sums`, float64 `[k]`.
         pushed: For each parameter, True if any rank pushed a gradient of it.
@@ -41,12 +38,7 @@ class MinibatchStats:
         self._columns: dict[str, int] = {}
 
     def report(self, sums: np.ndarray, pushed: Sequence[bool]) -> np.ndarray:
-        """Return the report of this rank, a float64 array.
-
-        Args:
-            sums: Numbers to sum over the ranks, float64 `[k]`, with the same k on all ranks.
-            pushed: For each trainable parameter, True if this rank pushed a gradient of it.
-        """
+        """Return the report of this rank, float64. Arguments as the attributes, but for this rank alone."""
         self.pushed = list(pushed)
         self.sums = sums
         bits = np.zeros(-(-len(pushed) // 32) * 32, dtype=np.bool_)

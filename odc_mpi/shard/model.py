@@ -1,10 +1,12 @@
-"""`ShardedModel`: a module whose parameters are sharded, and its minibatches.
+"""`ShardedModel`: a module whose parameters are sharded. A training step:
 
-with model.minibatch():      one-sided fetches and pushes, also on threads; ranks do not wait for each other
-                             at its end: gradients complete
-model.clip_grad_norm_(1.0)   gradient norm
-optimizer.step()             on this rank's slices
-model.publish()              parameters published, gradients cleared
+    with model.minibatch():      one-sided fetches and pushes, also on threads; ranks do not wait for each other
+                                 at its end: gradients complete
+    model.clip_grad_norm_(1.0)   gradient norm
+    optimizer.step()             on this rank's slices
+    model.publish()              parameters published, gradients cleared
+
+Nothing else communicates, except forwards and backwards, construction, `close`, `unsharded` and `state_dict`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,14 +24,18 @@ from odc_mpi.shard.gradient_format import FixedPointGradients, make_gradient_for
 from odc_mpi.shard.gradients import GradientPusher
 from odc_mpi.shard.layout import Slice
 from odc_mpi.shard.local_shards import LocalShards, ModuleWeightSource, WeightSource
-from odc_mpi.shard.materialize import materialized_parameters
 from odc_mpi.shard.minibatch_stats import TRAFFIC, MinibatchStats
-from odc_mpi.shard.modules import full_state_dict, install_on_demand_parameters, replicate, wrap_forward
+from odc_mpi.shard.modules import (
+    full_state_dict,
+    install_on_demand_parameters,
+    materialized_parameters,
+    replicate,
+    wrap_forward,
+)
 from odc_mpi.shard.optim import StepGuard, clip_coefficient, require_elementwise
 from odc_mpi.shard.partition import UnitChoice, check_shardable, make_units, partition
 from odc_mpi.shard.step_phases import SYNC_POINTS, SpanRecorder, StepPhase, StepPhases
-from odc_mpi.shard.units.collective import CollectivelyUnshardedUnits
-from odc_mpi.shard.units.unsharded import UnshardedUnits
+from odc_mpi.shard.units.unsharded import CollectivelyUnshardedUnits, UnshardedUnits
 
 
 class ShardedModel:
@@ -38,7 +44,6 @@ class ShardedModel:
     Args:
         module: Module whose floating-point parameters move into the windows of the transport. Buffers and integer
             parameters are replicated from rank 0.
-        transport: Transport that holds the shards.
         units: Classes, class names or submodules whose parameters are fetched together. Default: `_no_split_modules` of
             the module. All other parameters form the root unit.
         weights: Source of the initial parameters. Default: the parameters of rank 0. Required for the meta device.
@@ -157,11 +162,7 @@ class ShardedModel:
     def minibatch(self, *names: str) -> Iterator[MinibatchStats]:
         """Enclose the forwards and backwards of one minibatch. Collective at its end: gradients complete.
 
-        Args:
-            names: Names of the values that the ranks exchange at the end, the same on all ranks.
-
-        Yields:
-            Statistics of the minibatch. Add to `local` to report values.
+        Yields the statistics of the minibatch. `names` are further values that the ranks exchange at its end.
         """
         self._placeholders.check_frozen()
         self._unsharded.check_unchanged()
@@ -169,7 +170,7 @@ class ShardedModel:
         self._pusher.start()
         self._unsharded.activity.start_minibatch()
         minibatch = MinibatchStats((*names, *TRAFFIC))
-        # No try: after an exception in the enclosed code, this rank must not enter the collective.
+        # Without try: after an exception in the enclosed code, this rank must not enter the collective.
         yield minibatch
         self._transport.group.set_status("completing its fetches and pushes")
         # Before the collective, because owners may write their shards after it, while a fetch in flight still reads.
@@ -182,10 +183,9 @@ class ShardedModel:
             self._gradient_format.local_statistics(),
             self._local_shards.with_gradient(self._pusher.parameters_with_gradient),
         )
-        # Point A of docs/ordering.md.
-        minibatch.receive_reports(
-            self._phases.synchronize("gradients_complete", lambda: self._transport.complete_gradients(report))
-        )
+        # A in docs/ordering.md.
+        reports = self._phases.synchronize("gradients_complete", lambda: self._transport.complete_gradients(report))
+        minibatch.receive_reports(reports)
         minibatch.finite = self._gradient_format.apply_global_statistics(minibatch.sums)
         self._local_shards.attach_gradients(minibatch.pushed, self._gradient_format)
         self._phases.phase = StepPhase.COMPLETE
@@ -244,26 +244,20 @@ class ShardedModel:
     def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         """Publish the status `what` instead of the unit in use, and do not count forwards as microbatches.
 
-        For generation, which runs one forward per token.
-
-        Args:
-            what: Message fragment, inserted after "was last seen".
-
-        Yields:
-            Function that replaces `what`.
+        For generation, which runs one forward per token. `what` is inserted after "was last seen" in messages. Yields a
+        function that replaces it.
         """
         return self._unsharded.activity.override(what)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale all gradients so that their total norm is at most `max_norm`. Collective.
+        """Scale all gradients so that their total norm is at most `max_norm`; return the norm before. Collective.
 
-        Returns:
-            Norm over the parameters of all ranks before scaling. If it is not finite, the gradients are not scaled.
+        If the norm is not finite, the gradients are not scaled.
         """
         self._phases.require(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()
         squares = self._gradient_format.sum_of_squares(gradients)
-        # Point N of docs/ordering.md.
+        # N in docs/ordering.md.
         totals = self._phases.synchronize("grad_norm", lambda: self._transport.group.norm(squares))
         norm = self._gradient_format.norm(totals)
         coefficient = clip_coefficient(norm, max_norm)
@@ -288,7 +282,7 @@ class ShardedModel:
         self._phases.advance(StepPhase.COMPLETE, StepPhase.PUBLISHED, "publish()")
         self._unsharded.invalidate()
         self._local_shards.write_back()
-        # Point B of docs/ordering.md.
+        # B in docs/ordering.md.
         self._phases.synchronize("parameters_published", self._transport.publish_parameters)
         self._unsharded.fetch_allowed = True
 

@@ -4,7 +4,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -21,12 +21,8 @@ from odc_mpi.shard.units.unsharded import UnshardedUnits
 class OnDemandParameters(dict[str, Any]):
     """The dict `_parameters` of a module, in which the lookup of a sharded parameter fetches it.
 
-    Iteration, as by `module.parameters()`, yields placeholders (`placeholder`).
-
-    Args:
-        placeholders: Initial items of the dict, by key.
-        find: Returns the parameter of a dotted name.
-        names: Dotted name of every sharded parameter, by key.
+    Iteration, as by `module.parameters()`, yields placeholders. `find` returns the parameter of a dotted name; `names`
+    are the dotted names of the sharded parameters by key.
     """
 
     def __init__(
@@ -53,12 +49,9 @@ def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.devic
 
 
 class Placeholders:
-    """Placeholders of a module, and checks that they are neither optimized nor saved.
+    """Placeholders of `modules`, and checks that they are neither optimized nor saved.
 
-    Args:
-        tensors: Placeholders by dotted name.
-        originals: Replaced parameters by dotted name. Only weak references are kept.
-        modules: Modules with placeholders, which their `state_dict()` would save.
+    The same checks apply to `originals`, the replaced parameters. They are not kept alive.
     """
 
     def __init__(
@@ -68,14 +61,12 @@ class Placeholders:
         for module in modules:
             module.register_state_dict_pre_hook(self._check_saved)
         self._tensors = dict(tensors)
-        self._names = {id(parameter): name for name, parameter in tensors.items()}
-        self._originals = {id(parameter): (name, weakref.ref(parameter)) for name, parameter in originals.items()}
+        self._by_id = {id(p): (name, weakref.ref(p)) for group in (tensors, originals) for name, p in group.items()}
         self._trained = {name: parameter.requires_grad for name, parameter in tensors.items()}
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the placeholders, and those replaced parameters that still exist."""
-        originals = [original() for _, original in self._originals.values()]
-        return [*self._tensors.values(), *(original for original in originals if original is not None)]
+        return [parameter for _, reference in self._by_id.values() if (parameter := reference()) is not None]
 
     @contextmanager
     def saved(self) -> Iterator[None]:
@@ -89,11 +80,8 @@ class Placeholders:
     def check_trained(self, parameters: Iterable[torch.Tensor]) -> None:
         """Raise RuntimeError if placeholders or replaced parameters are among an optimizer's parameters."""
         for parameter in parameters:
-            name = self._names.get(id(parameter))
-            if name is None and id(parameter) in self._originals:
-                original_name, original = self._originals[id(parameter)]
-                name = original_name if original() is parameter else None  # an address can be reused
-            if name is not None:
+            name, reference = self._by_id.get(id(parameter), ("", None))
+            if reference is not None and reference() is parameter:  # an address can be reused
                 raise RuntimeError(
                     f"an optimizer was given {name} of the module, which training does not change: give the optimizer "
                     "model.shard_parameters()"
@@ -154,6 +142,40 @@ def install_on_demand_parameters(
     return Placeholders(placeholders, originals, names)
 
 
+@contextmanager
+def materialized_parameters(
+    param_infos: Sequence[ParamModuleInfo], units: Sequence[Unit], unsharded: UnshardedUnits
+) -> Iterator[None]:
+    """Put full parameters without gradients into the modules in the enclosed code; fetch missing units. One-sided.
+
+    A forward is then as fast as that of an unsharded module. A parameter that is fetched on demand costs some
+    microseconds of Python per forward of its unit, which is significant in a decoding step.
+
+    The units must fit the cache at once, or be views that stay valid; they must not be resharded in the enclosed code.
+    Forwards are not tracked there (`UnitForwards.suspended`). No effect within another call.
+
+    Raises:
+        RuntimeError: A parameter was changed in place.
+    """
+    if unsharded.is_reshard_forbidden:
+        yield
+        return
+    full: dict[str, nn.Parameter] = {}
+    with torch.inference_mode(False):  # code outside of inference mode could not use inference tensors
+        for unit in units:
+            unsharded.unshard(unit)
+            full |= {name: nn.Parameter(unit.parameter(name), requires_grad=False) for name in unit.ranges}
+    with ExitStack() as restored, unsharded.no_reshard():
+        for module, keys in names_by_module(param_infos).items():
+            on_demand = module._parameters
+            restored.callback(module.__dict__.__setitem__, "_parameters", on_demand)
+            plain = {key: full[keys[key]] if key in keys else other for key, other in on_demand.items()}
+            module.__dict__["_parameters"] = plain
+        yield
+    for unit in units:
+        unit.check_unchanged()
+
+
 def full_state_dict(
     state: Mapping[str, Any], param_infos: Sequence[ParamModuleInfo], units: Sequence[Unit], unsharded: UnshardedUnits
 ) -> dict[str, Any]:
@@ -186,7 +208,7 @@ def wrap_forward(
         with saved.active():
             if checkpointing and not unit.is_root and torch.is_grad_enabled():
                 # The arguments are in a closure. As arguments of `checkpoint` each would become a different tensor, and
-                # attention whose query, key and value are one tensor would use another kernel than in the forward.
+                # attention whose query, key and value are one tensor would take a different code path.
                 return checkpoint(functools.partial(tracked, *args, **kwargs), use_reentrant=False)
             return tracked(*args, **kwargs)
 

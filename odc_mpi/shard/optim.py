@@ -41,11 +41,7 @@ _UNSUPPORTED_REASONS = {
 
 
 def require_elementwise(optimizer: optim.Optimizer) -> None:
-    """Check that an optimizer is element-wise: one of `ELEMENTWISE`, or with an attribute `elementwise = True`.
-
-    Raises:
-        ValueError: The optimizer is neither.
-    """
+    """Raise ValueError unless an optimizer is one of `ELEMENTWISE` or has an attribute `elementwise = True`."""
     # Not isinstance, because a subclass need not be element-wise.
     if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
         return
@@ -111,7 +107,7 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return the factor that scales gradients to `max_norm`, as `torch.nn.utils.clip_grad_norm_`; at most 1."""
+    """Return the factor that scales gradients to `max_norm`, as `clip_grad_norm_` of PyTorch; 1 if it is not finite."""
     if not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
@@ -126,11 +122,9 @@ def build_optimizer(
     fused: bool | None = None,
     **settings: Any,
 ) -> optim.Optimizer:
-    """Create an optimizer of this rank's slices.
+    """Create an optimizer ("adamw" or "sgd") of this rank's slices, given with the dotted names of their parameters.
 
     Args:
-        kind: "adamw" or "sgd".
-        named: Slices with the dotted names of their parameters.
         shapes: Full shapes by dotted name. A slice has one dimension, so they decide which parameters are decayed.
         weight_decay: Weight decay of parameters with at least two dimensions; biases and weights of norms have none.
         fused: Use the fused kernel of PyTorch. Default: only for AdamW.
@@ -142,7 +136,7 @@ def build_optimizer(
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     make = {"adamw": optim.AdamW, "sgd": optim.SGD}[kind]
     if fused is None:
-        # The PyTorch default takes three times as long on a CPU, and on a GPU as much temporary memory as the parameters.
+        # The default of PyTorch takes three times as long on a CPU, and needs temporaries of parameter size on a GPU.
         fused = kind == "adamw"
     return make([group for group in groups if group["params"]], fused=fused or None, **settings)
 
@@ -154,7 +148,7 @@ def schedule_factor(kind: str, step: int, warmup_steps: int, steps: int) -> floa
         kind: "linear" or "cosine", which reach 0 after `steps`, or "constant".
         step: Index of the step, from 0.
         warmup_steps: Number of steps of linear rise. The step after them has the peak rate.
-        steps: Number of steps of the run, including the warm-up.
+        steps: Number of steps, including the warm-up.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

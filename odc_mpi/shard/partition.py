@@ -31,10 +31,9 @@ class UnitParameters:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def specs(self, dtypes: Mapping[str, torch.dtype]) -> list[list[ParameterSpec]]:
-        """Return the specs of each flat array: trainable parameters first, then frozen ones, one array per dtype.
+        """Return the specs of each flat array, one array per dtype: first trainable parameters, then frozen ones.
 
-        Args:
-            dtypes: Types of parameters by name, if different from the type of the parameter store.
+        `dtypes` are the types of parameters that differ from the type of the parameter store, by name.
         """
         kinds: dict[tuple[bool, str], list[ParameterSpec]] = {}
         for name, parameter in self.parameters.items():
@@ -69,9 +68,6 @@ def partition(
     Returns:
         Units that have parameters, the root first, then in the order of the module; and all registrations of the
         parameters, including further names of tied parameters and shared modules.
-
-    Raises:
-        ValueError: An entry of `units` matches no submodule, or a module that is never called.
     """
     chosen = _select_modules(module, units)
     param_infos: list[ParamModuleInfo] = []
@@ -93,11 +89,7 @@ def partition(
 
 
 def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_weights: bool) -> None:
-    """Check that a module can be sharded. Parameters on the meta device require `has_weights`.
-
-    Raises:
-        ValueError: As described at `shard.model.ShardedModel`.
-    """
+    """Raise ValueError if a module cannot be sharded. Parameters on the meta device require `has_weights`."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(f"{name} is {parameter.dtype}: expected trainable parameters to be real floating-point")

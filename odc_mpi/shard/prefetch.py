@@ -55,23 +55,15 @@ class CommunicationThread:
 
     It is an executor of the standard library: the interpreter joins its thread at exit, so that no operation is
     interrupted by the end of MPI. Every operation ends, since its deadline otherwise ends the job.
-
-    Args:
-        name: Thread name, for debuggers.
     """
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     def start(self, operation: Callable[..., Work], *arguments: Any) -> Work:
-        """Start an operation and complete it in the thread.
+        """Start `start_fetch` or `push` of a store, and complete it in the thread.
 
-        Args:
-            operation: `start_fetch` or `push` of a store.
-            arguments: Arguments of the operation. Do not access their memory before it is complete.
-
-        Returns:
-            Work handle. Its `wait()` raises the exception of the operation.
+        Do not access the memory of the arguments before it is complete. `Work.wait` raises its exception.
         """
         return DeferredWork(self._executor.submit(_complete, [operation, *arguments]).result)
 

@@ -30,33 +30,28 @@ class Span(NamedTuple):
 
 
 class SpanRecorder:
-    """Sum of the seconds of each kind and, after `start_recording`, the single spans.
-
-    Attributes:
-        seconds: Seconds since the start by kind of span.
-    """
+    """Seconds since the start by kind of span and, after `start_recording`, the single spans."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(SPAN_KINDS, 0.0)
-        self._recorded: list[tuple[str, float, float]] | None = None
+        self._is_recording = False
+        self._recorded: list[Span] = []
 
     def add(self, kind: str, began: float) -> None:
         """Add a span that ends now. Takes a fraction of a microsecond, since every fetch and push calls it."""
         ended = perf_counter()
         self.seconds[kind] += ended - began
-        if self._recorded is not None:
-            self._recorded.append((kind, began, ended))
+        if self._is_recording:
+            self._recorded.append(Span(kind, began, ended))
 
     def start_recording(self) -> None:
         """Record every span from now on. Call `drain` regularly, since the recorded spans occupy memory."""
-        self._recorded = []
+        self._is_recording = True
 
     def drain(self) -> list[Span]:
         """Return and remove the spans recorded since the last call, in order."""
-        if not self._recorded:
-            return []
         recorded, self._recorded = self._recorded, []
-        return [Span(*span) for span in recorded]
+        return recorded
 
 
 class StepPhase(Enum):
@@ -68,22 +63,14 @@ class StepPhase(Enum):
 
 
 class StepPhases:
-    """State machine of the training step. It rejects calls in the wrong phase and times the synchronization points.
-
-    Attributes:
-        phase: Current phase. Initially COMPLETE; the constructor of `ShardedModel` ends with the first `publish()`.
-    """
+    """State machine of the training step. It rejects calls in the wrong phase and times the synchronization points."""
 
     def __init__(self, spans: SpanRecorder) -> None:
-        self.phase = StepPhase.COMPLETE
+        self.phase = StepPhase.COMPLETE  # the constructor of `ShardedModel` ends with the first `publish()`
         self._spans = spans
 
     def require(self, expected: StepPhase, call: str) -> None:
-        """Check the current phase.
-
-        Raises:
-            RuntimeError: The phase is not `expected`.
-        """
+        """Raise RuntimeError if the current phase is not `expected`."""
         if self.phase is not expected:
             raise RuntimeError(f"{call}: expected the phase {expected.value!r}, got {self.phase.value!r}")
 

@@ -80,6 +80,7 @@ class FixedPointGradients(GradientFormat):
         self._received: dict[int, int] = {}
         self._finite = True
         self._largest: dict[int, float] = {}
+        # Bound, error and magnitude of the pushes of each array.
         self._statistics: dict[int, torch.Tensor] = {}
         self._work: torch.Tensor | None = None
 
@@ -100,16 +101,13 @@ class FixedPointGradients(GradientFormat):
     def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
         self._round(index, segments, flat, _add)
 
+    @override
     def local_statistics(self) -> np.ndarray:
-        """Return bounds, errors and magnitudes of the pushes, `[3 * arrays]`. Waits for the device."""
-        rows = np.zeros((len(self._numels), 3))
-        for row, index in zip(rows, self._numels, strict=True):
-            if index in self._statistics:
-                row[:] = self._statistics[index].cpu().numpy()
-        return rows.ravel()
+        nothing = torch.zeros(3, dtype=torch.float64)
+        return np.array([self._statistics.get(index, nothing).cpu().numpy() for index in self._numels]).ravel()
 
+    @override
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
-        """Apply the sums over all ranks. `exponents` are then those of the next minibatch."""
         rows = dict(zip(self._numels, totals.reshape(-1, 3).tolist(), strict=True))
         self._received = dict(self.exponents)
         steps = {index: 2.0 ** -self.exponents[index] for index in rows}
@@ -134,8 +132,8 @@ class FixedPointGradients(GradientFormat):
     def note_scaling(self, divisor: float) -> None:
         self._largest = {index: largest / abs(divisor) for index, largest in self._largest.items()}
 
+    @override
     def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
-        """Return the sums of squares as integers, `[arrays * LIMBS]`."""
         totals = np.zeros((len(self._numels), LIMBS))
         for row, index in zip(totals, self._numels, strict=True):
             for gradient in gradients.get(index, ()):

@@ -55,12 +55,7 @@ class ActivityReporter:
             self._report_override("")
 
     def update(self, phase: str, unit: str) -> None:
-        """Publish the current use of a unit, if it has changed.
-
-        Args:
-            phase: "forward of", "backward of" or "fetching".
-            unit: Dotted name; "" for the root.
-        """
+        """Publish the use of a unit, "" for the root, if it has changed: "forward of", "backward of" or "fetching"."""
         if not self._override and (phase, unit) != self._last:
             self._last = phase, unit
             if not self._microbatch and phase != "fetching":

@@ -36,12 +36,9 @@ class UnitState(Enum):
 
 
 class Unit:
-    """Parameters of one submodule, in one flat array per dtype for trainable parameters, and likewise for frozen ones.
+    """Parameters of one submodule, "" for the root, in one flat array per dtype, trainable and frozen ones apart.
 
-    Args:
-        name: Dotted name of the module; "" for the root.
-        layouts: Layouts of the flat arrays.
-        indices: Indices of the arrays in the transport.
+    `indices` are the indices of the arrays in the transport.
     """
 
     def __init__(self, name: str, layouts: Sequence[FlatLayout], indices: Sequence[int]) -> None:
@@ -73,11 +70,7 @@ class Unit:
             self.num_forwards -= 1
 
     def start_fetch(self, fetch: Callable[[int], FetchWork]) -> None:
-        """Start to fetch the full parameters. One-sided.
-
-        Args:
-            fetch: Starts the fetch of one array: `ParameterStore.fetch`, or a function that uses the fetch thread.
-        """
+        """Start to fetch each array by `fetch`: `ParameterStore.fetch`, or by the fetch thread. One-sided."""
         assert self.state is UnitState.SHARDED
         self._fetches = [fetch(index) for index in self.indices]
         self.state = UnitState.FETCHING

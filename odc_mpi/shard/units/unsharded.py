@@ -20,8 +20,7 @@ From `module.weight` to a tensor:
 
 `autograd.SavedTensorHooks` calls `unshard` for the parameters that autograd has saved. Gradients go from
 `UnshardedParameters.backward` to `gradients.GradientPusher`. While modules hold materialized parameters
-(`shard.materialize`, `is_reshard_forbidden`), nothing is looked up. Between the end of a minibatch and `publish()`
-(`fetch_allowed`), fetching is an error.
+(`modules.materialized_parameters`), nothing is looked up.
 """
 
 import time
@@ -29,10 +28,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from typing_extensions import override
 
 from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.comm.work import FetchWork
+from odc_mpi.errors import UserError
 from odc_mpi.shard.cache_budget import CacheBudget
 from odc_mpi.shard.prefetch import CommunicationThread, PrefetchPredictor
 from odc_mpi.shard.step_phases import SpanRecorder
@@ -48,11 +49,8 @@ class UnshardedUnits:
     """Unsharded units, which are fetched on demand or ahead, and resharded in the order of their last use.
 
     Args:
-        transport: Transport that holds the shards.
         prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches do not copy data, or if only
             one thread may call the transport.
-        spans: Records the time spent waiting for fetches.
-        traffic: Counts the bytes of each fetch.
         max_others: Maximum number of other units, as in the module docstring. Default: max(1, `prefetch`).
 
     Attributes:
@@ -255,3 +253,33 @@ class UnshardedUnits:
         del self._held[unit]
         self.cache.discard(unit)
         unit.reshard(self._transport)
+
+
+class CollectivelyUnshardedUnits(UnshardedUnits):
+    """Unsharded units for collective fetches, the baseline of the benchmarks.
+
+    All ranks must fetch the same units in the same order. The units therefore follow the schedule of FSDP: a unit is
+    resharded after its forward and, in the backward, when the next unit is fetched. The root unit stays unsharded until
+    the next microbatch. Nothing is prefetched or cached.
+    """
+
+    tensors_stay_valid = False
+
+    def __init__(
+        self, transport: Transport, spans: SpanRecorder | None = None, traffic: TrafficCounter | None = None
+    ) -> None:
+        super().__init__(transport, 0, spans, traffic, max_others=0)
+
+    @override
+    def start_microbatch(self) -> None:
+        super().start_microbatch()
+        self.reshard_all()
+
+    def post_forward(self, unit: Unit) -> None:
+        """Reshard a unit after its forward, except after a recomputation, since the backward then needs the unit."""
+        if not in_backward() and unit in self._held and not (unit.is_root or unit.num_forwards):
+            self._reshard(unit)
+
+    @override
+    def unshard_all(self, units: Sequence[Unit]) -> None:
+        raise UserError("unsharded(): expected one-sided fetches, got a model over collectives: shard it over windows")
