@@ -1,4 +1,4 @@
-"""`ShardedModel`: a module whose parameters are sharded. A training step:
+"""`ShardedModel`: a module whose parameters are sharded.
 
     with model.minibatch():      one-sided fetches and pushes, also on threads; ranks do not wait for each other
                                  at its end: gradients complete

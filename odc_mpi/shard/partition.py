@@ -96,7 +96,7 @@ def check_shardable(module: nn.Module, parts: Iterable[UnitParameters], *, has_w
     for name, submodule in module.named_modules():
         if getattr(submodule, "max_norm", None) is not None and isinstance(submodule, nn.Embedding | nn.EmbeddingBag):
             raise ValueError(
-                f"{name} has max_norm, which changes weights in the forward: expected an embedding without it"
+                f"{name}: expected no max_norm, because the weights that it changes are copies of the shards"
             )
     missing = next((name for part in parts for name, p in part.parameters.items() if p.is_meta), None)
     if missing and not has_weights:
