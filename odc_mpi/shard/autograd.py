@@ -108,19 +108,14 @@ class UnitForwards:
         status would be published only at its end.
         """
         first = output[0] if isinstance(output, tuple) and output else output
-        if (
-            self._unsharded.tensors_stay_valid
-            and isinstance(first, torch.Tensor)
-            and first.grad_fn is not None
-            and not in_backward()
-        ):
+        requires_grad = isinstance(first, torch.Tensor) and first.grad_fn is not None
+        if requires_grad and self._unsharded.tensors_stay_valid and not in_backward():
             first.register_hook(lambda _: self._unsharded.activity.update("backward of", unit.name))
 
     def _tensors(self, unit: Unit, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         self._unsharded.unshard(unit)
-        tensors = UnshardedParameters.apply(
-            self._anchor, unit, names, partial(self._push_if_current, self._unsharded.parameter_version)
-        )
+        push = partial(self._push_if_current, self._unsharded.parameter_version)
+        tensors = UnshardedParameters.apply(self._anchor, unit, names, push)
         return dict(zip(names, tensors, strict=True))
 
     def _push_if_current(self, parameter_version: int, unit: Unit, *gradients: Any) -> None:

@@ -2,13 +2,10 @@
 
     report    [ sums | values | parameters ]   float64, one row per rank
 
-    sums         numbers that show whether the gradients are finite (`shard.gradient_format`)
-    values       losses, counts, times
-    parameters   bitmap of the parameters with a gradient, in the order of the layouts: 32 bits per float64, which holds
-                 them exactly, so 10,000 parameters add 2.5 KB
-
-If no rank pushed a gradient of a parameter, it has none, as in plain PyTorch: the optimizer skips it instead of
-applying weight decay and momentum.
+The sums show whether the gradients are finite (`shard.gradient_format`). The parameters are a bitmap of those with a
+gradient, in the order of the layouts. A float64 holds 32 bits exactly, so 10,000 parameters add 2.5 KB. If no rank
+pushed a gradient of a parameter, it has none, as in plain PyTorch: the optimizer skips it instead of applying weight
+decay and momentum.
 """
 
 from collections.abc import Iterable, Sequence

@@ -96,11 +96,8 @@ class ShardedModel:
         self._resources.callback(self._local_shards.detach)
         for unit in self.units:
             self._resources.callback(unit.drop_aliases)
-        self._unsharded = (
-            UnshardedUnits(transport, prefetch, self.spans, self.traffic)
-            if transport.one_sided
-            else CollectivelyUnshardedUnits(transport, self.spans, self.traffic)
-        )
+        make_unsharded = UnshardedUnits if transport.one_sided else CollectivelyUnshardedUnits
+        self._unsharded = make_unsharded(transport, prefetch, self.spans, self.traffic)
         self._resources.callback(self._unsharded.close)
         self._gradient_format = make_gradient_format(transport.gradients.dtype, self.layouts)
         self._pusher = GradientPusher(transport, prefetch > 0, self.spans, self.traffic, self._gradient_format)

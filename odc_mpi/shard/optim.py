@@ -49,7 +49,7 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
     reason = _UNSUPPORTED_REASONS.get(
         name, "it is not known to be element-wise; if it is, set `elementwise = True` on its class"
     )
-    raise ValueError(f"{name} cannot train sharded parameters, of which a rank sees flat slices: {reason}")
+    raise ValueError(f"{name} cannot train sharded parameters, because a rank has only flat slices of them: {reason}")
 
 
 class StepGuard:
@@ -84,13 +84,10 @@ class StepGuard:
     @classmethod
     def for_optimizer(cls, optimizer: optim.Optimizer) -> list["StepGuard"]:
         """Return the guards of the parameters of an optimizer, without duplicates."""
-        guards: dict[StepGuard, None] = {}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            reference, guard = cls._guarded.get(id(parameter), (None, None))
-            # An address can be reused.
-            if guard is not None and reference is not None and reference() is parameter:
-                guards[guard] = None
-        return list(guards)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        entries = [(p, *cls._guarded[id(p)]) for p in parameters if id(p) in cls._guarded]
+        # An address can be reused.
+        return list(dict.fromkeys(guard for p, reference, guard in entries if reference() is p))
 
 
 def _check_step(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -107,10 +104,10 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return the factor that scales gradients to `max_norm`, as `clip_grad_norm_` of PyTorch; 1 if it is not finite."""
+    """Return the factor that scales gradients to `max_norm`, as in PyTorch; 1 if the norm is not finite."""
     if not math.isfinite(norm):
         return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
+    return min(1.0, max_norm / (norm + 1e-6))  # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
 
 
 def build_optimizer(

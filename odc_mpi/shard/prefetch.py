@@ -74,7 +74,7 @@ class CommunicationThread:
 
 def _complete(call: list[Any]) -> None:
     # Emptied: the executor drops its reference to `call` only after it has notified the waiting thread, and a buffer
-    # pool allocates a new buffer while another one is still referenced.
+    # pool does not reuse a buffer that is still referenced.
     operation, *arguments = call
     call.clear()
     # A buffer allocated in inference mode may be written in inference mode only; any other buffer may be, too.

@@ -49,9 +49,8 @@ class UnshardedUnits:
     """Unsharded units, which are fetched on demand or ahead, and resharded in the order of their last use.
 
     Args:
-        prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches do not copy data, or if only
-            one thread may call the transport.
-        max_others: Maximum number of other units, as in the module docstring. Default: max(1, `prefetch`).
+        prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches do not copy data or are
+            collective, or if only one thread may call the transport.
 
     Attributes:
         cache: Units that stay unsharded until the minibatch ends. Unused if fetches do not copy data or are collective.
@@ -67,15 +66,15 @@ class UnshardedUnits:
         prefetch: int = 0,
         spans: SpanRecorder | None = None,
         traffic: TrafficCounter | None = None,
-        max_others: int | None = None,
     ) -> None:
         self.cache = CacheBudget()
         self.activity = ActivityReporter(transport.group)
         self._transport = transport
         self._spans = spans or SpanRecorder()
         self._traffic = traffic or TrafficCounter(transport)
-        self._prefetch = prefetch if transport.parameters.access is Access.COPY and transport.threads else 0
-        self._max_others = max(MAX_UNSHARDED_UNITS - 1, self._prefetch) if max_others is None else max_others
+        can_prefetch = transport.parameters.access is Access.COPY and transport.threads and transport.one_sided
+        self._prefetch = prefetch if can_prefetch else 0
+        self._max_others = max(MAX_UNSHARDED_UNITS - 1, self._prefetch) if transport.one_sided else 0
         self._thread = CommunicationThread("odc_mpi-fetch") if self._prefetch else None
         self._predictor: PrefetchPredictor[Unit] = PrefetchPredictor()
         # Unsharded or being fetched; ordered by the last use or the start of the prefetch, the oldest first.
@@ -264,11 +263,6 @@ class CollectivelyUnshardedUnits(UnshardedUnits):
     """
 
     tensors_stay_valid = False
-
-    def __init__(
-        self, transport: Transport, spans: SpanRecorder | None = None, traffic: TrafficCounter | None = None
-    ) -> None:
-        super().__init__(transport, 0, spans, traffic, max_others=0)
 
     @override
     def start_microbatch(self) -> None:
