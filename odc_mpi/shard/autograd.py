@@ -104,8 +104,7 @@ class UnitForwards:
     def register_backward_hook_for(self, unit: Unit, output: Any) -> None:
         """Publish the status "backward of unit" when the backward reaches the output of a forward.
 
-        Needed if graphs save parameters directly: the backward then looks up no parameter, and without the hook its
-        status would be published only at its end.
+        Needed if graphs save parameters directly: the backward then looks up no parameter that would publish it.
         """
         first = output[0] if isinstance(output, tuple) and output else output
         requires_grad = isinstance(first, torch.Tensor) and first.grad_fn is not None
@@ -146,10 +145,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Install the hooks in the enclosed forward.
-
-        No effect within another `active`, during a backward, and if unsharded tensors stay valid.
-        """
+        """Install the hooks in the enclosed code; no effect if nested, in a backward, or if tensors stay valid."""
         if self._active or self._unsharded.tensors_stay_valid or in_backward():
             yield
             return

@@ -24,12 +24,7 @@ ACTIVATION_SHARE = 0.5
 
 
 class CacheBudget:
-    """A byte budget and the keys admitted to it.
-
-    Attributes:
-        budget_bytes: Size of the budget. Lowering it does not evict admitted keys.
-        admitted_bytes: Bytes of all admitted keys.
-    """
+    """A byte budget and the keys admitted to it. Lowering `budget_bytes` does not evict admitted keys."""
 
     def __init__(self, budget_bytes: int = 0) -> None:
         self.budget_bytes = budget_bytes
@@ -107,14 +102,9 @@ def auto_cache_bytes(
     parameters: int | Literal["auto"] = "auto",
     gradients: int | Literal["auto"] = "auto",
 ) -> CacheBytes:
-    """Compute the sizes of the caches that are "auto". Parameters come first, each up to its need.
+    """Compute the cache sizes that are "auto": parameters first, then gradients, each up to the useful size in `needs`.
 
-    Args:
-        free_bytes: Free memory of all ranks that share it, without the future optimizer state.
-        num_ranks: Number of ranks that share the memory.
-        needs: Maximum useful sizes.
-        parameters: Size of the parameter cache, if it is not automatic.
-        gradients: Size of the gradient cache, if it is not automatic.
+    `free_bytes` is the free memory of `num_ranks` ranks together, without their future optimizer state.
     """
     share = int(max(0, free_bytes) * (1 - ACTIVATION_SHARE)) // num_ranks
     reserved = 0 if isinstance(gradients, str) else gradients

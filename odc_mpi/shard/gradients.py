@@ -35,7 +35,7 @@ MAX_BUFFERS = 2
 
 @dataclass
 class AccumulatedGradient:
-    """Local sum of the gradients of an array, `[numel]`. Only elements `[start, stop)` can be nonzero."""
+    """Local sum of gradients of an array, `[numel]`. Only elements `[start, stop)` can be nonzero."""
 
     flat: torch.Tensor
     start: int
@@ -151,7 +151,6 @@ class GradientPusher:
         self._start_push(index, flat, accumulated.start)
 
     def _write_flat(self, index: int, segments: Sequence[Segment], first: int, stop: int) -> torch.Tensor:
-        """Copy gradients into a buffer, without waiting for the device."""
         self._wait(MAX_BUFFERS - 1)
         flat = self._buffers.acquire(stop - first, self._store.dtype)
         self.gradient_format.write_flat(index, [(start - first, gradient) for start, gradient in segments], flat)

@@ -68,8 +68,6 @@ class FlatLayout:
     """Flat array of parameters of a unit, either all trainable or all frozen, and its division among the ranks.
 
     Attributes:
-        name: Name of the unit, for messages.
-        ranges: Ranges of the parameters, in order.
         numel: Number of elements, including the padding between parameters.
         num_owners: Number of ranks. Rank r owns `[r * shard_numel, (r + 1) * shard_numel)`.
         shard_numel: Elements per rank, equal on all ranks. The last shards may extend beyond `numel` or begin after it.

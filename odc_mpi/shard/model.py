@@ -141,9 +141,9 @@ class ShardedModel:
         return [(shard.slice.spec.name, shard.parameter) for shard in self._local_shards.trainable]
 
     def slices(self) -> list[tuple[Slice, torch.Tensor]]:
-        """Return views of this rank's slices of all parameters, including frozen ones, in the type of the optimizer.
+        """Return views of all slices of this rank, which change only between the end of a minibatch and `publish()`.
 
-        They change only between the end of a minibatch and `publish()`.
+        Frozen parameters are included. Types are those of the optimizer.
         """
         return self._local_shards.all_slices()
 
@@ -199,8 +199,7 @@ class ShardedModel:
     def cache_bytes(self) -> CacheBytes:
         """Sizes of the caches for unsharded units and accumulated gradients on this rank. Initially 0.
 
-        Sizes above `cache_needs` have no effect. Ranks may differ. Set them between minibatches, which frees all cached
-        memory.
+        Sizes above `cache_needs` have no effect. Ranks may differ. To set sizes, between minibatches, frees the caches.
         """
         return CacheBytes(self._unsharded.cache.budget_bytes, self._pusher.residency.budget_bytes)
 
@@ -241,16 +240,13 @@ class ShardedModel:
     def activity(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         """Publish the status `what` instead of the unit in use, and do not count forwards as microbatches.
 
-        For generation, which runs one forward per token. `what` is inserted after "was last seen" in messages. Yields a
-        function that replaces it.
+        For generation, which runs one forward per token. Messages insert `what` after "was last seen". Yields a
+        function that replaces `what`.
         """
         return self._unsharded.activity.override(what)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale all gradients so that their total norm is at most `max_norm`; return the norm before. Collective.
-
-        If the norm is not finite, the gradients are not scaled.
-        """
+        """Scale all gradients to a total norm of at most `max_norm`, if finite; return the norm before. Collective."""
         self._phases.require(StepPhase.COMPLETE, "clip_grad_norm_()")
         gradients = self._local_shards.gradients()
         squares = self._gradient_format.sum_of_squares(gradients)

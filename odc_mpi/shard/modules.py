@@ -153,9 +153,6 @@ def materialized_parameters(
 
     The units must fit the cache at once, or be views that stay valid; they must not be resharded in the enclosed code.
     Forwards are not tracked there (`UnitForwards.suspended`). No effect within another call.
-
-    Raises:
-        RuntimeError: A parameter was changed in place.
     """
     if unsharded.is_reshard_forbidden:
         yield

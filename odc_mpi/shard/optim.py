@@ -139,13 +139,10 @@ def build_optimizer(
 
 
 def schedule_factor(kind: str, step: int, warmup_steps: int, steps: int) -> float:
-    """Return the learning rate of a step as a fraction of the peak.
+    """Return the learning rate of a step, counted from 0, as a fraction of the peak.
 
-    Args:
-        kind: "linear" or "cosine", which reach 0 after `steps`, or "constant".
-        step: Index of the step, from 0.
-        warmup_steps: Number of steps of linear rise. The step after them has the peak rate.
-        steps: Number of steps, including the warm-up.
+    It rises linearly in the first `warmup_steps` and has the peak in the next step. Then it is "constant", or it falls
+    to 0 after `steps`, as "linear" or "cosine". `steps` includes the warm-up.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

@@ -20,12 +20,7 @@ UnitChoice = type | str | nn.Module
 
 @dataclass
 class UnitParameters:
-    """The parameters of one unit.
-
-    Attributes:
-        name: Dotted name of the module of the unit, "" for the root.
-        parameters: Parameters by dotted name, in the order of the module; tied parameters by their first name.
-    """
+    """Parameters of one unit ("" for the root) by dotted name, in module order; tied parameters by their first name."""
 
     name: str
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)

@@ -31,10 +31,7 @@ class GradientFormat(ABC):
     def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
         """Overwrite the buffer `flat` with gradients of an array, and with zeros between them.
 
-        Args:
-            index: Index of the array.
-            segments: Gradients, each with the index of its first element in `flat`.
-            flat: Buffer to push, `[n]` of the dtype of the gradient store.
+        A segment is the index in `flat` of the first element, and the gradient. `flat` has the dtype of the store.
         """
 
     @abstractmethod

@@ -36,10 +36,7 @@ class UnitState(Enum):
 
 
 class Unit:
-    """Parameters of one submodule, "" for the root, in one flat array per dtype, trainable and frozen ones apart.
-
-    `indices` are the indices of the arrays in the transport.
-    """
+    """Parameters of one submodule, "" for the root, in flat arrays with the given layouts and indices."""
 
     def __init__(self, name: str, layouts: Sequence[FlatLayout], indices: Sequence[int]) -> None:
         self.name = name

@@ -87,11 +87,9 @@ class UnshardedUnits:
 
     @property
     def tensors_stay_valid(self) -> bool:
-        """True if unsharded tensors stay valid until the minibatch ends.
-
-        If all units are unsharded, no fetch follows, so no unit is resharded to make room.
-        """
+        """True if unsharded tensors stay valid until the minibatch ends."""
         parameters = self._transport.parameters
+        # If all units are unsharded, no fetch follows, so no unit is resharded to make room.
         return parameters.access is Access.KEEP or len(self._by_pointer) == len(parameters.layouts)
 
     def unshard(self, unit: Unit) -> None:
