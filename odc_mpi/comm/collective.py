@@ -9,7 +9,7 @@ microbatches than others runs dummy microbatches with a loss of zero.
 
 Note: the same order on all ranks
     The sequence of fetches follows from the control flow of the model alone: no unit is prefetched, only the root
-    outlives its forward or backward, and each microbatch begins without unsharded units (`shard.units.collective`). A
+    outlives its forward or backward, and each microbatch begins without unsharded units (`shard.units.unsharded`). A
     push covers the full array, even if some of its parameters have no gradient. As with FSDP, control flow that depends
     on data must not make a rank skip a unit. Each array has a communicator for gathers and one for reductions: if a
     rank does something else, the others wait until the deadline and print its activity. With a single communicator,
