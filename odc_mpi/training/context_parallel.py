@@ -60,11 +60,7 @@ def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Datase
 
 
 def validate_context_parallel(config: Config) -> None:
-    """Check that the other settings support `data.context_parallel`.
-
-    Raises:
-        UserError: A setting does not.
-    """
+    """Raise UserError if another setting does not support `data.context_parallel`."""
     if config.data.context_parallel == "off":
         return
     for setting, value, required in (

@@ -58,12 +58,7 @@ class PeriodicEvaluator(Callback, ABC):
 
 
 class LossEvaluator(PeriodicEvaluator):
-    """Computes the loss over held-out sequences. Construction is collective.
-
-    Args:
-        dataset: Held-out sequences; `close` closes it.
-        cost_model: Estimates the cost of a sequence, to balance microbatches.
-    """
+    """Computes the loss over held-out sequences. Construction is collective."""
 
     columns: ClassVar = (
         ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}" if "eval_loss" in line else ""),

@@ -55,12 +55,7 @@ class Inputs:
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
     """Open the data set, build the model without its weights, and check that they fit together.
 
-    Args:
-        rank: Rank whose microbatches the loader yields.
-        size: Number of ranks.
-
-    Raises:
-        UserError: An input is missing or damaged, or inputs do not fit together.
+    The loader yields the microbatches of `rank`, of `size` ranks.
     """
     validate_context_parallel(config)
     meta_model = build_model(config.model, config.run.seed)
@@ -186,7 +181,6 @@ def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, m
 
 
 def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaModel:
-    """Add the configured adapters, if any, to a model."""
     if config.lora.r is None:
         return meta_model
     # Imported late: peft takes a second.

@@ -10,21 +10,30 @@ optimizer step, parameters published (collective). See docs/ordering.md.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from odc_mpi.data.loader import Microbatch, Minibatch
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
+from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.update import Update
 
 
 class MinibatchSource(Callback, ABC):
-    """Source of minibatches; its `state_dict` is the position of the next one."""
+    """Source of minibatches; its `state_dict` is the position of the next one. Reports tokens and tokens per second."""
+
+    columns: ClassVar[Sequence[ProgressColumn]] = (
+        ProgressColumn("tokens/s", 9, lambda line: f"{line['tokens_per_s']:,.0f}"),
+    )
+    summary: ClassVar[Mapping[str, SummaryField]] = {
+        "tokens": SummaryField("num_input_tokens", "sum"),
+        "tokens_per_s": SummaryField("tokens_per_s", "mean"),
+    }
 
     @abstractmethod
     def next_minibatch(self) -> Minibatch:
@@ -40,13 +49,15 @@ class MinibatchSource(Callback, ABC):
 
 
 class Objective(Callback, ABC):
-    """Objective to minimize.
+    """Objective to minimize; reports the metric `loss`.
 
     Attributes:
         loss_normalizer: Divisor of the gradients summed over all microbatches; the owners divide before the norm. May
             be set in `on_gathered`, if it depends on all ranks. Before the first step: the largest possible value.
     """
 
+    columns: ClassVar = (ProgressColumn("loss", 8, lambda line: f"{line['loss']:.4f}"),)
+    summary: ClassVar = {"loss_first": SummaryField("loss", "first"), "loss_last": SummaryField("loss", "last")}
     loss_normalizer: float = 1.0
 
     @abstractmethod
@@ -98,11 +109,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         return step.metrics
 
     def start(self) -> None:
-        """Call `on_train_begin` of all callbacks. Collective.
-
-        Raises:
-            ValueError: Two callbacks gather values of the same name.
-        """
+        """Call `on_train_begin` of all callbacks, whose `gathered_names` must all differ. Collective."""
         callback_by_name: dict[str, Callback] = {}
         for callback in self.callbacks:
             for name in callback.gathered_names:

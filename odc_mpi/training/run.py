@@ -69,20 +69,15 @@ from odc_mpi.training.update import NonFiniteStepLimit, Update, make_optimizer
 
 
 def train(config: Config, world: World, stop: StopRequest | None = None) -> dict[str, Any]:
-    """Run a training configuration from the first step to the last. Collective.
+    """Train from the first step to the last and return the summary, the same on all ranks except for times. Collective.
 
     Args:
         stop: Handler that has listened for stop requests since the start of the program; None: listen from now on.
 
-    Returns:
-        The summary; all ranks return the same except for times.
-
     Raises:
-        AllRanksUserError: Settings, data and model do not fit together, or ranks see different ones. Nothing was
-            written.
-        TrainingError: Too many steps in a row had non-finite gradients, or the last checkpoint could not be written;
-            on every rank.
-        StoppedError: The run was stopped on request and has saved a checkpoint; on every rank.
+        AllRanksUserError: Settings, data and model do not fit together, or differ between ranks. Nothing was written.
+        TrainingError: Too many steps in a row had non-finite gradients, or the last checkpoint could not be written.
+        StoppedError: The run was stopped on request and has saved a checkpoint.
     """
     with ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest())
@@ -107,21 +102,14 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         # Last of the setup: all errors must come before anything is written.
         directory_lock = world.run_on_all(partial(open_run, config, resume_point) if world.rank == 0 else lambda: None)
         stack.enter_context(directory_lock or nullcontext())
-        logger = stack.enter_context(
-            RunLogger(
-                Path(config.run.dir), config.run.steps, startup_text, trainer.callbacks, is_main_rank=world.rank == 0
-            )
-        )
+        run_dir, is_main_rank = Path(config.run.dir), world.rank == 0
+        logger = RunLogger(run_dir, config.run.steps, startup_text, trainer.callbacks, is_main_rank=is_main_rank)
+        stack.enter_context(logger)
         checkpointing = _build_checkpointing(config, world, trainer, metadata, stop, directory_lock, resume_point)
         limit = NonFiniteStepLimit(config.run.max_skipped_steps, resume_point.metadata if resume_point else None)
-        trainer.callbacks += [
-            _build_trace(config, world, trainer.model),
-            logger,
-            tracker_callback,
-            limit,
-            stop,
-            checkpointing,
-        ]
+        max_tokens = config.data.max_tokens_per_microbatch
+        trace = TraceCallback(world, run_dir, trainer.model.spans, config.run.trace_steps, max_tokens)
+        trainer.callbacks += [trace, logger, tracker_callback, limit, stop, checkpointing]
         _run_steps(trainer, config.run.steps, stop, checkpointing)
         fields = summary_fields(config, world, decision, trainer.model)
         if config.run.exact:
@@ -158,14 +146,7 @@ def decide(config: Config, world: World) -> Decision:
 def build_trainer(
     config: Config, world: World, inputs: Inputs, decision: Decision, resume_point: ResumePoint | None = None
 ) -> Trainer:
-    """Build a trainer that trains and measures; the caller may append more callbacks. Collective.
-
-    Args:
-        resume_point: Checkpoint to restore; it is then closed.
-
-    Raises:
-        AllRanksUserError: The checkpoint is damaged.
-    """
+    """Build a trainer, restore the checkpoint and close it; the caller may append more callbacks. Collective."""
     model = _shard(config, world, inputs, decision, resume_point)
     # Other implementations in torch split elements among threads at positions that depend on the size of the shard.
     fused = True if config.run.exact else None
@@ -289,11 +270,6 @@ def _build_evaluators(config: Config, world: World, inputs: Inputs, model: Shard
         return []
     # Not the fitted cost of a resumed run: microbatches, and so the digits of the loss, would change.
     return [LossEvaluator(config, world, model, inputs.evaluation, initial_cost_model(config.data, inputs.model))]
-
-
-def _build_trace(config: Config, world: World, model: ShardedModel) -> TraceCallback:
-    max_tokens = config.data.max_tokens_per_microbatch
-    return TraceCallback(world, Path(config.run.dir), model.spans, config.run.trace_steps, max_tokens)
 
 
 def _build_tracker_callback(config: Config, world: World, num_entries: int) -> TrackerCallback:

@@ -61,7 +61,6 @@ def _describe_comm(config: Config, world: World, decision: Decision) -> str:
 
 
 def _describe_caches(config: Config, model: ShardedModel) -> str:
-    """Return the sizes of the caches, and the sizes that would hold everything."""
     parts, needs, capacity = [], model.cache_needs.maximum, model.cache_bytes
     for kind, setting, available, needed, not_needed in (
         ("parameters", config.comm.parameter_cache_bytes, capacity.parameters, needs.parameters, "read in place"),

@@ -48,9 +48,6 @@ def validate_value(
         name: Source and name of the setting, for the error.
         hint: Type of the setting.
         explain: Returns the reason why a value is refused, to append to the error.
-
-    Raises:
-        UserError: The value has another type, or a check fails.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
     if isinstance(value, str) and list[str] in members and not any(_fits(value, kind) for kind in members):

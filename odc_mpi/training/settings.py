@@ -56,9 +56,7 @@ class ModelConfig:
     reduce_dtype: Annotated[
         Literal["float32", "fixed64"], "type of gradient sums; fixed64: fixed point, order-independent"
     ] = "float32"
-    attn_implementation: Annotated[
-        Literal["sdpa", "eager"], "attention implementation; eager: also for models with soft caps"
-    ] = "sdpa"
+    attn_implementation: Annotated[Literal["sdpa", "eager"], "attention; eager: also with soft caps"] = "sdpa"
     gradient_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
     compile: Annotated[bool, "compile each layer with torch.compile; docs/compile.md"] = False
 
@@ -71,17 +69,11 @@ class DataConfig:
     balance: Annotated[
         Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "how sequences are assigned to ranks; docs/balance.md"
     ] = "lb_mini"
-    context_parallel: Annotated[
-        Literal["auto", "off"], "auto: split the longest sequences over ranks; needs balance dynamic"
-    ] = "off"
-    cost: Annotated[
-        Literal["linear", "flops", "fitted"], "estimated work of a sequence; fitted: fitted to measured times"
-    ] = "flops"
+    context_parallel: Annotated[Literal["auto", "off"], "split the longest sequences; needs balance dynamic"] = "off"
+    cost: Annotated[Literal["linear", "flops", "fitted"], "cost of a sequence; fitted: from measured times"] = "flops"
     minibatch_sequences: Annotated[int, "sequences per step on all ranks together; grpo: completions", ONE_OR_MORE] = 16
     max_tokens_per_microbatch: Annotated[int, "most tokens of one forward and backward on one rank", _TOKENS] = 4096
-    eval_path: Annotated[str | None, "held-out data set to evaluate on, of the same kind as data.path", _NOT_EMPTY] = (
-        None
-    )
+    eval_path: Annotated[str | None, "held-out data set, of the same kind as data.path", _NOT_EMPTY] = None
     eval_sequences: Annotated[int, "evaluate on the first N sequences; 0: all", NOT_NEGATIVE] = 0
 
 
@@ -93,16 +85,10 @@ class CommConfig:
     mailbox_bytes: Annotated[int, "mailbox: bytes per rank for gradients in flight to it", ONE_OR_MORE] = 64 << 20
     zero_copy: Annotated[ZeroCopySetting, "read parameters of ranks on the same node without a copy"] = "auto"
     progress: Annotated[ProgressSetting, "thread that makes MPI progress while this rank computes"] = "auto"
-    window_device: Annotated[WindowDeviceSetting, "run.device cuda: memory of the windows; auto: cuda if proved"] = (
-        "auto"
-    )
+    window_device: Annotated[WindowDeviceSetting, "run.device cuda: window memory; auto: cuda if proved"] = "auto"
     prefetch: Annotated[int, "number of units to fetch ahead in a thread; 0: no threads", NOT_NEGATIVE] = 1
-    parameter_cache_bytes: Annotated[
-        Literal["auto"] | Size, "bytes per rank for fetched units that stay until the minibatch ends"
-    ] = "auto"
-    gradient_cache_bytes: Annotated[
-        Literal["auto"] | Size, "bytes per rank to accumulate gradients locally and push them once"
-    ] = "auto"
+    parameter_cache_bytes: Annotated[Literal["auto"] | Size, "bytes per rank to keep units until the step end"] = "auto"
+    gradient_cache_bytes: Annotated[Literal["auto"] | Size, "bytes per rank to sum gradients before the push"] = "auto"
     timeout_s: Annotated[float, "seconds to wait for a rank before the run fails", ONE_OR_MORE] = 600.0
 
 
@@ -113,9 +99,7 @@ class LoraConfig:
     r: Annotated[int | None, "rank of the adapters; null: no adapters, train the full model", ONE_OR_MORE] = None
     alpha: Annotated[int, "scale of the adapters: alpha / r", ONE_OR_MORE] = 8
     dropout: Annotated[float, "dropout of the inputs of adapters", _FRACTION] = 0.0
-    target_modules: Annotated[
-        list[str] | Literal["all-linear"], "names of the linear layers with adapters", NON_EMPTY_NAMES
-    ] = "all-linear"
+    target_modules: Annotated[list[str] | Literal["all-linear"], "linear layer names", NON_EMPTY_NAMES] = "all-linear"
     modules_to_save: Annotated[list[str] | None, "modules to train in full, such as lm_head", NON_EMPTY_NAMES] = None
 
 
@@ -131,9 +115,7 @@ class OptimConfig:
     adam_epsilon: Annotated[float, "adamw: added to the denominator", POSITIVE] = 1e-8
     momentum: Annotated[float, "sgd: momentum", _FRACTION] = 0.0
     max_grad_norm: Annotated[float, "clip gradients to this global norm; 0: no clipping", NOT_NEGATIVE] = 1.0
-    lr_scheduler_type: Annotated[
-        Literal["linear", "cosine", "constant"], "decay of the learning rate after the warm-up"
-    ] = "linear"
+    lr_scheduler_type: Annotated[Literal["linear", "cosine", "constant"], "decay after the warm-up"] = "linear"
     warmup_steps: Annotated[int, "steps of linear warm-up from 0", NOT_NEGATIVE] = 0
     device: Annotated[Literal["cpu", "cuda"], "device of optimizer and states; cuda needs GPU memory"] = "cpu"
 
@@ -144,9 +126,7 @@ class RunConfig:
 
     objective: Annotated[Literal["sft", "grpo"], "supervised fine-tuning, or GRPO"] = "sft"
     steps: Annotated[int, "optimizer steps, one per minibatch", ONE_OR_MORE] = 100
-    num_train_epochs: Annotated[float | None, "passes over the data, such as 0.5, instead of run.steps", POSITIVE] = (
-        None
-    )
+    num_train_epochs: Annotated[float | None, "passes over the data, instead of run.steps", POSITIVE] = None
     eval_every: Annotated[int, "steps between evaluations; 0: only after the last step", NOT_NEGATIVE] = 0
     eval_on_start: Annotated[bool, "also evaluate before the first step"] = False
     dir: Annotated[str, "directory for all files of the run", _NOT_EMPTY] = "runs/run"
@@ -155,9 +135,7 @@ class RunConfig:
     device: Annotated[Literal["cpu", "cuda"], "device of the model; cuda: a GPU of the node, by local rank"] = "cpu"
     threads: Annotated[int, "torch threads per rank; 0: cores of the node divided by its ranks", _THREADS] = 0
     trace_steps: Annotated[int, "number of last steps to record in trace.json; 0: none", NOT_NEGATIVE] = 3
-    max_skipped_steps: Annotated[
-        int, "end the run after this many steps in a row with non-finite gradients", ONE_OR_MORE
-    ] = 10
+    max_skipped_steps: Annotated[int, "end after this many non-finite gradients in a row", ONE_OR_MORE] = 10
     checkpoint_every: Annotated[int, "steps between checkpoints, and one at the end; 0: none", NOT_NEGATIVE] = 0
     keep_checkpoints: Annotated[int, "number of newest checkpoints to keep; 0: all", NOT_NEGATIVE] = 0
     keep_best: Annotated[bool, "also keep the checkpoint with the lowest eval loss"] = False
@@ -189,15 +167,12 @@ class _Setting(NamedTuple):
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read and check a configuration.
+    """Read and check a configuration. An invalid one raises a UserError of one line, with source and setting.
 
     Args:
         path: YAML file, or None for defaults and overrides alone.
         overrides: Arguments ``--section.key value`` or ``--section.key=value``. They override the file, and later ones
             earlier ones. ``--model.config.hidden_size 128`` sets one key of the dictionary and keeps the others.
-
-    Raises:
-        UserError: The file or an argument is invalid; one line that names the source and the setting.
     """
     values = _read_file(path) if path else {}
     for key, text in _split_arguments(overrides):

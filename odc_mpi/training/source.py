@@ -1,7 +1,7 @@
 """Minibatches of a prepared data set: this rank's microbatches, and the fitted cost model."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,6 @@ from odc_mpi.data.dataset import Dataset
 from odc_mpi.data.loader import Loader, Microbatch, Minibatch
 from odc_mpi.data.plan.fitted import ROW_LENGTH, FittedCostModel
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.context_parallel import ChunkMicrobatches
 from odc_mpi.training.loop import MinibatchSource
@@ -26,12 +25,6 @@ class DatasetSource(MinibatchSource):
         tickets: Counter to claim the microbatches that a plan assigns to no rank; None if there are none.
         chunks: Chunks of split sequences; None without context parallelism.
     """
-
-    columns: ClassVar = (ProgressColumn("tokens/s", 9, lambda line: f"{line['tokens_per_s']:,.0f}"),)
-    summary: ClassVar = {
-        "tokens": SummaryField("num_input_tokens", "sum"),
-        "tokens_per_s": SummaryField("tokens_per_s", "mean"),
-    }
 
     def __init__(
         self,

@@ -28,7 +28,11 @@ class Update(Callback):
 
     def on_step_begin(self, step: Step) -> None:
         """Set and report the learning rate."""
-        step.metrics["learning_rate"] = set_learning_rate(self.optimizer, self._config, step.number - 1)
+        optim, steps = self._config.optim, self._config.run.steps
+        factor = schedule_factor(optim.lr_scheduler_type, step.number - 1, optim.warmup_steps, steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = optim.learning_rate * factor
+        step.metrics["learning_rate"] = optim.learning_rate * factor
 
     def run(self, step: Step, loss_normalizer: float, *, finite: bool) -> None:
         """Divide and clip the gradients, run the optimizer, publish the parameters. Collective."""
@@ -43,11 +47,7 @@ class Update(Callback):
 
 
 class NonFiniteStepLimit(Callback):
-    """Ends a run after `max_skipped_steps` skipped steps in a row.
-
-    Args:
-        metadata: Metadata of the checkpoint that the run resumes from; None in a new run.
-    """
+    """Ends a run after `max_skipped_steps` skipped steps in a row; a resumed run continues the count of `metadata`."""
 
     def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._max_skipped_steps = max_skipped_steps
@@ -58,11 +58,7 @@ class NonFiniteStepLimit(Callback):
         return {"skipped_in_a_row": self._num_consecutive}
 
     def on_step_end(self, step: Step) -> None:
-        """Count skipped steps.
-
-        Raises:
-            TrainingError: `run.max_skipped_steps` steps in a row were skipped; on every rank.
-        """
+        """Raise TrainingError, on every rank, if `run.max_skipped_steps` steps in a row were skipped."""
         self._num_consecutive = self._num_consecutive + 1 if step.metrics["skipped"] else 0
         if self._num_consecutive >= self._max_skipped_steps:
             raise TrainingError(
@@ -98,12 +94,3 @@ def make_optimizer(
         fused=fused,
         **settings[config.optimizer],
     )
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
-    """Set the learning rate of a step, counted from 0, in all parameter groups, and return it."""
-    optim = config.optim
-    factor = schedule_factor(optim.lr_scheduler_type, step, optim.warmup_steps, config.run.steps)
-    for group in optimizer.param_groups:
-        group["lr"] = optim.learning_rate * factor
-    return optim.learning_rate * factor

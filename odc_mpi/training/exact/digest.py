@@ -15,10 +15,7 @@ from odc_mpi.runtime.world import World
 def parameters_digest(state: TrainingState, world: World) -> str:
     """Compute the digest that `odc-mpi checkpoint digest` prints for a checkpoint of this state. Collective.
 
-    All elements are sent to rank 0, a block at a time.
-
-    Returns:
-        64 hexadecimal digits, the same on every rank.
+    All elements are sent to rank 0, a block at a time; all ranks return the digest.
     """
     manifest, parts, description = state.describe(0, {}), state.parts(), "sending parameters to rank 0 for their digest"
 

@@ -24,12 +24,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def check_numerics(device: str, world: World, resume_point: ResumePoint | None) -> dict[str, str]:
-    """Return the fingerprint after comparing it between ranks, and with the checkpoint of a resumed run. Collective.
+    """Compare the fingerprint between ranks, and with the checkpoint of a resumed run, and return it. Collective.
 
-    Warns if a result may differ in its last bits.
-
-    Raises:
-        AllRanksUserError: Ranks differ in more than their processors, or `run.threads` differs from the checkpoint.
+    Warns if only the last bits of results may differ; a different `run.threads` or library is an error.
     """
     current = numerics_fingerprint(device)
     require_same_numerics(current, world)
@@ -57,11 +54,7 @@ def numerics_fingerprint(device: str) -> dict[str, str]:
 
 
 def require_same_numerics(fingerprint: Mapping[str, str], world: World) -> None:
-    """Check that all ranks have the same fingerprint; different processors only cause a warning. Collective.
-
-    Raises:
-        AllRanksUserError: Another entry differs.
-    """
+    """Require the same fingerprint on all ranks; different processors only cause a warning. Collective."""
     fingerprints = world.gather_objects(dict(fingerprint))
     for name, first in fingerprints[0].items():
         rank = next((rank for rank, each in enumerate(fingerprints) if each.get(name) != first), None)
@@ -75,17 +68,13 @@ def require_same_numerics(fingerprint: Mapping[str, str], world: World) -> None:
 
 
 def numerics_differences(current: Mapping[str, str], previous: Mapping[str, str], checkpoint: str) -> list[str]:
-    """Describe the differences between the fingerprint of this run and that of the checkpoint.
-
-    Raises:
-        UserError: The number of threads, which is a setting, differs.
-    """
+    """Describe the differences to the fingerprint in a checkpoint; raise UserError if `run.threads` differs."""
     changed = {name: (old, current.get(name, "none")) for name, old in previous.items() if current.get(name) != old}
     if "run.threads" in changed:
         old, new = changed["run.threads"]
         raise UserError(
-            f"run.threads: expected {old} with run.exact, as in the checkpoint {checkpoint}, got {new}: set it to {old}, "
-            f"or start a new run from the checkpoint: run.resume {checkpoint} with another run.dir"
+            f"run.threads: expected {old} with run.exact, as in the checkpoint {checkpoint}, got {new}: set it so, "
+            f"or start a new run: run.resume {checkpoint} with another run.dir"
         )
     return [f"{name} {old} -> {new}" for name, (old, new) in changed.items()]
 
@@ -98,6 +87,4 @@ def _processor() -> str:
         return ""
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     names = ("model name", "cpu family", "model", "stepping")
-    return ", ".join(
-        f"{name} {fields[name]}" if name != "model name" else fields[name] for name in names if name in fields
-    )
+    return ", ".join(f"{name} {fields[name]}" for name in names if name in fields).removeprefix("model name ")

@@ -19,11 +19,7 @@ def reduce_dtype(config: Config) -> torch.dtype:
 
 
 def apply_exact_settings(config: Config) -> Config:
-    """Return a configuration with the settings that `run.exact` requires; without `run.exact` it is unchanged.
-
-    Raises:
-        UserError: A setting is not supported with `run.exact`.
-    """
+    """Set what `run.exact` requires, if it is true, and raise UserError if it does not support another setting."""
     if not config.run.exact:
         return config
     for setting, value, unsupported, supported in (

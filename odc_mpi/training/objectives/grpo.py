@@ -12,13 +12,12 @@ Groups with equal rewards have no gradient and are not trained, but they count i
 """
 
 from collections.abc import Callable
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 
 from odc_mpi.data.loader import Microbatch, Minibatch
 from odc_mpi.observe.callback import MicrobatchResult, Step
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.rollout.groups import RolloutMicrobatch
 from odc_mpi.rollout.logps import token_logps
 from odc_mpi.shard import model as sharded
@@ -37,9 +36,6 @@ class GRPOObjective(Objective):
         num_groups: Most prompt groups of a minibatch.
         reference_logps: Computes log-probabilities of the reference policy; required if `rl.beta` is not 0.
     """
-
-    columns: ClassVar = (ProgressColumn("loss", 8, lambda line: f"{line['loss']:.4f}"),)
-    summary: ClassVar = {"loss_first": SummaryField("loss", "first"), "loss_last": SummaryField("loss", "last")}
 
     def __init__(self, rl: GRPOConfig, num_groups: int, reference_logps: ReferenceLogpsFn | None = None) -> None:
         self._rl, self._reference_logps = rl, reference_logps
@@ -126,9 +122,5 @@ def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float
         num_tokens: Number of loss tokens on all ranks.
         num_completions: Number of completions on all ranks.
     """
-    normalizers = {
-        "dapo": num_tokens,
-        "grpo": num_completions,
-        "dr_grpo": num_completions * rl.max_completion_length,
-    }
+    normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

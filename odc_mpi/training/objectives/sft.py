@@ -1,12 +1,9 @@
 """Supervised fine-tuning: mean cross entropy of the next token over all loss tokens of the minibatch."""
 
-from typing import ClassVar
-
 import torch
 
 from odc_mpi.data.loader import Microbatch, Minibatch
 from odc_mpi.observe.callback import MicrobatchResult, Step, round_for_exact_sum
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.loop import Objective
 
@@ -21,8 +18,6 @@ class SFTObjective(Objective):
     """
 
     gathered_names = ("loss",)
-    columns: ClassVar = (ProgressColumn("loss", 8, lambda line: f"{line['loss']:.4f}"),)
-    summary: ClassVar = {"loss_first": SummaryField("loss", "first"), "loss_last": SummaryField("loss", "last")}
 
     def on_step_begin(self, step: Step) -> None:
         """Reset the sum of losses."""

@@ -25,9 +25,6 @@ def build_grpo(
     """Build source, objective and further callbacks. Collective.
 
     Switches dropout in the model off, so that the policy that generates is the one that is trained.
-
-    Raises:
-        AllRanksUserError: A reward function does not exist, or its module fails.
     """
     rl = config.rl
     assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset) and rl.reward_funcs

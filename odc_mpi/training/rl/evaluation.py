@@ -77,11 +77,7 @@ class RewardEvaluator(PeriodicEvaluator):
         rewards, matches, lengths = (
             np.array([result[i] for result in all_results], dtype=np.float64) for i in (1, 2, 3)
         )
-        return {
-            "eval_reward": _mean(rewards),
-            "eval_exact_match": _mean(matches),
-            "eval_mean_length": _mean(lengths),
-        }
+        return {"eval_reward": _mean(rewards), "eval_exact_match": _mean(matches), "eval_mean_length": _mean(lengths)}
 
     def _report_token(self, token: int) -> None:
         self._note(f"evaluating, token {token:,} of {self._rl.max_completion_length:,}")

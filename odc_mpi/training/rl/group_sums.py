@@ -11,15 +11,7 @@ from odc_mpi.shard import model as sharded
 
 
 class GroupSums:
-    """Named sums of a step, kept by prompt group.
-
-    Args:
-        sums: Names of the sums.
-        num_groups: Most prompt groups of a minibatch.
-
-    Attributes:
-        gathered_names: Names of the gathered values, one for each sum and group.
-    """
+    """Named sums of a step, kept by prompt group; `gathered_names` has a name for each sum and group."""
 
     def __init__(self, sums: Sequence[str], num_groups: int) -> None:
         self._num_groups = num_groups

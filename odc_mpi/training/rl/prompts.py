@@ -33,11 +33,7 @@ class PromptLoader(ShuffledSampler):
 
 
 class PromptCodec:
-    """Encodes prompts with their stop tokens, and decodes completions.
-
-    Raises:
-        UserError: The tokenizer has no stop token.
-    """
+    """Encodes prompts with their stop tokens, and decodes completions."""
 
     def __init__(self, prompts: PromptDataset) -> None:
         self._tokenizer: Any = prompts.tokenizer

@@ -30,9 +30,7 @@ class GRPOConfig:
     loss_type: Annotated[
         Literal["dapo", "grpo", "dr_grpo"], "divide by tokens, by completions and their lengths, or by a constant"
     ] = "dapo"
-    scale_rewards: Annotated[Literal["group", "none"], "divide advantages by the reward std of the prompt group"] = (
-        "group"
-    )
+    scale_rewards: Annotated[Literal["group", "none"], "divide advantages by the std of the group"] = "group"
     mask_truncated_completions: Annotated[bool, "exclude truncated completions from the loss"] = False
     num_iterations: Annotated[int, "updates per rollout: 1, as training is strictly on-policy", ONE_OR_MORE] = 1
     max_concurrent_sequences: Annotated[int, "most completions that a rank decodes at once", ONE_OR_MORE] = 256

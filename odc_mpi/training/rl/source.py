@@ -42,9 +42,6 @@ _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 class RolloutSource(MinibatchSource):
     """Source of microbatches that are generated and trained in the same minibatch. Construction is collective.
 
-    Args:
-        engine: Function that generates completions.
-
     Attributes:
         logged_completions: Completions that this rank generated in the last step, if they are to be logged.
     """
@@ -53,11 +50,10 @@ class RolloutSource(MinibatchSource):
         ProgressColumn("reward", 8, lambda line: "-" if line["reward"] is None else f"{line['reward']:.4f}"),
         ProgressColumn("length", 7, lambda line: f"{line['completions/mean_length']:.1f}"),
         ProgressColumn("clipped", 6, lambda line: f"{line['completions/clipped_ratio']:.1%}"),
-        ProgressColumn("tokens/s", 9, lambda line: f"{line['tokens_per_s']:,.0f}"),
+        *MinibatchSource.columns,
     )
     summary: ClassVar = {
-        "tokens": SummaryField("num_input_tokens", "sum"),
-        "tokens_per_s": SummaryField("tokens_per_s", "mean"),
+        **MinibatchSource.summary,
         "reward_first": SummaryField("reward", "first"),
         "reward_last": SummaryField("reward", "last"),
         "generate_s": SummaryField("generate_s", "sum"),

@@ -43,7 +43,7 @@ _LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
 
 
 class CheckpointCallback(Callback):
-    """Saves checkpoints periodically and before a stop. Construction is collective. Must come after `stop`.
+    """Saves checkpoints when they are due, and before a stop. Construction is collective. Must come after `stop`.
 
     Args:
         state: State of model and optimizer.
@@ -64,11 +64,8 @@ class CheckpointCallback(Callback):
         directory_lock: RunDirectoryLock | None,
         best: dict[str, Any] | None = None,
     ) -> None:
-        self._run = config.run
-        self._world = world
-        self._state = state
-        self._metadata = metadata
-        self._stop = stop
+        self._run, self._world, self._state = config.run, world, state
+        self._metadata, self._stop, self._best = metadata, stop, best
         token = world.gather_objects(f"{time.time_ns():x}")[0]
         self._saver = Saver(
             Path(config.run.dir) / CHECKPOINTS,
@@ -80,7 +77,6 @@ class CheckpointCallback(Callback):
             check=directory_lock.require_held if directory_lock else lambda: None,
         )
         self._last: int | None = None
-        self._best = best
         self._pause_s = self._wait_s = 0.0
         self._num_waits = 0
 
@@ -126,12 +122,7 @@ class CheckpointCallback(Callback):
         }
 
     def raise_if_incomplete(self, step: int) -> None:
-        """Check how the run ended. Call it after `on_train_end`; all ranks raise the same.
-
-        Raises:
-            TrainingError: The last checkpoint could not be written.
-            StoppedError: The run was stopped on request before its last step.
-        """
+        """Raise TrainingError if the last checkpoint failed, StoppedError if the run stopped before its last step."""
         if self._last_failed:
             raise TrainingError(f"the last checkpoint, of step {self._last}, could not be written: see above")
         if self._stop.requested_on_any_rank and step < self._run.steps:
@@ -169,11 +160,7 @@ class CheckpointCallback(Callback):
 
 
 def run_metadata(config: Config, world: World, inputs: Inputs, resume_point: ResumePoint | None) -> dict[str, Any]:
-    """Return the metadata of a run for its checkpoints; JSON-serializable. Collective.
-
-    Raises:
-        AllRanksUserError: With `run.exact`, ranks or the checkpoint have different numerics.
-    """
+    """Return the metadata of a run for its checkpoints; JSON-serializable. Collective."""
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     module = inputs.model.module
     metadata: dict[str, Any] = {

@@ -19,11 +19,7 @@ RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACK
 
 
 def open_run_directory(path: Path, config_text: str) -> None:
-    """Prepare the directory of a new run: move files of an earlier run to `earlier-N`, and write config.yaml.
-
-    Raises:
-        UserError: The directory cannot be written.
-    """
+    """Prepare the directory of a new run: move files of an earlier run to `earlier-N`, and write config.yaml."""
     with convert_write_errors(path):
         make_directory(path)
         clean(path / CHECKPOINTS)
@@ -37,9 +33,6 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
     """Prepare the directory of a run that resumes after a step: drop the records of later steps.
 
     Checkpoints of later steps, which are damaged or not wanted, are moved to `earlier-N`.
-
-    Raises:
-        UserError: The directory cannot be written.
     """
     with convert_write_errors(path):
         clean(path / CHECKPOINTS)

@@ -74,11 +74,9 @@ class ResumePoint:
 
 
 class DeferredErrorWeights:
-    """Weight source over a checkpoint that defers errors until all ranks have read, so that all can raise them.
+    """Reads a checkpoint, and defers errors until all ranks have read, so that all can raise them.
 
-    Args:
-        checkpoint: Checkpoint; must stay open while weights are read.
-        base: Source of the parameters that belong to the base of adapters.
+    The checkpoint must stay open. `base` provides the parameters of the frozen base of adapters.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: WeightSource) -> None:
@@ -103,9 +101,6 @@ def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoi
     """Find the checkpoint from which a run starts; None if it starts from scratch. Collective.
 
     Checks that the checkpoint fits the inputs, and restores the buffers of the model.
-
-    Raises:
-        AllRanksUserError: No checkpoint is usable where one is expected, or it does not fit.
     """
     resume_point = _find_checkpoint(config, world)
     if resume_point:
@@ -118,11 +113,7 @@ def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoi
 
 
 def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLock:
-    """Lock the run directory and prepare its files. Only rank 0 calls this.
-
-    Raises:
-        UserError: The directory cannot be written, another run writes there, or ODC_MPI_PROGRESS is invalid.
-    """
+    """Lock the run directory and prepare its files. Only rank 0 calls this."""
     terminal_width()  # validates ODC_MPI_PROGRESS
     run_dir = Path(config.run.dir)
     directory_lock = lock_run_directory(run_dir, config.comm.timeout_s)

@@ -28,12 +28,8 @@ LOCK_TIMEOUT_S = 5.0
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
     """Lock of a run directory, released when it is left as a context.
 
-    Args:
-        run_dir: Run directory; created if it does not exist.
-        timeout_s: Seconds to wait for a run on this host that is about to end.
-
     Raises:
-        UserError: Another run on this host has the lock.
+        UserError: Another run on this host still has the lock after `timeout_s`.
         OSError: The directory cannot be written.
     """
 
@@ -51,11 +47,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
             raise
 
     def require_held(self) -> None:
-        """Check that no other run has taken the directory over. Thread-safe.
-
-        Raises:
-            OSError: Another run has, or the file is missing.
-        """
+        """Raise OSError if another run has taken the directory over, or the lock file is missing. Thread-safe."""
         if _read(self._path).get("token") != self._token:
             raise OSError(
                 f"another run has taken over {self._path.parent}: end one of them, or give it another run.dir"
@@ -98,11 +90,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
 
 
 def lock_run_directory(run_dir: Path, timeout_s: float) -> RunDirectoryLock:
-    """Lock a run directory; other ranks wait for this for at most `timeout_s`.
-
-    Raises:
-        UserError: Another run on this host has the lock, or the directory cannot be written.
-    """
+    """Lock a run directory, or raise UserError. The other ranks wait for this, for at most `timeout_s`."""
     with convert_write_errors(run_dir):
         return RunDirectoryLock(run_dir, min(LOCK_TIMEOUT_S, timeout_s / 2))
 
