@@ -23,7 +23,7 @@ from odc_mpi import World
 world = World(timeout_s=2)
 node = world.split("node")
 if world.rank == 1:
-    world.note("doing something else")
+    world.set_status("doing something else")
     time.sleep(60)
 node.gather_objects(None)
 """
@@ -156,8 +156,8 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
 @pytest.mark.parametrize(
     ("thread", "ranks", "hand_over"),
     [
-        ("watchdog", 2, "StatusPage.beat = work"),
-        ("watchdog", 1, "StatusPage.beat = work"),
+        ("watchdog", 2, "StatusPage.heartbeat = work"),
+        ("watchdog", 1, "StatusPage.heartbeat = work"),
         ("status", 2, "world.prepare_threads(work)"),
         ("progress", 2, "ProgressThread(world, work)"),
     ],

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import odc_mpi
 from odc_mpi.comm.factory import window_transport
-from odc_mpi.comm.shard_storage import Host
+from odc_mpi.comm.shard_storage import ShardStorage
 from odc_mpi.shard.model import ShardedModel
 
 world = odc_mpi.World(timeout_s=3)
@@ -103,28 +103,28 @@ train(odc_mpi.shard_model(module, world, units=[Block]), blocks)
 
 #: Rank 1 has the first of two pieces, rank 0 the second.
 SLEEPS_IN_A_PIECE = """
-from odc_mpi.comm.context_parallel.kv_windows import PieceWindows, Sizes
-from odc_mpi.comm.context_parallel.kv_exchange import PieceExchange
-from odc_mpi.models.context_parallel_attention import attend
+from odc_mpi.comm.context_parallel.kv_windows import KVWindows, KVSizes
+from odc_mpi.comm.context_parallel.kv_exchange import WindowKVExchange
+from odc_mpi.models.context_parallel_attention import context_parallel_attention
 
-windows = PieceWindows(world, Sizes(3, 64, 4, 4), in_place=True)
+windows = KVWindows(world, KVSizes(3, 64, 4, 4), shared=True)
 while world.rank == 2:
     time.sleep(60)
-with PieceExchange(windows, 1, (0, 4, 8), (1, 0), "sequence 7") as exchange:
+with WindowKVExchange(windows, 1, (0, 4, 8), (1, 0), "sequence 7") as exchange:
     for layer in range(3):
         if (world.rank, layer) == (1, 2):
-            world.note("forward of unit layers.2", 1)
+            world.set_status("forward of unit layers.2", 1)
             misbehave()
-        attend(*torch.randn(3, 1, 1, 4, 8), None, layer, exchange)
+        context_parallel_attention(*torch.randn(3, 1, 1, 4, 8), None, layer, exchange)
 """
 
 #: On one node every fetch completes, so here the flush of one does not.
 FETCH_HANGS = """
-class Hanging(Host):
+class Hanging(ShardStorage):
     num_fetches = 0
 
     def allocate(self):
-        window = transport.hosts[0][-1]
+        window = transport.storages[0][-1]
         flush = window.flush
 
         def hang():
@@ -138,12 +138,12 @@ class Hanging(Host):
 
 world.timeout_s = 3 if world.rank in SHORT else 60
 transport = window_transport(world, zero_copy=False)
-transport.hosts += (Hanging(),)
+transport.storages += (Hanging(),)
 train(ShardedModel(module, transport, units=[Block]), [Block() for _ in range(3)])
 """
 
 PUSH_HANGS = """
-class Hanging(Host):
+class Hanging(ShardStorage):
     def allocate(self):
         for window in transport.gradients._windows[len(transport.parameters.layouts) - 1]:
             if world.rank == 1:
@@ -152,7 +152,7 @@ class Hanging(Host):
 
 world.timeout_s = 3 if world.rank == 1 else 60
 transport = window_transport(world)
-transport.hosts += (Hanging(),)
+transport.storages += (Hanging(),)
 train(ShardedModel(module, transport, units=[Block]), [Block() for _ in range(3)])
 """
 
