@@ -71,5 +71,5 @@ def test_a_model_and_data_with_different_tokenizers(tmp_path, capsys):
     assert cli.main([*arguments, "--data.path", str(tmp_path / "two.h5")]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
-    assert "another tokenizer" in errors[0]
+    assert "with a tokenizer that differs" in errors[0]
     assert cli.main([*arguments, "--data.path", str(tmp_path / "one.h5")]) == 0

@@ -21,7 +21,7 @@ def test_a_run_with_adapters(config, data, tmp_path, capsys):
     summary = json.loads((run / "summary.json").read_text())
     trained, total = summary["num_trained_parameters"], summary["num_parameters"]
     assert 0 < trained < total / 4
-    assert f"{trained:,} trained of {total:,} parameters, adapters of rank 2" in done.out
+    assert f"{trained:,} of {total:,} parameters trainable ({trained / total:.1%}), LoRA r=2" in done.out
     assert summary["best_checkpoint"] is not None and "eval_loss" in summary
 
     done = odc_mpi(0, "train", "--config", config, "--run.steps", "8")

@@ -313,7 +313,7 @@ def test_peft_loads_what_is_exported_and_merging_gives_the_same(world, saved, da
         ({"lora.r": 2}, "lora.r: expected 4"),
         ({"lora.alpha": 32}, "lora.alpha: expected 16"),
         ({"lora.r": None, "lora.alpha": None}, "is of adapters, got no lora.r"),
-        ({"lora.target_modules": "[q_proj]"}, "of another model: .* is trainable .* there, absent in this one"),
+        ({"lora.target_modules": "[q_proj]"}, "of another model: .* is trainable .* there, absent in this run"),
     ],
     ids=["r", "alpha", "none", "targets"],
 )
