@@ -13,7 +13,7 @@ A setting that is not `auto` wins. Every choice comes with its reason and the fi
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from odc_mpi.errors import UserError
@@ -100,11 +100,11 @@ class Decision:
         """Return all choices, for a log; with the reason where it is a warning, or says what to do."""
         names = ("window_device", "zero_copy", "reduction", "progress")
         named = [(name.replace("_", "-"), made) for name in names if (made := getattr(self, name)) is not None]
-        return ", ".join(f"{name} {made.choice}{_is_urgent(made.reason)}" for name, made in named)
+        return ", ".join(f"{name} {made.value}{_is_urgent(made.reason)}" for name, made in named)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the choices as values for JSON, without those that do not apply."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Return the choices that apply, for JSON."""
+        return {name: {"choice": made.value, "reason": made.reason} for name, made in vars(self).items() if made}
 
 
 def decide_collective() -> Decision:
