@@ -13,7 +13,7 @@ A setting that is not `auto` wins. Every choice comes with its reason and the fi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from odc_mpi.errors import UserError
@@ -103,8 +103,9 @@ class Decision:
         return ", ".join(f"{name} {made.value}{_is_urgent(made.reason)}" for name, made in named)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the choices that apply, for JSON."""
-        return {name: {"choice": made.value, "reason": made.reason} for name, made in vars(self).items() if made}
+        """Return choice and reason of each setting that applies, for JSON."""
+        choices: dict[str, Choice | None] = vars(self)
+        return {name: {"choice": made.value, "reason": made.reason} for name, made in choices.items() if made}
 
 
 def decide_collective() -> Decision:
