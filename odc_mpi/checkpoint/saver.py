@@ -162,7 +162,8 @@ class Saver:
             self._publishing.wait()
 
     def _write(self, step: int, entries: Sequence[ShardEntry]) -> FileRecord:
-        attributes = {"format": FORMAT, "version": VERSION, "step": step, "rank": self._rank, "size": self._size}
+        attributes: dict[str, str | int] = {"format": FORMAT, "version": VERSION, "step": step}
+        attributes |= {"rank": self._rank, "size": self._size}
         try:
             self._check()
             directory = self._unfinished(step)
