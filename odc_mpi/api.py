@@ -57,7 +57,6 @@ def shard_model(
 
     Args:
         module: Any module. If its values differ between ranks, those of rank 0 are used.
-        world: The ranks.
         units: Classes, class names or submodules whose parameters are fetched together, such as a transformer's block;
             by default the module's `_no_split_modules`. All other parameters form the root unit, which stays unsharded
             for the whole minibatch.
@@ -77,8 +76,7 @@ def shard_model(
         mailbox_bytes: Memory of this rank for incoming gradients if they are sent through a mailbox.
         parameter_cache_bytes: Memory of the computing device for units that stay unsharded until the end of the
             minibatch; may differ between ranks. By default a share of the free memory (docs/caching.md).
-        gradient_cache_bytes: Memory of the computing device for accumulating gradients, so that each is pushed once per
-            minibatch.
+        gradient_cache_bytes: The same for accumulated gradients, each of which is then pushed once per minibatch.
         device: Device that computes: cpu, or cuda for the GPU with this rank's number on the node. Shards are on the
             host, and a GPU only holds parameters of units in use, unless `decision` has windows on GPUs (docs/gpu.md).
         optimizer_device: cpu, or cuda to keep the trainable slices and the optimizer's state on the GPU.
@@ -88,8 +86,7 @@ def shard_model(
 
     Raises:
         ValueError: No parameter is trainable, a unit matches no module, or a parameter has no values.
-        UserError: Too little memory for the windows; no such device; windows on a GPU without CuPy; an invalid cache
-            size.
+        UserError: Too little memory for windows, no such device, windows on a GPU without CuPy, or invalid cache size.
     """
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
     world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
@@ -136,18 +133,15 @@ def decide_for(
     in `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi`.
 
     Args:
-        world: The ranks.
         transport: window, or collective: all-gather and reduce-scatter on the host, the baseline. It needs no probe.
         zero_copy: auto, or off: a rank copies parameters of other ranks on its node instead of reading mapped memory.
         reduction: How gradients reach their owners: auto, accumulate or mailbox.
         progress: auto, off, or thread: a progress thread answers requests of other ranks during the computation.
         window_device: Device of the windows of a model that computes on GPUs: auto, cuda or cpu.
-        device: Device that computes, as in `shard_model`.
         tickets: True if ranks claim microbatches by `Tickets`; then wrong results of Fetch_and_op are an error, too.
 
     Raises:
-        UserError: A setting has an invalid value, or one that this MPI does not support; or an operation that would be
-            used delivered wrong data.
+        UserError: A setting is invalid or not supported by this MPI, or an operation in use delivered wrong data.
     """
     if transport not in ("window", "collective"):
         raise UserError(f"transport: expected window or collective, got {transport}")
@@ -169,10 +163,7 @@ def decide_for(
 
 
 def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | None) -> tuple[int, int]:
-    """Return the free bytes of the computing device, and the number of ranks that share them.
-
-    The optimizer's state for `optimized`, if given, is subtracted.
-    """
+    """Return the free bytes of the computing device without the optimizer's state, and the number of ranks there."""
     free, num_ranks = available_bytes(), world.host_size
     if device is not None:
         free, num_ranks = device.free_bytes(), -(-world.host_size // device.num_visible)

@@ -13,10 +13,8 @@ from odc_mpi.errors import warn
 def write_text_durable(path: Path, text: str) -> None:
     """Replace a file atomically, so that a reader gets the old or the new content, also after a crash.
 
-    One process at a time may call this for a path, since the name of the temporary file is fixed.
-
-    Raises:
-        OSError: The file cannot be written and is unchanged.
+    One process at a time may call this for a path, since the name of the temporary file is fixed. If the file cannot be
+    written, it is unchanged.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -33,17 +31,10 @@ def write_text_durable(path: Path, text: str) -> None:
 
 
 def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
-    """Replace a file atomically. After a crash it may be empty.
+    """Replace a file atomically. After a crash it may be empty. If the file cannot be written, it is unchanged.
 
-    Several processes may call this for a path at the same time. The last one wins.
-
-    Args:
-        path: File in an existing directory.
-        text: New content.
-        private: True to deny other users access; False for the default permissions of new files.
-
-    Raises:
-        OSError: The file cannot be written and is unchanged.
+    Several processes may call this for a path at the same time. The last one wins. Other users have no access to a
+    private file; otherwise, it has the default permissions of new files.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -66,9 +57,6 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
     The temporary path is in a hidden directory next to `path`. After an exception `path` is unchanged, and the
     directories that were created are removed.
-
-    Raises:
-        OSError: The directories cannot be created, or the file cannot be renamed.
     """
     missing = [folder for folder in path.parents if not folder.exists()]
     try:

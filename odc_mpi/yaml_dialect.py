@@ -13,11 +13,7 @@ from odc_mpi.errors import UserError
 
 
 def read_file(path: Path) -> Any:
-    """Read a document.
-
-    Raises:
-        UserError: The file cannot be read, or it is not YAML.
-    """
+    """Read a document; raise `UserError` if the file cannot be read or is not YAML."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:

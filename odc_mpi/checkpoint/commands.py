@@ -14,11 +14,7 @@ from odc_mpi.errors import UserError
 
 
 def open_newest(path: Path) -> Checkpoint:
-    """Open the newest complete checkpoint below a path (see `checkpoint_directories`).
-
-    Raises:
-        UserError: There is no complete checkpoint.
-    """
+    """Open the newest complete checkpoint below a path (see `checkpoint_directories`)."""
     directories = checkpoint_directories(path)
     complete = [directory for directory in directories if (directory / MANIFEST).exists()]
     return Checkpoint((complete or directories)[-1])
@@ -38,11 +34,7 @@ def list_lines(path: Path) -> Iterator[str]:
 
 
 def verify(path: Path) -> tuple[list[str], int]:
-    """Read every byte of the checkpoints below a path, and compare the checksums.
-
-    Returns:
-        One line for each checkpoint and each error; the number of checkpoints that are damaged or cannot be verified.
-    """
+    """Read every byte of the checkpoints below a path; return lines to print, and the number that are not intact."""
     lines, num_damaged = [], 0
     for directory in checkpoint_directories(path):
         verdict = "DAMAGED"

@@ -27,16 +27,12 @@ FILE_BYTES = 1 << 30
 
 
 class Exporter(ABC):
-    """Content of an exported directory: tensors by name, read when their file is written, and a configuration.
+    """Content of an exported directory: tensors by name, read when their file is written, and a configuration."""
 
-    Attributes:
-        stem: Name of the file of weights, without its suffix.
-        config_name: Name of the file of the configuration.
-        dtype: Default type of floating-point weights, by its name in torch.
-    """
-
+    #: Name of the file of weights, without its suffix.
     stem: str = "model"
     config_name: str = "config.json"
+    #: Default type of floating-point weights, by its name in torch.
     dtype: str
 
     @abstractmethod
@@ -105,9 +101,6 @@ def export(
 
     Returns:
         The names of the files.
-
-    Raises:
-        UserError: The checkpoint is damaged or cannot be exported, or `out` cannot be written.
     """
     exporter = exporter or WholeModelExporter(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -188,12 +181,7 @@ def _export_dtype(record: TensorRecord, dtype: torch.dtype) -> torch.dtype:
 
 
 def read_tokenizer_files(config: Any, base: Path | None) -> dict[str, bytes]:
-    """Read the tokenizer files of a run: from the data set, `rl.tokenizer`, or the model.
-
-    Args:
-        config: Settings of the run.
-        base: Present directory of the model from which the run started; default: `model.path`.
-    """
+    """Read the tokenizer files of a run from the data set, `rl.tokenizer`, or the model in `base` or `model.path`."""
     rl_tokenizer = config.get("rl", {}).get("tokenizer")
     candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]
     return next((files for candidate in candidates if candidate and (files := tokenizer_files(Path(candidate)))), {})

@@ -43,8 +43,7 @@ class TensorRecord:
     """A tensor, and the parts of it in the files of the ranks.
 
     Attributes:
-        kind: "trainable" or "frozen" for parameters, "buffer" for tensors that are not sharded, "state" for the
-            optimizer's.
+        kind: trainable or frozen for parameters, buffer for replicated tensors, state for the optimizer's.
         dtype: Type, by its name in torch.
         shape: Shape of the full tensor.
         ranges: Rank, start and stop in the flattened tensor of each part, in order, without empty parts.
@@ -80,7 +79,6 @@ class Manifest:
         scalars: Optimizer state with one number per parameter, such as its step: values by parameter, by key.
         optimizer: Name of the optimizer's class.
         metadata: JSON-serializable values: the run's configuration, the position in the data, versions.
-        files: Records by file name.
     """
 
     step: int
@@ -93,11 +91,8 @@ class Manifest:
 
 
 def shard_name(step: int, rank: int) -> str:
-    """Return the name of a rank's file.
-
-    It contains the step, because HDF5 also searches the current directory, possibly another checkpoint, for a file that
-    an index refers to.
-    """
+    """Return the name of a rank's file."""
+    # With the step, since HDF5 also searches the current directory, possibly another checkpoint, for files of an index.
     return f"{step_name(step)}_rank_{rank:05d}.h5"
 
 

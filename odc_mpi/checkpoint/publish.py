@@ -21,15 +21,12 @@ _UNFINISHED, _RETIRED = ".step_", ".retired_"
 
 
 def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
-    """Publish a directory that contains the files of all ranks as a checkpoint, atomically.
+    """Publish a directory with the files of all ranks as a checkpoint, atomically.
 
     Args:
         directory: Unfinished directory, next to `goal`.
         manifest: Manifest with the files of the ranks, without the index.
         goal: Path of the checkpoint; an older checkpoint is replaced.
-
-    Raises:
-        OSError: A file or name cannot be written.
     """
     index = write_index(directory, manifest)
     write_manifest(directory / MANIFEST, replace(manifest, files={**manifest.files, INDEX: index}))
@@ -60,9 +57,6 @@ def recover_retired(directory: Path) -> None:
     """Restore the names of retired checkpoints whose replacements were not published before a run was killed.
 
     Call it before a search for checkpoints, as one of these may be the newest, and while no run writes there.
-
-    Raises:
-        OSError: A directory cannot be renamed.
     """
     for path, goal in retired(directory).items():
         if not goal.exists():

@@ -45,11 +45,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self.manifest.step
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> npt.NDArray:
-        """Read elements `[start, stop)` of a flattened tensor, in its stored type.
-
-        Raises:
-            UserError: The checkpoint has no such tensor, or a file is damaged.
-        """
+        """Read elements `[start, stop)` of a flattened tensor in its stored type; raise `UserError` if damaged."""
         record = self.record(path)
         stop = record.numel if stop is None else stop
         dtype = stored_type(record.dtype)
@@ -70,11 +66,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self.manifest.tensors[path]
 
     def check_files(self, ranks: Iterable[int]) -> str | None:
-        """Check that the files of these ranks exist, belong to this checkpoint and are intact except for tensors.
-
-        Returns:
-            Error message for the first bad file; None if all are good.
-        """
+        """Check the files of these ranks except for their tensors; return the first error message, or None."""
         try:
             for rank in ranks:
                 with self._open(rank):

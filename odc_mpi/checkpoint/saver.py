@@ -28,13 +28,10 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Generic[T]):
-    """A function in a daemon thread, which does not delay the end of the program. The function reports its own errors.
-
-    Attributes:
-        result: Return value of the function; None before it returns, or if it raised.
-    """
+    """A function in a daemon thread, which does not delay the end of the program. It must report its own errors."""
 
     def __init__(self, function: Callable[[], T]) -> None:
+        #: Return value of the function; None before it returns, or if it raised.
         self.result: T | None = None
         self._thread = threading.Thread(target=self._run, args=(function,), name="odc_mpi-checkpoint", daemon=True)
         self._thread.start()
@@ -67,8 +64,6 @@ class Saver:
 
     Args:
         directory: Directory of the checkpoints, on a file system that all nodes share.
-        rank: This rank.
-        size: Number of ranks.
         token: Unique name of the run, the same on every rank.
         keep: Number of complete checkpoints to keep; 0 keeps all.
         warn: Prints a line for the user. Must be thread-safe.

@@ -57,11 +57,7 @@ class ShardEntry:
 
 
 def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> FileRecord:
-    """Write a new file with non-empty entries and flush it to the disk. Thread-safe; does not hold the h5py lock.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write a new file with non-empty entries and flush it to the disk. Thread-safe; does not hold the h5py lock."""
     offsets, table = _allocate(path, entries, attributes)
     # In the order of the file: HDF5 does not allocate in the order of the requests.
     placements = sorted(zip(offsets, entries, strict=True), key=lambda placement: placement[0])
@@ -213,11 +209,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return table_bytes.view("<u4")
 
     def read(self, path: str, start: int, stop: int) -> npt.NDArray:
-        """Read elements `[start, stop)` of a flattened tensor, all of which must be in this file.
-
-        Raises:
-            UserError: The elements are damaged.
-        """
+        """Read elements `[start, stop)` of a flattened tensor, all in this file; raise `UserError` if damaged."""
         stored = self._datasets[path]
         assert stored.start <= start <= stop <= stored.start + stored.numel, f"{path} [{start}, {stop}) of {stored}"
         begin, end = ((element - stored.start) * stored.dtype.itemsize for element in (start, stop))

@@ -43,7 +43,7 @@ class TrainingState:
         model: The model.
         optimizer: Optimizer of all or some of the model's slices.
         rank: This rank.
-        omit_frozen_base: True to omit frozen parameters, which the checkpoint refers to as the base model.
+        omit_frozen_base: True to omit frozen parameters, which are those of the base model.
     """
 
     def __init__(
@@ -58,16 +58,13 @@ class TrainingState:
 
     @torch.no_grad()
     def snapshot(self) -> list[ShardEntry]:
-        """Copy this rank's part of the state. Overwrites the result of the last call.
-
-        Call it when the parameters are published.
-        """
+        """Copy this rank's part of the state. Call it when parameters are published. Overwrites the last result."""
         return [self._copy(tensor_range) for tensor_range in self._tensor_ranges() if tensor_range.tensor.numel()]
 
     def parts(self) -> dict[str, tuple[int, npt.NDArray]]:
-        """Return the start of this rank's range of each tensor, by path, and its elements in the stored type.
+        """Return start and elements, in the stored type, of this rank's range of each tensor, by path.
 
-        Arrays of tensors in host memory are views, which the optimizer step changes.
+        The arrays of tensors in host memory are views, which the optimizer step changes.
         """
         return {
             tensor_range.path: (tensor_range.start, _stored(tensor_range.tensor.detach().cpu().contiguous()))
@@ -88,11 +85,7 @@ class TrainingState:
         return Manifest(step, size, tensors, self._scalars(), type(self._optimizer).__name__, metadata)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the optimizer's state of this rank's slices. Parameters are read by `CheckpointWeights`.
-
-        Raises:
-            UserError: The checkpoint is damaged, or of another optimizer.
-        """
+        """Restore the optimizer's state of this rank's slices. Parameters are read by `CheckpointWeights`."""
         manifest = checkpoint.manifest
         require_optimizer(checkpoint, type(self._optimizer).__name__)
         keys = {path.split("/", 2)[1] for path, record in manifest.tensors.items() if record.kind == "state"}
@@ -202,11 +195,7 @@ def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Check that a checkpoint is of this model, which may be on the meta device.
-
-    Raises:
-        UserError: Names, shapes, or the choice of trainable parameters differ.
-    """
+    """Raise `UserError` if a model, which may be on the meta device, has other parameters, shapes or trainable ones."""
     expected = {
         name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()
@@ -258,10 +247,6 @@ def _resume_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> 
 
 
 def read_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> torch.Tensor:
-    """Read elements `[start, stop)` of a flattened tensor, in its own type.
-
-    Raises:
-        UserError: The elements are missing or damaged.
-    """
+    """Read elements `[start, stop)` of a flattened tensor, in its own type; raise `UserError` if damaged."""
     dtype = getattr(torch, checkpoint.record(path).dtype)
     return torch.from_numpy(checkpoint.read(path, start, stop)).view(dtype)

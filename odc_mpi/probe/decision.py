@@ -42,11 +42,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class CommSettings:
-    """The settings `comm.zero_copy`, `comm.reduction`, `comm.progress` and `comm.window_device`.
-
-    Raises:
-        UserError: A setting has an invalid value.
-    """
+    """The settings `comm.zero_copy`, `comm.reduction`, `comm.progress` and `comm.window_device`."""
 
     zero_copy: str = "auto"
     reduction: str = "auto"
@@ -122,9 +118,6 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
         report: Report of a probe. A missing result is an objection to the operation.
         settings: Settings of the user, which take precedence.
         on_device: True if the model computes on a device.
-
-    Raises:
-        UserError: This MPI does not support a setting.
     """
     if not on_device and settings.window_device == "cuda":
         raise UserError("comm.window_device: cuda requires run.device cuda, got run.device cpu: set it to auto or cpu")
@@ -142,13 +135,7 @@ def decide(report: ProbeReport, settings: CommSettings = CommSettings(), *, on_d
 
 
 def refuse_wrong_data(report: ProbeReport, decision: Decision, *, tickets: bool = False) -> None:
-    """Raise `UserError` if an operation that is to be used delivered wrong data in the probe.
-
-    Args:
-        report: Report of a probe.
-        decision: The choices of the runtime.
-        tickets: True if ranks claim microbatches by Fetch_and_op.
-    """
+    """Raise `UserError` if an operation in use, also Fetch_and_op for tickets, delivered wrong data in the probe."""
     origin = ("from_device",) if decision.windows_on_device else ()
     where, advice = (", on devices,", "set comm.window_device to cpu") if origin else ("", "")
     for kind in report.kinds:

@@ -23,7 +23,7 @@ from odc_mpi.comm.windows.device_window import DeviceWindow, as_mpi_buffer
 from odc_mpi.errors import UserError
 from odc_mpi.probe import cache, gpu
 from odc_mpi.probe.operations import Buffer
-from odc_mpi.probe.report import DEVICE_OPERATIONS, Cause, ProbeReport, Problem
+from odc_mpi.probe.report import DEVICE_OPERATIONS, Cause, OnMessage, ProbeReport, Problem
 from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials
 from odc_mpi.runtime.world import World
 
@@ -38,20 +38,11 @@ _SELF_TEST_NUMEL = 100_000
 
 
 def try_device(
-    world: World,
-    report: ProbeReport,
-    pairs: dict[str, tuple[int, int]],
-    device: Device,
-    on_message: Callable[[ProbeReport, str | None], None],
+    world: World, report: ProbeReport, pairs: dict[str, tuple[int, int]], device: Device, on_message: OnMessage
 ) -> ProbeReport:
     """Try windows on the ranks' devices; add the results to the report. Collective.
 
-    Args:
-        world: The ranks, each with a device.
-        report: Results so far.
-        pairs: Origin and target for each kind of peer.
-        device: Device of this rank.
-        on_message: As in `probe.probe`, for "device.memory", "device.window", "ORIGIN.KIND.OPERATION", "device.own".
+    Args as in `probe`. The trials are "device.memory", "device.window", "ORIGIN.KIND.OPERATION" and "device.own".
     """
     device.set_current()
     world.prepare_threads(device.set_current)
@@ -141,11 +132,7 @@ class DeviceBuffer(Buffer):
 
 
 def _try_pairs(
-    world: World,
-    report: ProbeReport,
-    pairs: dict[str, tuple[int, int]],
-    device: Device,
-    on_message: Callable[[ProbeReport, str | None], None],
+    world: World, report: ProbeReport, pairs: dict[str, tuple[int, int]], device: Device, on_message: OnMessage
 ) -> ProbeReport:
     window_buffers: list[DeviceBuffer] = []  # MPI does not keep references to them
 
@@ -159,8 +146,7 @@ def _try_pairs(
     for name, origin in DEVICE_OPERATIONS:
         for kind in pairs:
             on_message(report, f"{origin}.{kind}.{name}")
-            result = trials.run(name, kind, origin)
-            report = report.with_operation((origin, kind, name), result.operation, result.problem)
+            report = report.with_operation((origin, kind, name), *trials.run(name, kind, origin))
     trials.close()
     return report
 

@@ -43,7 +43,7 @@ OPERATION_S = 12.0
 #: Additional seconds with a GPU, for loading its libraries and trying windows on it.
 DEVICE_S = 60.0
 
-_ORIGINS = {"from_device": "GPU", "from_host": "host"}
+_ORIGINS = {"from_device": ("GPU",), "from_host": ("host",)}
 _MODELS = {"unified": "unified", "separate": "separate (not supported: use another MPI library)", None: "no answer"}
 _YES_NO = {True: "yes", False: "no", None: "no answer"}
 _ONE_SIDED = {True: "yes", False: "no (waits for target)", None: "inconclusive"}
@@ -57,7 +57,7 @@ def doctor(
     Args:
         as_json: True to print a JSON object instead of tables.
         probe: Command of the child.
-        deadline_s: Seconds after which the results so far are printed.
+        deadline_s: Seconds for the complete probe, after which the results so far are printed.
         operation_s: Seconds for a single operation, likewise.
 
     Returns:
@@ -134,9 +134,10 @@ def _print_tables(report: ProbeReport, decision: Decision | None, on_device: Dec
     if report.ranks == 1:
         console.print("only one rank, nothing to measure: run mpiexec -n 2 odc-mpi doctor", "", sep="\n")
     else:
-        console.print(_operations(report), "")
+        console.print(_operations(report, ("peer", "operation"), [(name, "") for name in OPERATIONS]), "")
     if report.device is not None:
-        console.print(*_device_tables(report, report.device), "", sep="\n")
+        operations = _operations(report, ("peer", "on the GPU", "from"), DEVICE_OPERATIONS)
+        console.print(_device_properties(report.device), operations, "", sep="\n")
     console.print("a run will use", _choices(decision), sep="\n")
     if on_device is not None:
         console.print("", "with run.device cuda", _choices(on_device), sep="\n")
@@ -151,36 +152,28 @@ def _choices(decision: Decision) -> Table:
     return table
 
 
-def _operations(report: ProbeReport) -> Table:
-    table = _operation_table("peer", "operation")
-    for kind in report.kinds:
-        for name in OPERATIONS:
-            operation = getattr(getattr(report.peers, kind), name, OperationResult())
-            table.add_row(kind.replace("_", " "), OPERATION_NAMES[name], *_cells(operation, report.problem(kind, name)))
-    return table
-
-
-def _device_tables(report: ProbeReport, device: DeviceWindows) -> tuple[Table, Table]:
+def _device_properties(device: DeviceWindows) -> Table:
     created, to_self = _YES_NO[device.window], _YES_NO[device.own_accumulate]
     properties = Table.grid(padding=(0, 3))
     properties.add_row("GPUs", "; ".join(device.names))
     properties.add_row("CUDA support", f"{_YES_NO[device.cuda_support]} (MPIX_Query_cuda_support)")
     properties.add_row("memory kinds", device.alloc_kinds or "no answer")
     properties.add_row("GPU windows", f"created: {created}, Accumulate to self: {to_self}")
-    table = _operation_table("peer", "on the GPU", "from")
-    for kind in report.kinds:
-        for name, origin in DEVICE_OPERATIONS:
-            operation = getattr(getattr(getattr(device, origin), kind), name, OperationResult())
-            cells = _cells(operation, report.problem(origin, kind, name))
-            table.add_row(kind.replace("_", " "), OPERATION_NAMES[name], _ORIGINS[origin], *cells)
-    return properties, table
+    return properties
 
 
-def _operation_table(*headings: str) -> Table:
+def _operations(report: ProbeReport, headings: Sequence[str], operations: Sequence[tuple[str, str]]) -> Table:
+    """Return a table of operations, each with the field of its origin in `report.device`, or "" for host windows."""
     table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("target idle", "target busy", "GB/s"):
-        table.add_column(title, justify="right")
+    for column in ("target idle", "target busy", "GB/s"):
+        table.add_column(column, justify="right")
     table.add_column("one-sided")
+    for kind in report.kinds:
+        for name, origin in operations:
+            where = (origin, kind, name) if origin else (kind, name)
+            peers = getattr(report.device, origin) if origin else report.peers
+            cells = _cells(getattr(getattr(peers, kind), name, OperationResult()), report.problem(*where))
+            table.add_row(kind.replace("_", " "), OPERATION_NAMES[name], *_ORIGINS.get(origin, ()), *cells)
     return table
 
 

@@ -22,14 +22,7 @@ def pattern(num_bytes: int) -> np.ndarray:
 
 
 class Buffer:
-    """A buffer at the origin, in host memory.
-
-    Args:
-        values: Initial content, `[n]` uint8.
-
-    Attributes:
-        memory: Buffer for MPI, which can be sliced.
-    """
+    """A buffer at the origin, in host memory, with initial content `values`, `[n]` uint8. MPI can access `memory`."""
 
     def __init__(self, values: np.ndarray) -> None:
         # The copy writes the pages, so that the first timed operation does not fault them in.
@@ -57,12 +50,7 @@ class ProbeLink:
     """
 
     def __init__(
-        self,
-        win: MPI.Win,
-        target: int,
-        expected: np.ndarray,
-        allocate: Callable[[np.ndarray], Buffer],
-        rotation: int,
+        self, win: MPI.Win, target: int, expected: np.ndarray, allocate: Callable[[np.ndarray], Buffer], rotation: int
     ) -> None:
         self.win, self.target, self.expected = win, target, expected
         first = pattern(expected.size)[: expected.size - COUNTER_BYTES]

@@ -23,7 +23,7 @@ from odc_mpi.probe import cache
 from odc_mpi.probe.gpu import has_gpu
 from odc_mpi.probe.operations import COUNTER_BYTES
 from odc_mpi.probe.repeat import timed
-from odc_mpi.probe.report import OPERATIONS, ProbeReport, SharedMemory
+from odc_mpi.probe.report import OPERATIONS, OnMessage, ProbeReport, SharedMemory
 from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials, allocate, allocate_shared
 from odc_mpi.runtime.library import thread_level
 from odc_mpi.runtime.start.launch import ChildMessage, child_main
@@ -39,9 +39,6 @@ QUICK = TrialBudget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.15)
 #: Timeout of the program in seconds. Usually the doctor ends it earlier and prints the report so far.
 PROGRAM_S = 150.0
 
-#: Called with the report so far and the next trial: "shared_memory", "KIND.OPERATION", or None at the end.
-OnMessage = Callable[[ProbeReport, str | None], None]
-
 
 def probe(
     world: World,
@@ -52,14 +49,13 @@ def probe(
 ) -> ProbeReport:
     """Try shared memory, windows and devices; return the report. Collective.
 
+    Raise `UserError` on every rank if /dev/shm is too small even for a small window.
+
     Args:
         world: The ranks.
         budget: Maximum time of each trial.
         on_message: Called on every rank before each trial.
         device: Device of this rank, on all ranks or none. A trial of windows on it may end the process.
-
-    Raises:
-        UserError: /dev/shm is too small even for a small window; raised on every rank.
     """
     report = replace(environment_report(world), shm_bytes=_free_shared_memory(world))
     on_message(report, "shared_memory")
@@ -180,7 +176,7 @@ def _try_pairs(
         for kind in pairs:
             on_message(report, f"{kind}.{name}")
             result = (far_reads if (kind, name) == ("other_node", "get") else trials).run(name, kind)
-            report = report.with_operation((kind, name), result.operation, result.problem)
+            report = report.with_operation((kind, name), *result)
     if far:
         far_reads.close()
     trials.close()

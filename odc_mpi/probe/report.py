@@ -3,6 +3,7 @@
 None stands for a missing result, where nothing else is said.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import Enum
 from types import UnionType
@@ -145,7 +146,7 @@ class ProbeReport:
 
     Attributes:
         library: Name and version of the MPI library.
-        thread_level: Granted thread level, by its name in the MPI standard.
+        thread_level: Granted thread level, such as MPI_THREAD_MULTIPLE.
         memory_model: Memory model of windows: unified or separate.
         shm_bytes: Minimum over nodes of the free bytes in /dev/shm; None without /dev/shm.
         device: Windows on devices; None unless every rank has a device.
@@ -204,13 +205,13 @@ class ProbeReport:
 
     @classmethod
     def from_dict(cls, data: Any) -> "ProbeReport":
-        """Convert the result of `to_dict`, or of its JSON, to a report.
-
-        Raises:
-            ValueError: A field is missing, unknown, or has the wrong type.
-        """
+        """Convert the result of `to_dict`, or its JSON, to a report; raise `ValueError` if a field is invalid."""
         report: ProbeReport = _build(cls, data)
         return report
+
+
+#: Function of the report so far and the next trial: "shared_memory", "KIND.OPERATION" and others; None at the end.
+OnMessage = Callable[[ProbeReport, str | None], None]
 
 
 def _build(kind: Any, data: Any) -> Any:

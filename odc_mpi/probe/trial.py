@@ -56,14 +56,6 @@ class TrialBudget:
     bandwidth_s: float
 
 
-@dataclass(frozen=True)
-class TrialResult:
-    """The measurements and the problem of a trial, equal on all ranks."""
-
-    operation: OperationResult
-    problem: Cause | None
-
-
 #: Function that creates the window to probe, with a displacement unit of one byte and the given content on this rank,
 #: `[n]` uint8. A second window in the result owns the memory of the first. Collective.
 Allocate = Callable[[World, np.ndarray], Sequence[MPI.Win]]
@@ -91,7 +83,7 @@ class Trials:
         pairs: Origin and target for each kind of peer.
         budget: Maximum time of each trial.
         max_bytes: Bytes of the largest operation.
-        allocate: Creates the window.
+        allocate: Function that creates the window.
         origins: Functions that create a buffer at the origin, by the kind of memory.
     """
 
@@ -122,8 +114,8 @@ class Trials:
                     self._links[kind, memory] = operations.ProbeLink(self._win, target, expected, make, rotation)
         world.wait_collective(self._comm.Ibarrier(), "filling the window of a probe")
 
-    def run(self, name: str, kind: str, memory: str = HOST) -> TrialResult:
-        """Try one operation with one kind of peer and of memory at the origin. Collective."""
+    def run(self, name: str, kind: str, memory: str = HOST) -> tuple[OperationResult, Cause | None]:
+        """Try one operation with one kind of peer and of memory at the origin; return the problem, too. Collective."""
         origin, target = self._pairs[kind]
         what = f"trying {name} with a peer ({kind})"
         numbers = np.full(6, np.nan)
@@ -136,10 +128,10 @@ class Trials:
         self._world.wait_collective(self._comm.Ibcast(numbers, root=origin), what)
         idle_s, busy_s, gb_per_s, one_sided, is_valid, is_correct = numbers.tolist()
         if not is_correct:
-            return TrialResult(OperationResult(), Cause.WRONG)
+            return OperationResult(), Cause.WRONG
         if not is_valid:
-            return TrialResult(OperationResult(None, idle_s, busy_s, gb_per_s), Cause.INCONCLUSIVE)
-        return TrialResult(OperationResult(bool(one_sided), idle_s, busy_s, gb_per_s), None)
+            return OperationResult(None, idle_s, busy_s, gb_per_s), Cause.INCONCLUSIVE
+        return OperationResult(bool(one_sided), idle_s, busy_s, gb_per_s), None
 
     def close(self) -> None:
         """Free the window. Collective."""
