@@ -26,7 +26,7 @@ def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
     Args:
         directory: Unfinished directory, next to `goal`.
         manifest: Manifest with the files of the ranks, without the index.
-        goal: Path of the checkpoint; an older checkpoint is replaced.
+        goal: Path of the checkpoint. An older one is replaced.
     """
     index = write_index(directory, manifest)
     write_manifest(directory / MANIFEST, replace(manifest, files={**manifest.files, INDEX: index}))

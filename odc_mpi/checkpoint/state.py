@@ -40,9 +40,7 @@ class TrainingState:
     """The state of a model and its optimizer on this rank.
 
     Args:
-        model: The model.
         optimizer: Optimizer of all or some of the model's slices.
-        rank: This rank.
         omit_frozen_base: True to omit frozen parameters, which are those of the base model.
     """
 

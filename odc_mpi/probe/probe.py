@@ -52,7 +52,6 @@ def probe(
     Raise `UserError` on every rank if /dev/shm is too small even for a small window.
 
     Args:
-        world: The ranks.
         budget: Maximum time of each trial.
         on_message: Called on every rank before each trial.
         device: Device of this rank, on all ranks or none. A trial of windows on it may end the process.

@@ -79,7 +79,6 @@ class Trials:
     """The window of the trials, and this rank's part in them. Construction is collective.
 
     Args:
-        world: The ranks.
         pairs: Origin and target for each kind of peer.
         budget: Maximum time of each trial.
         max_bytes: Bytes of the largest operation.
