@@ -29,7 +29,7 @@ def test_a_run_with_adapters(config, data, tmp_path, capsys):
 
     assert main(["checkpoint", "verify", str(run)]) == 0
     assert main(["checkpoint", "show", str(run)]) == 0
-    assert "adapters of rank 2, alpha 8, over a model drawn with seed 0" in capsys.readouterr().out
+    assert "LoRA adapter r=2 alpha=8, base: randomly initialized with seed 0" in capsys.readouterr().out
     for out, more, files in (
         ("adapters", (), {"adapter_config.json", "adapter_model.safetensors"}),
         ("merged", ("--merge",), {"config.json", "model.safetensors"}),
