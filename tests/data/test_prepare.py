@@ -265,7 +265,7 @@ def test_tokenizers_that_do_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("socket.getaddrinfo", no_network)
     source = write_lines(tmp_path / "a.jsonl", *pairs(10))
     # A name that a hub would know.
-    assert "which is none" in refused(source, tmp_path / "a.h5", tokenizer=Path("gpt2"))
+    assert "data set with a tokenizer, got 'gpt2'" in refused(source, tmp_path / "a.h5", tokenizer=Path("gpt2"))
     (tmp_path / "t").mkdir()
     assert "do not load" in refused(source, tmp_path / "a.h5", tokenizer=tmp_path / "t")
     (tmp_path / "t" / "tokenizer.json").write_text("{}")
