@@ -9,7 +9,7 @@ import torch
 from parity import check_parity, next_tokens, tokens, vectors
 from ranks import RecordingTransport, on_ranks
 from torch import nn
-from zoo import VOCABULARY, WIDTH, Block, Layer, Stack, Transformer
+from toy_models import VOCABULARY, WIDTH, Block, Layer, Stack, Transformer
 
 from odc_mpi.comm.work import Work
 from odc_mpi.shard.model import ShardedModel
@@ -23,7 +23,7 @@ class InStep(RecordingTransport):
     most_lent = 0
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        self.most_lent = max(self.most_lent, len(self.buffers._lent))
+        self.most_lent = max(self.most_lent, len(self.buffers._in_use))
         return super().start_fetch(index, buffer)
 
 
