@@ -39,8 +39,8 @@ class RowBlock:
             with pyarrow.ipc.open_stream(self.batch) as stream:
                 rows = [_without_nulls(row) for batch in stream for row in batch.to_pylist()]
         except (ValueError, OverflowError) as error:  # a time within a structure that Python cannot represent
-            rows = f"{self.name}, rows {self.numbers[0]} to {self.numbers[-1]}"
-            raise UserError(f"{rows}: cannot be read ({one_line_message(error)}): change SOURCE") from error
+            location = f"{self.name}, rows {self.numbers[0]} to {self.numbers[-1]}"
+            raise UserError(f"{location}: cannot be read ({one_line_message(error)}): change SOURCE") from error
         for number, row in zip(self.numbers, rows, strict=True):
             yield f"{self.name}, row {number}", lambda row=row: row  # type: ignore[misc]
 
