@@ -50,12 +50,9 @@ def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
 class DatasetWriter(AbstractContextManager["DatasetWriter"]):
     """Context manager that writes a data set, sequence by sequence, in bounded memory.
 
-    Leaving the context by an exception closes the file unfinished: `Dataset` rejects it.
-
-    Attributes:
-        num_sequences: Number of sequences appended so far. The other attributes refer to these.
-        num_trained_tokens: Number of loss tokens, without the first token of each sequence.
-        longest: Number of tokens of the longest sequence.
+    Leaving the context by an exception closes the file unfinished: `Dataset` rejects it. The attributes
+    `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens without first tokens), `longest` (tokens of the
+    longest sequence) and `max_token_id` refer to the sequences appended so far.
     """
 
     def __init__(
@@ -68,26 +65,16 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         vocabulary: str = "",
         tokenizer_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Create the file.
+        """Create the file, which must not exist.
 
         Args:
-            path: Path of the file. It must not exist.
-            vocab_size: Number of tokens of the tokenizer.
-            tokenizer: Name of the tokenizer, for display.
-            source: Names of the text sources, for display.
+            tokenizer: Name of the tokenizer, for display; likewise `source`.
             vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
             tokenizer_files: Contents of the tokenizer's files by name; None stores no tokenizer.
-
-        Raises:
-            OSError: The file exists or cannot be created.
         """
         self.num_sequences = self.num_tokens = self.num_trained_tokens = self.longest = self.max_token_id = 0
-        self._attributes: dict[str, int | str] = {
-            "vocab_size": vocab_size,
-            "tokenizer": tokenizer,
-            "source": source,
-            "vocabulary": vocabulary,
-        }
+        self._attributes: dict[str, int | str] = {}
+        self.set_attributes(vocab_size=vocab_size, tokenizer=tokenizer, source=source, vocabulary=vocabulary)
         self._file = h5py.File(path, "x", locking=False)
         for name, dtype in _TYPES.items():
             self._file.create_dataset(name, shape=(0,), maxshape=(None,), chunks=(_CHUNK,), dtype=dtype)
@@ -116,12 +103,8 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self.num_trained_tokens += num_trained
         self.longest = max(self.longest, len(tokens))
         self.max_token_id = max(self.max_token_id, int(tokens.max()))
-        for name, values in (
-            ("tokens", tokens),
-            ("loss_mask", loss_mask),
-            ("offsets", np.array([self.num_tokens])),
-            ("num_trained_tokens", np.array([num_trained])),
-        ):
+        arrays = tokens, loss_mask, np.array([self.num_tokens]), np.array([num_trained])
+        for name, values in zip(_TYPES, arrays, strict=True):
             self._buffers[name].append(values)
         self._num_buffered += len(tokens)
         if self._num_buffered >= _BUFFERED_TOKENS:
@@ -156,7 +139,6 @@ class Dataset(AbstractContextManager["Dataset"]):
     """Data set opened for reading; sequences are read one at a time. A context manager.
 
     Attributes:
-        path: File of the data set.
         lengths: Number of tokens of each sequence, int64 [n].
         num_trained_tokens: Number of loss tokens of each sequence without its first token, int64 [n].
         vocab_size: Number of tokens of the tokenizer.
@@ -199,14 +181,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Read one sequence from the file.
-
-        Returns:
-            Tokens, int64 [length], and loss mask, bool [length].
-
-        Raises:
-            IndexError: `index` is not between 0 and n - 1.
-        """
+        """Read the tokens, int64 [length], and the loss mask, bool [length], of a sequence."""
         i = operator.index(index)
         if not 0 <= i < len(self):
             raise IndexError(f"expected a sequence from 0 to {len(self) - 1}, got {i}")
@@ -231,11 +206,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Read the tokenizer's files from a data set.
-
-    Returns:
-        Contents of the files by name; empty if `path` is not a data set, or one without a tokenizer.
-    """
+    """Return the contents of the tokenizer's files in a data set by name; empty if there are none, or no data set."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             group = file.get(TOKENIZER_GROUP)
@@ -247,11 +218,7 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
-    """Return the counts of `prepare`, if it wrote these data sets for the request of this digest.
-
-    Returns:
-        Counts by name; None if a data set is missing, unfinished, damaged or was written for another request.
-    """
+    """Return the counts of `prepare` by name, if it wrote these data sets, complete, for the request of this digest."""
     reports = set()
     for path in paths:
         try:

@@ -16,12 +16,7 @@ CharSpan = tuple[int, int]
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tokenized sequence.
-
-    Attributes:
-        tokens: uint32 [length].
-        loss_mask: bool [length], True for loss tokens.
-    """
+    """A tokenized sequence: uint32 [length], and its loss mask, bool [length], True for loss tokens."""
 
     tokens: npt.NDArray[np.uint32]
     loss_mask: npt.NDArray[np.bool_]
@@ -29,12 +24,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation as text, rendered by the chat template.
-
-    Attributes:
-        text: Text of the complete conversation.
-        spans: Character range (begin, end) of each assistant turn, including its end token.
-    """
+    """Text of a conversation, and character range (begin, end) of each assistant turn, including its end token."""
 
     text: str
     spans: tuple[CharSpan, ...]
@@ -43,9 +33,9 @@ class RenderedChat:
 def encode(tokenizer: Any, examples: Sequence[Example]) -> list[Encoded]:
     """Tokenize examples of any kind with a fast tokenizer of transformers, in one batch per kind.
 
-    Raises: UserError: The tokenizer has no end-of-sequence token (for pairs) or no chat template (for conversations),
-        or the
-            assistant's turns cannot be found in the rendered text.
+    Raises:
+        UserError: The tokenizer has no end-of-sequence token (for pairs) or no chat template (for conversations), or
+            the assistant's turns cannot be found in the rendered text.
         InvalidRecordError: The template rejects the messages, or its text cannot be tokenized.
     """
     pairs = [example for example in examples if isinstance(example, PromptCompletion)]
@@ -74,9 +64,7 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[Encoded
 def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int]]:
     """Tokenize prompts as training data is tokenized; conversations end with the generation prompt.
 
-    Args:
-        tokenizer: Fast tokenizer of transformers.
-        examples: Prompts without completion, and conversations; at least one.
+    `examples` are prompts without completion, and conversations; at least one.
 
     Raises:
         UserError: There is no chat template.
@@ -149,17 +137,11 @@ def _mask(offsets: list[CharSpan], spans: tuple[CharSpan, ...]) -> npt.NDArray[n
 
 
 def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...] | None = None) -> RenderedChat:
-    """Render a conversation with the chat template, and find the assistant's turns in the text.
+    """Render a conversation with the chat template, and find the assistant's turns. Errors are those of `encode`.
 
     A turn is the text that the template adds for one more message, without the generation prompt. This works for every
     template whose output only grows with the messages, with or without `{% generation %}`. An empty turn has no loss.
-
-    Args:
-        special: The tokenizer's special tokens, if the caller has them already.
-
-    Raises:
-        UserError: There is no template, or it rewrites earlier turns.
-        InvalidRecordError: The template rejects the messages, or its text cannot be tokenized.
+    The caller may pass the tokenizer's special tokens.
     """
     special = _special_tokens(tokenizer) if special is None else special
     trained = [i for i in range(len(chat.messages)) if chat.message_has_loss(i)]
@@ -177,13 +159,9 @@ def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...] | N
 
 
 def render_prompt(tokenizer: Any, chat: Conversation, *, for_generation: bool = True) -> str:
-    """Render messages with the chat template, for the assistant to continue.
+    """Render messages with the chat template, for the assistant to continue. Errors are those of `encode`.
 
-    Args:
-        for_generation: True to append the generation prompt, the beginning of an assistant turn.
-
-    Raises:
-        UserError: There is no chat template, or it rejects the messages.
+    `for_generation` appends the generation prompt, the beginning of an assistant turn.
     """
     return _render(tokenizer, chat, [len(chat.messages)], for_generation=for_generation)[0]
 

@@ -57,13 +57,7 @@ class FilterCounts:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """Tokenized sequences of a block.
-
-    Attributes:
-        sequences: Sequences for training, and held-out sequences, in the order of the block.
-        counts: Numbers of dropped and truncated sequences.
-        invalid: Message of each invalid record, in the order of the block.
-    """
+    """Sequences of a block for training, held-out sequences, counts of others, and messages of invalid records."""
 
     sequences: tuple[list[Encoded], list[Encoded]]
     counts: FilterCounts
@@ -71,11 +65,7 @@ class EncodedBlock:
 
 
 def encode_block(tokenizer: Any, block: Block, fields: FieldNames, sequence_filter: SequenceFilter) -> EncodedBlock:
-    """Tokenize the examples of a block, and filter the sequences. The result is independent of other blocks.
-
-    Raises:
-        UserError: The tokenizer does not support the examples.
-    """
+    """Tokenize the examples of a block, and filter the sequences. The result is independent of other blocks."""
     counts, invalid = FilterCounts(), {}
     examples: dict[int, Example] = {}
     for i, (location, record) in enumerate(block.records()):
@@ -112,14 +102,13 @@ def _encode_all(tokenizer: Any, examples: dict[int, Example], invalid: dict[int,
 
 def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCounts) -> Encoded | None:
     """Return a sequence, truncated if necessary, or None if it is dropped."""
-    too_long = sequence_filter.max_length is not None and len(sequence.tokens) > sequence_filter.max_length
+    limit = sequence_filter.max_length
+    too_long = limit is not None and len(sequence.tokens) > limit
     if too_long and sequence_filter.overlong == "drop":
         counts.num_dropped += 1
         return None
     if too_long:
-        sequence = Encoded(
-            sequence.tokens[: sequence_filter.max_length], sequence.loss_mask[: sequence_filter.max_length]
-        )
+        sequence = Encoded(sequence.tokens[:limit], sequence.loss_mask[:limit])
     if not sequence.loss_mask[1:].any():
         counts.num_untrained_dropped += 1
         return None

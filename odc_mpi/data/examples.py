@@ -28,9 +28,6 @@ class InvalidRecordError(UserError):
 class InvalidRecords:
     """Counter of invalid records, which are skipped, or an error.
 
-    Args:
-        skip: True to skip invalid records; False to raise an error for the first.
-
     Attributes:
         num_skipped: Number of records skipped so far.
         first: Messages of the first three.
@@ -57,7 +54,6 @@ class PromptCompletion:
     Attributes:
         location: File and line, for messages.
         prompt: Context without loss; empty for records with only `text`.
-        completion: Text with loss.
     """
 
     location: str
@@ -111,18 +107,9 @@ class FieldNames:
     prompt: str = "prompt"
     completion: str = "completion"
 
-    @property
-    def is_custom(self) -> bool:
-        """True if the user chose the names; all other fields of a record are then ignored."""
-        return self != FieldNames()
-
 
 def parse_json(line: bytes, location: str) -> dict[str, Any]:
-    """Decode a line into a record.
-
-    Raises:
-        InvalidRecordError: The line is not a JSON object.
-    """
+    """Decode a line into a record, or raise an InvalidRecordError if it is not a JSON object."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -141,7 +128,7 @@ def parse_json(line: bytes, location: str) -> dict[str, Any]:
 
 
 def parse_example(record: Mapping[str, Any], location: str, fields: FieldNames) -> Example:
-    """Return the example in a record, by the first form whose fields are all present.
+    """Return the example in a record, by the first form whose fields are all present, or raise an InvalidRecordError.
 
     The forms, in this order: `messages`; `prompt` and `completion`, both texts or both lists of messages;
     `conversations` of `from` and `value`; `instruction` and `output`, optionally with `input`; `text`. Conversations
@@ -150,11 +137,8 @@ def parse_example(record: Mapping[str, Any], location: str, fields: FieldNames) 
     Args:
         location: File and line, for messages.
         fields: Names of the prompt and completion fields; custom names exclude all other fields.
-
-    Raises:
-        InvalidRecordError: The record has none of these forms.
     """
-    if fields.is_custom or ({fields.prompt, fields.completion} <= record.keys() and "messages" not in record):
+    if fields != FieldNames() or ({fields.prompt, fields.completion} <= record.keys() and "messages" not in record):
         return _prompt_and_completion(record, location, fields)
     if "messages" in record:
         return _conversation(record, _messages(record["messages"], "messages", location), location)
@@ -177,10 +161,8 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
     """Return the prompt of a record, `messages` or `prompt` (text or messages), as an example without completion.
 
     Assistant turns at the end of messages, as in training files, are dropped: they are what the model generates. Other
-    fields are ignored, except for `system` and `tools` of a conversation.
-
-    Raises:
-        InvalidRecordError: The record has neither field.
+    fields are ignored, except for `system` and `tools` of a conversation. Without prompt, an InvalidRecordError is
+    raised.
     """
     for field in ("messages", "prompt"):
         if (field == "messages" and field in record) or isinstance(record.get(field), list):

@@ -28,13 +28,7 @@ RepeatFn = Callable[[], int]
 
 @dataclass(frozen=True)
 class LineBlock:
-    """Some lines of a file.
-
-    Attributes:
-        name: Path of the file, for messages.
-        numbers: Line numbers, from 1.
-        lines: Unchanged lines; none is blank.
-    """
+    """Some lines of a file, none blank, with their numbers from 1."""
 
     name: str
     numbers: list[int]
@@ -48,15 +42,9 @@ class LineBlock:
 
 
 def read_lines(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[LineBlock]:
-    """Yield the lines of a file in blocks, in its order, without blank lines.
+    """Yield the lines of a file in blocks, in its order, without blank lines; see `DataSource.read`.
 
-    Args:
-        path: File to read; decompressed if its name ends in .gz or .zst.
-        num_repeats: Called for each line that is not blank.
-        on_bytes_read: Called with the number of bytes of the file read since the last call.
-
-    Raises:
-        UserError: The file cannot be read.
+    The file is decompressed if its name ends in .gz or .zst.
     """
     block, size = LineBlock(str(path), [], []), 0
     for number, line in _numbered(path, on_bytes_read):

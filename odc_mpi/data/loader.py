@@ -74,7 +74,6 @@ class Minibatch:
         num_input_tokens: Number of tokens over all ranks.
         plan: Microbatches of the ranks. They refer to sequences by positions in `indices`.
         rank: Rank whose microbatches iterating yields.
-        dataset: Data set of the sequences.
     """
 
     data_epoch: int
@@ -130,8 +129,7 @@ class Minibatch:
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
         """Yield this rank's microbatches, then those that it claims from the pool, one at a time.
 
-        Args: claim: Function that, given the length of the pool, yields positions that no other rank gets
-            (`Tickets.draw`).
+        `claim(length of the pool)` yields positions that no other rank gets, as `Tickets.draw` does.
         """
         yield from self._fixed()
         pool = self.plan.pool
@@ -159,10 +157,9 @@ def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microba
 def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
     """Read the tokens from `begin` to `end` of the sequence `index`, with their positions, into a microbatch.
 
-    Returns:
-        Microbatch whose `inputs` have two more arguments: `shift_labels`, int64 [1, T], the label of each token's
-        successor, so that the last token of a chunk predicts the first token of the next; and `num_items_in_batch`, the
-        number of loss tokens, at least 1: a chunk may have none, and its mean loss would be NaN.
+    Its `inputs` have two more arguments: `shift_labels`, int64 [1, T], the label of each token's successor, so that the
+    last token of a chunk predicts the first token of the next; and `num_items_in_batch`, the number of loss tokens, at
+    least 1: a chunk may have none, and its mean loss would be NaN.
     """
     tokens, loss_mask = dataset[index]
     labels = np.append(np.where(loss_mask, tokens, IGNORED_LABEL), IGNORED_LABEL)
@@ -197,7 +194,6 @@ class ShuffledSampler:
     Args:
         dataset: Data set; the caller closes it.
         num_samples: Number of sequences or prompts in a minibatch, over all ranks.
-        seed: Seed of the random order.
     """
 
     def __init__(self, dataset: Dataset | PromptDataset, num_samples: int, seed: int) -> None:
@@ -208,17 +204,12 @@ class ShuffledSampler:
     def state_dict(self) -> dict[str, int]:
         """Return the position of the next minibatch, the same on every rank.
 
-        Returns: `data_epoch`, and `position`, the number of sequences or prompts of this data epoch that were sampled
-            already.
+        `position` is the number of sequences or prompts of the data epoch `data_epoch` that were sampled already.
         """
         return {"data_epoch": self._data_epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the position of a `state_dict` for the same data set and seed.
-
-        Raises:
-            UserError: The data set has no such position, so it is another one.
-        """
+        """Continue at the position of a `state_dict` for the same seed and data set; a UserError if it is another."""
         data_epoch, position = state["data_epoch"], state["position"]
         if data_epoch < 0 or not 0 <= position < len(self._dataset):
             raise UserError(
@@ -271,8 +262,6 @@ class Loader(ShuffledSampler):
             balance: Name of one of `BALANCE_STRATEGIES`.
             seed: Seed of the random order, at least 0, the same on every rank.
             rank: Rank whose microbatches the minibatches yield.
-            size: Number of ranks.
-            cost: Cost of sequences.
             context_parallel: True to allow split sequences. Requires the balance `dynamic`, without `exact`.
             exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.
 
@@ -289,7 +278,7 @@ class Loader(ShuffledSampler):
         ):
             if value < minimum:
                 raise UserError(f"expected {setting} of at least {minimum}, got {value}")
-        # Here, so that the error does not occur in the middle of the training.
+        # Here instead of in the middle of the training.
         if context_parallel:
             check_chunks_fit(dataset.lengths, size, max_tokens_per_microbatch)
         else:

@@ -20,13 +20,7 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Some rows of a file.
-
-    Attributes:
-        name: Path of the file, for messages.
-        numbers: Row numbers, from 1.
-        batch: Rows, in Arrow's streaming format.
-    """
+    """Some rows of a file, in Arrow's streaming format, with their numbers from 1."""
 
     name: str
     numbers: list[int]
@@ -52,15 +46,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[RowBlock]:
-    """Yield the rows of a file in blocks, in its order.
-
-    Args:
-        num_repeats: Called for each row.
-        on_bytes_read: Called with the approximate number of bytes of the file read since the last call.
-
-    Raises:
-        UserError: The file cannot be read, or pyarrow is missing.
-    """
+    """Yield the rows of a file in blocks, in its order; see `DataSource.read`. Numbers of bytes are approximate."""
     pyarrow = _library(str(path))
     size, done = path.stat().st_size, 0
     with _opened(path) as file:

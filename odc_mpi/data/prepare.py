@@ -27,13 +27,7 @@ from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block
 from odc_mpi.data.examples import FieldNames, InvalidRecordError, InvalidRecords, PromptCompletion, parse_example
 from odc_mpi.data.prepare_report import PrepareReport, PrepareStats
 from odc_mpi.data.sources import Block, DataSource, find_sources, mix
-from odc_mpi.data.tokenizer import (
-    MIN_VOCAB_SIZE,
-    load_tokenizer,
-    serialize_tokenizer,
-    tokenizer_files,
-    train_tokenizer,
-)
+from odc_mpi.data.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, serialize_tokenizer, tokenizer_files, train_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.files import atomic_write
 from odc_mpi.formatting import truncate_text
@@ -47,13 +41,17 @@ _MAX_NAMES = 3
 class PrepareOptions:
     """Options of `prepare`.
 
-    Attributes: tokenizer: Directory of a tokenizer, or data set that contains one. None trains one on the sources.
-        max_length: Maximum number of tokens in a sequence; None for no limit. overlong: Treatment of longer sequences.
-        prompt_field: Field with the prompt; required in each line unless it is "prompt". completion_field: Field with
-        the completion; required in each line unless it is "completion". vocab_size: Maximum number of tokens of a
-        trained tokenizer. bad_lines: Treatment of invalid lines; skipped ones are counted. eval_fraction: Approximate
-        fraction of the sequences to hold out, in `eval_output_path(out)`. The selection depends
-            on a sequence's tokens only: equal sequences stay together, and adding others changes nothing for it.
+    Attributes:
+        tokenizer: Directory of a tokenizer, or data set that contains one. None trains one on the sources.
+        max_length: Maximum number of tokens in a sequence; None for no limit.
+        overlong: Treatment of longer sequences.
+        prompt_field: Field with the prompt; required in each line unless it is "prompt".
+        completion_field: Field with the completion; required in each line unless it is "completion".
+        vocab_size: Maximum number of tokens of a trained tokenizer.
+        bad_lines: Treatment of invalid lines; skipped ones are counted.
+        eval_fraction: Approximate fraction of the sequences to hold out, in `eval_output_path(out)`. The selection
+            depends on a sequence's tokens only: equal sequences stay together, and adding others changes nothing for
+            it.
         seed: Seed for the selection of examples from sources with weights.
         stopping_strategy: Length of a mixture with weights, see `mix`.
         num_proc: Number of processes. Default: the number of cores that this process may use, or one for little text.
@@ -120,7 +118,6 @@ class _Plan:
     """Inputs and outputs of a call of `prepare`, checked before any source is read.
 
     Attributes:
-        source_specs: Sources as specified by the user.
         output_paths: Data set to write, then the one with held-out sequences, if any.
         tokenizer_path: Origin of the tokenizer; the data set itself if it is trained.
         files: Contents of the tokenizer's files by name; empty if it is trained.
@@ -153,9 +150,8 @@ def _plan(source_specs: Sequence[str], out: Path, options: PrepareOptions) -> _P
     output_paths = _output_paths(out, options, sources)
     tokenizer_path = options.tokenizer or out
     files = tokenizer_files(tokenizer_path) if options.tokenizer else {}
-    return _Plan(
-        source_specs, sources, options, output_paths, tokenizer_path, files, _request_digest(sources, options, files)
-    )
+    request = _request_digest(sources, options, files)
+    return _Plan(source_specs, sources, options, output_paths, tokenizer_path, files, request)
 
 
 def _request_digest(sources: Sequence[DataSource], options: PrepareOptions, files: Mapping[str, bytes]) -> str:

@@ -20,7 +20,6 @@ class PrepareReport:
     """Counts of a prepared data set.
 
     Attributes:
-        path: File of the data set.
         tokenizer: Directory or data set from which the tokenizer was loaded; `path` if it was trained.
         trained_on: Sources that the tokenizer was trained on; empty if it was loaded.
         num_trained_tokens: Number of loss tokens, without the first token of each sequence.
@@ -30,12 +29,10 @@ class PrepareReport:
         num_bad_lines: Number of invalid lines skipped.
         bad_lines: Messages of the first three of them.
         longest: Number of tokens of the longest sequence.
-        vocab_size: Number of tokens of the tokenizer.
         eval_path: Data set with the held-out sequences; None if there are none.
         shares: Name, number of sequences (with held-out ones) and number of loss tokens of each source, if several.
         folders: Line about the files in each folder.
         elapsed_s: Time of tokenizing and writing; None if the data set existed already.
-        num_proc: Number of processes that tokenized.
     """
 
     path: Path
@@ -106,11 +103,7 @@ class PrepareReport:
 
 
 class PrepareStats:
-    """Counters of the sequences and invalid records of all sources.
-
-    Args:
-        sources: Names of the sources.
-    """
+    """Counters of the sequences and invalid records of all sources, which are given by name."""
 
     def __init__(self, invalid: InvalidRecords, sources: Sequence[str]) -> None:
         self._invalid = invalid

@@ -26,11 +26,10 @@ _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 class PromptRecord(NamedTuple):
-    """A prompt.
+    """A prompt, as text or as messages with role and content.
 
     Attributes:
         tokens: Tokens of the prompt, at least one.
-        prompt: Text, or messages, each with role and content.
         columns: Arguments of reward functions, by name.
     """
 
@@ -48,12 +47,11 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
     """Yield the prompts of a file in blocks, each prompt with all fields of its record.
 
     Args:
-        path: JSON lines (decompressed if the name ends in .gz or .zst), or Parquet if it ends in .parquet.
+        path: Parquet if the name ends in .parquet; else JSON lines (decompressed if it ends in .gz or .zst).
         setting: Setting or option that specifies the file, for messages.
 
     Raises:
-        UserError: The file cannot be read, or contains no prompt.
-        InvalidRecordError: A line or row has no prompt.
+        UserError: The file cannot be read, contains no prompt, or has a line or row without one (InvalidRecordError).
     """
     expected = f"{setting}: expected a file of prompts, JSON lines or Parquet, got {path}, which"
     try:
@@ -80,17 +78,12 @@ class PromptDataset:
     Attributes:
         lengths: Number of tokens of each prompt, int64 [n].
         locations: File and line or row of each prompt, for messages.
-        vocab_size: Number of tokens of the tokenizer.
+        vocab_size: Number of tokens of the tokenizer, whose `vocabulary_digest` is `vocabulary`.
         max_token_id: Largest token of the prompts.
-        vocabulary: `vocabulary_digest` of the tokenizer.
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
-        """Read and tokenize all prompts.
-
-        Args:
-            path: File to read, and `setting` that specifies it, as for `read_prompts`.
-            tokenizer: Fast tokenizer of transformers.
+        """Read and tokenize all prompts of a file with a fast tokenizer of transformers; see `read_prompts`.
 
         Raises:
             UserError: The file, a prompt or a column is invalid.
@@ -104,9 +97,8 @@ class PromptDataset:
             self._tokens += map(np.array, encode_prompts(tokenizer, [example for example, _ in block]))
             for example, record in block:
                 prompt = example.messages if isinstance(example, Conversation) else example.prompt
-                self._texts.append(
-                    _json({"prompt": prompt, "columns": _columns(record, example.location)}, example.location)
-                )
+                content = {"prompt": prompt, "columns": _columns(record, example.location)}
+                self._texts.append(_json(content, example.location))
                 self.locations.append(example.location)
         self.lengths: npt.NDArray[np.int64] = np.array([len(tokens) for tokens in self._tokens])
         self.max_token_id = max(int(tokens.max()) for tokens in self._tokens)

@@ -2,7 +2,7 @@
 
 Without weights, each example of each source is used once. With weights, a source's weight is its share of the examples
 (lines or rows) that are used. A seed selects them, and none is used twice unless the strategy allows it. The sources
-follow one another in the order of the command line: training shuffles.
+follow one another in the order of the command line: training shuffles. Sources that cannot be read raise a UserError.
 """
 
 import random
@@ -106,9 +106,6 @@ class DataSource:
         Args:
             num_repeats: Called for each example in order. Returns how often to use it.
             on_bytes_read: Called with the number of bytes read since the last call.
-
-        Raises:
-            UserError: A file cannot be read.
         """
         if not self.files:
             samples = [sample for sample in self._samples for _ in range(num_repeats())]
@@ -121,10 +118,8 @@ class DataSource:
 def find_sources(specs: Sequence[str]) -> list[DataSource]:
     """Find the sources that a user specified, each by a path, or by a path, a colon and a weight.
 
-    If a file or folder has the complete specification as its name, including the colon, there is no weight.
-
-    Raises:
-        UserError: A file does not exist, a folder has no supported file, or only some sources have a weight.
+    If a file or folder has the complete specification as its name, including the colon, there is no weight. All sources
+    must have a weight, or none.
     """
     sources = [_find(spec) for spec in specs]
     without = [source.name for source in sources if source.weight is None]
@@ -206,14 +201,7 @@ class Mixture:
         return sum(source.num_bytes * len(self._passes(index)) for index, source in enumerate(self.sources))
 
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
-        """Yield the index of the source and a block of its examples, for all examples to use.
-
-        Args:
-            on_bytes_read: Called with the number of bytes read since the last call.
-
-        Raises:
-            UserError: A file cannot be read.
-        """
+        """Yield the index of the source and a block of its examples, for all examples to use; see `DataSource.read`."""
         for index, source in enumerate(self.sources):
             for num_repeats in self._passes(index):
                 for block in source.read(num_repeats, on_bytes_read):
@@ -232,13 +220,12 @@ class Mixture:
 def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
     """Compute how many examples of each source to use. With weights, the sources are read to count their examples.
 
-    Args: sources: Sources, all with a weight or all without. seed: Seed for the selection of examples. strategy:
-        Strategy of `datasets.interleave_datasets`. "first_exhausted": no example is used twice; the source with
-            the fewest examples for its weight is used completely, the others in part. "all_exhausted": each source is
-            used completely; the one with the most examples for its weight once, the others repeatedly.
-
-    Raises:
-        UserError: A file cannot be read, a source has no example, or a source would be read too often.
+    Args:
+        sources: Sources, all with a weight or all without.
+        seed: Seed for the selection of examples.
+        strategy: Strategy of `datasets.interleave_datasets`. "first_exhausted": no example is used twice; the source
+            with the fewest examples for its weight is used completely, the others in part. "all_exhausted": each source
+            is used completely; the one with the most examples for its weight once, the others repeatedly.
     """
     if any(source.weight is None for source in sources):
         return Mixture(sources, None, seed)

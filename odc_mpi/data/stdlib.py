@@ -21,12 +21,7 @@ _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_te
 
 @dataclass(frozen=True)
 class StdlibFunction:
-    """A function in two parts.
-
-    Attributes:
-        prompt: Decorators, signature and docstring, ending in a newline.
-        completion: Code after the docstring, without a newline at its end.
-    """
+    """A function in two parts: decorators, signature and docstring, ending in a newline, and the code after them."""
 
     prompt: str
     completion: str
@@ -36,13 +31,8 @@ def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
     """Yield the functions and methods that have a docstring, from all Python files in a folder, without duplicates.
 
     The order is that of the sorted paths, and within a file that of the source. Duplicates occur in backports and
-    generated code. Files that do not parse are skipped.
-
-    Args:
-        root: Folder to search. Default: the standard library of the running interpreter.
-
-    Yields:
-        Functions whose completion has at least `MIN_COMPLETION_CHARS` and which have at most `MAX_CHARS` characters.
+    generated code. Files that do not parse are skipped. A completion has at least `MIN_COMPLETION_CHARS`, a function at
+    most `MAX_CHARS` characters. The default folder is the standard library of the running interpreter.
     """
     seen: set[StdlibFunction] = set()
     for path in _python_files(Path(sysconfig.get_path("stdlib")) if root is None else root):

@@ -35,14 +35,7 @@ _CHAT_TEMPLATE = (
 
 
 def tokenizer_files(location: Path) -> dict[str, bytes]:
-    """Read the files of a tokenizer from a directory or a data set.
-
-    Returns:
-        Contents of the files by name; empty if there is no tokenizer.
-
-    Raises:
-        OSError: A file of the directory cannot be read.
-    """
+    """Return the contents of a tokenizer's files in a directory or data set, by name; empty if there are none."""
     if not location.is_dir():
         return {name: content for name, content in read_tokenizer_files(location).items() if _is_tokenizer_file(name)}
     paths = [path for path in sorted(location.iterdir()) if _is_tokenizer_file(path.name) and path.is_file()]
@@ -60,10 +53,9 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> None:
 
 
 def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
-    """Load a fast tokenizer of transformers from a local directory or a data set.
+    """Load a fast tokenizer of transformers from a directory that `save_pretrained` wrote, or from a data set.
 
     Args:
-        location: Directory that `save_pretrained` wrote, or data set with a tokenizer.
         setting: Setting or option that specifies `location`, for messages.
 
     Raises:
@@ -81,15 +73,7 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
 
 
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
-    """Load a tokenizer from the contents of its files, by name.
-
-    Args:
-        location: Origin of the files, for messages.
-        setting: Setting or option that specifies `location`, for messages.
-
-    Raises:
-        UserError: The files do not load, or there is no fast implementation.
-    """
+    """Load a tokenizer from the contents of its files, by name. Otherwise as `load_tokenizer`."""
     with tempfile.TemporaryDirectory() as name:  # transformers reads directories only
         write_files(files, Path(name))
         return _load(Path(name), location, setting)
@@ -111,10 +95,7 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer, with the ChatML chat template, of at most `vocab_size` tokens.
-
-    `vocab_size` must be at least `MIN_VOCAB_SIZE`. The result is a fast tokenizer of transformers.
-    """
+    """Train a byte-level BPE tokenizer with at most `vocab_size` tokens, and with the ChatML chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

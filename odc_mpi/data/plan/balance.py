@@ -119,11 +119,7 @@ BALANCE_STRATEGIES: dict[str, BalanceStrategy] = {
 
 
 def check_fit(lengths: Lengths, max_tokens: int) -> None:
-    """Check that each sequence fits in a microbatch.
-
-    Raises:
-        UserError: A sequence is longer than `max_tokens`; the message contains the first.
-    """
+    """Raise a UserError if a sequence is longer than `max_tokens`."""
     too_long = np.flatnonzero(lengths > max_tokens)
     if len(too_long):
         index = too_long[0]

@@ -40,16 +40,12 @@ def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tu
     """Return the bounds of at most `count` chunks of a sequence that minimize the cost of the costliest chunk.
 
     The minimum is found by bisection: for a given maximum cost, the fewest chunks result from making each chunk as long
-    as possible, beginning at the first token.
+    as possible, beginning at the first token. There are fewer than `count` only if more would make none cheaper.
 
     Args:
         length: Number of tokens of the sequence, at least 1.
         count: Maximum number of chunks.
         max_tokens: Maximum number of tokens in a chunk; `count` times this is at least `length`.
-        cost: Cost of chunks.
-
-    Returns:
-        Bounds, increasing from 0 to `length`, of fewer than `count` chunks only if more would make none cheaper.
     """
     assert count * max_tokens >= length, f"{count} chunks of {max_tokens} tokens for {length}"
     # The costliest chunk costs at least an equal share of the cost without `earlier`.

@@ -51,16 +51,8 @@ MAX_RELATIVE_TIME = 0.98
 def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel, unsplit: Plan | None = None) -> Plan:
     """Split the sequences that cost too much for one rank, and leave all others to be claimed. A `BalanceStrategy`.
 
-    Args: lengths: Number of tokens of each sequence of the minibatch, int64 [n]. It may exceed `max_tokens` if chunks
-        do not. size: Number of ranks. max_tokens: Maximum number of tokens in a microbatch, and in a chunk. cost: Cost
-        to balance, including that of chunks. unsplit: Plan of `balance.dynamic`, if known.
-
-    Returns:
-        `splits` and `pool`; each sequence is in exactly one of them. The plan of `balance.dynamic` if splitting gains
-        nothing.
-
-    Raises:
-        UserError: A sequence is longer than `size` chunks of `max_tokens`.
+    A sequence may be longer than `max_tokens`, the maximum for a microbatch and a chunk, if `size` chunks suffice. The
+    plan is that of `balance.dynamic`, which may be passed as `unsplit`, if splitting gains nothing.
     """
     check_chunks_fit(lengths, size, max_tokens)
     planner = _Planner(lengths, size, max_tokens, cost)
@@ -83,11 +75,7 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel,
 
 
 def check_chunks_fit(lengths: Lengths, size: int, max_tokens: int) -> None:
-    """Check that the chunks of each sequence fit in microbatches.
-
-    Raises:
-        UserError: A sequence is longer than `size` times `max_tokens`; the message contains the first.
-    """
+    """Raise a UserError if a sequence is longer than `size` chunks of `max_tokens`."""
     if size == 1:
         check_fit(lengths, max_tokens)
     too_long = np.flatnonzero(lengths > size * max_tokens)
@@ -181,14 +169,10 @@ class _Planner:
         return self._assign_ranks([(len(split.ranks), self._costliest(split.bounds)) for split in splits], spread)[1]
 
     def _assign_ranks(self, chunks: list[tuple[int, float]], spread: float) -> tuple[list[tuple[int, ...]], Costs]:
-        """Assign chunks to the ranks that are idle first. Chunks of a sequence begin together and end with the slowest.
+        """Assign chunks, given as number and cost for each sequence, to the ranks that are idle first.
 
-        Args:
-            chunks: Number of chunks of each sequence, and cost of one.
-            spread: Spread of the ranks' speeds, see `makespan`.
-
-        Returns:
-            Ranks of each sequence, and the time at which each rank becomes idle, float64 [size].
+        Chunks of a sequence begin together and end with the slowest. Returns the ranks of each sequence, and the time
+        at which each rank becomes idle, float64 [size].
         """
         free, ranks, used = np.zeros(self._size), [], 0
         for count, each in chunks:

@@ -18,11 +18,13 @@ CHUNK_FACTOR = 1.08
 class CostModel:
     """Cost of a sequence of s tokens, linear * s + quadratic * s², and constant cost of a microbatch.
 
-    Attributes: linear: Cost per token, of all operations on single tokens. quadratic: Cost per pair of tokens, of
-        attention. constant: Cost of a microbatch of any content, of fetching units and launching kernels. piece_factor:
-        Cost of a chunk relative to its part of the sequence's cost, at least 1. earlier: Additional cost of a chunk per
-        token of earlier chunks, of reading their keys and values and accumulating
-            the gradients of these.
+    Attributes:
+        linear: Cost per token, of all operations on single tokens.
+        quadratic: Cost per pair of tokens, of attention.
+        constant: Cost of a microbatch of any content, of fetching units and launching kernels.
+        piece_factor: Cost of a chunk relative to its part of the sequence's cost, at least 1.
+        earlier: Additional cost of a chunk per token of earlier chunks, of reading their keys and values and
+            accumulating the gradients of these.
     """
 
     linear: float = 1.0
@@ -62,18 +64,14 @@ def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> CostMo
 
     Matrices: a token passes every parameter once with one multiplication and one addition, 2 N in forward; backward
     computes two products of that size (for the inputs and for the weights), so 6 N per token (Kaplan et al. 2020,
-    arXiv 2001.08361, section 2.1).
+    arXiv 2001.08361, section 2.1). `num_parameters` is without the embedding table, but with the output head.
 
     Attention: scores and weighted values are 2 s² h each per layer, so 4 s² h in forward; the causal mask leaves half
         of
     it, 2 s² h; backward is twice the forward: 6 s² h per layer. Recomputation by kernels in backward is not included.
+    `hidden_size` is the number of heads times their dimension.
 
     The constant cost of a microbatch is that of `MICROBATCH_TOKENS` tokens.
-
-    Args:
-        num_parameters: Number of parameters that multiply: without the embedding table, with the output head.
-        num_layers: Number of layers with attention.
-        hidden_size: Number of heads times their dimension.
     """
     linear = 6.0 * num_parameters
     return CostModel(linear, 6.0 * num_layers * hidden_size, MICROBATCH_TOKENS * linear)

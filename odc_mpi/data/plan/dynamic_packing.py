@@ -44,19 +44,14 @@ def pack_pool(
     size: int,
     available_at: Sequence[npt.NDArray[np.float64]] | None = None,
 ) -> tuple[SequenceIndices, ...]:
-    """Pack a minibatch.
+    """Pack a minibatch into microbatches of positions in `lengths`, costliest first.
 
     Args:
         lengths: Number of tokens of each sequence, int64 [n], n at least 1, each at most `max_tokens`.
         costs: Cost of each sequence, float64 [n].
-        max_tokens: Maximum number of tokens in a microbatch.
         constant: Constant cost of a microbatch.
-        size: Number of ranks.
         available_at: Time, in units of cost, at which each rank begins to claim, float64 [size], for each of `SPREADS`.
             Default: 0.
-
-    Returns:
-        Microbatches of positions in `lengths`, costliest first; a position is in exactly one.
     """
     starts = [np.zeros(size)] * len(SPREADS) if available_at is None else available_at
     best: tuple[Bins, npt.NDArray[np.intp]] | None = None
@@ -83,7 +78,6 @@ def makespan(
 
     Args:
         work: Cost of each item, float64 [n].
-        size: Number of ranks.
         spread: Spread of speeds: ranks take from 1 - spread to 1 + spread times the cost, evenly spaced.
         available_at: Time at which each rank begins to claim, float64 [size]. Default: 0.
     """

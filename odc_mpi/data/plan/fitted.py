@@ -75,11 +75,9 @@ class FittedCostModel:
         return self._cost
 
     def observe(self, lengths: npt.ArrayLike, seconds: float) -> None:
-        """Record the time of a microbatch of this rank.
+        """Record the time of a microbatch of this rank, with sequences of these lengths in tokens.
 
-        Args:
-            lengths: Numbers of tokens of its sequences, [n]. An empty microbatch is ignored.
-            seconds: Time of the microbatch; ignored unless finite and above 0.
+        An empty microbatch is ignored, and `seconds` unless finite and above 0.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         if tokens.size and math.isfinite(seconds) and seconds > 0:
@@ -123,11 +121,7 @@ class FittedCostModel:
         return row
 
     def update(self, reports: npt.ArrayLike) -> None:
-        """Fit the cost to the reports of all ranks. Weights of earlier minibatches decay.
-
-        Args:
-            reports: Results of `report` on all ranks, float64 [size, ROW_LENGTH], the same on every rank.
-        """
+        """Fit the cost to the reports of all ranks, float64 [size, ROW_LENGTH], with decayed sums of earlier ones."""
         rows = np.asarray(reports, dtype=np.float64)
         assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
         del self._new[: self._num_reported]

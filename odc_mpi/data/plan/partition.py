@@ -26,19 +26,13 @@ _Split = tuple[float, int, list[_Bin]]
 
 
 def partition(costs: Sequence[float], size: int) -> list[list[int]]:
-    """Split indices into parts of nearly equal cost with the largest differencing method.
+    """Split indices into `size` parts of nearly equal cost with the largest differencing method.
 
     Karmarkar and Karp, "The differencing method of set partitioning" (Berkeley report UCB/CSD 82/113, 1982), for any
     number of parts: start with one partial split per item, and keep joining the two whose largest and smallest bins
     differ most, the largest bin of one to the smallest of the other, until one split is left. Bins without items are
-    not stored, which keeps the first joins short.
-
-    Args:
-        costs: Cost of each item, at least 0.
-        size: Number of parts.
-
-    Returns:
-        `size` lists of sorted indices, the list with the largest cost first; an index is in exactly one.
+    not stored, which keeps the first joins short. Costs are at least 0. Indices in a part are sorted, and the part with
+    the largest cost is the first.
     """
     if size == 1 or not len(costs):
         return [list(range(len(costs)))] + [[] for _ in range(size - 1)]
@@ -158,12 +152,8 @@ def _flatten(contents: Any) -> list[int]:
 def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Pack items first-fit decreasing: at most 11/9 of the fewest bins, plus 6/9 (Dósa 2007).
 
-    Args:
-        sizes: Size of each item, int64 [n], at most `capacity`.
-        capacity: Capacity of a bin.
-
-    Returns:
-        Bins of indices, each by decreasing size, in the order in which they were opened.
+    `sizes` is int64 [n], at most `capacity`. The result is bins of indices, each by decreasing size, in the order in
+    which they were opened.
     """
     bins: list[list[int]] = []
     free: list[int] = []
@@ -192,16 +182,12 @@ def even_fit(
 ) -> list[list[int]]:
     """Pack items by decreasing cost, each into the cheapest bin, or into a new one if it does not fit there.
 
-    Bins have about equal costs, and only a single item may exceed `max_cost`. O(n log n).
+    Bins have about equal costs, and only a single item may exceed `max_cost`. They are returned in the order in which
+    they were opened. O(n log n).
 
     Args:
         sizes: Size of each item, int64 [n], at most `capacity`.
         costs: Cost of each item, float64 [n], at least 0.
-        capacity: Maximum size of a bin.
-        max_cost: Maximum cost of a bin with several items.
-
-    Returns:
-        Bins of indices in the order in which they were opened.
     """
     order = argsort_descending(costs)
     falling = costs[order]

@@ -20,14 +20,9 @@ SEQUENCES_PER_RANK = 4
 
 
 def rank_independent_packing(name: str, packing_cost: CostModel) -> BalanceStrategy:
-    """Return a balance strategy whose microbatches are the same on any number of ranks.
+    """Return a balance strategy whose microbatches are the same on any number of ranks, or raise a UserError.
 
-    Args:
-        name: Name of one of `BALANCE_STRATEGIES`.
-        packing_cost: Cost for packing. The cost passed to the strategy is used for the assignment to ranks only.
-
-    Raises:
-        UserError: Under this strategy, microbatches depend on the number of ranks.
+    `packing_cost` is used for packing. The cost passed to the strategy is used for the assignment to ranks only.
     """
 
     def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
