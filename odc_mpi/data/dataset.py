@@ -141,7 +141,6 @@ class Dataset(AbstractContextManager["Dataset"]):
     Attributes:
         lengths: Number of tokens of each sequence, int64 [n].
         num_trained_tokens: Number of loss tokens of each sequence without its first token, int64 [n].
-        vocab_size: Number of tokens of the tokenizer.
         max_token_id: Largest token in the file; the model's embedding must be larger.
         vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
     """

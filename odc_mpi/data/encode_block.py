@@ -130,14 +130,11 @@ def encode_blocks(
     sequence_filter: SequenceFilter,
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
-    """Tokenize blocks in worker processes, which end with the generator.
+    """Tokenize blocks in worker processes, which end with the generator, and yield the results in order.
 
     Args:
-        blocks: Index of the source, block, and field names of its records.
+        blocks: Index of the source, block, and field names of its records. The index is yielded with the result.
         tokenizer_source: Directory or data set of the tokenizer, or contents of its files by name.
-
-    Yields:
-        Index of the source and its sequences, in the order of the blocks.
 
     Raises:
         UserError: `encode_block` raised it, for the first such block; or a process has ended early.

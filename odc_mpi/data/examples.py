@@ -135,7 +135,6 @@ def parse_example(record: Mapping[str, Any], location: str, fields: FieldNames) 
     also use `tools`, a list or a list as JSON text, and `system`, if they have no system message.
 
     Args:
-        location: File and line, for messages.
         fields: Names of the prompt and completion fields; custom names exclude all other fields.
     """
     if fields != FieldNames() or ({fields.prompt, fields.completion} <= record.keys() and "messages" not in record):

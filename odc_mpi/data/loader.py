@@ -93,11 +93,6 @@ class Minibatch:
         num_tokens, num_input_tokens = dataset.num_trained_tokens[indices].sum(), dataset.lengths[indices].sum()
         return cls(data_epoch, position, indices, int(num_tokens), int(num_input_tokens), plan, rank, dataset)
 
-    @property
-    def num_microbatches(self) -> tuple[int, ...]:
-        """Number of each rank's microbatches outside the pool, including empty ones."""
-        return tuple(len(microbatches) for microbatches in self.plan.microbatches)
-
     def __iter__(self) -> Iterator[Microbatch]:
         if self.plan.splits:
             raise UserError(
@@ -256,7 +251,6 @@ class Loader(ShuffledSampler):
         """Check the settings against the data.
 
         Args:
-            dataset: Data set; the caller closes it.
             minibatch_sequences: Number of sequences in a minibatch, over all ranks.
             max_tokens_per_microbatch: Maximum number of tokens in a microbatch.
             balance: Name of one of `BALANCE_STRATEGIES`.

@@ -125,7 +125,7 @@ def find_sources(specs: Sequence[str]) -> list[DataSource]:
     without = [source.name for source in sources if source.weight is None]
     if without and len(without) < len(sources):
         raise UserError(
-            f"expected a weight for every SOURCE or for no SOURCE, got {without[0]!r}: write {without[0]}:WEIGHT"
+            f"expected a weight for each SOURCE or for none, got none for {without[0]!r}: write {without[0]}:WEIGHT"
         )
     return sources
 

@@ -235,7 +235,9 @@ def test_mistakes_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path)
     for of in ("stdlib", source):
         assert "--vocab-size of at least 260" in refused(of, out, vocab_size=259)
     (tmp_path / "empty.jsonl").touch()
-    assert "SOURCE contains no examples" in refused(str(tmp_path / "empty.jsonl"), tmp_path / "new" / "a.h5", tokenizer=tokenizer)
+    assert "SOURCE contains no examples" in refused(
+        str(tmp_path / "empty.jsonl"), tmp_path / "new" / "a.h5", tokenizer=tokenizer
+    )
     (tmp_path / "empty.jsonl").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 

@@ -78,7 +78,7 @@ def test_a_colon_in_a_name_is_no_weight() -> None:
     assert [(source.name, source.weight) for source in find_sources(["a:0.5:2", "b:1"])] == [("a:0.5", 2), ("b", 1)]
     assert [source.weight for source in find_sources(["a:0.5", "b"])] == [None, None]
     assert "weight above 0" in refused("b:0") and "weight above 0" in refused("b:-1", "b:nan")
-    assert "got 'b': write b:WEIGHT" in refused("a:0.5:1", "b")
+    assert "got none for 'b': write b:WEIGHT" in refused("a:0.5:1", "b")
     assert "'b:x' is not a file or folder" in refused("b:x")
 
 

@@ -44,7 +44,6 @@ def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tu
 
     Args:
         length: Number of tokens of the sequence, at least 1.
-        count: Maximum number of chunks.
         max_tokens: Maximum number of tokens in a chunk; `count` times this is at least `length`.
     """
     assert count * max_tokens >= length, f"{count} chunks of {max_tokens} tokens for {length}"

@@ -64,7 +64,7 @@ def split_longest(lengths: Lengths, size: int, max_tokens: int, cost: CostModel,
     if best and (size == 1 or earliest <= planner.even_end()):
         return best
     for estimate, counts in planner.promising():
-        if estimate >= earliest:  # planning is slow
+        if estimate >= earliest:  # skip plans that are worse even by estimate: planning is slow
             break
         plan = planner.plan(counts)
         end = planner.estimate_end(plan)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 #: Cost of a chunk computed separately, relative to its part of the sequence's cost: attention in two parts that are
 #: joined, and smaller matrix products. An assumption. A prototype in plain torch, with 4,096 tokens in two chunks on
-#: CPUs, had 1.01.
+#: CPUs, had a factor of 1.01.
 CHUNK_FACTOR = 1.08
 
 
@@ -67,9 +67,8 @@ def flops_cost(num_parameters: int, num_layers: int, hidden_size: int) -> CostMo
     arXiv 2001.08361, section 2.1). `num_parameters` is without the embedding table, but with the output head.
 
     Attention: scores and weighted values are 2 s² h each per layer, so 4 s² h in forward; the causal mask leaves half
-        of
-    it, 2 s² h; backward is twice the forward: 6 s² h per layer. Recomputation by kernels in backward is not included.
-    `hidden_size` is the number of heads times their dimension.
+    of it, 2 s² h; backward is twice the forward: 6 s² h per layer. Recomputation by kernels in backward is not
+    included. `hidden_size` is the number of heads times their dimension.
 
     The constant cost of a microbatch is that of `MICROBATCH_TOKENS` tokens.
     """

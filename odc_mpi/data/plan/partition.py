@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: If this many times fewer bins change than do not, they are inserted one by one, instead of sorting all.
+#: If changed bins are fewer than the others by this factor, they are inserted one by one, instead of sorting all.
 FEW = 16
 #: Maximum number of pairs of items that are compared in one matrix.
 FEW_PAIRS = 4096
