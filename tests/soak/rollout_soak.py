@@ -59,7 +59,7 @@ class _NoModel:
     cache_bytes = SimpleNamespace(parameters=0)
 
     @contextmanager
-    def doing(self, what):
+    def activity(self, what):
         yield lambda told: None
 
     def resident(self, **how):
@@ -117,7 +117,7 @@ class Rollouts:
         report = gathered.report(trained.ravel(), [False])
         gathered.receive_reports(np.array(self._world.gather_objects(report)))  # point A
         self._check(minibatch.indices.tolist(), gathered.sums.reshape(trained.shape), step, gathered)
-        self._world.meet(self._world.comm.Ibarrier(), "meeting at point B of a soak")
+        self._world.wait_collective(self._world.comm.Ibarrier(), "meeting at point B of a soak")
 
     def close(self):
         """Free windows. Collective."""
