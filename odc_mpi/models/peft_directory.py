@@ -79,14 +79,14 @@ def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Pat
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the type that config.json of a model names, if ranks can compute in it, else float32."""
+    """Return the type in the config.json of a model directory if it is bfloat16, else float32."""
     content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     name = content.get("dtype") or content.get("torch_dtype")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 class _StoredAdapters(WeightSource):
-    """Parameters of a base, and over it those of a file of adapters: a `shard.local_shards.WeightSource`."""
+    """Weights of a base model with the adapters of a peft directory, which are in memory."""
 
     def __init__(self, path: Path, module: nn.Module, base: WeightSource) -> None:
         file = path / _WEIGHTS
