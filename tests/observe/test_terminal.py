@@ -51,7 +51,7 @@ class TestProgressWithoutATerminal:
             assert file.flushed == file.getvalue()
             assert file.flushed.count("\n") == (2 if step["step"] == 9 else 3)
         header, first, second = file.getvalue().splitlines()
-        assert header.split() == ["step", "loss", "grad", "norm", "lr", "tokens/s", "idle", "micro", "slowest"]
+        assert header.split() == ["step", "loss", "grad", "norm", "lr", "tokens/s", "idle", "micro/rk", "slowest"]
         assert first.split() == ["9/100", "8.2500", "1.5", "3.00e-04", "2,000", "25.0%", "2-5", "rank", "3"]
         assert second.split()[2:5] == ["-", "3.00e-04", "1,234,567"]
         assert len(header) == len(first) == len(second) <= 80
