@@ -2,10 +2,11 @@
 
 A model comes from a configuration (`model.config`; random weights) or from a local directory with safetensors files
 (`model.path`). Each rank later reads only its slices of the parameters from the `shard.local_shards.WeightSource`, so
-no rank holds the full model.
+no rank holds the full model. `attn_implementation`, "sdpa" or "eager", is the attention within each packed sequence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -51,10 +52,6 @@ class MetaModel:
 def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa") -> MetaModel:
     """Build a model with random weights that depend on the seed but not on the number of ranks.
 
-    Args:
-        settings: A transformers configuration with its `model_type`.
-        attn_implementation: Attention within each packed sequence, "sdpa" or "eager".
-
     Raises:
         UserError: `model_type` or a setting is unknown, or the model does not support packed sequences.
     """
@@ -62,20 +59,14 @@ def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str
 
 
 def from_saved_config(content: Mapping[str, Any], attn_implementation: str = "sdpa") -> MetaModel:
-    """Build the model of a checkpoint; the caller replaces its weights.
-
-    Args:
-        content: The result of `full_configuration`, saved in the checkpoint.
-        attn_implementation: Attention within each packed sequence, "sdpa" or "eager".
+    """Build the model of a checkpoint from its saved `full_configuration`; the caller replaces the weights.
 
     Raises:
         UserError: The installed version of transformers does not accept the configuration.
     """
     settings = {key: value for key, value in content.items() if not key.startswith("_") and key != "model_type"}
-    try:
+    with _user_errors("the checkpoint's configuration is not usable"):
         config = transformers.AutoConfig.for_model(content["model_type"], **settings)
-    except Exception as error:  # transformers validates with exceptions of many kinds
-        raise UserError(f"the checkpoint's configuration is not usable: {one_line_message(error)}") from error
     return _with_random_weights(_on_meta(config, "the checkpoint", attn_implementation), seed=0)
 
 
@@ -87,24 +78,27 @@ def is_model_directory(path: Path) -> bool:
 def from_directory(path: Path, attn_implementation: str = "sdpa") -> MetaModel:
     """Build a model with the weights of a Hugging Face directory.
 
-    Args:
-        path: Directory with config.json and safetensors files.
-        attn_implementation: Attention within each packed sequence, "sdpa" or "eager".
-
     Raises:
         UserError: A file or parameter is missing, or the shape of a parameter differs from the configuration.
     """
     if not is_model_directory(path):
         raise UserError(f"model.path: expected a Hugging Face model directory with {_CONFIG}, {path} has none")
-    try:
+    with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers validates with exceptions of many kinds
-        raise UserError(f"model.path: {path / _CONFIG} is not usable: {one_line_message(error)}") from error
     module = _on_meta(config, "model.path", attn_implementation)
     weights = SafetensorsWeights(path, module)
     RandomInitWeights(module, seed=0).init_buffers()
     weights.load_buffers(module)
     return _to_meta_model(module, weights)
+
+
+@contextmanager
+def _user_errors(prefix: str) -> Iterator[None]:
+    """Raise a `UserError` for any exception: transformers raises many kinds for an invalid configuration."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{prefix}: {one_line_message(error)}") from error
 
 
 def _with_random_weights(module: transformers.PreTrainedModel, seed: int) -> MetaModel:
@@ -135,21 +129,15 @@ def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
             f"model.config.model_type: transformers knows no {kind!r}"
             + did_you_mean(str(kind), transformers.CONFIG_MAPPING, ": {}")
         )
-    try:
+    with _user_errors(f"model.config.model_type: transformers has no default {kind} configuration"):
         default = transformers.AutoConfig.for_model(kind)
-    except Exception as error:  # some families have no default configuration
-        raise UserError(
-            f"model.config.model_type: transformers has no default {kind} configuration: {one_line_message(error)}"
-        ) from error
     known = [*default.to_dict(), *default.attribute_map]
     unknown = next((key for key in settings if key not in known), None)
     if unknown is not None:
         hint = did_you_mean(str(unknown), known, ": {}")
         raise UserError(f"unknown setting model.config.{unknown} for model_type {kind}{hint}")
-    try:
+    with _user_errors("model.config: transformers does not accept it"):
         return transformers.AutoConfig.for_model(kind, **settings)
-    except Exception as error:  # transformers validates with exceptions of many kinds
-        raise UserError(f"model.config: transformers does not accept it: {one_line_message(error)}") from error
 
 
 def _on_meta(
@@ -160,18 +148,13 @@ def _on_meta(
     unpackable = set(getattr(config, "layer_types", None) or ()) - attention.PACKABLE_LAYER_TYPES
     if unpackable:
         raise UserError(f"{setting}: {', '.join(sorted(unpackable))} layers carry state across packed sequences")
-    try:
-        with torch.device("meta"):
-            module = transformers.AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=attention.IMPLEMENTATIONS[attn_implementation],
-                trust_remote_code=False,
-                dtype=torch.float32,
-            )
-    except Exception as error:  # a constructor raises exceptions of many kinds for an invalid configuration
-        raise UserError(
-            f"{setting}: transformers cannot build a causal model from it: {one_line_message(error)}"
-        ) from error
+    with torch.device("meta"), _user_errors(f"{setting}: transformers cannot build a causal model from it"):
+        module = transformers.AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=attention.IMPLEMENTATIONS[attn_implementation],
+            trust_remote_code=False,
+            dtype=torch.float32,
+        )
     if not module._supports_attention_backend:
         raise UserError(
             f"{setting}: {type(module).__name__} accepts no attention function, so packed sequences cannot be separated"
@@ -186,22 +169,18 @@ def _on_meta(
 
 
 def _require_packing(module: transformers.PreTrainedModel, setting: str) -> None:
-    try:
-        _try_packed(module)
-    except attention.PackingUnsupportedError as error:
-        raise UserError(f"{setting}: {type(module).__name__} cannot separate packed sequences: {error}") from error
-    except Exception as error:  # a forward raises exceptions of many kinds for an invalid configuration
-        if not _is_trial_artifact(error):
-            raise UserError(f"{setting}: {type(module).__name__} cannot run: {one_line_message(error)}") from error
-
-
-def _try_packed(module: transformers.PreTrainedModel) -> None:
     """Run two sequences of two tokens through a model on the meta device, which computes only shapes."""
     tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
     # Without the mask of ones transformers searches the positions for sequences, and meta tensors have no values.
     inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    module(**inputs, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
+    try:
+        module(**inputs, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
+    except attention.PackingUnsupportedError as error:
+        raise UserError(f"{setting}: {type(module).__name__} cannot separate packed sequences: {error}") from error
+    except Exception as error:  # a forward raises exceptions of many kinds for an invalid configuration
+        if not _is_trial_artifact(error):
+            raise UserError(f"{setting}: {type(module).__name__} cannot run: {one_line_message(error)}") from error
 
 
 def _is_trial_artifact(error: Exception) -> bool:

@@ -36,21 +36,17 @@ class AttentionShape:
 
 
 def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> AttentionShape:
-    """Run a chunk through a model on the meta device, which computes only shapes.
+    """Run a chunk through a model without adapters on the meta device, which computes only shapes.
 
     Args:
-        module: The model without adapters, with parameters on the meta device.
         num_tokens: Length of the longest sequence.
 
     Raises:
         ContextParallelUnsupportedError: The model does not support context parallelism; the message gives the reason.
     """
     config = module.config.get_text_config()
-    ropes = set(_rope_types(config.to_dict())) & set(_LENGTH_ROPES)
-    if ropes:
-        raise ContextParallelUnsupportedError(
-            f"its rotary frequencies depend on the length: {', '.join(sorted(ropes))}"
-        )
+    if ropes := sorted(set(_rope_types(config.to_dict())) & set(_LENGTH_ROPES)):
+        raise ContextParallelUnsupportedError(f"its rotary frequencies depend on the length: {', '.join(ropes)}")
     if getattr(config, "output_router_logits", False):
         raise ContextParallelUnsupportedError("its loss has a term for the balance of experts")
     loss_function = module.loss_function
@@ -115,10 +111,8 @@ class _RecordingLoss:
 
     def is_exact(self, loss: torch.Tensor | None) -> bool:
         """Return True if `loss` is the unchanged result of this function, called with shifted labels."""
-        value = self._value
-        if value is None or loss is not value or value._version:
-            return False
-        return self._kwargs.get("shift_labels") is not None and self._kwargs.get("num_items_in_batch") is not None
+        is_unchanged = loss is not None and loss is self._value and not loss._version
+        return is_unchanged and None not in (self._kwargs.get("shift_labels"), self._kwargs.get("num_items_in_batch"))
 
 
 def _inputs() -> dict[str, Any]:

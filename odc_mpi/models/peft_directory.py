@@ -59,13 +59,11 @@ def base_model_path(path: Path, base: Path | None = None) -> Path:
 def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Path | None = None) -> build.MetaModel:
     """Build a model with the adapters of a peft directory, as `PeftModel.from_pretrained` does.
 
+    Base parameters have the type of `stored_dtype`; adapters are float32. peft stores no digests to verify the base.
+
     Args:
         path: The peft directory.
-        attn_implementation: Attention within each packed sequence, "sdpa" or "eager".
-        base: Directory of the base model; None: as in adapter_config.json. peft stores no digest to verify it.
-
-    Returns:
-        The model. The parameters of the base have the type in its config.json; adapters are float32.
+        base: Directory of the base model; None: as in adapter_config.json.
 
     Raises:
         UserError: The base or a file is missing or damaged, the adapters do not fit the base, or are not plain LoRA.

@@ -49,10 +49,8 @@ class RandomInitWeights(HashedWeights):
     scales its residual projections by depth.
 
     Each module is seeded by its name, so values depend neither on the number of ranks nor on the order of reading. The
-    module that was initialized last is cached, since its parameters are read consecutively.
-
-    Args:
-        module: The model, on the meta device.
+    module that was initialized last is cached, since its parameters are read consecutively. The model must be on the
+    meta device.
     """
 
     def __init__(self, module: transformers.PreTrainedModel, seed: int) -> None:
@@ -76,21 +74,12 @@ class RandomInitWeights(HashedWeights):
 
     @override
     def parts(self) -> list[str]:
-        return list(self._numels())
+        return [name for name, _ in self._modules[""].named_parameters()]
 
     @override
     def digest(self, part: str) -> str:
-        parameter = self.read(part, 0, self._numels()[part])
+        parameter = self.read(part, 0, self._modules[""].get_parameter(part).numel())
         return hashlib.sha256(parameter.contiguous().numpy().tobytes()).hexdigest()
-
-    def _numels(self) -> dict[str, int]:
-        """Return the size of each parameter by its name. A tied parameter has one name."""
-        unique: dict[int, tuple[str, int]] = {}
-        for owner, module in self._modules.items():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    unique.setdefault(id(parameter), (f"{owner}.{key}", parameter.numel()))
-        return dict(unique.values())
 
     def init_buffers(self) -> None:
         """Allocate and initialize the buffers of the model, such as rotary frequencies, in host memory."""
