@@ -106,29 +106,25 @@ def pack_microbatches(
 
 
 def _pack_microbatch(chosen: Sequence[tuple[RolloutGroup, int]]) -> RolloutMicrobatch:
-    tokens, logit_positions, targets, sequence, lengths = [], [], [], [], []
-    begin = 0
-    for number, (group, i) in enumerate(chosen):
-        sequence_tokens = [*group.prompt, *group.completions[i]]
-        tokens += sequence_tokens
-        logit_positions.append(np.arange(len(group.prompt) - 1, len(sequence_tokens) - 1) + begin)
-        targets += group.completions[i]
-        sequence.append(np.full(len(group.completions[i]), number))
-        lengths.append(len(sequence_tokens))
-        begin += len(sequence_tokens)
+    completions = [group.completions[i] for group, i in chosen]
+    num_targets = [len(completion) for completion in completions]
+    lengths = [len(group.prompt) + count for (group, _), count in zip(chosen, num_targets, strict=True)]
+    ends = np.cumsum(lengths)
+    # The logits at a position predict the next token.
+    logit_positions = [np.arange(end - count - 1, end - 1) for end, count in zip(ends, num_targets, strict=True)]
     inputs = {
-        "input_ids": torch.tensor([tokens]),
+        "input_ids": torch.tensor([[token for group, i in chosen for token in (*group.prompt, *group.completions[i])]]),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         **flash_attention_kwargs(lengths),
     }
     return RolloutMicrobatch(
         inputs,
-        len(targets),
-        begin,
+        sum(num_targets),
+        sum(lengths),
         np.array(sorted({group.prompt_index for group, _ in chosen})),
         logit_positions=torch.from_numpy(np.concatenate(logit_positions)),
-        targets=torch.tensor(targets),
-        sequence=torch.from_numpy(np.concatenate(sequence)),
+        targets=torch.tensor([token for completion in completions for token in completion]),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(chosen)), num_targets)),
         logps=torch.from_numpy(np.concatenate([group.logps[i] for group, i in chosen])),
         advantages=torch.tensor([float(group.advantages[i]) for group, i in chosen], dtype=torch.float64),
     )

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from odc_mpi.models.decoding import Prompt, generation_mode
@@ -117,13 +118,9 @@ def sample(
 
 def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens of prompts, padded on the left, and their mask, each int64 `[prompts, longest]`."""
-    longest = max(len(prompt.tokens) for prompt in prompts)
-    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    mask = torch.zeros_like(tokens)
-    for row, prompt in enumerate(prompts):
-        tokens[row, longest - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
-        mask[row, longest - len(prompt.tokens) :] = 1
-    return tokens, mask
+    tokens = [torch.tensor(prompt.tokens, dtype=torch.int64) for prompt in prompts]
+    mask = [torch.ones_like(row) for row in tokens]
+    return pad_sequence(tokens, True, padding_side="left"), pad_sequence(mask, True, padding_side="left")
 
 
 class _TokenSampler(LogitsProcessor):
@@ -149,9 +146,8 @@ class _TokenSampler(LogitsProcessor):
         self.rows = torch.arange(count)
         self.done = torch.zeros(count, dtype=torch.bool)
         self.num_sampled = 0
-        max_length = max(len(prompt.stop) for prompt in prompts)
-        stop = torch.tensor([[*prompt.stop, *[-1] * (max_length - len(prompt.stop))] for prompt in prompts])
-        self._stop = stop.to(torch.int64).repeat_interleave(sampling.num_generations, 0)
+        stop = [torch.tensor(prompt.stop, dtype=torch.int64) for prompt in prompts]
+        self._stop = pad_sequence(stop, True, -1).repeat_interleave(sampling.num_generations, 0)
         self._tokens = torch.zeros(count, length, dtype=torch.int64)
         self._logps = torch.zeros(count, length)
         self._entropy = torch.zeros(count, dtype=torch.float64)
