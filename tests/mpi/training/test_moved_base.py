@@ -48,7 +48,7 @@ def trained(meta_model):
 
 def test_the_base_is_missed_until_its_place_is_said(moved):
     run_dir, place, _ = moved
-    with pytest.raises(UserError, match=rf"expected their base in {place.with_name('base')}.*say where it is with --b"):
+    with pytest.raises(UserError, match=rf"base model is not in {place.with_name('base')} .*Pass --base DIR"):
         load_model(run_dir)
     assert trained(load_model(run_dir, base=place)).abs().min() > 0
 
