@@ -99,7 +99,7 @@ def test_a_reward_that_returns_too_few_is_named(launch):
 def test_a_reward_that_hangs_is_named(launch):
     ended = launch("hangs", **{"rl.reward_timeout_s": 0.5})
     assert ended.code == 2
-    assert re.search(r"rewards\.py:hangs, prompt \d, rank 1: expected an answer within rl\.reward_timeout_s", ended.err)
+    assert re.search(r"rewards\.py:hangs, prompt \d, rank 1: it did not return within rl\.reward_timeout_s", ended.err)
 
 
 @pytest.mark.slow
