@@ -55,7 +55,7 @@ class _NoModel:
     """What `RolloutSource` asks of a model."""
 
     module = None
-    cache_needs = SimpleNamespace(all=SimpleNamespace(parameters=0))
+    cache_needs = SimpleNamespace(maximum=SimpleNamespace(parameters=0))
     cache_bytes = SimpleNamespace(parameters=0)
 
     @contextmanager
