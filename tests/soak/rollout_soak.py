@@ -62,7 +62,7 @@ class _NoModel:
     def activity(self, what):
         yield lambda told: None
 
-    def resident(self, **how):
+    def unsharded(self, **how):
         return nullcontext()
 
 
