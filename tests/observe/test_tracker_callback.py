@@ -194,7 +194,7 @@ def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypat
     train(tmp_path / "run", "broken", done=0, steps=20, scale=1.0)
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
-    assert "run.report_to: broken is incomplete: the disk is full; the run goes on without" in errors
+    assert "run.report_to: broken disabled for the rest of the run: the disk is full" in errors
 
 
 def test_a_tracker_that_hangs_holds_up_no_step_and_no_end(tmp_path, monkeypatch, capsys):
