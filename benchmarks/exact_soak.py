@@ -22,7 +22,7 @@ from typing import NamedTuple
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path += [str(TESTS / "hosts"), str(TESTS / "launch")]
 import two_hosts  # noqa: E402
-from crash_soak import _config, _last_step, _ranks_of  # noqa: E402
+from crash_soak import _config, _find_ranks, _last_step  # noqa: E402
 from mpi_launch import finish, launch, start  # noqa: E402
 
 TIMEOUT_S = 600
@@ -145,7 +145,7 @@ class Soaking:
         way = Way(name, 4, PLAIN, {})
         for ranks, until in ((3, self._steps // 5), (2, 3 * self._steps // 5)):
             process = start(ranks, *self.command(way))
-            pids = _ranks_of(process.pid, ranks)
+            pids = _find_ranks(process.pid, ranks)
             while _last_step(self._directory / name) < until:
                 assert process.poll() is None, process.stderr.read()
                 time.sleep(0.02)

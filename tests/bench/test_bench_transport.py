@@ -1,5 +1,5 @@
 import pytest
-from shown import render_report
+from render_report import render_report
 from transport_result import SLOWNESS, result
 
 from odc_mpi.bench.transport import GOALS, evaluate_goals

@@ -5,7 +5,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from zoo import VOCABULARY, Transformer
+from toy_models import VOCABULARY, Transformer
 
 from odc_mpi.checkpoint.reader import Checkpoint
 from odc_mpi.checkpoint.saver import Saver

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from saved import save
+from checkpoint_helpers import save
 
 from odc_mpi.checkpoint.manifest import CHECKPOINTS, read_manifest, shard_name, step_name, steps_in
 from odc_mpi.checkpoint.publish import clean, prune, publish
@@ -87,7 +87,9 @@ def publish_again(run_dir):
     old = read_manifest(directory / step_name(4))
     ranks_files = {name: record for name, record in old.files.items() if "rank" in name}
     publish(
-        directory / f".{step_name(4)}.t", replace(old, files=ranks_files, about={"is": "new"}), directory / step_name(4)
+        directory / f".{step_name(4)}.t",
+        replace(old, files=ranks_files, metadata={"is": "new"}),
+        directory / step_name(4),
     )
 
 

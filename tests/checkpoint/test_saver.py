@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_helpers import load, save
 from damage import flip
-from saved import load, save
 
 from odc_mpi.checkpoint import manifest as manifests
 from odc_mpi.checkpoint import publish
@@ -224,7 +224,7 @@ def test_verify_does_not_call_another_version_damaged(tmp_path, monkeypatch):
 def test_keys_that_are_numbers(tmp_path):
     """JSON makes them text, of which "10" comes before "2"."""
     metadata = {"id2label": {2: "a", 10: "b", 9: "c"}}
-    write_manifest(tmp_path / "manifest.json", replace(manifest(1, 1), about=metadata))
+    write_manifest(tmp_path / "manifest.json", replace(manifest(1, 1), metadata=metadata))
     assert read_manifest(tmp_path).metadata == {"id2label": {"2": "a", "10": "b", "9": "c"}}
 
 

@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from saved import assert_same, build, load, save
+from checkpoint_helpers import assert_same, build, load, save
 
 from odc_mpi.checkpoint import shard_file
 from odc_mpi.checkpoint.commands import digest_line

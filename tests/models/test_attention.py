@@ -90,7 +90,7 @@ def test_what_would_change_the_result_is_refused(given):
         packed_attention(None, *draw(4), None, cu_seq_lens_q=torch.tensor([0, 4]), **given)
 
 
-@pytest.mark.parametrize("told", [None, 3, 9])
+@pytest.mark.parametrize("output", [None, 3, 9])
 def test_a_window_in_the_mask_counts(output):
     inputs, boundaries = draw(12), [0, 1, 12]
     bounds = torch.tensor(boundaries, dtype=torch.int32)

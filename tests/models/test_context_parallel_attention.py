@@ -1,6 +1,6 @@
 """Attention of pieces, which wait for each other in threads, against torch's on the whole sequence."""
 
-import piece_threads
+import kv_exchange_threads
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,16 +24,16 @@ def whole(inputs, upstream, scaling):
 
 
 def in_pieces(inputs, upstream, scaling, cuts):
-    board, count = piece_threads.Board(), len(cuts) - 1
+    board, count = kv_exchange_threads.Board(), len(cuts) - 1
 
     def work(number):
-        exchange = piece_threads.ThreadKVExchange(board, number, count)
+        exchange = kv_exchange_threads.ThreadKVExchange(board, number, count)
         tokens = slice(cuts[number], cuts[number + 1])
         leaves = [x[:, :, tokens].clone().requires_grad_() for x in inputs]
         output = context_parallel_attention.context_parallel_attention(*leaves, scaling, 0, exchange)
         return [output.detach(), *torch.autograd.grad(output, leaves, upstream[:, :, tokens])]
 
-    return [torch.cat(parts, 2) for parts in zip(*piece_threads.run_chunks(work, count), strict=True)]
+    return [torch.cat(parts, 2) for parts in zip(*kv_exchange_threads.run_chunks(work, count), strict=True)]
 
 
 @pytest.mark.parametrize("cuts", CUTS)
@@ -70,13 +70,13 @@ def test_no_matrix_of_tokens_by_tokens_is_made():
             return made
 
     *inputs, upstream = draw(tokens=tokens)
-    board = piece_threads.Board()
+    board = kv_exchange_threads.Board()
     first = [x[:, :, :256] for x in inputs]
-    piece_threads.ThreadKVExchange(board, 0, 2).publish_kv(0, first[1:])
+    kv_exchange_threads.ThreadKVExchange(board, 0, 2).publish_kv(0, first[1:])
     leaves = [x[:, :, 256:].clone().requires_grad_() for x in inputs]
     with Largest():
         output = context_parallel_attention.context_parallel_attention(
-            *leaves, None, 0, piece_threads.ThreadKVExchange(board, 1, 2)
+            *leaves, None, 0, kv_exchange_threads.ThreadKVExchange(board, 1, 2)
         )
         output.backward(upstream[:, :, 256:])
     assert 0 < largest <= 256 * HEADS * SIZE < 256 * 256

@@ -3,9 +3,9 @@
 import contextlib
 import itertools
 
-import plain
 import pytest
 import torch
+import torch_reference
 
 from odc_mpi.data.loader import Loader
 from odc_mpi.models import build as models
@@ -66,7 +66,9 @@ def expected(config, dataset, freeze=()):
 
 
 def plain_loop(config, dataset, freeze):
-    reference = plain.unsharded_model(models.from_config(config.model.config, config.run.seed), config.model.config)
+    reference = torch_reference.unsharded_model(
+        models.from_config(config.model.config, config.run.seed), config.model.config
+    )
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_(not any(word in name for word in freeze))
     draw = Loader(
@@ -76,7 +78,7 @@ def plain_loop(config, dataset, freeze):
         seed=config.run.seed,
     )
     minibatches = [minibatch.indices for minibatch in itertools.islice(draw, config.run.steps)]
-    losses = plain.train(reference, dataset, minibatches, config.optim)
+    losses = torch_reference.train(reference, dataset, minibatches, config.optim)
     return losses, reference.state_dict()
 
 

@@ -27,26 +27,26 @@ def test_late_is_who_has_arrived_at_fewer_meetings() -> None:
 
 
 def test_who_does_not_answer_or_is_silent_is_late_and_named_first() -> None:
-    busy, silent = at(6, "x", told_at=90.0), at(7, silent=True, told_at=95.0)
-    peers = {0: busy, 1: silent, 2: at(7), 3: at(6, "y", told_at=80.0), 5: None}
+    busy, silent = at(6, "x", published_at=90.0), at(7, heartbeat_missing=True, published_at=95.0)
+    peers = {0: busy, 1: silent, 2: at(7), 3: at(6, "y", published_at=80.0), 5: None}
     assert late_ranks(PendingWait(AT_A, collective=7), peers) == [5, 1, 3, 0]
 
 
 def test_who_leaves_is_late_elsewhere_but_not_where_all_leave() -> None:
-    leaving = at(7, "leaving", leaving=True)
+    leaving = at(7, "leaving", finalizing=True)
     assert late_ranks(PendingWait(AT_A, collective=7), {1: leaving, 2: at(7)}) == [1]
     assert late_ranks(PendingWait("leaving", collective=7), {1: leaving, 2: at(6)}) == [2]
 
 
 def test_a_fetch_waits_for_its_owners_only() -> None:
-    peers = {0: at(3), 1: at(3, told_at=50.0), 2: None, 3: at(3)}
+    peers = {0: at(3), 1: at(3, published_at=50.0), 2: None, 3: at(3)}
     assert late_ranks(PendingWait("fetching unit x", owners=(0, 1)), peers) == [1, 0]
 
 
 def test_where_no_owner_is_named_who_shows_no_life_is_late_or_else_anybody() -> None:
-    alive = {0: at(3), 1: at(3, told_at=50.0)}
+    alive = {0: at(3), 1: at(3, published_at=50.0)}
     assert late_ranks(PendingWait("closing"), alive) == [1, 0]
-    assert late_ranks(PendingWait("closing"), {**alive, 2: None, 3: at(3, silent=True)}) == [2, 3]
+    assert late_ranks(PendingWait("closing"), {**alive, 2: None, 3: at(3, heartbeat_missing=True)}) == [2, 3]
 
 
 def test_of_some_ranks_that_meet_who_is_not_there_is_late() -> None:
@@ -65,7 +65,7 @@ def test_the_sentence_for_one_late_rank() -> None:
 
 
 def test_of_many_late_ranks_some_are_named_and_the_rest_is_counted() -> None:
-    peers = {rank: at(6, told_at=float(rank)) for rank in range(1, 40)}
+    peers = {rank: at(6, published_at=float(rank)) for rank in range(1, 40)}
     said = format_late_ranks(PendingWait(AT_A, collective=7), peers, HOSTS, now=100.0)
     assert said.startswith("late are rank 1 on host0, ")
     assert said.count("rank ") == MAX_LISTED
@@ -90,10 +90,10 @@ def test_where_all_have_arrived_nobody_is_blamed() -> None:
     ("status", "said"),
     [
         (None, "which does not answer"),
-        (at(6, "leaving", leaving=True), "which left 5.0 s ago"),
-        (at(6, "leaving", leaving=True, silent=True), "which left 5.0 s ago, and shows no sign of life"),
-        (at(6, "x", silent=True), "which was last seen 5.0 s ago, x, and shows no sign of life"),
-        (at(6, "x", told_at=107.0), "which was last seen 0.0 s ago, x"),
+        (at(6, "leaving", finalizing=True), "which left 5.0 s ago"),
+        (at(6, "leaving", finalizing=True, heartbeat_missing=True), "which left 5.0 s ago, and shows no sign of life"),
+        (at(6, "x", heartbeat_missing=True), "which was last seen 5.0 s ago, x, and shows no sign of life"),
+        (at(6, "x", published_at=107.0), "which was last seen 0.0 s ago, x"),
     ],
     ids=["unanswered", "left", "left and silent", "silent", "clock ahead"],
 )
@@ -103,7 +103,7 @@ def test_what_is_said_of_a_rank(status: Status | None, said: str) -> None:
 
 def test_silent_is_who_gave_no_sign_of_life_between_two_readings() -> None:
     first = {0: at(6, number=4), 1: at(6, number=4), 2: at(6, number=4), 3: None, 4: at(6, number=4)}
-    second = {0: at(7, number=5), 1: at(6, number=4), 2: at(6, number=4, speaking=True), 3: at(6, number=1), 4: None}
+    second = {0: at(7, number=5), 1: at(6, number=4), 2: at(6, number=4, aborting=True), 3: at(6, number=1), 4: None}
     seen = compare(first, second)
     assert {rank: status.heartbeat_missing for rank, status in seen.items() if status} == {
         0: False,
@@ -119,8 +119,8 @@ def test_who_waits_for_one_that_leaves_is_stranded() -> None:
     peers = {
         0: at(7),
         1: at(6, "forward of unit x"),
-        2: at(7, "leaving", leaving=True),
-        3: at(9, "freeing the windows", leaving=True),
+        2: at(7, "leaving", finalizing=True),
+        3: at(9, "freeing the windows", finalizing=True),
         4: at(8, "after a broadcast"),
         5: None,
     }

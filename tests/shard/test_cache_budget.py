@@ -13,7 +13,7 @@ from parity import Batch, adamw, check_parity, squares, vectors
 from ranks import LatePool, LateTransport, RecordingTransport, on_ranks, run_ranks
 from test_model_parity import Branches, calling, freeze
 from torch import nn
-from zoo import WIDTH, Layer, Stack
+from toy_models import WIDTH, Layer, Stack
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.traffic import ByteCounts

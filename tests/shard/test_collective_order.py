@@ -9,7 +9,7 @@ import torch
 from parity import check_parity, next_tokens, tokens, vectors
 from ranks import RecordingTransport, on_ranks
 from torch import nn
-from zoo import VOCABULARY, WIDTH, Block, Layer, Stack, Transformer
+from toy_models import VOCABULARY, WIDTH, Block, Layer, Stack, Transformer
 
 from odc_mpi.comm.work import Work
 from odc_mpi.shard.model import ShardedModel

@@ -2,7 +2,7 @@ import pytest
 import torch
 from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn
-from zoo import Drawn
+from toy_models import RandomWeights
 
 from odc_mpi.shard.gradient_format.floating_point import FloatGradients
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
@@ -41,7 +41,7 @@ def whole(transport: RecordingTransport, layouts: list[FlatLayout]) -> dict[str,
 def test_weights_are_read_once_and_shown_to_all(size: int) -> None:
     def work(transport: RecordingTransport) -> list[tuple[str, int, int]]:
         slices, layouts = make_slices(transport)
-        table = Drawn(ALL)
+        table = RandomWeights(ALL)
         slices.load(table)
         slices.write_back()
         transport.publish_parameters()
@@ -54,7 +54,7 @@ def test_weights_are_read_once_and_shown_to_all(size: int) -> None:
         assert [name for name, _, _ in own] == list(ALL)
     for i, name in enumerate(ALL):
         elements = [k for own in reads for k in range(*own[i][1:])]
-        assert elements == list(range(Drawn(ALL).values[name].numel()))
+        assert elements == list(range(RandomWeights(ALL).values[name].numel()))
 
 
 @SIZES
@@ -83,7 +83,7 @@ def test_the_optimizer_sees_fp32_at_least(
     transport: RecordingTransport, param_dtype: torch.dtype, master: torch.dtype
 ) -> None:
     slices, layouts = make_slices(transport)
-    table = Drawn(ALL)
+    table = RandomWeights(ALL)
     slices.load(table)
     assert {own.parameter.dtype for own in slices.trainable} == {master}
     slices.write_back()
@@ -158,7 +158,7 @@ def test_what_nobody_pushed_has_no_gradient(transport: RecordingTransport) -> No
 @on_ranks(2)
 def test_detached_slices_keep_their_values_and_let_the_windows_go(transport: RecordingTransport) -> None:
     slices, _ = make_slices(transport)
-    slices.load(Drawn(ALL))
+    slices.load(RandomWeights(ALL))
     parameters = [own.parameter for own in slices.trainable]
     slices.attach_gradients([True] * len(slices.trainable), FloatGradients(torch.float32))
     before = [p.detach().clone() for p in parameters]

@@ -12,7 +12,7 @@ import torch
 from parity import adamw, assert_same_state, check_parity, in_turn, sgd, squares, train_plain, vectors
 from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn, optim
-from zoo import WIDTH, Block, Drawn, Layer, Stack, Transformer
+from toy_models import WIDTH, Block, Layer, RandomWeights, Stack, Transformer
 
 from odc_mpi.comm.transport import Access
 from odc_mpi.comm.work import CompletedWork, FetchWork
@@ -495,7 +495,7 @@ def test_weights_from_elsewhere_are_read_slice_by_slice(size: int, device: str) 
 
     def work(transport: RecordingTransport) -> list[tuple[str, int, int]]:
         module = modules[transport.group.rank]
-        drawn = Drawn({name: p.shape for name, p in module.named_parameters()})
+        drawn = RandomWeights({name: p.shape for name, p in module.named_parameters()})
         model = ShardedModel(module, transport, weights=drawn)
         assert transport.names("broadcast") == []
         state = model.state_dict()

@@ -9,7 +9,7 @@ import torch
 from parity import adamw, squares
 from ranks import LateTransport, RecordingTransport, on_ranks, run_ranks
 from torch import nn
-from zoo import WIDTH, Layer, Stack
+from toy_models import WIDTH, Layer, Stack
 
 from odc_mpi.shard.model import ShardedModel
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from parity import Batch, check_parity, next_tokens, sgd, squares, tokens, vectors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zoo import VOCABULARY, WIDTH, Block, Layer, Stack, Transformer
+from toy_models import VOCABULARY, WIDTH, Block, Layer, Stack, Transformer
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
 #: Every size, half of them with recomputation.

@@ -8,7 +8,7 @@ import torch
 from parity import vectors
 from ranks import RecordingTransport, on_ranks, run_ranks
 from torch import nn, optim
-from zoo import WIDTH, Layer, Stack
+from toy_models import WIDTH, Layer, Stack
 
 from odc_mpi.shard.layout import ALIGNMENT_NUMEL
 from odc_mpi.shard.model import ShardedModel

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch import nn
-from zoo import Block, Layer, Stack, Transformer
+from toy_models import Block, Layer, Stack, Transformer
 
 from odc_mpi.shard.partition import UnitChoice, partition, replicated_tensors
 

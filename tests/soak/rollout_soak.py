@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("mpi", "stand_ins")]
-from grpo_job import MAX_LENGTH, NUM_GENERATIONS, NUM_PROMPTS, prompts_of, settings_of, write_files
+from grpo_job import MAX_LENGTH, NUM_GENERATIONS, NUM_PROMPTS, make_settings, read_prompt_tokens, write_files
 
 from odc_mpi.observe.callback import Step
 from odc_mpi.rollout.rewards import RewardFunction
@@ -88,9 +88,9 @@ class Rollouts:
             "rl__beta": beta,
             "rl__max_concurrent_sequences": 2 * NUM_GENERATIONS,
         }
-        config = settings_of(path, **changes)
+        config = make_settings(path, **changes)
         self._world, self._seed, self._beta = world, seed, beta
-        prompts = prompts_of(path)
+        prompts = read_prompt_tokens(path)
         loader = PromptLoader(prompts, PROMPTS_PER_STEP, seed, world.rank)
         rewards = [RewardFunction("reward", "reward", reward, 1.0)]
         self._source = RolloutSource(config, world, _NoModel(), prompts, loader, rewards, engine=self._generate)

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, TARGETS, assert_same, assert_same_number, random_pieces, random_slots, random_values
+from kernel_cases import DTYPES, TARGETS, assert_same, assert_same_number, random_pieces, random_slots, random_values
 
 from odc_mpi.comm.kernels import native
 

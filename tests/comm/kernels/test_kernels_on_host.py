@@ -8,7 +8,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from cases import (
+from host_kernels import HostKernels
+from kernel_cases import (
     DTYPES,
     TARGETS,
     add_naively,
@@ -19,7 +20,6 @@ from cases import (
     random_slots,
     random_values,
 )
-from host_kernels import HostKernels
 
 from odc_mpi.comm.kernels import native
 

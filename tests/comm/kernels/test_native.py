@@ -7,7 +7,7 @@ from unittest.mock import MagicMock, call
 import numpy as np
 import pytest
 import torch
-from cases import (
+from kernel_cases import (
     DTYPES,
     TARGETS,
     add_naively,

@@ -2,7 +2,7 @@ import time
 
 import numpy as np
 import pytest
-from drawn import COST, lognormal_lengths
+from length_fixtures import COST, lognormal_lengths
 
 from odc_mpi.data.plan.balance import BALANCE_STRATEGIES, Plan, dynamic, lb_micro, lb_mini, local_sort
 from odc_mpi.data.plan.cost import CostModel

@@ -5,7 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from drawn import COST, lognormal_lengths
+from length_fixtures import COST, lognormal_lengths
 
 from odc_mpi.data.plan import partition as partition_module
 from odc_mpi.data.plan.partition import _halving, argsort_descending, even_fit, first_fit, partition, partition_evenly

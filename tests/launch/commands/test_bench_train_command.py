@@ -42,7 +42,7 @@ def test_it_starts_its_ranks_and_prints_one_object(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "output"),
     [
         (("--config", "nowhere.yaml"), "nowhere.yaml"),
         (("--steps", 0), "--steps: expected a whole number above 0"),

@@ -60,7 +60,7 @@ def test_fewer_sequences_than_ranks_have_use_for():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "output"),
     [
         (("--lengths", "longaling"), "longalign"),
         (("--per-rank", 0), "--per-rank from 1 to 100000, got 0"),

@@ -83,7 +83,7 @@ def test_a_rank_that_is_told_to_stop_while_it_starts_stops_the_job_in_good_order
 
 
 @pytest.mark.parametrize(
-    ("before", "told"), [("sys.stderr = io.StringIO()", r"last \udcff words"), ("os.close(2)", "")]
+    ("before", "output"), [("sys.stderr = io.StringIO()", r"last \udcff words"), ("os.close(2)", "")]
 )
 def test_last_words_reach_the_terminal_if_there_is_one(before, output):
     script = f"import io, os, sys; from odc_mpi.runtime.abort import abort; {before}; abort('last \\udcff words')"

@@ -3,9 +3,9 @@
 import json
 import shutil
 
-import plain
 import pytest
 import torch
+import torch_reference
 from number_words import number_words
 from small_training import configure, expected
 from transformers import AutoModelForCausalLM
@@ -75,7 +75,7 @@ def test_completions_of_a_checkpoint(world, shared_dir, trained, sampling, step)
     found = generate_all(job(shared_dir, sampling=sampling, step=step, out=out), world)
     inputs = open_inputs(trained, 0, 1)
     _, parameters = expected(configure(trained.data.path, **(LONG | {"run.steps": int(step or 4)})), inputs.dataset)
-    model = plain.unsharded_model(inputs.model, trained.model.config).eval()
+    model = torch_reference.unsharded_model(inputs.model, trained.model.config).eval()
     model.load_state_dict(parameters, strict=False)
     model.set_attn_implementation("sdpa")
     wanted = [reference(model, [*map(int, text.split())], index, sampling) for index, text in enumerate(WORDS)]

@@ -38,11 +38,11 @@ def test_every_operation_is_tried_and_right(world):
     assert (device.names, device.window, device.own_accumulate) == (("late device",), True, True)
     assert device.cuda_support in (True, False, None)
     assert device.alloc_kinds is None or "system" in device.alloc_kinds
-    tried = [f"{resume_point}.same_node.{name}" for name, resume_point in DEVICE_OPERATIONS] if world.size > 1 else []
+    tried = [f"{origin}.same_node.{name}" for name, origin in DEVICE_OPERATIONS] if world.size > 1 else []
     assert heard[-(len(tried) + 4) :] == ["device.memory", "device.window", *tried, "device.own", None]
-    for name, resume_point in DEVICE_OPERATIONS if world.size > 1 else ():
-        operation = getattr(getattr(device, resume_point).same_node, name)
-        assert operation.one_sided is not None, (resume_point, name)
+    for name, origin in DEVICE_OPERATIONS if world.size > 1 else ():
+        operation = getattr(getattr(device, origin).same_node, name)
+        assert operation.one_sided is not None, (origin, name)
         assert operation.idle_s > 0 and operation.gb_per_s > 0
     assert ProbeReport.from_dict(report.to_dict()) == report
 
@@ -52,12 +52,12 @@ def test_every_operation_is_tried_and_right(world):
     ("name", "origin"),
     [pytest.param(*pair, marks=[pytest.mark.slow] if index else []) for index, pair in enumerate(DEVICE_OPERATIONS)],
 )
-def test_wrong_data_is_told_of_the_memory_it_came_from(world, monkeypatch, less, name, resume_point):
+def test_wrong_data_is_told_of_the_memory_it_came_from(world, monkeypatch, less, name, origin):
     kind, run = operations.BY_NAME[name], operations.BY_NAME[name]._run
 
     def forgetful(self, num_bytes):
         is_device = isinstance(self.peering.received, device_probe.DeviceBuffer)
-        if num_bytes >= 1 << 20 and is_device == (resume_point == "from_device"):
+        if num_bytes >= 1 << 20 and is_device == (origin == "from_device"):
             self.peering.received.fill(7, num_bytes)
         else:
             run(self, num_bytes)
@@ -65,16 +65,16 @@ def test_wrong_data_is_told_of_the_memory_it_came_from(world, monkeypatch, less,
     pairs = probe.find_pairs(world.gather_objects(world.node))
     monkeypatch.setattr(kind, "_run", forgetful)
     found = device_probe.try_device(world, ProbeReport(), pairs, LateDevice(), lambda *_: None)
-    assert list(map(str, found.problems)) == [f"{resume_point} same_node {name}: {Cause.WRONG.value}"]
-    assert found.is_wrong(resume_point, "same_node", name) and not found.is_wrong("same_node", name)
+    assert list(map(str, found.problems)) == [f"{origin} same_node {name}: {Cause.WRONG.value}"]
+    assert found.is_wrong(origin, "same_node", name) and not found.is_wrong("same_node", name)
     for other, memory in DEVICE_OPERATIONS:
         answered = getattr(getattr(found.device, memory).same_node, other).idle_s is not None
-        assert answered == ((other, memory) != (name, resume_point))
+        assert answered == ((other, memory) != (name, origin))
 
 
 def test_without_memory_for_windows_nothing_is_tried(world):
     class NoCupy(LateDevice):
-        def window_memory(self, num_bytes):
+        def empty_for_windows(self, num_bytes):
             raise UserError("no CuPy")
 
     device = NoCupy() if world.rank == world.size - 1 else LateDevice()

@@ -4,9 +4,9 @@ from itertools import chain
 
 import numpy as np
 import peft
-import plain
 import pytest
 import torch
+import torch_reference
 from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, make_settings, read_prompt_tokens
 
 from odc_mpi.models import build as built_models
@@ -130,7 +130,9 @@ def formula(policy, reference, rl, prompts, indices, only_even):
 
 def plain_model(config, state=None):
     """A plain model in float64, with adapters if the run has them, of the parameters `state`."""
-    model = plain.unsharded_model(built_models.from_config(config.model.config, config.run.seed), config.model.config)
+    model = torch_reference.unsharded_model(
+        built_models.from_config(config.model.config, config.run.seed), config.model.config
+    )
     if state is not None and config.lora.r is not None:
         lora = config.lora
         settings = peft.LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules)

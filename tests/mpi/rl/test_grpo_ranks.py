@@ -5,9 +5,9 @@ import shutil
 import time
 
 import numpy as np
-import plain
 import pytest
 import torch
+import torch_reference
 from grpo_job import END, MAX_LENGTH, NUM_GENERATIONS, STEPS, make_settings, read_prompt_tokens
 from small_training import configure
 
@@ -41,7 +41,7 @@ def run(world, grpo_dir, request):
 
 
 def plain_model(config):
-    return plain.unsharded_model(
+    return torch_reference.unsharded_model(
         built_models.from_config(config.model.config, config.run.seed), config.model.config
     ).eval()
 

@@ -6,10 +6,10 @@ import itertools
 import json
 
 import peft
-import plain
 import pytest
 import small_training
 import torch
+import torch_reference
 import transformers
 from damage import flip
 from small_training import QWEN2
@@ -53,7 +53,7 @@ def run(config, world):
 def peft_model(config, first, attention="sdpa"):
     """peft's own model on one process, with the same first values."""
     lora, base = config.lora, models.from_config(config.model.config, config.run.seed)
-    model = plain.unsharded_model(base, config.model.config)
+    model = torch_reference.unsharded_model(base, config.model.config)
     for parameter in model.parameters():  # `to` would round rotary frequencies, too
         parameter.data = parameter.to(getattr(torch, config.model.param_dtype))
     model.set_attn_implementation(attention)
@@ -97,7 +97,7 @@ def reference(config, inputs, first):
     """Losses and adapters of a plain loop, one sequence at a time."""
     model = peft_model(config, first)
     indices = [minibatch.indices for minibatch in read_minibatches(config, inputs)]
-    return plain.train(model, inputs.dataset, indices, config.optim), trained_in(model)
+    return torch_reference.train(model, inputs.dataset, indices, config.optim), trained_in(model)
 
 
 def packed_reference(config, inputs, first, size):

@@ -3,9 +3,9 @@
 import json
 
 import numpy as np
-import plain
 import pytest
 import torch
+import torch_reference
 from small_training import QWEN2, configure
 
 from odc_mpi.checkpoint.manifest import steps_in
@@ -51,9 +51,11 @@ def run(world, base, dataset_path):
 
 def wanted_before_training(path, count=NUM_HELD_OUT):
     config = configure("unused")
-    reference = plain.unsharded_model(models.from_config(config.model.config, config.run.seed), config.model.config)
+    reference = torch_reference.unsharded_model(
+        models.from_config(config.model.config, config.run.seed), config.model.config
+    )
     with Dataset(path) as dataset, torch.no_grad():
-        return float(plain.compute_loss(reference, dataset, range(count)))
+        return float(torch_reference.compute_loss(reference, dataset, range(count)))
 
 
 @pytest.mark.parametrize(

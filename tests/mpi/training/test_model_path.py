@@ -2,9 +2,9 @@
 
 import itertools
 
-import plain
 import pytest
 import torch
+import torch_reference
 import transformers
 from small_training import QWEN2, STEPS, assert_close, configure, run
 
@@ -63,6 +63,6 @@ def test_training_from_a_directory_is_the_plain_loop_s(world, dataset_path, dire
 
     draw = Loader(dataset, minibatch_sequences=7, max_tokens_per_microbatch=64, seed=config.run.seed)
     minibatches = [minibatch.indices for minibatch in itertools.islice(draw, STEPS)]
-    losses = plain.train(reference, dataset, minibatches, config.optim)
+    losses = torch_reference.train(reference, dataset, minibatches, config.optim)
     assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
     assert_close(state, reference.state_dict())

@@ -13,7 +13,7 @@ from parity import squares
 from ranks import Late, LateTransport, RecordingTransport, on_ranks, run_ranks
 from test_unit import simple, states, value_of
 from torch import nn
-from zoo import WIDTH, Layer, Stack
+from toy_models import WIDTH, Layer, Stack
 
 from odc_mpi.comm.buffers import BufferPool
 from odc_mpi.comm.transport import Access
@@ -488,7 +488,7 @@ LEAVES = """
 import sys, time, torch
 sys.path[:0] = {path}
 from ranks import LateTransport, run_ranks
-from zoo import Layer, Stack
+from toy_models import Layer, Stack
 from local_transport import LocalGroup
 from odc_mpi.shard.model import ShardedModel
 
