@@ -84,7 +84,7 @@ def test_other_ranks_than_mpiexec_started_are_a_mistake():
     done = odc_mpi(2, "bench", "schedule", "--ranks", 3)
     assert done.code == 2
     errors = [line for line in done.err.splitlines() if line.startswith("odc-mpi: error:")]
-    assert errors == ["odc-mpi: error: --ranks 3: mpiexec started 2, leave --ranks out under it"]
+    assert errors == ["odc-mpi: error: --ranks 3: mpiexec started 2 ranks: remove --ranks"]
 
 
 def test_under_mpiexec_it_takes_the_ranks_it_finds():
