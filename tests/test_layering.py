@@ -139,7 +139,7 @@ def test_libraries_stay_in_their_rooms(path):
                 assert is_in(own, places), f"{own} may not import {library}"
 
 
-@pytest.mark.parametrize("module", ["lengths", "scenario", "events", "simulate", "advice", "rollouts"])
+@pytest.mark.parametrize("module", ["lengths", "scenario", "events", "simulate", "recommendation", "rollouts"])
 def test_the_simulator_knows_no_mpi(module):
     seen, due = set(), {f"odc_mpi.simulate.{module}"}
     while due:

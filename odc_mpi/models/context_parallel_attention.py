@@ -95,13 +95,13 @@ class ContextParallelAttention(torch.autograd.Function):
             gradients.append((of_key, of_value))
         kv_needs_grad = any(ctx.needs_input_grad[1:3])  # else keys and values depend on nothing that is trained
         if kv_needs_grad:
-            ctx.exchange.give(ctx.layer, gradients)
+            ctx.exchange.send_kv_grads(ctx.layer, gradients)
         of_query, of_key, of_value = _attend_backward(
             upstream, query, key, value, output, lse, ctx.scaling, causal=True
         )
         total += of_query
         if kv_needs_grad:
-            of_key, of_value = ctx.exchange.taken(ctx.layer, (of_key, of_value))
+            of_key, of_value = ctx.exchange.accumulate_kv_grads(ctx.layer, (of_key, of_value))
         return total.to(query.dtype), of_key, of_value, None, None, None
 
 

@@ -100,11 +100,12 @@ class Decision:
         """Return all choices, for a log; with the reason where it is a warning, or says what to do."""
         names = ("window_device", "zero_copy", "reduction", "progress")
         named = [(name.replace("_", "-"), made) for name in names if (made := getattr(self, name)) is not None]
-        return ", ".join(f"{name} {made.choice}{_is_urgent(made.reason)}" for name, made in named)
+        return ", ".join(f"{name} {made.value}{_is_urgent(made.reason)}" for name, made in named)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the choices as values for JSON, without those that do not apply."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Return choice and reason of each setting that applies, for JSON."""
+        choices: dict[str, Choice | None] = vars(self)
+        return {name: {"choice": made.value, "reason": made.reason} for name, made in choices.items() if made}
 
 
 def decide_collective() -> Decision:

@@ -12,7 +12,9 @@ from odc_mpi.data.plan.balance import Plan
 from odc_mpi.errors import AllRanksUserError
 from odc_mpi.simulate.scenario import Scenario, SimulatedMinibatch
 
-ALONE = SimpleNamespace(rank=0, size=1, comm=SimpleNamespace(Ibarrier=lambda: None), meet=lambda request, what: None)
+ALONE = SimpleNamespace(
+    rank=0, size=1, comm=SimpleNamespace(Ibarrier=lambda: None), wait_collective=lambda request, what: None
+)
 
 
 def test_several_nodes_are_refused():

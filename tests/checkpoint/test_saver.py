@@ -208,7 +208,7 @@ def test_a_manifest_that_is_missing_damaged_or_newer(tmp_path, monkeypatch):
         read_manifest(directory)
     path.write_text(intact)
     monkeypatch.setattr(manifests, "VERSION", 7)
-    with pytest.raises(UserError, match="expected version 7 of the format, got 2"):
+    with pytest.raises(UserError, match="expected version 7 of the format, got 3"):
         read_manifest(directory)
 
 
@@ -218,7 +218,7 @@ def test_verify_does_not_call_another_version_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(manifests, "VERSION", 7)
     (verdict, reason), number = verify(tmp_path)
     assert number == 1
-    assert verdict.endswith("NOT VERIFIED") and "expected version 7 of the format, got 2" in reason
+    assert verdict.endswith("NOT VERIFIED") and "expected version 7 of the format, got 3" in reason
 
 
 def test_keys_that_are_numbers(tmp_path):

@@ -31,7 +31,7 @@ def test_slots_are_added_in_their_order():
 
 def test_a_mark_belongs_to_memory_not_to_a_view_of_it():
     marks, device, memory = BufferEvents(), LateDevice(), torch.zeros(8)
-    mark = device.mark()
+    mark = device.record_event()
     marks.set(memory[2:], mark)
     assert len(marks) == 1
     assert marks.pop(memory[4:].view(torch.int32)) is mark
@@ -43,13 +43,13 @@ def test_a_mark_belongs_to_memory_not_to_a_view_of_it():
 def test_the_late_device_computes_when_it_is_waited_for():
     device, done = LateDevice(), []
     device.later(lambda: done.append(1))
-    mark = device.mark()
+    mark = device.record_event()
     device.later(lambda: done.append(2))
     assert done == []
     mark.synchronize()
     mark.synchronize()
     assert done == [1]
-    device.mark().synchronize()
+    device.record_event().synchronize()
     assert done == [1, 2]
 
 

@@ -93,7 +93,7 @@ def test_the_late_device_notices_haste():
     device = LateDevice()
     for hasty in ("source", "target"):
         source, target = torch.ones(4), torch.zeros(4)
-        copy = device.copy(target, source, device.mark())
+        copy = device.copy(target, source, device.record_event())
         (source if hasty == "source" else target).fill_(7)
         with pytest.raises(AssertionError, match=hasty):
             copy.synchronize()

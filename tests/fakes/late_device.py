@@ -33,21 +33,21 @@ class LateDevice:
         self._kernels = []
         self._lock = threading.Lock()
 
-    def use(self):
+    def set_current(self):
         pass
 
     def free_bytes(self):
         return 1 << 30
 
-    def memory(self, num_bytes):
+    def empty(self, num_bytes):
         memory = torch.full((num_bytes,), 255, dtype=torch.uint8)  # NaN in every floating-point type
         self.device_memory.add(memory.data_ptr())
         return memory
 
-    def window_memory(self, num_bytes):
+    def empty_for_windows(self, num_bytes):
         return self.empty(num_bytes)
 
-    def pinned(self, num_bytes):
+    def empty_pinned(self, num_bytes):
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
     def register(self, memory):
@@ -63,14 +63,14 @@ class LateDevice:
         with self._lock:
             self._kernels.append(kernel)
 
-    def mark(self):
+    def record_event(self):
         with self._lock:
             return LateMark(self, len(self._kernels))
 
-    def copy(self, destination, source, after):
-        assert isinstance(after, LateMark)
+    def copy(self, destination, source, wait_for):
+        assert isinstance(wait_for, LateMark)
         assert destination.shape == source.shape and destination.dtype == source.dtype
-        after.synchronize()
+        wait_for.synchronize()
         with self._lock:
             self.copies += 1
         return LateCopy(self, destination, source)

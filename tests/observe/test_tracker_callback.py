@@ -150,7 +150,7 @@ def test_the_environment_chooses_server_and_project(tmp_path, monkeypatch):
 def test_a_launcher_that_sets_local_rank_starts_no_torch_distributed():
     environment = {**os.environ, "LOCAL_RANK": "1", "PMI_SIZE": "2"}
     code = (
-        "from odc_mpi.observe.trackers import require; require(['tensorboard']); import accelerate, os; "
+        "from odc_mpi.observe.trackers import require_tracker_packages; require_tracker_packages(['tensorboard']); import accelerate, os; "
         "assert accelerate.PartialState().num_processes == 1 and os.environ['LOCAL_RANK'] == '1'"
     )
     pytest.importorskip("accelerate")
@@ -190,7 +190,7 @@ class Broken:
 
 
 def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(trackers, "start", Broken)
+    monkeypatch.setattr(trackers, "start_tracker", Broken)
     train(tmp_path / "run", "broken", done=0, steps=20, scale=1.0)
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
@@ -198,7 +198,7 @@ def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypat
 
 
 def test_a_tracker_that_hangs_holds_up_no_step_and_no_end(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(trackers, "start", Broken)
+    monkeypatch.setattr(trackers, "start_tracker", Broken)
     monkeypatch.setattr(Broken, "hang", threading.Event())
     monkeypatch.setattr(tracker_callback, "MAX_WAITING", 50)
     began = time.monotonic()

@@ -37,7 +37,7 @@ def made(found, **wishes):
 
 
 def choices(decision):
-    return decision.window_device.choice, decision.reduction.choice
+    return decision.window_device.value, decision.reduction.value
 
 
 @pytest.mark.parametrize(

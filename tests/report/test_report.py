@@ -241,15 +241,15 @@ def test_the_paper_is_drawn_where_it_applies(tmp_path):
 
 def test_split_sequences_are_drawn_below_where_they_gain(tmp_path):
     found = {"benchmark": "simulate", **simulate(Scenario(ranks=4, per_rank=1, num_minibatches=1)).as_json()}
-    with_split = written(tmp_path / "a.json", found, picture="gantt")
+    with_split = written(tmp_path / "a.json", found, plot_name="gantt")
     assert "The longest sequences split, window/split" in with_split and ", split " in with_split
-    assert "window/split" not in written(tmp_path / "b.json", schedule_result(), picture="gantt")
+    assert "window/split" not in written(tmp_path / "b.json", schedule_result(), plot_name="gantt")
 
 
 def test_a_rank_without_work_waits(tmp_path):
     result = schedule_result()
     result["timeline"]["window/dynamic"][2] = []
-    assert "rank 2" in written(tmp_path / "found.json", result, picture="gantt")
+    assert "rank 2" in written(tmp_path / "found.json", result, plot_name="gantt")
 
 
 def test_a_page_of_training(tmp_path):
@@ -273,7 +273,7 @@ def test_a_page_of_transports(tmp_path):
 
 
 def test_pictures_are_text_and_the_same_each_time(tmp_path):
-    first, second = (written(tmp_path / "found.json", schedule_result(), picture="gantt") for _ in range(2))
+    first, second = (written(tmp_path / "found.json", schedule_result(), plot_name="gantt") for _ in range(2))
     assert first == second
     assert "<text" in first and "collective/lb_micro" in first
     assert (tmp_path / "found.gantt.svg").exists()

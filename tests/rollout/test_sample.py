@@ -60,7 +60,7 @@ def test_a_prompt_is_computed_once_and_completions_that_ended_are_left_out(monke
     for drawn, decoded in enumerate(rows):
         left = sum(length > drawn for length in lengths)
         assert left <= decoded and (decoded < 2 * left or decoded < 16), "more than half of them have ended"
-    monkeypatch.setattr("odc_mpi.rollout.sample._LEAST_ROWS", 1000)
+    monkeypatch.setattr("odc_mpi.rollout.sample._MIN_ROWS", 1000)
     together = completed(model, PROMPTS, sampling)
     for number, made in found.items():
         assert together[number].tokens == made.tokens and together[number].stopped == made.stopped

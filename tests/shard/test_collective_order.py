@@ -23,7 +23,7 @@ class InStep(RecordingTransport):
     most_lent = 0
 
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
-        self.most_lent = max(self.most_lent, len(self.buffers._lent))
+        self.most_lent = max(self.most_lent, len(self.buffers._in_use))
         return super().start_fetch(index, buffer)
 
 

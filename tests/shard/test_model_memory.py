@@ -148,7 +148,7 @@ def test_buffers_are_used_again(
     transport.start_fetch = noting  # type: ignore[method-assign]
     train.steps(3)
     assert len(seen) == 1 + train.num_others  # the root's and two others
-    assert not pool._lent and len(pool._idle) == 1 + train.num_others
+    assert not pool._in_use and len(pool._idle) == 1 + train.num_others
 
 
 @PREFETCH
@@ -221,7 +221,7 @@ def test_everything_is_released_at_the_end_of_a_minibatch(transport: RecordingTr
     train = Train(transport, module)
     with train.model.minibatch():
         squares(train.model, (INPUT,)).backward()
-    assert not transport.parameters.buffers._lent
+    assert not transport.parameters.buffers._in_use
     gc.collect()
     transport.parameters.buffers.clear()
     assert transport.parameters.buffers._held_bytes == 0

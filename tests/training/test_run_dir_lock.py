@@ -16,8 +16,8 @@ TIMEOUT_S = 0.4
 HOLD = """
 import sys
 from pathlib import Path
-from odc_mpi.training.rundir.run_dir_lock import Owner
-owner = Owner(Path(sys.argv[1]), 0)
+from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock
+lock = RunDirectoryLock(Path(sys.argv[1]), 0)
 print("taken", flush=True)
 sys.stdin.read()
 """

@@ -35,12 +35,12 @@ def built(tmp_path_factory):
 
 
 @pytest.fixture
-def kernels(meta_model, monkeypatch):
-    monkeypatch.setattr(native, "_run", meta_model.run)
+def kernels(built, monkeypatch):
+    monkeypatch.setattr(native, "_run", built.run)
     monkeypatch.setattr(native, "kernels_unavailable_reason", lambda device: None)
-    meta_model.threads, meta_model.blocks = 3, 2
-    meta_model.launches.clear()
-    return meta_model
+    built.threads, built.blocks = 3, 2
+    built.launches.clear()
+    return built
 
 
 @pytest.mark.parametrize("dtype", TARGETS, ids=str)

@@ -181,7 +181,7 @@ def test_cupy_is_not_imported_where_there_is_no_gpu(tmp_path):
         "    for module in pkgutil.iter_modules(room.__path__, room.__name__ + '.'):\n"
         "        importlib.import_module(module.name)\n"
         "native.flatten([(0, torch.ones(3))], torch.empty(3))\n"
-        "native.add_slots(torch.ones(3), [(0, torch.ones(3))])\n"
+        "native.add_segments_(torch.ones(3), [(0, torch.ones(3))])\n"
         "print([name for name in sys.modules if name.startswith('cupy')])\n"
     )
     paths = [str(tmp_path), *filter(None, sys.path)]

@@ -56,12 +56,12 @@ def test_a_second_signal_does_not_wait(config, tmp_path):
     # A save that takes longer than anybody wants to wait.
     script.write_text(
         "import sys, time\n"
-        "from odc_mpi.training.rundir.checkpointing import Saving\n"
-        "def after_step(self, step):\n"
-        "    if self._stop.agreed:\n"
+        "from odc_mpi.training.rundir.checkpointing import CheckpointCallback\n"
+        "def on_step_end(self, step):\n"
+        "    if self._stop.requested_on_any_rank:\n"
         "        print('saving', flush=True)\n"
         "        time.sleep(80)\n"
-        "Saving.after_step = after_step\n"
+        "CheckpointCallback.on_step_end = on_step_end\n"
         "from odc_mpi.cli import main as cli\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )

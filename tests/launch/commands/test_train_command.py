@@ -182,7 +182,7 @@ WARNING_RANKS = """
 import logging, sys, warnings
 from odc_mpi.cli import main as cli
 from odc_mpi.cli import train
-imported, on_ranks = train.importlib.import_module, train.on_ranks
+imported, run_on_all_ranks = train.importlib.import_module, train.run_on_all_ranks
 def import_module(name, *rest, **named):
     if name == "odc_mpi.models.build":
         warnings.warn("at the import")
@@ -195,8 +195,8 @@ def warned(world, work):
         finally:
             logging.getLogger("transformers.x").warning("of the library")
             warnings.warn("while it trained")
-    return on_ranks(world, warn_and_work)
-train.importlib.import_module, train.on_ranks = import_module, warned
+    return run_on_all_ranks(world, warn_and_work)
+train.importlib.import_module, train.run_on_all_ranks = import_module, warned
 sys.exit(cli.main(sys.argv[1:]))
 """
 

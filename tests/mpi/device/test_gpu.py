@@ -84,14 +84,14 @@ def test_window_memory_is_what_torch_sees(window_memory):
     other = window_memory.empty_for_windows(1 << 22)
     assert torch.cuda.memory_allocated() == before, "not torch's"
     other.view(torch.float32).fill_(2.0)
-    window_memory.mark().synchronize()
+    window_memory.record_event().synchronize()
     assert other.view(torch.float32).sum().item() == 2 << 20
 
 
 def test_slots_are_added_beside_the_computation(window_memory):
     shard = window_memory.empty_for_windows(4000).view(torch.float32).zero_()
     values = torch.arange(500.0, device=shard.device)
-    window_memory.mark().synchronize()
+    window_memory.record_event().synchronize()
     window_memory.add(shard, [(0, values), (100, values), (500, values)]).synchronize()
     wanted = np.zeros(1000)
     for start in (0, 100, 500):

@@ -227,7 +227,7 @@ def test_any_order_brings_what_is_required(transport: LateTransport, prefetch: i
             (after,) = use(ready, units, rng.choice("0123456"))
             assert len(after[1:].replace("s", "")) <= 1 + prefetch
         ready.invalidate()
-        assert states(units) == "sssssss" and not transport.parameters.buffers._lent
+        assert states(units) == "sssssss" and not transport.parameters.buffers._in_use
     ready.close()
 
 
@@ -267,7 +267,7 @@ def test_nothing_comes_after_the_end_of_a_minibatch(transport: LateTransport) ->
     assert (
         states(units) == "sssss"
         and not transport.parameters.buffers.on_the_way
-        and not transport.parameters.buffers._lent
+        and not transport.parameters.buffers._in_use
     )
     with pytest.raises(RuntimeError, match="between the end of a minibatch and publish"):
         ready.unshard(units[1])
@@ -478,7 +478,7 @@ def test_a_model_can_be_closed_while_a_fetch_is_on_its_way(transport: LateTransp
     assert transport.parameters.buffers.on_the_way
     model.close()
     model.close()
-    assert not transport.parameters.buffers._lent
+    assert not transport.parameters.buffers._in_use
     threads = {*model._unsharded._thread._executor._threads, *model._pusher._thread._executor._threads}
     assert {thread.name for thread in threads} == {"odc_mpi-fetch_0", "odc_mpi-push_0"}
     assert not any(thread.is_alive() for thread in threads)
