@@ -63,7 +63,7 @@ def test_fewer_sequences_than_ranks_have_use_for():
     ("options", "output"),
     [
         (("--lengths", "longaling"), "longalign"),
-        (("--per-rank", 0), "--per-rank from 1 to 100000, got 0"),
+        (("--per-rank", 0), "--per-rank: expected a number from 1 to 100000, got 0"),
         (("--step-s", 0), "--step-s: expected seconds from 0.001 to 3600, got '0'"),
         (("--step-s", "inf"), "--step-s"),
         (("--ranks", 100000), "--ranks 100000: expected at most"),
