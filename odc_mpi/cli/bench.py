@@ -47,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a benchmark and return the exit code. Collective, under mpiexec.
-
-    Raises:
-        UserError: An option is invalid.
-    """
+    """Run a benchmark and return the exit code. Collective, under mpiexec."""
     return BENCHMARKS[arguments.benchmark].run(arguments)
 
 

@@ -35,11 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the action and return the exit code.
-
-    Raises:
-        UserError: There is no checkpoint, it is damaged, or something cannot be written.
-    """
+    """Run the action and return the exit code."""
     from odc_mpi.checkpoint import commands
 
     if arguments.action == "export":
@@ -50,9 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 1 if num_damaged else 0
     if arguments.action == "digest":
         print(commands.digest_line(arguments.directory))
-        return 0
-    for line in {"list": commands.list_lines, "show": commands.show_lines}[arguments.action](arguments.directory):
-        print(line)
+    else:
+        lines_of = commands.list_lines if arguments.action == "list" else commands.show_lines
+        for line in lines_of(arguments.directory):
+            print(line)
     return 0
 
 

@@ -44,14 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the script, and submit it if requested.
-
-    Returns:
-        The exit code; with --submit that of sbatch.
-
-    Raises:
-        UserError: The configuration is invalid, or sbatch is not installed.
-    """
+    """Print the script, submit it if requested, and return the exit code, with --submit that of sbatch."""
     # Imported late: other commands need neither.
     from odc_mpi.runtime.start.pmi import srun_mpi
     from odc_mpi.training import settings as configuration

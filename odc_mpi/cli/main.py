@@ -21,7 +21,8 @@ from odc_mpi.runtime.ranks import print_error
 from odc_mpi.runtime.start.launch import is_launched, launched_rank
 from odc_mpi.runtime.start.limits import end_by_interrupt
 
-#: Modules with `HELP`, `add_arguments` and `run`, in the order of the help. `run` imports slow modules.
+#: Modules with `HELP`, `add_arguments` and `run`, in the order of the help. `run` imports slow modules, and raises
+#: UserError for invalid arguments and input.
 COMMANDS = {
     "prepare": prepare,
     "doctor": doctor,

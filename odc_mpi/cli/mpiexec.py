@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
+from odc_mpi.cli.signals import signals_handled
 from odc_mpi.errors import UserError
 
 #: By default, Open MPI refuses root and more ranks than cores, and its UCX component prints an error line per window.
@@ -46,7 +46,8 @@ def run(ranks: int, arguments: Sequence[str], *, timeout_s: float) -> int:
         raise UserError(
             f"--ranks {ranks}: expected at most {max_ranks} on this node: for more, run the command under mpiexec"
         )
-    with _terminated_as_interrupted(), ExitStack() as stack:
+    # SIGTERM raises KeyboardInterrupt, as Ctrl-C does: both end the ranks.
+    with signals_handled(signal.default_int_handler, signal.SIGTERM), ExitStack() as stack:
         with _interrupts_deferred():  # an interrupt within Popen would leave mpiexec running
             process = subprocess.Popen(
                 [mpiexec(), "-n", str(ranks), sys.executable, "-m", "odc_mpi", *arguments],
@@ -76,30 +77,13 @@ def mpiexec() -> str:
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM, so that it ends the ranks as Ctrl-C does."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
 def _interrupts_deferred() -> Iterator[None]:
     """Defer the KeyboardInterrupt of SIGINT and SIGTERM to the end of the block."""
     received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
     try:
-        yield
+        with signals_handled(lambda number, frame: received.append(number), signal.SIGINT, signal.SIGTERM):
+            yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
         if received:
             raise KeyboardInterrupt
 

@@ -4,11 +4,10 @@ import argparse
 import dataclasses
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from odc_mpi.cli.options import positive_int
+from odc_mpi.cli.signals import signals_handled
 from odc_mpi.errors import UserError
 
 HELP = "tokenize JSONL or Parquet into an HDF5 data set"
@@ -67,11 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare a data set and return the exit code.
-
-    Raises:
-        UserError: A source or an option is invalid, or a file cannot be written.
-    """
+    """Prepare a data set and return the exit code."""
     if arguments.prompts_only:
         raise UserError(
             "--prompts-only: training with run.objective grpo reads prompts directly: set data.path to the file of "
@@ -82,17 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     from odc_mpi.data.prepare import PrepareOptions, prepare
 
     options = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareOptions)}
-    with _exit_on_sigterm():
+    # Exit by an exception, so that temporary files are removed.
+    with signals_handled(lambda *_: sys.exit(128 + signal.SIGTERM), signal.SIGTERM):
         report = prepare(arguments.sources, arguments.out, PrepareOptions(**options), Console(stderr=True))
     print(report.describe())
     return 0
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM, so that temporary files are removed."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

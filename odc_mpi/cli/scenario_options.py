@@ -35,11 +35,7 @@ def add_option(parser: argparse.ArgumentParser, field: str, option: Option, **ot
 
 
 def build_scenario(arguments: argparse.Namespace, kind: "type[ScenarioT]") -> "ScenarioT":
-    """Return the scenario, of class `kind`, that the options describe.
-
-    Raises:
-        UserError: A value is invalid, or the lengths are unknown.
-    """
+    """Return the scenario, of class `kind`, that the options describe."""
     from odc_mpi.simulate.scenario import REFERENCE_COST
 
     names = {field.name for field in fields(kind)}

@@ -32,11 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate a scenario, print the results, and return the exit code.
-
-    Raises:
-        UserError: A value is invalid, or the lengths are unknown.
-    """
+    """Simulate a scenario, print the results, and return the exit code."""
     from odc_mpi.simulate.recommendation import recommend_batch_size
     from odc_mpi.simulate.rollouts import RolloutScenario, simulate_rollouts
     from odc_mpi.simulate.scenario import Scenario

@@ -24,11 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train a model and return the exit code. Collective.
-
-    Raises:
-        UserError: A setting is invalid. No file was written.
-    """
+    """Train a model and return the exit code. With invalid settings no file is written. Collective."""
     if arguments.help:
         from odc_mpi.training import settings
 

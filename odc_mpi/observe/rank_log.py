@@ -104,10 +104,9 @@ class _Once(logging.Filter):
 
     @override
     def filter(self, record: logging.LogRecord) -> bool:
-        key = (record.name, record.getMessage())
-        is_new = key not in self._seen
-        self._seen.add(key)
-        return is_new
+        num_seen = len(self._seen)
+        self._seen.add((record.name, record.getMessage()))
+        return len(self._seen) > num_seen
 
 
 class _OneLine(logging.Formatter):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from odc_mpi.errors import one_line_message, warn
 from odc_mpi.observe import trackers
@@ -30,13 +30,8 @@ DIRECTORY = "trackers"
 MAX_WAITING = 10_000
 #: Seconds that trackers have at the end of a run to write their queued steps.
 FINISH_S = 30.0
-
-
-class LogRecord(NamedTuple):
-    """Values of a step by tag. Steps count from 1; step 0 is before the first."""
-
-    step: int
-    values: dict[str, float]
+#: Step and its values by tag. Step 0 is before the first.
+LogRecord: TypeAlias = tuple[int, dict[str, float]]
 
 
 class TrackerCallback(Callback):
@@ -67,17 +62,15 @@ class TrackerCallback(Callback):
         if not self._names:
             return
         previous = [record for line in read_metrics(self._run_dir, completed_steps) for record in self._records(line)]
+        run_name = self._run_dir.resolve().name
         for name in self._names:
-            run_name = self._run_dir.resolve().name
             make = partial(_recreate, name, self._run_dir / DIRECTORY / name, run_name, self._config)
             self._threads.append(TrackerThread(name, make, previous))
 
     def on_step_end(self, step: Step) -> None:
         """Queue the metrics of the step and return immediately."""
-        if self._threads:
-            records = list(self._records(step.metrics))
-            for thread in self._threads:
-                thread.put(records)
+        for thread in self._threads:
+            thread.put(list(self._records(step.metrics)))
 
     def close(self) -> None:
         """Wait up to `finish_s` for the trackers to write their queues."""
@@ -92,8 +85,8 @@ class TrackerCallback(Callback):
         step = int(metrics.pop("step"))
         at_start = {name.removesuffix("_start"): metrics.pop(name) for name in list(metrics) if name.endswith("_start")}
         if at_start:
-            yield LogRecord(step - 1, metrics_by_tag(at_start))
-        yield LogRecord(step, metrics_by_tag({"epoch": step / self._steps_per_epoch, **metrics}))
+            yield step - 1, metrics_by_tag(at_start)
+        yield step, metrics_by_tag({"epoch": step / self._steps_per_epoch, **metrics})
 
 
 class TrackerThread:
@@ -127,8 +120,8 @@ class TrackerThread:
         try:
             tracker = self._make()
             while (records := self._waiting.get()) is not None and not self._failed:
-                for record in records:
-                    tracker.log(record.values, step=record.step)
+                for step, values in records:
+                    tracker.log(values, step=step)
             tracker.finish()
         except BaseException as error:  # also SystemExit: no error of a library ends the run
             self._give_up(one_line_message(error))

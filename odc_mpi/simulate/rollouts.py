@@ -161,9 +161,6 @@ def simulate_rollouts(rollouts: RolloutScenario) -> dict[str, Any]:
         time, including dummy microbatches, and `step_s`, mean seconds of a minibatch; `generation_fraction` of the
         baseline's busy time; by schedule `timeline`, intervals in which each rank generates or trains, in the first
         minibatch.
-
-    Raises:
-        UserError: The lengths are unknown.
     """
     minibatches = [SimulatedRollouts(rollouts, minibatch) for minibatch in rollouts.minibatches()]
     ends, busy, timeline = collect_timings(

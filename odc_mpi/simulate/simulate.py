@@ -93,14 +93,7 @@ class SimulationResult:
         busy: Mapping[str, npt.NDArray[np.float64]],
         timeline: dict[str, list[Intervals]],
     ) -> "SimulationResult":
-        """Reduce the times of all minibatches, and add the bounds.
-
-        Args:
-            scenario: Simulated scenario.
-            ends: Seconds of each minibatch, by schedule.
-            busy: Seconds for which each rank computed in all minibatches, float64 [ranks], by schedule.
-            timeline: Timeline of the first minibatch, by schedule.
-        """
+        """Reduce the result of `collect_timings`, and add the bounds."""
         floors = [floor_s(minibatch, scenario.max_tokens) for minibatch in scenario.minibatches()]
         shared = [even for _, even in floors]
         each = {**ends, FLOOR: [max(floor) for floor in floors], EVEN_SHARE: shared}
@@ -131,11 +124,7 @@ class SimulationResult:
 
 
 def simulate(scenario: Scenario) -> SimulationResult:
-    """Simulate all schedules. The result is deterministic.
-
-    Raises:
-        UserError: The lengths are unknown.
-    """
+    """Simulate all schedules. The result is deterministic."""
     return SimulationResult.from_times(
         scenario, *collect_timings(_timings(scenario, minibatch) for minibatch in scenario.minibatches())
     )
@@ -157,7 +146,8 @@ def collect_timings(
     """Collect the timings of minibatches, which are given by schedule.
 
     Returns:
-        Ends of all minibatches, total busy seconds of each rank, and the timeline of the first minibatch, by schedule.
+        By schedule: the seconds of each minibatch, the total busy seconds of each rank, float64 [ranks], and the
+        timeline of the first minibatch.
     """
     ends: dict[str, list[float]] = {}
     busy: dict[str, npt.NDArray[np.float64]] = {}

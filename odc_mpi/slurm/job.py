@@ -23,8 +23,8 @@ _HEAD = """\
 #
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node={ranks}       # ranks: one per GPU, or one per group of cores
-#SBATCH --cpus-per-task={cores}         # cores of a rank
+#SBATCH --ntasks-per-node={ranks_per_node}       # ranks: one per GPU, or one per group of cores
+#SBATCH --cpus-per-task={cores_per_rank}         # cores of a rank
 #SBATCH --time={time}
 """
 _RESTART = """\
@@ -179,24 +179,14 @@ def training_script(job: SlurmJob, headline: str, usage: str, *, array: str = ""
         array: Value of sbatch --array; no array if empty.
         settings: Bash code that appends the settings of each job of the array.
     """
-    staging = {
-        "stage": shlex.quote(job.stage) if job.stage else "${STAGE:-}",
-        "data": shlex.quote(job.data) if job.data else "${DATA:-}",
-    }
+    stage = shlex.quote(job.stage) if job.stage else "${STAGE:-}"
+    data = shlex.quote(job.data) if job.data else "${DATA:-}"
     parts = [
-        _HEAD.format(
-            headline=headline,
-            usage=usage,
-            name=job.name,
-            nodes=job.nodes,
-            ranks=job.ranks_per_node,
-            cores=job.cores_per_rank,
-            time=job.time,
-        ),
+        _HEAD.format(headline=headline, usage=usage, **vars(job)),
         *([f"#SBATCH --array={array}\n"] if array else []),
         _RESTART.format(signal_s=SIGNAL_S),
         _site(job, "%x-%A_%a.out" if array else "%x-%j.out"),
-        _STAGING.format(**staging),
+        _STAGING.format(stage=stage, data=data),
         _CHECK_STAGING,
         *([_ARGUMENTS.format(arguments=shlex.join(job.arguments))] if job.arguments else []),
         settings,

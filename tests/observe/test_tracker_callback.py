@@ -207,7 +207,7 @@ def test_a_tracker_that_hangs_holds_up_no_step_and_no_end(tmp_path, monkeypatch,
     for number in range(1, 4):
         tracked.on_step_end(Step(number, SimpleNamespace(), {"step": number}))
     tracked.close()
-    assert "it did not write the last points in time" in capsys.readouterr().err
+    assert "it did not write the last steps in time" in capsys.readouterr().err
     tracked = TrackerCallback(["broken"], tmp_path, CONFIG, steps_per_epoch=2)
     tracked.on_train_begin(0)
     for number in range(1, 200):
