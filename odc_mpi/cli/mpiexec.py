@@ -8,11 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from odc_mpi.cli.signals import signals_handled
 from odc_mpi.errors import UserError
 
 #: By default, Open MPI refuses root and more ranks than cores, and its UCX component prints an error line per window.
@@ -74,6 +73,17 @@ def mpiexec() -> str:
     if path is None:
         raise UserError(f"no mpiexec beside {sys.executable} or on the PATH: install odc_mpi[mpich] or load an MPI")
     return path
+
+
+@contextmanager
+def signals_handled(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals by `handler` in the block, and restore the previous handlers."""
+    previous = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler_before in zip(numbers, previous, strict=True):
+            signal.signal(number, handler_before)
 
 
 @contextmanager

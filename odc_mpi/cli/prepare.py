@@ -6,8 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+from odc_mpi.cli.mpiexec import signals_handled
 from odc_mpi.cli.options import positive_int
-from odc_mpi.cli.signals import signals_handled
 from odc_mpi.errors import UserError
 
 HELP = "tokenize JSONL or Parquet into an HDF5 data set"
