@@ -219,7 +219,7 @@ def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str
             write, remove = getattr(state, f"write_{name}"), partial(state.remove, name)
             timed[f"write_{name}"] = partial(_time, world, write, remove)
         for name in names:
-            timed[f"read_{name}"] = partial(_time, world, getattr(state, f"read_{name}"), state.drop_aliases)
+            timed[f"read_{name}"] = partial(_time, world, getattr(state, f"read_{name}"), state.forget)
         seconds: dict[str, list[float]] = interleaved(timed, repeats)
     finally:
         if gloo:

@@ -1,8 +1,8 @@
 """What is done with gradients on a GPU, by kernels of ours and by torch's operators. Local.
 
     copy                   a shard in fp32 copied within the GPU's memory, by torch
-    add_fp32, add_bf16     what an owner does, `native.add_slots`: `SLOTS` slots of that type, each as long as the
-                           shard, added into it
+    add_fp32, add_bf16     additions of an owner, `native.add_segments_`: `SLOTS` segments of that type, each as long as
+                           the shard, added into it
     flatten_fp32, flatten_bf16
                            what who pushes does, `native.flatten`: a unit's gradients of that type, `PIECES` of them
                            with gaps between, laid into a flat array in fp32, the largest magnitude found

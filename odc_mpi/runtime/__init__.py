@@ -1,1 +1,1 @@
-"""The ranks of a job: how it starts, who waits for whom, and how it ends."""
+"""The ranks of a job: start, topology, deadlines of all waits, and end."""

@@ -1,4 +1,4 @@
-"""The end of a job that cannot go on: every rank ends, whatever it is doing."""
+"""Abort of the whole job after an error on one rank."""
 
 import faulthandler
 import os
@@ -13,27 +13,27 @@ from typing import NoReturn
 
 from mpi4py import MPI
 
-#: A launcher that does not answer ends nobody, and MPI_Abort hangs then (Open MPI) or returns (MPICH): after so many
-#: seconds the process ends by itself.
+#: Seconds until a process ends by itself. If the launcher does not respond, MPI_Abort hangs (Open MPI) or returns
+#: (MPICH), and no process is killed.
 ABORT_GRACE_S = 10.0
-#: A launcher drops what it has not forwarded when the job is aborted; of a traceback once came the first line only.
+#: Seconds for the launcher to forward output, which it discards on abort: once only the first line of a traceback came.
 FORWARD_S = 0.3
 STDERR = 2
-#: How the names of all threads of this package begin.
-OUR_THREADS = "odc_mpi"
+#: Prefix of the names of all threads of this package.
+THREAD_NAME_PREFIX = "odc_mpi"
 
 
 def abort(message: str, code: int = 1) -> NoReturn:
-    """End every rank of the job now, whatever they are doing. Local to call; does not return."""
-    # Where nobody reads any more, the job still has to end.
+    """Print a message and end all ranks of the job by MPI_Abort. One rank is enough; does not return."""
+    # The job must also end if standard error is closed.
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-        # Straight to the descriptor: what stands in for sys.stderr, such as pytest's, would keep it to itself.
+        # To the descriptor: a replacement of sys.stderr, such as the one of pytest, would keep the message.
         os.write(STDERR, f"odc_mpi: {message}\n".encode(errors="backslashreplace"))
-    # Not a thread of Python's: mpi4py keeps its lock during MPI_Abort.
-    nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lasts
-    faulthandler.dump_traceback_later(FORWARD_S + ABORT_GRACE_S, exit=True, file=nowhere)
+    # Not a Python thread: mpi4py holds the GIL during MPI_Abort.
+    devnull = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
+    faulthandler.dump_traceback_later(FORWARD_S + ABORT_GRACE_S, exit=True, file=devnull)
     time.sleep(FORWARD_S)
     MPI.COMM_WORLD.Abort(code)
     time.sleep(ABORT_GRACE_S / 2)
@@ -41,32 +41,30 @@ def abort(message: str, code: int = 1) -> NoReturn:
 
 
 def install_excepthooks() -> None:
-    """Let an exception that ends the main program, or a thread of this package, end the job.
+    """Abort the job after an uncaught exception in the main thread or in a thread of this package. Idempotent.
 
-    The job ends after the hook that was there before has reported the exception. Without its threads the package would
-    go on in silence, and no wait would have a deadline any more. A user's own thread is the user's affair, as under
-    plain Python: its exception is printed, and the main program goes on.
+    The previous hook reports the exception first. Without a thread of the package, waits would have no deadline and
+    would hang silently. An exception in a user's thread is only printed, as in plain Python.
     """
-    report, report_of_thread = sys.excepthook, threading.excepthook
-    if getattr(report_of_thread, "ends_the_job", False):
+    main_hook, thread_hook = sys.excepthook, threading.excepthook
+    if getattr(thread_hook, "ends_the_job", False):
         return
 
     def main_failed(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        with _ending(MPI.COMM_WORLD.Get_size() > 1, "failed"):
-            report(kind, error, tb)
+        with _abort_after_report(MPI.COMM_WORLD.Get_size() > 1, "failed"):
+            main_hook(kind, error, tb)
 
     def thread_failed(failed: threading.ExceptHookArgs) -> None:
         name = failed.thread.name if failed.thread is not None else ""
-        with _ending(name.startswith(OUR_THREADS), f"failed in its thread {name}"):
-            report_of_thread(failed)
+        with _abort_after_report(name.startswith(THREAD_NAME_PREFIX), f"failed in its thread {name}"):
+            thread_hook(failed)
 
     thread_failed.ends_the_job = True  # type: ignore[attr-defined]
     sys.excepthook, threading.excepthook = main_failed, thread_failed
 
 
 @contextmanager
-def _ending(ends_the_job: bool, what: str) -> Iterator[None]:
-    """Enclose the report of an exception, after which the job ends if it is to."""
+def _abort_after_report(ends_the_job: bool, what: str) -> Iterator[None]:
     ends_the_job = ends_the_job and not MPI.Is_finalized()
     if ends_the_job:
         print(f"odc_mpi: rank {MPI.COMM_WORLD.Get_rank()} {what}:", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""A deadline for every wait, and a wait that leaves its core to others.
+"""Deadlines of waits, and polling that yields the core.
 
-A blocking MPI call cannot be interrupted from its own thread, and MPI has no time-outs. So one daemon thread looks at
-what this rank is waiting for; a wait that outlasts its deadline ends the job with a sentence that says which one it
-was. mpi4py releases the GIL in the calls that wait, so the thread gets to look.
+A blocking MPI call cannot be interrupted from its own thread, and MPI has no time-outs. So a daemon thread, the
+watchdog, checks the current waits of this rank. If a wait exceeds its deadline, the job ends with a message that names
+the wait. mpi4py releases the GIL in blocking calls, so the watchdog can run.
 """
 
 import itertools
@@ -13,22 +13,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-#: A wait polls without pause for this long (a boundary among punctual ranks takes tens of microseconds) ...
+#: A wait polls without a pause for this time. A barrier of ranks that arrive together takes tens of microseconds.
 SPIN_S = 200e-6
-#: ... then sleeps between looks, so that a waiting rank leaves its core to those that compute.
+#: Then it sleeps for this time between polls, so that ranks that compute can use the core.
 SLEEP_S = 200e-6
 
-#: The description of a wait.
+#: Type of the description of a wait.
 W = TypeVar("W")
 
 
 class Watchdog(Generic[W]):
-    """Calls back once if a watched wait outlasts its deadline.
+    """Thread that calls back once if a wait exceeds its deadline.
 
     Args:
-        timeout_s: Seconds that one wait may last.
-        on_expiry: Called from the watchdog's thread with the description of the wait; expected to end the process.
-        on_poll: Called from the watchdog's thread at each check, at least once a second, until a wait has expired.
+        timeout_s: Maximum duration of a wait.
+        on_expiry: Called from this thread with the description of the wait; expected to end the process.
+        on_poll: Called from this thread at each check, at least once a second, until a wait has expired.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class Watchdog(Generic[W]):
             del self._waits[token]
 
     def close(self) -> None:
-        """Stop the watchdog. Local; a second call does nothing."""
+        """Stop the watchdog. Idempotent."""
         self._closed.set()
 
     def _poll(self) -> None:
-        # A tenth of the deadline is precise enough and costs nothing: this thread wakes at most twenty times a second.
+        # A tenth of the deadline is precise enough, and at most twenty checks per second cost nothing.
         while not self._closed.wait(min(1.0, max(0.05, self.timeout_s / 10))):
             self._on_poll()
             now = time.monotonic()
-            # A copy: other threads add and remove waits while this one looks.
+            # A copy, since other threads add and remove waits.
             late = [wait for deadline, wait in list(self._waits.values()) if now > deadline]
             if late:
                 self._on_expiry(late[0])
@@ -72,15 +72,9 @@ class Watchdog(Generic[W]):
 def wait_until(
     condition: Callable[[], bool], poll: Callable[[], object] = lambda: None, patience_s: float = math.inf
 ) -> bool:
-    """Poll until a condition holds, or patience is at its end.
+    """Poll a condition, such as `Test` of an MPI request, for at most `patience_s`; return True if it holds.
 
-    Args:
-        condition: Returns whether the condition holds, such as `Test` of a request of MPI.
-        poll: Called again and again.
-        patience_s: The most seconds; by default any.
-
-    Returns:
-        Whether the condition holds.
+    `poll` is called after each test that fails.
     """
     start = time.perf_counter()
     while not condition():

@@ -1,11 +1,10 @@
-"""`Job`, the life of a job: a deadline for every wait, the status of every rank, and the end if it cannot go on.
+"""`Job`: deadlines of all waits, the status of all ranks, and the abort of the job after an error.
 
-    begin    a watchdog thread and hooks for exceptions; then a window in which ranks read each other's status
-    waits    each within a deadline; a wait that outlasts it ends the job with a message that names the late ranks
-    end      a rank that leaves ends the job if others wait in a collective that it will not join
+    start      start the watchdog thread and install exception hooks; create the status window (collective)
+    waits      each has a deadline; a wait that exceeds it ends the job with a message that names the late ranks
+    finalize   a rank that leaves aborts the job if others wait in a collective that it will not join; free the window
 
-A process has one, which all its groups of ranks (`runtime.world`) share. Communication: the status window is made and
-freed collectively by all ranks; the rest is local or one-sided.
+A process has one `Job`, which all its `World` objects share.
 """
 
 import threading
@@ -25,36 +24,33 @@ from odc_mpi.runtime.progress import Progress
 from odc_mpi.runtime.start.pmi import check_launcher
 from odc_mpi.runtime.status import StatusWindow
 
-#: Seconds between the two readings of the other ranks, more than twice the longest pause of a watchdog. A rank without
-#: a heartbeat in this time is stopped or dead, and waits that began together with this one have expired, too.
+#: Seconds between two readings of the status of all ranks, more than twice the longest pause of a watchdog. A rank
+#: without a heartbeat in this time is stopped or dead, and waits that began at the same time have expired, too.
 HEARTBEAT_S = 2.5
-#: One message is enough: a rank gives a lower rank that is about to end the job so many seconds to do so.
+#: Seconds that a rank waits if a lower rank announces an abort, so that only one rank prints a message.
 ABORT_DELAY_S = 5.0
 
 
 class Job:
-    """The life of a job. Local to make; `show` and `free_status_window` are collective.
+    """State of this process in the job: deadlines, status and progress tasks.
 
     Args:
-        timeout_s: Seconds that any single wait for another rank may last.
-        limit: The setting that this deadline comes from, by its name.
+        timeout_s: Maximum duration of a single wait for another rank.
+        limit: Name of the setting that defines `timeout_s`, for messages.
 
     Raises:
-        UserError: The launcher and the MPI library do not fit together.
+        UserError: The launcher and the MPI library do not match.
 
     Attributes:
-        rank: This rank.
-        num_windows: Windows that the transports of this process hold; libraries limit their number.
-        progress: What this rank does for others while it waits.
-        watchdog: Ends the job after a wait that lasts too long.
-        status: The status pages of all ranks; None while their window does not exist: then no rank can be named.
+        num_windows: Number of windows of all transports of this process; libraries limit it.
+        status: Status window. None while it does not exist; then messages name no late ranks.
     """
 
     def __init__(self, timeout_s: float, limit: str) -> None:
         try:
             check_launcher(library_name(MPI.Get_library_version()), MPI.COMM_WORLD.Get_size())
         except UserError:
-            unlink(startup_shm_names())  # this process's own, as MPI sees no other
+            unlink(startup_shm_names())  # used by this process only, since MPI sees no other
             raise
         self.rank = MPI.COMM_WORLD.Get_rank()
         self.num_windows = 0
@@ -67,36 +63,36 @@ class Job:
         install_excepthooks()
 
     def open_status_window(self, comm: MPI.Intracomm, hosts: Sequence[str]) -> None:
-        """Let the ranks read each other's status from now on. Collective."""
+        """Create the status window. Collective."""
         self.rank, self._hosts = comm.Get_rank(), hosts
         self.status = StatusWindow(comm)
 
     def set_status(self, what: str, microbatch: int = 0) -> None:
-        """See `World.note`."""
+        """Publish the activity of this rank, as `World.set_status` does."""
         if self.status is not None:
             self.status.page.write(what, microbatch)
 
     def watch(self, wait: PendingWait) -> AbstractContextManager[None]:
-        """Give the enclosed wait, or any other use of MPI, a deadline.
+        """Return a context manager that gives the enclosed use of MPI a deadline.
 
         Raises:
-            UserError: MPI does not let this thread call it.
+            UserError: MPI does not allow calls from this thread.
         """
         if self._main_thread_only and not MPI.Is_thread_main():
             raise UserError(
-                f"{wait.what}: MPI lets the main thread alone call it ({thread_level()}), this is thread "
-                f"{threading.current_thread().name}: expected an MPI library that grants MPI_THREAD_SERIALIZED, and "
-                "mpi4py.rc.thread_level at its default"
+                f"{wait.what}: MPI allows calls from the main thread only ({thread_level()}), this is thread "
+                f"{threading.current_thread().name}: use an MPI library that grants MPI_THREAD_SERIALIZED, and the "
+                "default of mpi4py.rc.thread_level"
             )
         return self.watchdog.watch(wait)
 
     @contextmanager
     def arrival(self, what: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
-        """Enclose a wait in a collective operation. Local, but for what it encloses.
+        """Context manager for the wait in a collective: publish the arrival, and set a deadline.
 
         Args:
-            what: The operation in words that follow "while".
-            among: The ranks that take part. None for all: such operations are counted, by which late ranks are known.
+            what: Operation, for messages ("... while <what>").
+            among: Ranks of the collective. None for all ranks; these collectives are counted to find late ranks.
         """
         number = 0
         if among is None and self.status is not None:
@@ -109,11 +105,11 @@ class Job:
 
     @contextmanager
     def finalizing(self) -> Iterator[Callable[[], None]]:
-        """Enclose the wait in the last collective operation of all ranks. Local, but for what it encloses.
+        """Context manager for the last collective of all ranks.
 
         Yields:
-            A function to call now and then: it ends the job if others wait in a collective that this rank will not
-            join. One-sided.
+            A one-sided function to call periodically. It aborts the job if other ranks wait in a collective that this
+            rank will not join.
         """
         assert self.status is not None
         self.status.page.finalizing = True
@@ -121,7 +117,7 @@ class Job:
             yield self._check_stranded
 
     def free_status_window(self) -> None:
-        """Free the status window; nobody is named any more. Collective."""
+        """Free the status window. Collective."""
         status, self.status = self.status, None
         assert status is not None
         status.free()
@@ -138,11 +134,11 @@ class Job:
         if waiting:
             status.page.announce_abort()
             rank = waiting[0]
-            them = format_status(rank, self._hosts[rank], peers[rank], time.time())
-            self._abort(f"has left while others wait for it: {them}", peers)
+            text = format_status(rank, self._hosts[rank], peers[rank], time.time())
+            self._abort(f"has left while others wait for it: {text}", peers)
 
     def _expired(self, wait: PendingWait) -> None:
-        """End the job because a wait has outlasted its deadline. Called from the watchdog's thread; does not return."""
+        """Abort the job because a wait has exceeded its deadline. Called from the watchdog thread; does not return."""
         late = "another rank is late, stuck or dead"
         peers: Mapping[int, Status | None] = {}
         status = self.status
@@ -156,8 +152,7 @@ class Job:
         self._abort(f"{waited}: {late}; the limit is {self._limit}", peers)
 
     def _heartbeat(self) -> None:
-        """Called from the watchdog's thread."""
-        status = self.status  # `free_status_window` takes it away in another thread
+        status = self.status  # another thread may reset it in `free_status_window`
         if status is not None:
             status.page.heartbeat()
 

@@ -1,25 +1,28 @@
-"""Which ranks are late, and the message about them: pure functions of the status of every rank.
+"""Late ranks, and messages about them: pure functions of the status of all ranks.
 
-Collectives are numbered: every rank goes through the same ones in the same order. So a rank in a collective waits for
-the ranks that have arrived at fewer collectives. A fetch or push waits for the owners of the shards that it moves.
+Collectives are numbered: all ranks call the same ones in the same order. So a rank in a collective waits for the ranks
+that have arrived at fewer collectives. A fetch or push waits for the owners of the shards.
+
+In all functions `peers` is the status of all other ranks, None for a rank that does not answer. `now` is the time in
+seconds since 1970.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-#: The most late ranks that a message names; others are counted.
+#: Maximum number of late ranks in a message; the others are counted.
 MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PendingWait:
-    """The operation that a rank waits for.
+    """An operation that a rank waits for.
 
     Attributes:
-        what: The operation in words that follow "while", such as "fetching unit layers.3".
-        owners: The ranks whose memory the operation reads or adds to; empty for a collective.
-        collective: The number of the collective, from 1; 0 for other operations, and for collectives of some ranks only.
-        among: The ranks that may be late; None for all.
+        what: Operation, for messages ("... while <what>"), such as "fetching unit layers.3".
+        owners: Ranks whose memory the operation accesses; empty for a collective.
+        collective: Number of the collective, from 1; 0 for other operations, and for collectives of a subset of ranks.
+        among: Ranks that may be late; None for all.
     """
 
     what: str
@@ -33,14 +36,13 @@ class Status:
     """The status that a rank published last.
 
     Attributes:
-        what: The activity in words that follow "was last seen".
+        what: Activity, for messages ("was last seen ..., <what>").
         microbatch: Number of the microbatch in this minibatch, from 1; 0 outside of microbatches.
-        num_collectives: Collectives at which the rank has arrived.
-        finalizing: Whether the rank has begun to close its world.
-        aborting: Whether the rank is about to end the job with a message of its own.
-        heartbeat_missing: Whether the heartbeat is missing, which the watchdog gives even while the rank computes.
+        finalizing: True if the rank has begun to close its world.
+        aborting: True if the rank is about to print a message and abort the job.
+        heartbeat_missing: True if the watchdog of the rank, which also runs while the rank computes, sent no heartbeat.
         published_at: Time of publication in seconds since 1970, by the clock of the rank.
-        number: Number of the heartbeat.
+        number: Number of the heartbeat, incremented by each write.
     """
 
     what: str
@@ -54,54 +56,40 @@ class Status:
 
 
 def late_ranks(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that a wait waits for, the most suspect first.
-
-    Args:
-        wait: The wait.
-        peers: All other ranks; None for one that does not answer.
-    """
+    """Return the ranks that a wait waits for, the most suspect first."""
     if wait.among is not None:
         peers = {rank: status for rank, status in peers.items() if rank in wait.among}
     lifeless = [rank for rank, status in peers.items() if status is None or status.heartbeat_missing]
     if wait.collective:
         late = [rank for rank, status in peers.items() if rank in lifeless or (status and _misses(status, wait))]
     else:
-        # Where no owner is named any rank may be the late one: a rank without a heartbeat, if there is one, or one that
-        # does something else.
+        # Without owners any rank may be late: one without a heartbeat, if there is one, or one that is elsewhere.
         busy = [rank for rank, status in peers.items() if status and status.what != wait.what]
         late = [rank for rank in peers if rank in wait.owners] or lifeless or busy or list(peers)
     return sorted(late, key=lambda rank: _suspicion_key(peers[rank]))
 
 
 def ranks_in_other_collective(wait: PendingWait, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that have arrived at as many collectives, and wait in another collective."""
+    """Return the ranks that wait in another collective with the same number."""
     return [rank for rank, status in peers.items() if status and wait.collective and not _is_at(status, wait)]
 
 
 def stranded(collective: int, peers: Mapping[int, Status | None]) -> list[int]:
-    """Return the ranks that would wait for ever for a rank that leaves.
+    """Return the ranks that would wait forever for a rank that leaves, not those that close their world later.
 
     Args:
         collective: Number of the last collective of the leaving rank, in which it closes its world.
-        peers: As for `late_ranks`. A rank that closes its world later is not stranded.
     """
     return [rank for rank, s in peers.items() if s and s.num_collectives >= collective and not s.finalizing]
 
 
 def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hosts: Sequence[str], now: float) -> str:
-    """Return the message that names the late ranks and the last activity of each.
-
-    Args:
-        wait: The wait that lasts too long.
-        peers: As for `late_ranks`.
-        hosts: The host name of every rank.
-        now: The time in seconds since 1970.
-    """
+    """Format the late ranks and the last activity of each as a message; `hosts` has the host name of every rank."""
     late = late_ranks(wait, peers)
     if late:
         lead = "late is" if wait.collective and len(late) == 1 else "late are" if wait.collective else "it waits for"
     else:
-        late, lead = ranks_in_other_collective(wait, peers), "no rank is late, but elsewhere is"
+        late, lead = ranks_in_other_collective(wait, peers), "no rank is late, but in another collective is"
     if not late:
         return "all ranks have arrived there; the network or the MPI library is stuck"
     named = [format_status(rank, hosts[rank], peers[rank], now) for rank in late[:MAX_LISTED]]
@@ -111,7 +99,7 @@ def format_late_ranks(wait: PendingWait, peers: Mapping[int, Status | None], hos
 
 
 def format_status(rank: int, host: str, status: Status | None, now: float) -> str:
-    """Return the last activity of a rank in words."""
+    """Format the last activity of a rank."""
     who = f"rank {rank} on {host}"
     if status is None:
         return f"{who}, which does not answer"
@@ -124,18 +112,18 @@ def format_status(rank: int, host: str, status: Status | None, now: float) -> st
 
 
 def compare(first: Mapping[int, Status | None], second: Mapping[int, Status | None]) -> dict[int, Status | None]:
-    """Return the first reading, with the ranks marked silent whose heartbeat is the same in the second."""
-    seen = dict(first)
+    """Return the first reading, with `heartbeat_missing` for ranks with the same heartbeat in the second reading."""
+    result = dict(first)
     for rank, status in first.items():
-        again = second[rank]
-        # The watchdog of a rank that is about to speak does nothing else.
-        if status and again and not again.aborting:
-            seen[rank] = replace(status, heartbeat_missing=status.number == again.number)
-    return seen
+        later = second[rank]
+        # The watchdog of a rank that is about to abort sends no heartbeats.
+        if status and later and not later.aborting:
+            result[rank] = replace(status, heartbeat_missing=status.number == later.number)
+    return result
 
 
 def _suspicion_key(status: Status | None) -> tuple[int, float]:
-    """Order by suspicion: ranks that do not answer, silent ranks, then ranks by the age of their status."""
+    """Sort ranks that do not answer first, then ranks without a heartbeat, then by the age of the status."""
     if status is None:
         return 0, 0.0
     return 1 if status.heartbeat_missing else 2, status.published_at
@@ -146,5 +134,5 @@ def _misses(status: Status, wait: PendingWait) -> bool:
 
 
 def _is_at(status: Status, wait: PendingWait) -> bool:
-    # A long text is cut where it is stored.
+    # A long text is truncated in the status page.
     return wait.what.startswith(status.what)

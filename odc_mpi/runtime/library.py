@@ -1,12 +1,12 @@
-"""The MPI library: its name, the memory model of its windows, and which threads may call it.
+"""Properties of the MPI library: name, memory model of windows, thread level.
 
-mpi4py asks for MPI_THREAD_MULTIPLE when it starts MPI, unless a program has set `mpi4py.rc.thread_level`, and so does
+mpi4py requests MPI_THREAD_MULTIPLE when it starts MPI, unless a program has set `mpi4py.rc.thread_level`, and so does
 `runtime.start.pmi`. The library may grant less:
 
-    MPI_THREAD_MULTIPLE     all threads, at the same time: threads of ours fetch, push, serve and read the status
-    MPI_THREAD_SERIALIZED   all threads, one at a time: no thread of ours calls MPI. The thread does in which torch runs
-                            a backward on a GPU, since the main thread waits for it meanwhile
-    below                   the main thread: the call of any other is refused, and so is a model on a GPU
+    MPI_THREAD_MULTIPLE     threads of this package fetch, push, make progress and read the status
+    MPI_THREAD_SERIALIZED   no thread of this package calls MPI. The autograd thread of a backward on a GPU does, since
+                            the main thread waits for it
+    below                   only the main thread calls MPI. Calls from other threads and models on a GPU raise an error
 """
 
 from mpi4py import MPI
@@ -20,9 +20,9 @@ _THREAD_LEVELS = {
 
 
 def library_name(version: str) -> str:
-    """Shorten what MPI_Get_library_version says to a name and a version.
+    """Shorten the result of MPI_Get_library_version to a name and a version.
 
-    The two libraries say it differently: "MPICH Version:      5.0.2" and more lines, "Open MPI v5.0.11, package: ...".
+    Examples: "MPICH Version:      5.0.2" and more lines; "Open MPI v5.0.11, package: ...".
     """
     words = version.replace("Version:", "").replace(",", " ").split("\n")[0].split()
     end = next((i for i, word in enumerate(words) if any(c.isdigit() for c in word)), len(words) - 1)
@@ -35,15 +35,15 @@ def memory_model(win: MPI.Win) -> str:
 
 
 def thread_level() -> str:
-    """Return the thread level that the library granted, by its name in the standard."""
+    """Return the name of the thread level that the library granted."""
     return _THREAD_LEVELS[MPI.Query_thread()]
 
 
 def has_thread_multiple() -> bool:
-    """Tell whether threads may call MPI at the same time."""
+    """Return True if several threads may call MPI concurrently."""
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 def has_thread_serialized() -> bool:
-    """Tell whether other threads than the main one may call MPI, one at a time at least."""
+    """Return True if all threads may call MPI, at least one at a time."""
     return MPI.Query_thread() >= MPI.THREAD_SERIALIZED

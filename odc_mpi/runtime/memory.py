@@ -1,4 +1,4 @@
-"""Memory of this host: how much is free, and what is in /dev/shm, where windows on host memory live."""
+"""Free host memory, and shared memory in /dev/shm, which contains the windows in host memory."""
 
 import re
 import shutil
@@ -13,14 +13,14 @@ from odc_mpi.errors import UserError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: Where Linux shows control groups: those of version 2, or beneath it a folder for each controller of version 1.
+#: Directory of the control groups: version 2, or with one subdirectory per controller, version 1.
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Return the bytes of memory that this process and others may still take: of the host, and of its control groups.
+    """Return the available bytes of host memory, within the limits of the control groups of this process.
 
-    What cannot be told, as on another system than Linux, is no limit.
+    A limit that cannot be read, as on systems other than Linux, is ignored.
     """
     return max(0, min([_host_available_bytes(), *_cgroup_available_bytes()]))
 
@@ -31,7 +31,6 @@ def _host_available_bytes() -> int:
 
 
 def _cgroup_available_bytes() -> Iterator[int]:
-    """Yield what is left below the limit of each group that this process is in."""
     for line in _read(Path("/proc/self/cgroup")).splitlines() or ["0::/"]:
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -42,18 +41,15 @@ def _cgroup_available_bytes() -> Iterator[int]:
 
 
 def _bytes_left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """Yield what is left below the limit of a group, and of those that it is in.
+    """Yield the available bytes of a control group and of the groups that contain it.
 
-    Args:
-        root: Of the groups.
-        path: Of the group.
-        names: The files of the limit and of the use, and the entry of memory.stat for files that were read once.
+    `names` are the files of limit and usage, and the entry of memory.stat for the inactive page cache.
     """
     group = root / path.strip("/")
     for folder in (group, *group.parents):
         limit, used = (_read(folder / name).strip() for name in names[:2])
         if limit.isdecimal() and used.isdecimal():
-            # Files that were read once are dropped before anything fails.
+            # The kernel drops the inactive page cache before an allocation fails.
             stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
             yield int(limit) - int(used) + int(stat.get(names[2], 0))
         if folder == root:
@@ -68,23 +64,20 @@ def _read(path: Path) -> str:
 
 
 def check_shm_capacity(num_bytes: int, local_size: int, what: str) -> None:
-    """Check that /dev/shm has room for the windows of this node's ranks.
+    """Check that /dev/shm has room for the windows of the ranks of this node.
 
-    Args:
-        num_bytes: Bytes for all ranks of the node together.
-        local_size: Number of ranks of the node.
-        what: Their purpose in words that follow "room for".
+    `num_bytes` is the size for all `local_size` ranks of the node. `what` follows "room for" in the message.
 
     Raises:
-        UserError: There is too little.
+        UserError: There is not enough room.
     """
-    # One rank on a node needs no memory that others can see: MPI takes it from the heap.
+    # For a single rank on a node MPI allocates windows on the heap.
     if local_size == 1:
         return
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
-        return  # Not every system keeps shared memory there; MPI will find its own place or say so.
+        return  # not all systems have /dev/shm; MPI uses another directory or reports an error
     if num_bytes > free:
         raise UserError(
             f"/dev/shm has {free >> 20} MiB free, expected at least {num_bytes >> 20} MiB as room for {what} of this "
@@ -93,9 +86,9 @@ def check_shm_capacity(num_bytes: int, local_size: int, what: str) -> None:
 
 
 def startup_shm_names() -> set[str]:
-    """Return the files in /dev/shm that the MPI library made at its start and this rank has mapped.
+    """Return the files in /dev/shm that the MPI library created in MPI_Init and this rank has mapped.
 
-    Their names are mpich_shm_* (MPICH) and sm_segment.* (Open MPI). Windows have no names from the beginning.
+    Their names are mpich_shm_* (MPICH) and sm_segment.* (Open MPI). The files of windows have no names.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -105,30 +98,18 @@ def startup_shm_names() -> set[str]:
 
 
 def unlink(names: Iterable[str]) -> None:
-    """Remove the names of shared memory that every rank of the node has mapped by now.
+    """Unlink shared memory files that every rank of the node has mapped.
 
-    The libraries remove them in MPI_Finalize only: a killed or aborted job would leave megabytes in /dev/shm.
+    The libraries unlink them only in MPI_Finalize: a killed or aborted job would leave megabytes in /dev/shm.
     """
     for name in names:
         with suppress(OSError):
             Path(name).unlink()
 
 
-def unlink_own_startup_shm(comm: "MPI.Intracomm") -> None:
-    """Remove the names of the shared memory of MPI's start in a process that is alone: nobody will map it.
-
-    Open MPI does not remove them where no launcher started the process, not even in MPI_Finalize.
-
-    Args:
-        comm: All ranks of the job; with several this does nothing, see `unlink_startup_shm`.
-    """
-    if comm.Get_size() == 1:
-        unlink(startup_shm_names())
-
-
 def unlink_startup_shm(node_comm: "MPI.Intracomm") -> None:
-    """Remove the names of the shared memory that MPI made at its start: nobody else will map it. Collective."""
-    # Each has spoken with each of its node, so all have mapped what the library made at its start.
+    """Unlink the shared memory files of MPI_Init, which no other process will map. Collective."""
+    # After every pair of ranks has communicated, all have mapped the files.
     node_comm.alltoall([None] * node_comm.Get_size())
-    # Each of them: one that stood in for all might be killed before it came to it.
+    # Every rank unlinks, since any single one could be killed before.
     unlink(set.intersection(*node_comm.allgather(startup_shm_names())))

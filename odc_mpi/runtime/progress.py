@@ -1,7 +1,7 @@
-"""`ProgressSetting`: this rank's part in operations of others, done while it waits.
+"""Tasks that a rank runs for operations of other ranks, such as additions to its shards.
 
-Every polite wait (`World.wait`, `meet`, `meeting`), every fetch from windows and a progress thread (`comm.progress`)
-call it, so that no rank waits for one that itself only waits.
+Waits that poll (`World.wait`, `wait_collective`, `collective`), fetches from windows and a progress thread
+(`comm.progress`) run them, so that no rank waits for a rank that itself only waits.
 """
 
 import threading
@@ -11,32 +11,32 @@ from mpi4py import MPI
 
 
 class Progress:
-    """What is to be done for other ranks. Any thread may call it."""
+    """Registered tasks for other ranks. Thread-safe."""
 
     def __init__(self) -> None:
         self._tasks: tuple[Callable[[], bool], ...] = ()
         self._busy = threading.Lock()
 
     def add(self, task: Callable[[], bool]) -> None:
-        """Have a task called again and again, which returns whether there was anything to do. Local, as the task is."""
+        """Register a task to be called periodically. It returns True if there was anything to do."""
         self._tasks = (*self._tasks, task)
 
     def remove(self, task: Callable[[], bool]) -> None:
-        """Call a task no more, and wait until no thread does. Local; does nothing if it is not there."""
+        """Unregister a task, and wait until no thread runs it. Idempotent."""
         with self._busy:
             self._tasks = tuple(other for other in self._tasks if other != task)
 
     def run_tasks(self) -> bool:
-        """Do what is to be done; return whether there was anything. Local; does nothing if another thread is at it."""
+        """Run all tasks, unless another thread does; return True if there was anything to do."""
         if not self._tasks or not self._busy.acquire(blocking=False):
             return False
         try:
-            served = [task() for task in self._tasks]
-            return any(served)
+            results = [task() for task in self._tasks]
+            return any(results)
         finally:
             self._busy.release()
 
     def poke(self) -> bool:
-        """Enter MPI, since over a network nothing arrives or leaves unless somebody does, and `serve`."""
+        """Enter MPI, since some networks make progress only in MPI calls, and run all tasks."""
         MPI.COMM_WORLD.Iprobe()
         return self.run_tasks()

@@ -1,4 +1,4 @@
-"""The frame of a command on many ranks: MPI starts, the ranks work, and all end with one exit code."""
+"""Execution of a command on many ranks: start of MPI, errors, and a common exit code."""
 
 import gc
 import os
@@ -15,16 +15,16 @@ from odc_mpi.runtime.start.limits import start_limit
 if TYPE_CHECKING:
     from odc_mpi.runtime.world import World
 
-#: EX_TEMPFAIL of sysexits.h: a scheduler may be told to requeue a job that ends with it.
+#: EX_TEMPFAIL of sysexits.h: a scheduler can be configured to requeue a job with this exit code.
 _STOPPED = 75
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Import without looking for garbage meanwhile, and never look at what was imported again.
+    """Context manager for imports: pause garbage collection, and exclude imported objects from it (`gc.freeze`).
 
-    torch and transformers make half a million objects that stay for as long as the process. To look through them as
-    they come takes a third of the import, and each full collection later 0.2 s, at another time on every rank.
+    torch and transformers create half a million permanent objects. Garbage collection takes a third of the import, and
+    each full collection later takes 0.2 s, at a different time on every rank.
     """
     was_on, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -39,7 +39,7 @@ def gc_paused() -> Iterator[None]:
 
 @contextmanager
 def mpi_startup() -> Iterator[None]:
-    """Enclose the imports that start MPI: within a time limit, and with a clear error without a library."""
+    """Context manager for the imports that start MPI: set a time limit, and report a missing library clearly."""
     from odc_mpi.runtime.start.pmi import check_before_start
 
     with start_limit():
@@ -50,16 +50,15 @@ def mpi_startup() -> Iterator[None]:
             if not re.search(r"cannot load MPI|libmpi", str(error)):
                 raise
             raise UserError(
-                f"no MPI library found ({one_line_message(error)}): pip install 'odc_mpi[mpich]', or load your cluster's"
+                f"no MPI library found ({one_line_message(error)}): pip install 'odc_mpi[mpich]', "
+                "or load the library of your cluster"
             ) from error
 
 
 def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
-    """Run a function on all ranks and return the exit code. Collective; may end the process.
+    """Run a function on all ranks, close the world, and return an exit code of `odc_mpi.cli.main`.
 
-    Args:
-        world: The ranks; closed afterwards.
-        work: The function; its exceptions become the exit codes of `odc_mpi.cli.main`.
+    Collective; may end the process.
     """
     from odc_mpi.runtime.abort import abort
 
@@ -73,7 +72,7 @@ def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
             print_error(error)
         return 2 if isinstance(error, UserError) else 1
     except UserError as error:
-        # Met by this rank alone, perhaps: the others may be waiting for it.
+        # Perhaps only this rank raised: the others may wait for it.
         abort(f"rank {world.rank}: {error}", code=2)
     except KeyboardInterrupt:
         abort("interrupted", code=130)
@@ -82,23 +81,24 @@ def run_on_all_ranks(world: "World", work: Callable[[], object]) -> int:
 
 
 def _report_stopped(stopped: StoppedError, rank: int) -> int:
-    """Say that a run ended as asked, and return the exit code.
+    """Print that the run stopped as requested, and return the exit code.
 
-    A launcher that ends all ranks at the first nonzero exit code would kill slower ranks and pass on their exit code
-    instead of 75. So a file can say that the run stopped; then the exit code is 0, unless rank 0 cannot write the file.
+    A launcher that ends all ranks at the first nonzero exit code would kill slower ranks and return their exit code
+    instead of 75. ODC_MPI_STOPPED_FILE therefore names a file that is created if the run stopped; then the exit code is
+    0, unless rank 0 cannot write the file.
     """
-    note = os.environ.get("ODC_MPI_STOPPED_FILE")
+    path = os.environ.get("ODC_MPI_STOPPED_FILE")
     if rank == 0:
         print(f"odc-mpi: {stopped}", file=sys.stderr, flush=True)
-    if rank == 0 and note:
+    if rank == 0 and path:
         try:
-            Path(note).touch()
+            Path(path).touch()
         except OSError as error:
-            print(f"odc-mpi: cannot write ODC_MPI_STOPPED_FILE={note}: {error.strerror}", file=sys.stderr, flush=True)
+            print(f"odc-mpi: cannot write ODC_MPI_STOPPED_FILE={path}: {error.strerror}", file=sys.stderr, flush=True)
             return _STOPPED
-    return 0 if note else _STOPPED
+    return 0 if path else _STOPPED
 
 
 def print_error(error: object) -> None:
-    """Print an error as a line on standard error."""
+    """Print an error on standard error."""
     print(f"odc-mpi: error: {error}", file=sys.stderr, flush=True)

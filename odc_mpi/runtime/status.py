@@ -1,14 +1,14 @@
-"""The activity of every rank, for other ranks to read when a wait outlasts its deadline.
+"""Status of all ranks in a window, read by a rank whose wait has exceeded its deadline.
 
-Each rank has a page of 512 bytes in a window. The rank writes its page by plain stores; others read the page with
-MPI_Rget, but only when a wait has outlasted its deadline. So the ranks of a node can read the page of a rank that
-computes or is stopped. Over a network without one-sided hardware a page can be read while its rank enters MPI,
-which a thread does now and then; a rank that is stopped does not answer there.
+Each rank has a page of 512 bytes in a window. It writes its page by plain stores. Other ranks read it with MPI_Rget
+after a wait has exceeded its deadline. So the ranks of a node can read the page of a rank that computes or is stopped.
+Over a network without one-sided hardware a page can be read only while its rank is in MPI, which a thread enters
+periodically. There a rank that is stopped does not answer.
 
 Note: torn pages
-    A page has two slots, written in turn, each with a number and a checksum. A reader takes the valid slot with the
-    higher number. A writer that is stopped in the middle of a slot leaves the other one whole, and no order of stores
-    is assumed, which a lock of sequence numbers would need.
+    A page has two slots, written alternately, each with a number and a checksum. A reader takes the valid slot with the
+    higher number. If a writer is stopped in the middle of a slot, the other slot is valid. This does not depend on the
+    order of stores, as a sequence lock would.
 """
 
 import queue
@@ -25,31 +25,25 @@ from mpi4py import MPI
 from odc_mpi.runtime.lateness import Status
 from odc_mpi.runtime.library import has_thread_multiple, memory_model
 
-#: Bytes of a slot, and of a rank's page.
+#: Size of a slot. A page has two slots.
 SLOT_BYTES = 256
 PAGE_BYTES = 2 * SLOT_BYTES
-#: Checksum of the rest; number of the write, time, meetings, microbatch, flags, bytes of text.
+#: Content of a slot: checksum; number of the write, time, number of collectives, microbatch, flags, length of the text.
 _CHECKSUM = struct.Struct("<I")
 _HEAD = struct.Struct("<QdIIBB")
 MAX_TEXT_BYTES = SLOT_BYTES - _CHECKSUM.size - _HEAD.size
 _FINALIZING, _ABORTING = 1, 2
-#: Where nothing else drives MPI's progress on a rank that computes, a thread does: seconds between its turns, and calls
-#: in each turn. Enough for the page to be read, and too little to slow the rank down.
+#: The background thread makes MPI progress on a rank that computes: seconds between its polls, and MPI calls per poll.
+#: Enough for other ranks to read the page, and too little to slow the rank down.
 POLL_EVERY_S, NUM_POLLS = 0.5, 3
-#: Seconds to wait for the pages: a dead or stopped host never answers.
+#: Seconds to wait for the pages. A dead or stopped host never answers.
 READ_GRACE_S = 2.0
 
 
 class StatusPage:
-    """The status page of this rank. Any thread may write it.
+    """Status page of this rank in `memory`, `[PAGE_BYTES]`. Thread-safe.
 
-    Args:
-        memory: Memory of the page, `[PAGE_BYTES]`.
-
-    Attributes:
-        num_collectives: Collectives at which this rank has arrived; published, like the flags, with the next `write`.
-        finalizing: See `Status`.
-        aborting: See `Status`.
+    Attributes are those of `Status`. The next `write` publishes them.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -68,7 +62,7 @@ class StatusPage:
             self._store()
 
     def enter_collective(self, what: str) -> int:
-        """Publish that this rank has arrived at a collective; return the number of the collective, from 1."""
+        """Publish that this rank has arrived at a collective; return its number, from 1."""
         with self._lock:
             self.num_collectives += 1
             self._last = what, 0, time.time()
@@ -76,63 +70,64 @@ class StatusPage:
             return self.num_collectives
 
     def announce_abort(self) -> None:
-        """Publish that this rank is about to end the job with a message; its activity stays on the page."""
+        """Publish that this rank is about to abort the job, with its last activity."""
         with self._lock:
             self.aborting = True
             self._store()
 
     def heartbeat(self) -> None:
-        """Give a heartbeat: the same status under a new number."""
+        """Publish the same status with a new number."""
         with self._lock:
             self._store()
 
     def detach(self) -> None:
-        """Let go of the memory: later writes go nowhere."""
+        """Replace the memory of the page: later writes have no effect."""
         with self._lock:
             self._memory = memoryview(bytearray(PAGE_BYTES))
 
     def _store(self) -> None:
         self._number += 1
-        what, microbatch, told_at = self._last
+        what, microbatch, published_at = self._last
         text = what.encode()[:MAX_TEXT_BYTES]
         flags = _FINALIZING * self.finalizing + _ABORTING * self.aborting
-        record = _HEAD.pack(self._number, told_at, self.num_collectives, microbatch, flags, len(text)) + text
+        record = _HEAD.pack(self._number, published_at, self.num_collectives, microbatch, flags, len(text)) + text
         start = self._number % 2 * SLOT_BYTES
         self._memory[start : start + _CHECKSUM.size + len(record)] = _CHECKSUM.pack(zlib.crc32(record)) + record
 
 
 def read_page(page: bytes) -> Status | None:
-    """Return the status on a page; None if it was read while both slots were written."""
+    """Return the status in a page; None if both slots are invalid, since they changed during the read."""
     slots = [_read_slot(page[start : start + SLOT_BYTES]) for start in (0, SLOT_BYTES)]
     return max((slot for slot in slots if slot is not None), key=lambda status: status.number, default=None)
 
 
 def _read_slot(slot: bytes) -> Status | None:
-    number, told_at, num_meetings, microbatch, flags, length = _HEAD.unpack_from(slot, _CHECKSUM.size)
+    number, published_at, num_collectives, microbatch, flags, length = _HEAD.unpack_from(slot, _CHECKSUM.size)
     record = slot[_CHECKSUM.size : _CHECKSUM.size + _HEAD.size + length]
     if zlib.crc32(record) != _CHECKSUM.unpack_from(slot)[0]:
         return None
-    # A text cut in the middle of a character loses it.
+    # A character at which the text was truncated is dropped.
     text = record[_HEAD.size :].decode(errors="ignore")
     return Status(
         text,
         microbatch,
-        num_meetings,
+        num_collectives,
         finalizing=bool(flags & _FINALIZING),
         aborting=bool(flags & _ABORTING),
-        published_at=told_at,
+        published_at=published_at,
         number=number,
     )
 
 
 class StatusWindow:
-    """The pages of all ranks. Creating and freeing one is collective.
+    """Window with the pages of all ranks. Construction is collective.
 
     Attributes:
-        page: This rank's, to write.
-        memory_model: Memory model of the window; it stands for those of all windows of the library.
-        prepare: Called in the thread that reads pages and drives progress, before the thread calls MPI.
-        background_progress: Whether a thread enters MPI now and then, so that other ranks can read the page over any network.
+        page: Page of this rank.
+        memory_model: Memory model of this window, which is the same for all windows of the library.
+        prepare: Function that the background thread calls before it calls MPI.
+        background_progress: True if the background thread enters MPI periodically, so that other ranks can read the
+            page over any network.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -148,15 +143,15 @@ class StatusWindow:
         self.page = StatusPage(memoryview(self._win.tomemory()))  # type: ignore[arg-type]
         self.page.write("starting up")
         self._win.Sync()
-        # Memory that a request not yet answered may still be written to.
+        # Memory of incomplete requests, which MPI may still write.
         self._unanswered: list[np.ndarray] = []
-        # Reading has a thread of its own: asking a dead host may not come back.
+        # Read in a separate thread: an MPI call for a dead host may not return.
         self._readings: queue.SimpleQueue[_Reading | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="odc_mpi-status", daemon=True)
-        # Else the only thread that may call MPI at that moment is the one that waits: nobody can be read.
+        # Otherwise only the thread that waits could call MPI at that moment, and no page can be read.
         if has_thread_multiple():
             self._thread.start()
-        # The first Get from a peer sets up a connection, which has to be there before the peer is in trouble.
+        # The first Get from a peer opens a connection, which must exist before the peer fails.
         comm.Barrier()
         self.read()
         comm.Barrier()
@@ -198,7 +193,7 @@ class StatusWindow:
             reading.is_done.set()
 
     def _poll(self) -> None:
-        """Drive MPI's progress, which a reader on another host needs where the network is not one-sided."""
+        """Make MPI progress, for readers on other hosts if the network has no one-sided hardware."""
         for _ in range(NUM_POLLS):
             self._comm.Iprobe()
             time.sleep(1e-3)
@@ -213,7 +208,7 @@ class StatusWindow:
                     requests[rank] = self._win.Rget([page, MPI.BYTE], rank, (0, PAGE_BYTES, MPI.BYTE))
                 if requests[rank].Test():
                     del requests[rank]
-                    # A torn page is asked for again.
+                    # A torn page is read again.
                     if status := read_page(page.tobytes()):
                         reading.status[rank] = status
                         del pages[rank]
@@ -223,14 +218,8 @@ class StatusWindow:
 
 @dataclass
 class _Reading:
-    """A request to the reading thread.
-
-    Attributes:
-        status: The status of each rank; the thread fills it in.
-        deadline: Time to give up, by the monotonic clock.
-        is_done: Set when all pages are read or given up.
-    """
+    """A request to the background thread, which fills in the status of each rank."""
 
     status: dict[int, Status | None]
-    deadline: float
+    deadline: float  # of the monotonic clock
     is_done: threading.Event = field(default_factory=threading.Event)

@@ -1,4 +1,4 @@
-"""`Topology`: ranks, and the nodes and hosts that they are on."""
+"""`Topology`: the ranks of a communicator, and their nodes and hosts."""
 
 from collections import Counter
 
@@ -6,23 +6,22 @@ from mpi4py import MPI
 
 
 class Topology:
-    """Some ranks and where they are. Collective to make: a duplicate of the communicator, a split by node.
+    """Ranks of a communicator, and their nodes and hosts.
+
+    Construction is collective: it duplicates the communicator and splits it by node.
 
     Attributes:
-        rank: This process's number among these ranks, from 0.
-        size: Number of ranks.
-        local_rank: This process's number on its node, from 0.
-        local_size: Ranks on this node.
-        host_rank: This process's number on its host, from 0. It is the local rank, unless MPI was told to take every
-            rank for a node of its own (MPIR_CVAR_NOLOCAL).
-        host_size: Ranks on this host.
-        node: This node's number, from 0, in the order of its lowest rank.
-        num_nodes: Nodes of these ranks.
-        hosts: The host name of every rank.
+        local_rank: Index of this process on its node.
+        local_size: Number of ranks on this node.
+        host_rank: Index of this process on its host. It differs from `local_rank` only if MPI is configured to treat
+            every rank as a separate node (MPIR_CVAR_NOLOCAL).
+        host_size: Number of ranks on this host.
+        node: Index of this node. Nodes are sorted by their lowest rank.
+        hosts: Host name of every rank.
         layout: Host name and number of ranks of each node.
-        node_ranks: The ranks of this node, by local rank.
-        comm: These ranks; this world's own.
-        node_comm: The ranks of this node.
+        node_ranks: Ranks of this node, by local rank.
+        comm: Duplicate of the communicator.
+        node_comm: Communicator of the ranks of this node.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -32,7 +31,7 @@ class Topology:
         self.node_comm = MPI.Intracomm(self.comm.Split_type(MPI.COMM_TYPE_SHARED))
         self.local_rank = self.node_comm.Get_rank()
         self.local_size = self.node_comm.Get_size()
-        # The lowest rank of each node stands for it.
+        # The lowest rank of a node identifies it.
         leader = self.node_comm.bcast(self.rank)
         everyone = self.comm.allgather((leader, MPI.Get_processor_name()))
         self.node_ranks = self.node_comm.allgather(self.rank)

@@ -1,8 +1,8 @@
-"""`World`, the ranks of a job and where they are: communicators, ranks, nodes; the whole job, or a part of it.
+"""`World`: the ranks of a job, or a subset, with their communicators and topology.
 
-Communication: creating a `World` is collective (a duplicate of the communicator, a split by node). Afterwards a world
-offers the few collectives that happen outside the training step: `run_on_all` and `broadcast` at start-up, `gather_objects`
-at the end. Every wait in them has a deadline, which `runtime.job` watches for all worlds of a process.
+Construction is collective (a duplicate of the communicator, a split by node). A world offers the collectives outside
+of the training step: `run_on_all` and `broadcast` at start-up, `gather_objects` at the end. All their waits have a
+deadline, which `runtime.job` watches for all worlds of a process.
 """
 
 import atexit
@@ -19,41 +19,43 @@ from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.job import Job
 from odc_mpi.runtime.lateness import PendingWait
 from odc_mpi.runtime.library import library_name
-from odc_mpi.runtime.memory import check_shm_capacity, unlink_own_startup_shm, unlink_startup_shm
-from odc_mpi.runtime.progress import Progress
+from odc_mpi.runtime.memory import check_shm_capacity, startup_shm_names, unlink, unlink_startup_shm
 from odc_mpi.runtime.start.limits import end_within
 from odc_mpi.runtime.topology import Topology
 
 if TYPE_CHECKING:
     import torch
 
-# A part of MPI's start, which the import of mpi4py is: a process need not make a world.
-if MPI.Is_initialized():
-    unlink_own_startup_shm(MPI.COMM_WORLD)
+# Here, since importing mpi4py starts MPI, and not every process creates a world. Open MPI does not unlink the files of
+# a process without a launcher, not even in MPI_Finalize. For several ranks see `unlink_startup_shm`.
+if MPI.Is_initialized() and MPI.COMM_WORLD.Get_size() == 1:
+    unlink(startup_shm_names())
 
 T = TypeVar("T")
 
-#: Seconds between checks of a rank that leaves for ranks that wait for it in another collective.
+#: Seconds between the checks of a rank that leaves for ranks that wait for it in another collective.
 STRANDED_POLL_S = 0.5
 
 
 class World(Topology, AbstractContextManager["World"]):
-    """The ranks of this job, or some of them. Creating a world is collective.
+    """The ranks of this job, or a subset of them. Construction is collective.
 
-    Which ranks, and where they are, tell the attributes of `runtime.topology.Topology`: `rank`, `size`, `node`, ...
+    The attributes of `runtime.topology.Topology` describe the ranks: `rank`, `size`, `node`, ... In all methods `what`
+    is the operation, for messages ("... while <what>"), such as "fetching unit layers.3".
 
-    An exception that leaves the main program on any rank ends the whole job with that rank's traceback; without this
-    the other ranks would wait for ever. So does one that ends a thread of this package, but not a thread of the user's.
+    An uncaught exception in the main thread of any rank, or in a thread of this package, ends the whole job with the
+    traceback of that rank. Otherwise the other ranks would wait forever. User threads are not affected.
 
     Args:
-        comm: Communicator to duplicate; all ranks of the job by default.
-        timeout_s: Seconds that any single wait for another rank may last before the job ends with an error.
-        limit: The setting to name in that error.
-        job: The life of the job that the ranks are a part of. By default the ranks are all of a job that begins here
-            and ends when this world closes.
+        comm: Communicator to duplicate. Default: all ranks of the job.
+        timeout_s: Maximum duration of a single wait for another rank, after which the job ends with an error.
+        limit: Name of the setting that defines `timeout_s`, for messages.
+        job: Existing job, if the ranks are a subset. By default a new job starts, which ends when this world closes.
 
     Attributes:
-        job: The life of the job, of which there is one in a process.
+        job: The job of this process.
+        progress: Tasks that this rank runs for other ranks while it waits.
+        mpi_library: Name and version of the MPI library, such as "MPICH 5.0.2".
     """
 
     def __init__(
@@ -64,10 +66,12 @@ class World(Topology, AbstractContextManager["World"]):
         limit: str = "comm.timeout_s",
         job: Job | None = None,
     ) -> None:
-        if not timeout_s >= 1:  # as for comm.timeout_s: less is over before ranks that are well have met
+        if not timeout_s >= 1:  # as for comm.timeout_s: healthy ranks may need up to a second to synchronize
             raise UserError(f"timeout_s must be a number of seconds, 1 or more, got {timeout_s!r}")
         self.job = job or Job(timeout_s, limit)
-        # The job's numbers of a part's ranks; None for the whole job, which has the same.
+        self.progress = self.job.progress
+        self.mpi_library = library_name(MPI.Get_library_version())
+        # Ranks in the job by rank of a subset; None for the whole job, where they are the same.
         self._members: tuple[int, ...] | None = None
         with self.deadline("starting up"):
             super().__init__(MPI.COMM_WORLD if comm is None else comm)
@@ -76,7 +80,7 @@ class World(Topology, AbstractContextManager["World"]):
                 unlink_startup_shm(self.node_comm)
             else:
                 self._members = tuple(self.comm.allgather(job.rank))
-        # In order, as keys.
+        # A dict as an ordered set.
         self._resources: dict[Callable[[], None], None] = dict.fromkeys([self.comm.Free, self.node_comm.Free])
         self._closed = False
         if job is None:
@@ -84,42 +88,26 @@ class World(Topology, AbstractContextManager["World"]):
             atexit.register(self._finalize)
 
     def split(self, by: str) -> "World":
-        """Return a world of the ranks that share something with this one; waits for them have the same limit.
+        """Return a world of the ranks on the same node, with the same deadline. Collective.
 
-        Collective, as is closing that world; it closes with this world at the latest.
-
-        Args:
-            by: node.
-
-        Raises:
-            ValueError: The ranks cannot be split like that.
+        It closes with this world at the latest. The only value of `by` is "node".
         """
         if by != "node":
             raise ValueError(f"split: expected node, got {by!r}")
         return self._sub_world(self.node_comm)
 
     def self_world(self) -> "World":
-        """Return a world of this rank only, with the same limit. Local; it closes with this world at the latest."""
+        """Return a world of this rank only, with the same deadline. It closes with this world at the latest."""
         return self._sub_world(MPI.COMM_SELF)
 
     @property
     def timeout_s(self) -> float:
-        """Seconds that any single wait may last; may be set, for waits that begin later."""
+        """Maximum duration of a single wait. A change applies to waits that begin later."""
         return self.job.watchdog.timeout_s
 
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
         self.job.watchdog.timeout_s = seconds
-
-    @property
-    def progress(self) -> Progress:
-        """What this rank does for others while it waits."""
-        return self.job.progress
-
-    @property
-    def mpi_library(self) -> str:
-        """Name and version of the MPI library, in one short line."""
-        return library_name(MPI.Get_library_version())
 
     @property
     def memory_model(self) -> str:
@@ -130,24 +118,24 @@ class World(Topology, AbstractContextManager["World"]):
     def set_status(self, what: str, microbatch: int = 0) -> None:
         """Publish the activity of this rank, for the message of a rank whose wait for this one expires.
 
-        Takes a few microseconds. Any thread may call it.
+        Takes a few microseconds and does not communicate. Thread-safe.
 
         Args:
-            what: Words that follow "was last seen", such as "forward of unit layers.3".
+            what: Activity, such as "forward of unit layers.3".
             microbatch: Number of the microbatch in this minibatch, from 1; 0 outside of microbatches.
         """
         self.job.set_status(what, microbatch)
 
     def prepare_threads(self, prepare: Callable[[], None]) -> None:
-        """Have a function run in this world's own thread before the thread calls MPI, such as choosing a GPU."""
+        """Set a function that the background thread calls before MPI calls, such as `Device.set_current`."""
         assert self.job.status is not None
         self.job.status.prepare = prepare
 
     @contextmanager
     def background_progress_off(self) -> Iterator[None]:
-        """Enclose a measurement of one-sidedness: no thread of this rank enters MPI by itself meanwhile.
+        """Context manager for measurements of one-sidedness, in which the background thread does not enter MPI.
 
-        At other times a thread enters MPI twice a second for some milliseconds, so that others can read the status.
+        Otherwise it enters MPI twice a second for some milliseconds, so that other ranks can read the status.
         """
         status = self.job.status
         assert status is not None
@@ -158,11 +146,9 @@ class World(Topology, AbstractContextManager["World"]):
             status.background_progress = True
 
     def deadline(self, what: str, owners: Iterable[int] = ()) -> AbstractContextManager[None]:
-        """Give the enclosed wait at most `timeout_s`; beyond it the job ends and says what this rank was doing.
+        """Return a context manager that ends the job with a message if the enclosed wait exceeds `timeout_s`.
 
-        Args:
-            what: The operation in words that follow "while", such as "fetching unit layers.3".
-            owners: The ranks whose memory the operation needs; by default any.
+        Does not communicate. `owners` are the ranks whose memory the operation accesses; empty if any may be the cause.
         """
         if self._members is not None:
             owners = [self._members[rank] for rank in owners]
@@ -170,48 +156,35 @@ class World(Topology, AbstractContextManager["World"]):
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Enclose a blocking collective operation in a deadline, whose message names the late ranks.
+        """Context manager for a blocking collective operation, with a deadline whose message names the late ranks.
 
-        Collective: all ranks have the same meetings in the same order, by which late ranks are known. The ranks meet
-        before the operation, so that no rank spins in it on a core that a late rank may need.
-
-        Args:
-            what: The operation in words that follow "while", such as "allocating a window".
+        Collective: all ranks use it for the same operations in the same order, so late ranks are known by their count.
+        The ranks first synchronize by polling, so that no rank spins in the operation on a core that a late rank needs.
         """
         with self.job.arrival(what, self._members):
             wait_until(self.comm.Ibarrier().Test, self.progress.run_tasks)
             yield
 
     def wait(self, request: MPI.Request, what: str) -> None:
-        """Wait for a non-blocking operation within the deadline, leaving the core to others.
+        """Wait for a non-blocking operation within the deadline, and run the `progress` tasks while waiting.
 
-        A blocking call would spin: with more ranks than cores it would take time from a rank that computes. Meanwhile
-        this rank serves others (`progress`). For a collective operation see `meet`.
-
-        Args:
-            request: The request of the operation.
-            what: The operation in words that follow "while".
+        A blocking call would spin: with more ranks than cores it would take time from a rank that computes. For a
+        collective operation use `wait_collective`.
         """
         with self.deadline(what):
             wait_until(request.Test, self.progress.run_tasks)
 
     def wait_collective(self, request: MPI.Request, what: str) -> None:
-        """Wait for a non-blocking collective operation as `wait` does; a `collective` as well. Collective."""
+        """Wait for a non-blocking collective, which is counted as in `collective`. Collective."""
         with self.job.arrival(what, self._members):
             wait_until(request.Test, self.progress.run_tasks)
 
     def run_on_all(self, function: Callable[[], T]) -> T:
-        """Call a local function on every rank and fail together. Collective.
-
-        Args:
-            function: The function; it must not communicate.
-
-        Returns:
-            The result of the function on this rank.
+        """Call a function that does not communicate on every rank; if it fails on any, raise on all. Collective.
 
         Raises:
-            AgreedError: On every rank, if the function raised `UserError` on any, or could not use a file: with the
-                message of the lowest such rank.
+            AllRanksUserError: The function raised `UserError` or `OSError` on at least one rank; has the message of the
+                lowest one.
         """
         result, error = None, None
         try:
@@ -228,80 +201,68 @@ class World(Topology, AbstractContextManager["World"]):
         return result  # type: ignore[return-value]
 
     def require_same(self, value: str, what: str) -> None:
-        """Check that all ranks have the same value. Collective; for start-up.
-
-        Args:
-            value: The value of this rank.
-            what: Name of the value, for the message.
+        """Check that all ranks have the same value, named `what` in the error. Collective; for start-up.
 
         Raises:
-            AgreedError: On every rank; names the first rank whose value differs from rank 0's.
+            AllRanksUserError: A value differs; names the first rank whose value differs from that of rank 0.
         """
         values = self.gather_objects(value)
         differing = [rank for rank in range(self.size) if values[rank] != values[0]]
         if differing:
-            raise AllRanksUserError(
-                f"{what}: expected the same on every rank, rank {differing[0]} has another than rank 0"
-            )
+            raise AllRanksUserError(f"{what}: expected the same on every rank, rank {differing[0]} differs from rank 0")
 
     def cores_per_rank(self) -> int:
-        """Return the number of cores of this host for each of its ranks, at least 1. Collective."""
+        """Return the number of cores of this host divided by its ranks, at least 1. Collective."""
         masks = self.gather_objects(os.sched_getaffinity(0))
-        own = self.hosts[self.rank]
-        cores = set().union(*(mask for mask, host in zip(masks, self.hosts, strict=True) if host == own))
+        this_host = self.hosts[self.rank]
+        cores = set().union(*(mask for mask, host in zip(masks, self.hosts, strict=True) if host == this_host))
         return max(1, len(cores) // self.host_size)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Give every rank every rank's value, in rank order. Collective; for start-up and the end, not for steps."""
+        """Return the values of all ranks, in rank order. Collective; for start-up and the end, not for steps."""
         with self.collective("gathering from all ranks"):
             return self.comm.allgather(value)
 
     def broadcast(self, tensor: "torch.Tensor") -> None:
-        """Overwrite a contiguous host tensor of any dtype with rank 0's. Collective.
-
-        Raises:
-            ValueError: The tensor is not contiguous or not on the host.
-        """
+        """Overwrite a contiguous CPU tensor of any dtype with the tensor of rank 0. Collective."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"broadcast needs a contiguous CPU tensor, got {tensor.device}, strides {tensor.stride()}")
-        # Not at the top: `odc-mpi doctor` and a mistake in the settings need ranks, but no torch, which takes a second.
+        # Imported late: `odc-mpi doctor` and invalid settings need ranks, but not torch, whose import takes a second.
         import torch
 
         if tensor.numel():
             data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
             with self.collective("broadcasting from rank 0"):
-                # Pieces below 2 GiB: a count in MPI is an int in many libraries.
+                # In messages of less than 2 GiB: counts are 32-bit integers in many MPI libraries.
                 for start in range(0, data.size, 1 << 30):
                     self.comm.Bcast(data[start : start + (1 << 30)], root=0)
 
     def require_shared_memory(self, num_bytes: int, what: str) -> None:
-        """Check that /dev/shm has room for the windows of this node's ranks. Collective.
+        """Check that /dev/shm has room for the windows of the ranks of this node. Collective.
 
-        Args:
-            num_bytes: Bytes for this rank.
-            what: Their purpose in words that follow "room for".
+        `num_bytes` is the size for this rank. `what` follows "room for" in the message.
 
         Raises:
-            UserError: There is too little; raised on every rank.
+            AllRanksUserError: There is not enough room.
         """
-        wanted = np.array([num_bytes], dtype=np.int64)
-        with self.collective("adding up the shared memory that is wanted"):
-            self.node_comm.Allreduce(MPI.IN_PLACE, wanted)
-        self.run_on_all(lambda: check_shm_capacity(int(wanted[0]), self.local_size, what))
+        total = np.array([num_bytes], dtype=np.int64)
+        with self.collective("summing the required shared memory"):
+            self.node_comm.Allreduce(MPI.IN_PLACE, total)
+        self.run_on_all(lambda: check_shm_capacity(int(total[0]), self.local_size, what))
 
     def on_close(self, free: Callable[[], None]) -> None:
-        """Register a function that frees a resource when this world closes, the last registered first.
+        """Register a function to call when this world closes, in reverse order of registration.
 
-        A resource that is freed before has to be forgotten (`forget`), or it would be kept.
+        Call `cancel_on_close` when the resource is freed earlier, since the world references the function.
         """
         self._resources[free] = None
 
     def cancel_on_close(self, free: Callable[[], None]) -> None:
-        """Take back `on_close`, of the same function. Local; does nothing if it was taken back."""
+        """Unregister a function that was registered by `on_close`. Idempotent."""
         self._resources.pop(free, None)
 
     def close(self) -> None:
-        """Free the registered resources, then the communicators. Collective; a second call does nothing."""
+        """Free the registered resources, then the communicators. Collective; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -314,12 +275,12 @@ class World(Topology, AbstractContextManager["World"]):
             self.job.close()
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # After an exception the other ranks are elsewhere: closing, which is collective, would hang.
+        # After an exception the other ranks do not close the world, so this collective call would hang.
         if kind is None:
             self.close()
 
     def _finalize(self) -> None:
-        """Called when the program ends; what is left for it is MPI_Finalize."""
+        """Close the world when the program ends, and limit the time of MPI_Finalize, which follows."""
         self.close()
         end_within(self.timeout_s)
 

@@ -16,7 +16,7 @@ def test_without_cupy_a_line_says_what_to_install(monkeypatch, cuda, extra):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     with pytest.raises(
-        UserError, match=rf"CuPy, which does not import .* install odc_mpi\[{extra}\].* or set it to cpu"
+        UserError, match=rf"CuPy, which cannot be imported .* install odc_mpi\[{extra}\].* or set it to cpu"
     ):
         _cupy()
 

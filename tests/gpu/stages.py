@@ -99,7 +99,7 @@ def sanitizer(job: Job, tool: str) -> int | Skipped:
     """
     if shutil.which(SANITIZER) is None:
         return f"no {SANITIZER} on the PATH"
-    ours = ("--kernel-name", "kernel_substring=add_slots", "--kernel-name", "kernel_substring=flatten")
+    ours = ("--kernel-name", "kernel_substring=add_segments", "--kernel-name", "kernel_substring=flatten")
     options = ("--tool", tool, "--error-exitcode", "1", *(("--report-api-errors", "no") if tool == "memcheck" else ()))
     tests = (
         "tests/comm/kernels/test_kernels_gpu.py",

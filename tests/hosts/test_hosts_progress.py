@@ -10,13 +10,13 @@ COMPUTES = r"""
 import functools, sys, time
 import numpy as np, torch
 from odc_mpi import World
-from odc_mpi.comm.reduce.mailbox import MailboxReduction
-from odc_mpi.comm.reduce.accumulate import AccumulateReduction
+from odc_mpi.comm.reduce.mailbox import MailboxGradientStore
+from odc_mpi.comm.reduce.accumulate import AccumulateGradientStore
 from odc_mpi.comm.factory import window_transport
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 torch.set_num_threads(1)
 world = World(timeout_s=25)
-reduction = {"accumulate": AccumulateReduction, "mailbox": MailboxReduction}[sys.argv[1]]
+reduction = {"accumulate": AccumulateGradientStore, "mailbox": MailboxGradientStore}[sys.argv[1]]
 transport = window_transport(world, reduction=reduction, progress=sys.argv[2] == "thread")
 numel = 50_000 * world.size
 transport.allocate([FlatLayout.build("unit", [ParameterSpec("p", (numel,), True)], world.size)])
@@ -27,7 +27,7 @@ transport.publish_parameters()
 began, rounds, longest = time.perf_counter(), 0, 0.0
 if world.rank == world.size - 1:
     matrix = torch.randn(64, 64)
-    with world.inattentive():
+    with world.background_progress_off():
         while time.perf_counter() - began < 3.0:
             matrix @ matrix
 elif world.node == 0:

@@ -75,8 +75,9 @@ def test_of_many_late_ranks_some_are_named_and_the_rest_is_counted() -> None:
 def test_ranks_that_are_at_another_meeting_are_named() -> None:
     peers = {1: at(7, "meeting at point B"), 2: at(7)}
     said = format_late_ranks(PendingWait(AT_A, collective=7), peers, HOSTS, now=100.0)
-    assert (
-        said == "no rank is late, but elsewhere is rank 1 on host0, which was last seen 0.0 s ago, meeting at point B"
+    assert said == (
+        "no rank is late, but in another collective is rank 1 on host0, which was last seen 0.0 s ago, "
+        "meeting at point B"
     )
 
 

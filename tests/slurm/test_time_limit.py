@@ -23,13 +23,13 @@ SLOW = f"""#!{sys.executable}
 import sys, time
 from odc_mpi.cli import main as cli
 from odc_mpi.cli import train
-on_ranks = train.on_ranks
+on_ranks = train.run_on_all_ranks
 def slowly(world, work):
     from odc_mpi.training.loop import Trainer
     step = Trainer.step
     Trainer.step = lambda self: (time.sleep({SLOW_S}), step(self))[1]
     return on_ranks(world, work)
-train.on_ranks = slowly
+train.run_on_all_ranks = slowly
 sys.exit(cli.main())
 """
 

@@ -1,1 +1,1 @@
-"""GPUs: copies, streams, and the transports that stage through host memory or read windows on the device."""
+"""GPUs: streams and copies, and stores with windows in device memory or copies to and from host memory."""

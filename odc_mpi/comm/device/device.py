@@ -1,13 +1,13 @@
-"""The device on which a model computes, where that is not the host. Knows no MPI.
+"""CUDA device of a rank. Does not use MPI.
 
-A device works off what it is given in its own time, in the order of a stream. Whoever else touches its memory has to
-know what was given before: a *mark* stands behind that. Copies between host and device run on streams of their own,
-one for each direction, each behind the mark it is given; nothing ever waits for the whole device.
+Kernels run asynchronously, in the order of a stream. Another stream or MPI may access a buffer only after the kernels
+that use it have finished. An `Event` is recorded after these kernels. Copies between host and device run on one stream
+per direction, and each waits for the event passed to it. Nothing synchronizes the whole device.
 
-Memory that MPI is given is allocated by itself, through CuPy, which torch then sees through DLPack. torch's own may
-come from a pool of which no other process can be shown a part (`expandable_segments`, `cudaMallocAsync`).
+Memory for MPI windows is allocated by cudaMalloc through CuPy and imported into torch by DLPack. The allocator of torch
+may use memory that cannot be exported to another process (`expandable_segments`, `cudaMallocAsync`).
 
-Tests put a device of their own in the place of `Device`, with host memory for both sides and copies that come late.
+Tests replace `Device` by a class with host memory on both sides and delayed copies.
 """
 
 import mmap
@@ -23,22 +23,17 @@ from odc_mpi.errors import UserError
 
 
 class Event(Protocol):
-    """A place behind everything that a device had been given so far. `torch.cuda.Event` is one."""
+    """An event recorded on a stream. `torch.cuda.Event` implements it."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done all of it. Local; leaves the core and the GIL to others."""
+        """Block until all work enqueued before the event has finished. Releases the GIL and does not spin."""
 
 
 class Device:
-    """A GPU.
-
-    Args:
-        index: Of those that this process sees.
+    """A GPU, identified by its index among those that are visible to this process.
 
     Attributes:
-        torch_device: Torch's name of it.
-        name: Its model, how many this process sees, what torch drives it with: by which it may behave otherwise.
-        num_visible: How many this process sees.
+        name: GPU model, number of visible GPUs and CUDA version: everything that may change its behavior.
     """
 
     def __init__(self, index: int) -> None:
@@ -50,27 +45,27 @@ class Device:
         self._add_stream = torch.cuda.Stream(self.torch_device)
 
     def set_current(self) -> None:
-        """Make it the one that this thread's calls are about, those of an MPI library too. Local; costs little."""
+        """Make this the current device of the calling thread, also for the MPI library. Costs little."""
         torch.cuda.set_device(self.torch_device)
 
     def free_bytes(self) -> int:
-        """Return how much of its memory nobody uses, what torch's allocator keeps for what comes included."""
+        """Return the free bytes of device memory, including unused bytes in the cache of the torch allocator."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return free + kept
+        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return free + cached
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return memory of the device, `[num_bytes]` uint8, its content undefined.
+        """Return uninitialized device memory: `[num_bytes]` uint8.
 
-        torch's allocator takes memory to be used by the stream that computes alone. Ours is written by another, but
-        never goes back before whoever waited for the copy has been given it.
+        The torch allocator assumes that only the computing stream uses this memory. Copy streams use it, too, but it is
+        not freed before a thread has waited for the copy.
         """
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def empty_for_windows(self, num_bytes: int) -> torch.Tensor:
-        """Return memory of the device that MPI may be given, `[num_bytes]` uint8, its content undefined.
+        """Return uninitialized device memory that may be passed to MPI: `[num_bytes]` uint8.
 
-        Slow, and may wait for all that the device was given: not for use within a step.
+        Slow, and may wait for all kernels on the device: not for use within a step.
 
         Raises:
             UserError: CuPy is not installed, or there is too little memory.
@@ -82,26 +77,26 @@ class Device:
             except cupy.cuda.runtime.CUDARuntimeError as error:
                 free, total = torch.cuda.mem_get_info(self.torch_device)
                 raise UserError(
-                    f"windows on {self.torch_device}: expected {num_bytes >> 20} MiB of its memory in one piece, "
-                    f"{free >> 20} of {total >> 20} MiB are free ({error}): use more ranks, or set "
+                    f"windows on {self.torch_device}: expected {num_bytes >> 20} MiB of contiguous memory, "
+                    f"got {free >> 20} MiB free of {total >> 20} ({error}): use more ranks, or set "
                     "comm.window_device to cpu"
                 ) from None
             array = cupy.ndarray((num_bytes,), dtype=cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
             return torch.from_dlpack(array)
 
     def _allocate(self, num_bytes: int, cupy: Any) -> Any:
-        """Return memory by cudaMalloc, whatever allocator CuPy was told to use."""
+        # By cudaMalloc, whichever allocator CuPy is configured to use.
         try:
             return cupy.cuda.Memory(num_bytes)
         except cupy.cuda.runtime.CUDARuntimeError:
-            torch.cuda.empty_cache()  # what torch keeps for later is memory, too
+            torch.cuda.empty_cache()  # the cache of the torch allocator may hold the missing bytes
             return cupy.cuda.Memory(num_bytes)
 
     def empty_pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return host memory that the device can copy to and from by itself, `[num_bytes]` uint8.
+        """Return pinned host memory, for asynchronous copies: `[num_bytes]` uint8.
 
-        It goes back to the system when nobody looks at it any more. Not torch's pinned memory, which rounds sizes up to
-        powers of two and keeps what is let go of.
+        The system gets it back when no tensor references it. PyTorch pinned memory is not used, since its allocator
+        rounds sizes up to powers of two and caches freed memory.
 
         Raises:
             UserError: The driver pins no more memory.
@@ -110,48 +105,42 @@ class Device:
         memory = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
         if not self.register(memory):
             raise UserError(
-                f"run.device: cuda copies by way of pinned host memory, the driver pins no {num_bytes} bytes more: "
+                f"run.device: cuda needs pinned host memory, and the driver does not pin {num_bytes} more bytes: "
                 "raise the limit of locked memory (ulimit -l), or use fewer ranks on this node"
             )
         weakref.finalize(block, self._unregister, memory.data_ptr()).atexit = False
         return memory
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Let the device copy to and from host memory that exists by itself; return whether it can.
+        """Pin existing host memory. Slow: the driver pins every page.
 
-        Slow: the driver pins every page. Until `unregister`, which comes before the memory goes.
+        Returns:
+            False if the driver refuses. If True, call `unregister` before the memory is freed.
         """
         self.set_current()
         if memory.numel() == 0:
             return True
         if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
             return True
-        # The driver keeps the error for whoever asks next, which torch does after its next kernel.
+        # The driver returns the error again to the next query, which torch makes after its next kernel.
         with suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Undo `register`, which has returned True."""
+        """Unpin memory for which `register` returned True."""
         if memory.numel():
             self._unregister(memory.data_ptr())
 
     def record_event(self) -> Event:
-        """Return a mark behind what this thread has given the device to compute."""
+        """Record an event on the current stream of the calling thread."""
         return _record(torch.cuda.current_stream(self.torch_device))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, wait_for: Event) -> Event:
-        """Start a copy beside the computation, between pinned and device memory or within the latter.
+        """Start an asynchronous copy between pinned and device memory, or within device memory. Thread-safe.
 
-        Any thread may call it.
-
-        Args:
-            destination: Overwritten; nobody touches it until the copy is done.
-            source: Of the same shape and dtype; untouched until then.
-            wait_for: The copy begins when all before this mark is done.
-
-        Returns:
-            A mark behind the copy.
+        The copy waits for an event. Do not access `destination` or modify `source`, which has the same shape and dtype,
+        before the returned event.
         """
         assert isinstance(wait_for, torch.cuda.Event)
         stream = self._h2d_stream if destination.is_cuda else self._d2h_stream
@@ -161,14 +150,11 @@ class Device:
         return _record(stream)
 
     def add(self, shard: torch.Tensor, slots: Sequence[Segment]) -> Event:
-        """Start to add slots to a shard, in their order, beside the computation. Local; any thread may call it.
+        """Start to add slots to a shard, in order, on a separate stream. Thread-safe.
 
-        Args:
-            shard: `[n]` on the device. What was given before that touches it is done.
-            slots: On the device, of the shard's dtype; untouched until the mark. What fills them is done.
-
-        Returns:
-            A mark behind this addition and all that were started before.
+        All earlier kernels that use the shard, and all copies that fill the slots, must have finished. Do not modify
+        the slots, which have the dtype of the shard, before the returned event. It is recorded after this addition and
+        all that were started before.
         """
         with torch.cuda.stream(self._add_stream), torch.no_grad():
             add_segments_(shard, slots)
@@ -180,21 +166,17 @@ class Device:
 
 
 class BufferEvents:
-    """The marks behind what was given before some memory was handed over. Any thread may call it."""
+    """Events by the storage of the memory that they protect. Thread-safe."""
 
     def __init__(self) -> None:
         self._events: dict[int, Event] = {}
 
     def set(self, memory: torch.Tensor, event: Event) -> None:
-        """Note the mark that whoever takes this memory over has to wait for."""
+        """Store the event that the next user of `memory` must wait for."""
         self._events[memory.untyped_storage().data_ptr()] = event
 
     def pop(self, memory: torch.Tensor) -> Event:
-        """Return the mark of memory that was handed over; it is forgotten.
-
-        Raises:
-            KeyError: It was not handed over.
-        """
+        """Remove and return the event of `memory`; KeyError if none was recorded."""
         return self._events.pop(memory.untyped_storage().data_ptr())
 
     def __len__(self) -> int:
@@ -202,16 +184,12 @@ class BufferEvents:
 
 
 def find_device(kind: str, host_rank: int) -> Device | None:
-    """Return the device for a rank to compute on, None for the host.
+    """Return the device of a rank for "cuda", None for "cpu".
 
-    GPUs are dealt out by the number on the host; where it has more ranks than GPUs, they share.
-
-    Args:
-        kind: cpu or cuda.
-        host_rank: This process's number on its host, as `World.host_rank` has it.
+    GPUs are assigned in the order of `World.host_rank`. Ranks share GPUs if a host has more ranks than GPUs.
 
     Raises:
-        UserError: There is no such device here.
+        UserError: No GPU is available.
     """
     if kind == "cpu":
         return None
@@ -219,13 +197,13 @@ def find_device(kind: str, host_rank: int) -> Device | None:
         built = f"is built for CUDA {torch.version.cuda}, but" if torch.version.cuda else "is built without CUDA and"
         raise UserError(f"run.device: cuda needs a GPU, torch {torch.__version__} {built} sees none: set it to cpu")
     index = host_rank % torch.cuda.device_count()
-    # What is made without naming a device, such as a user's own tensors, is made there too.
+    # Tensors for which no device index is given, such as a user's own, are created there, too.
     torch.cuda.set_device(index)
     return Device(index)
 
 
 def zeros(device: Device, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of a device, `[numel]` of zeros."""
+    """Return zero-filled device memory, `[numel]`."""
     return device.empty(numel * dtype.itemsize).view(dtype).zero_()
 
 
@@ -235,14 +213,13 @@ def _cupy() -> Any:
     except ImportError as error:
         extra = f"cuda{(torch.version.cuda or '12').split('.')[0]}"
         raise UserError(
-            f"comm.window_device: cuda allocates windows with CuPy, which does not import ({error}): install "
-            f"odc_mpi[{extra}], which goes with this torch, or set it to cpu"
+            f"comm.window_device: cuda allocates windows with CuPy, which cannot be imported ({error}): install "
+            f"odc_mpi[{extra}], which matches this torch, or set it to cpu"
         ) from None
     return cupy
 
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    # Blocking: who waits for it sleeps.
-    event = torch.cuda.Event(blocking=True)
+    event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
     event.record(stream)
     return event

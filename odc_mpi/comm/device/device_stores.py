@@ -1,16 +1,16 @@
-"""Where the model computes on a device and the shards are there too, in windows over its memory.
+"""Stores for models on a GPU with shards in windows on device memory.
 
-Nothing goes by way of the host: a fetch reads the owners' devices into a buffer on this rank's, and a push leaves from
-there. What MPI does and what the device does know nothing of each other, so this says when each may begin:
+No data passes through the host: a fetch reads the devices of the owners into a buffer on this rank's device, and a push
+starts from there. MPI and CUDA do not synchronize with each other, so the stores do:
 
-    fetch     the kernels that read the buffer's old content are done; Gets from the other owners, meanwhile a copy of
-              the own part on a stream of its own; a flush, and the mark behind the copy. Then it may be read
-    push      the kernels that made the gradient are done; then it is reduced; then its buffer may be written again
-    A         as on the host: all pushes are flushed, then all meet. What kernels are given from then on reads the sums
-    B         what the owner was having written and cleared is done; then all meet. From then on others read and add
+    fetch                  wait for the kernels that read the old content of the buffer; MPI_Get from the other owners,
+                           overlapped with a copy of this rank's shard on a separate stream; flush, wait for the copy
+    push                   wait for the kernels that compute the gradient; reduce it; then its buffer may be reused
+    gradients complete     as in host memory: flush all pushes, barrier; kernels enqueued later read the sums
+    parameters published   wait for the kernels that update parameters and clear gradients; barrier
 
-Each wait is for a mark behind what was given at one moment (an event), never for the device; fetches and pushes wait in
-the threads that carry them out, beside the computation.
+Each wait is for one event, never for the whole device. Fetches and pushes wait in the threads that run them, overlapped
+with computation.
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,10 @@ from odc_mpi.comm.work import DeferredWork, Work
 
 
 class DeviceParameters(ParameterStore):
-    """Parameters from windows on devices.
-
-    Args:
-        windows: Host the shards, on devices.
-        device: Of this rank.
-    """
+    """Parameters in windows on device memory."""
 
     def __init__(self, windows: ParameterWindows, device: Device) -> None:
-        # Not torch's memory: MPI may have to show it to another process or to a network card.
+        # Not memory of the torch allocator: MPI may have to export it to another process or to a network card.
         super().__init__(windows.dtype, BufferPool(device.empty_for_windows))
         self._windows = windows
         self._device = device
@@ -61,28 +56,22 @@ class DeviceParameters(ParameterStore):
         return DeferredWork(partial(self._fetch, index, buffer, self._events.pop(buffer)))
 
     def _fetch(self, index: int, buffer: torch.Tensor, wait_for: Event) -> None:
-        """Fill a buffer, whose old content is of no use to anybody behind the mark. One-sided."""
         self._device.set_current()
         wait_for.synchronize()
         self._windows.world.progress.run_tasks()
-        parts = self._windows.owned_ranges(index)
-        pending = self._windows.start_gets(index, [owner for owner in parts if owner != self._rank], buffer)
-        if self._rank in parts:
-            start, stop = parts[self._rank]
+        ranges = self._windows.owned_ranges(index)
+        gets = self._windows.start_gets(index, [owner for owner in ranges if owner != self._rank], buffer)
+        if self._rank in ranges:
+            start, stop = ranges[self._rank]
             copied = self._device.copy(buffer[start:stop], self.shard(index)[: stop - start], wait_for)
-            pending.wait()
+            gets.wait()
             copied.synchronize()
         else:
-            pending.wait()
+            gets.wait()
 
 
 class DeviceGradients(GradientStore):
-    """Gradients that another store pushes, once the device has made them.
-
-    Args:
-        inner: Pushes from the device's memory.
-        device: Of this rank.
-    """
+    """Gradient store that waits for the kernels which compute a gradient, then pushes it through `inner`."""
 
     def __init__(self, inner: GradientStore, device: Device) -> None:
         super().__init__(inner.dtype)
@@ -107,18 +96,13 @@ class DeviceGradients(GradientStore):
         return DeferredWork(partial(self._push, index, gradient, start, self._events.pop(gradient)))
 
     def _push(self, index: int, gradient: torch.Tensor, start: int, wait_for: Event) -> None:
-        """Bring a gradient, which is there behind the mark, to its owners. One-sided."""
         self._device.set_current()
         wait_for.synchronize()
         self._inner.push(index, gradient, start).wait()
 
 
 class DeviceSynchronizer(ShardStorage):
-    """What a device was given to compute, which has to be done before others read the windows on it.
-
-    Args:
-        device: Of this rank.
-    """
+    """Waits for the enqueued kernels of this rank's device before other ranks read the windows on it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -1,8 +1,7 @@
-"""One rank whose shards are on a device: they are whole arrays, nobody else looks, and nothing travels.
+"""Stores of a single rank on a device. Shards are full arrays in private memory, and there is no communication.
 
-fetch     a view of the array
-push      the device adds the gradient, in the order of what it was given to compute
-A, B      nothing: the optimizer's work is behind the backward's, and before the next forward's, in the same order
+A fetch returns a view of the array. A push enqueues an addition on the current stream. The synchronization points need
+no action: the optimizer runs after the backward and before the next forward in stream order.
 """
 
 import torch
@@ -15,12 +14,7 @@ from odc_mpi.comm.work import CompletedWork, FetchWork, Work
 
 
 class SingleRankParameters(ShardStorage, ParameterStore):
-    """Whole arrays of parameters on a device. Making one is local.
-
-    Args:
-        dtype: Of the parameters.
-        device: Has the memory.
-    """
+    """Full arrays of parameters in device memory."""
 
     access = Access.KEEP
 
@@ -41,8 +35,9 @@ class SingleRankParameters(ShardStorage, ParameterStore):
     def fetch(self, index: int) -> FetchWork:
         return FetchWork(self._arrays[index][: self.layouts[index].numel], CompletedWork())
 
+    @override
     def release(self, fetched: torch.Tensor) -> None:
-        """Do nothing: the memory stays."""
+        pass  # the memory stays
 
     @override
     def free(self) -> None:
@@ -50,12 +45,7 @@ class SingleRankParameters(ShardStorage, ParameterStore):
 
 
 class SingleRankGradients(ShardStorage, GradientStore):
-    """Whole arrays of gradients on a device. Making one is local.
-
-    Args:
-        dtype: Of the sums.
-        device: Has the memory, and adds.
-    """
+    """Full arrays of gradients in device memory."""
 
     pushes_to_peers = False
 
@@ -78,7 +68,7 @@ class SingleRankGradients(ShardStorage, GradientStore):
 
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        # One operator of torch's: a kernel of ours takes longer to launch, and has no cast to save here.
+        # A torch operator: `add_segments_` takes longer to launch, and there is no cast to save.
         self._sums[index][start : start + gradient.numel()].add_(gradient)
         return CompletedWork()
 

@@ -1,21 +1,20 @@
-"""Where the model computes on a device and the shards are on the host.
+"""Stores for models on a GPU with shards in host memory.
 
-Shards stay where other stores have them. What is fetched from there comes to the device through pinned memory, and
-gradients go the other way:
+The shards belong to an inner store in host memory. Data passes through pinned memory:
 
-    fetch   the other store's fetch, a view of its windows or pinned memory; copy to the device; all done
-    push    copy from the device; done; the other store's push, from pinned memory
+    fetch   fetch of the inner store, into pinned memory or as a view of its windows; copy to the device
+    push    copy from the device into pinned memory; push of the inner store from there
 
-The windows themselves are registered with the device's driver, which then copies straight from them, for fetches and
-for an optimizer on the device. Where the driver refuses, as it does for small arrays that share a page with another,
-the processor copies into pinned memory first.
+The windows are registered with the CUDA driver, which then copies directly from them, for fetches and for an optimizer
+on the device. If the driver refuses, as it does for small arrays that share a page with another, the CPU copies into
+pinned memory first.
 
-Both happen where they are waited for: in the threads that fetch and push, beside the computation. A copy begins behind
-the mark that the computing thread set when it handed the memory over: a buffer is not overwritten while kernels that
-were given before still read it, and a gradient does not leave before the kernels that made it are done. What a wait for
-a fetch returns is there, whatever stream then reads it.
+Both run in `wait()`, in the threads that fetch and push, overlapped with computation. A copy waits for the event that
+the computing thread recorded for the memory: a buffer is not overwritten while kernels enqueued earlier still read it,
+and a gradient is not copied before the kernels that compute it have finished. After `wait()` a fetched
+array may be read on any stream.
 
-The device holds the units in use and nothing else, so a model trains whose shards do not fit on it.
+The device holds only the units in use, so the shards of a model may be larger than device memory.
 """
 
 from collections.abc import Sequence
@@ -33,14 +32,10 @@ from odc_mpi.comm.work import DeferredWork, FetchWork, Work
 
 
 class PinnedMemory(ShardStorage):
-    """Host memory that a device copies to and from by itself: a pool, and the memory of other hosts.
+    """Pinned host memory: a pool of buffers, and the mapped memory of other storages.
 
     Args:
-        storages: Allocated before this one.
-        device: Whose driver pins the memory.
-
-    Attributes:
-        pool: Lends pinned memory.
+        storages: Storages whose memory is pinned. They are allocated before this one.
     """
 
     def __init__(self, storages: Sequence[ShardStorage], device: Device) -> None:
@@ -51,8 +46,8 @@ class PinnedMemory(ShardStorage):
 
     @override
     def allocate(self) -> None:
-        memory = [piece for host in self._storages for piece in host.mapped_memory()]
-        self._registered = {piece.data_ptr(): piece for piece in memory if self._device.register(piece)}
+        memory = [tensor for storage in self._storages for tensor in storage.mapped_memory()]
+        self._registered = {tensor.data_ptr(): tensor for tensor in memory if self._device.register(tensor)}
 
     @override
     def free(self) -> None:
@@ -61,17 +56,16 @@ class PinnedMemory(ShardStorage):
         self.pool.clear()
 
     def is_pinned(self, array: torch.Tensor) -> bool:
-        """Tell whether an array begins where memory does that the driver took."""
+        """Return True if an array begins at the start of registered memory."""
         return array.data_ptr() in self._registered
 
 
 class StagedParameters(ParameterStore):
-    """Another store's parameters, fetched to a device.
+    """Parameters of a store in host memory, fetched to a device.
 
     Args:
-        inner: Fetches to the host; from now on into memory of `pinned`, or in place.
-        device: Where the model computes.
-        pinned: Knows the hosts of `inner`.
+        inner: Store in host memory. From now on it fetches into buffers of `pinned`, or returns views.
+        pinned: Pinned memory that includes the storages of `inner`.
     """
 
     def __init__(self, inner: ParameterStore, device: Device, pinned: PinnedMemory) -> None:
@@ -101,27 +95,20 @@ class StagedParameters(ParameterStore):
         return DeferredWork(partial(self._copy_to_device, self._inner.fetch(index), buffer, after))
 
     def _copy_to_device(self, fetch: FetchWork, buffer: torch.Tensor, wait_for: Event) -> None:
-        """Bring what is fetched to the host on to the device."""
-        whole = fetch.wait()
-        if self._inner.access is Access.COPY or self._pinned.is_pinned(whole):
-            self._device.copy(buffer, whole, wait_for).synchronize()
+        array = fetch.wait()
+        if self._inner.access is Access.COPY or self._pinned.is_pinned(array):
+            self._device.copy(buffer, array, wait_for).synchronize()
         else:
-            # It is the windows' own memory, which the driver did not take: only the processor can copy from it.
-            pinned = self._pinned.pool.acquire(whole.numel(), whole.dtype)
-            pinned.copy_(whole)
+            # A view of a window that the driver did not register: only the CPU can copy from it.
+            pinned = self._pinned.pool.acquire(array.numel(), array.dtype)
+            pinned.copy_(array)
             self._device.copy(buffer, pinned, wait_for).synchronize()
             self._pinned.pool.release(pinned)
-        self._inner.release(whole)
+        self._inner.release(array)
 
 
 class StagedGradients(DeviceGradients):
-    """Gradients that come from a device, and that another store pushes from the host.
-
-    Args:
-        inner: Pushes from the host.
-        device: Where the model computes.
-        pinned: Lends the memory on the way.
-    """
+    """Gradient store that copies gradients from a device to pinned memory, and pushes them from there by `inner`."""
 
     def __init__(self, inner: GradientStore, device: Device, pinned: PinnedMemory) -> None:
         super().__init__(inner, device)
@@ -133,13 +120,11 @@ class StagedGradients(DeviceGradients):
 
     @override
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
-        after = self._events.pop(gradient)
         pinned = self._pinned.pool.acquire(gradient.numel(), self.dtype)
-        copied = self._device.copy(pinned, gradient, after)
+        copied = self._device.copy(pinned, gradient, self._events.pop(gradient))
         return DeferredWork(partial(self._push_pinned, index, start, pinned, copied))
 
     def _push_pinned(self, index: int, start: int, pinned: torch.Tensor, copy_event: Event) -> None:
-        """Push what has come from the device."""
         copy_event.synchronize()
         self._inner.push(index, pinned, start).wait()
         self._pinned.pool.release(pinned)

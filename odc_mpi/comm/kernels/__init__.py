@@ -1,1 +1,1 @@
-"""Python over the CUDA kernels of `src`, and torch operators in their place."""
+"""CUDA kernels of `src`, called from Python, and torch operators that replace them."""

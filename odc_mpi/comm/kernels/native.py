@@ -1,18 +1,18 @@
-"""The only door to what `src/` builds: kernels for GPUs, and torch's operators where there are none.
+"""Calls of the CUDA kernels in `src/`, with torch operators as fallback. Does not use MPI.
 
-    flatten      lays gradients of several dtypes into one flat array and finds the largest magnitude
-    add_slots    adds what others have put into an owner's slots, in their order
+    flatten          copies gradients of several dtypes into one flat array and finds the largest magnitude
+    add_segments_    adds segments to a shard, in order
 
-Each runs as a kernel where the tensors are on an NVIDIA GPU and CuPy is installed, and as torch's operators elsewhere;
-the results are the same to the last bit, but for the bits of a NaN. A kernel takes one pass where torch takes several.
-CuPy is imported when the first kernel is, and compiles it then, with NVRTC; the next process finds it in CuPy's cache
-on disk, `~/.cupy/kernel_cache` or CUPY_CACHE_DIR. Nothing here communicates.
+Each runs as a kernel if the tensors are on an NVIDIA GPU and CuPy is installed, else as torch operators. The results
+are bitwise identical, except for the bits of a NaN. A kernel takes one pass where torch takes several. CuPy is imported
+when the first kernel is loaded, and compiles it with NVRTC. Later processes load it from the CuPy cache on disk,
+`~/.cupy/kernel_cache` or CUPY_CACHE_DIR.
 
 Note: streams
-    A kernel is launched on torch's current stream of the tensors' device, so in one order with torch's own operators,
-    and follows their rules: what was made on another stream has to be waited for first, and memory goes back to torch's
-    allocator as after any operator. What a launch needs besides travels with it, by value: nothing has to be kept until
-    the kernel has run, nothing is copied, nobody waits.
+    A kernel is launched on the current stream of torch for the device of the tensors, so it is ordered with torch
+    operators and follows their rules: the caller synchronizes with other streams, and the torch allocator may reuse
+    memory as after any operator. All other arguments are passed by value with the launch: nothing must be kept until
+    the kernel has run, nothing is copied, and the CPU does not wait.
 """
 
 import functools
@@ -30,13 +30,13 @@ import torch
 import odc_mpi
 from odc_mpi.errors import one_line_message
 
-#: Where a tensor begins in a flat array, in elements, and the tensor.
+#: Offset of a tensor in a flat array, in elements, and the tensor.
 Segment = tuple[int, torch.Tensor]
 
-#: For NVRTC; nvcc takes them, too. CuPy adds -ftz=true, against which the sources guard themselves.
+#: Options for NVRTC, which nvcc accepts, too. CuPy adds -ftz=true; the sources are written so that it has no effect.
 COMPILE_OPTIONS = ("-std=c++17",)
 
-#: The same in `src/pieces.cuh`: how types are numbered, and how many pieces one launch takes.
+#: Type numbers, and the maximum number of segments of one launch, as in `src/segments.cuh`.
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 MAX_SEGMENTS = 128
 _TABLE = np.dtype(
@@ -47,59 +47,58 @@ _TABLE = np.dtype(
         ("type", np.uint8, MAX_SEGMENTS),
     ]
 )
-#: What kernels write, by the end of their names.
+#: Suffix of the kernel name for each dtype of the target.
 _TARGETS = {torch.float32: "float32", torch.float64: "float64"}
 
 THREADS = 256
-#: Elements that a block works through at a time.
+#: Elements that a block processes at a time (a tile).
 BLOCK_NUMEL = 8 * THREADS
-#: Blocks of a launch for each multiprocessor, at most; it runs 4 of `flatten` at once. On an H100 32 beat 4 and 8.
+#: Maximum number of blocks per multiprocessor, which runs 4 blocks of `flatten` at once. On an H100 32 beat 4 and 8.
 BLOCKS_PER_MULTIPROCESSOR = 32
 
 
 def flatten(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Lay tensors into a flat array, zeros between them, and find the largest magnitude in it.
+    """Copy tensors into a flat array, with zeros between them, and find the largest magnitude.
 
-    Nobody waits for a device: the result is there when what this thread has given it so far is done.
+    Asynchronous on a GPU: the result is available in stream order.
 
     Args:
-        segments: Where each tensor begins in `flat`, and the tensor: of any shape, dtype, strides and layout. In order,
-            none over another.
-        flat: `[n]`, contiguous; all of it is overwritten.
+        segments: Tensors of any shape, dtype, strides and layout. They are sorted by offset and do not overlap.
+        flat: `[n]`, contiguous. All elements are overwritten.
 
     Returns:
-        The largest magnitude of what is in `flat` now, a scalar, float64, on its device. NaN if there is one.
+        The largest magnitude in `flat`, or NaN if `flat` contains one: a float64 scalar on the device of `flat`.
     """
     filled = 0
-    for start, piece in segments:
-        assert filled <= start, "pieces overlap or are out of order"
-        filled = start + piece.numel()
-    assert filled <= flat.numel(), f"pieces end at {filled}, the array at {flat.numel()}"
+    for start, tensor in segments:
+        assert filled <= start, "segments overlap or are not sorted"
+        filled = start + tensor.numel()
+    assert filled <= flat.numel(), f"segments end at {filled}, the array at {flat.numel()}"
     if _use_torch_fallback(flat):
         return flatten_with_torch(segments, flat)
-    plain = [(start, _as_contiguous_input(piece, flat)) for start, piece in segments if piece.numel()]
+    inputs = [(start, _as_contiguous_input(tensor, flat)) for start, tensor in segments if tensor.numel()]
     largest = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for first, stop, run in _batches(plain, flat.numel()):
-        _launch("flatten", flat, run, first, stop, largest.data_ptr())
+    for first, stop, batch in _batches(inputs, flat.numel()):
+        _launch("flatten", flat, batch, first, stop, largest.data_ptr())
     return largest
 
 
 def flatten_with_torch(segments: Sequence[Segment], flat: torch.Tensor) -> torch.Tensor:
-    """Do what `flatten` does, with torch's operators."""
+    """Compute `flatten` with torch operators."""
     filled = 0
-    for start, piece in segments:
+    for start, tensor in segments:
         if filled < start:
             flat[filled:start].zero_()
-        filled = start + piece.numel()
-        # One pass casts, lays out and makes contiguous.
-        flat[start:filled].view(piece.shape).copy_(_dense(piece))
+        filled = start + tensor.numel()
+        # One pass casts, copies and makes contiguous.
+        flat[start:filled].view(tensor.shape).copy_(_dense(tensor))
     if filled < flat.numel():
         flat[filled:].zero_()
     return largest_magnitude(flat)
 
 
 def largest_magnitude(flat: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude in an array, a scalar, float64, on its device; NaN if there is one."""
+    """Return the largest magnitude in an array, or NaN if it contains one: a float64 scalar on its device."""
     if not flat.numel():
         return torch.zeros((), dtype=torch.float64, device=flat.device)
     low, high = torch.aminmax(flat)
@@ -107,80 +106,77 @@ def largest_magnitude(flat: torch.Tensor) -> torch.Tensor:
 
 
 def add_segments_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Add slots to a shard in their order: each element becomes `((shard + slot 0) + slot 1) + ...`.
+    """Add segments to a shard in order: each element becomes `((shard + segment 0) + segment 1) + ...`.
 
-    Slots are cast to the shard's dtype before they are added, and every sum is rounded to it: so the result depends on
-    their order, and on nothing else. What no slot reaches is not touched. Nobody waits for a device: slots are to stay
-    as they are until what this thread has given it so far is done.
+    Segments are cast to the dtype of the shard before they are added, and every sum is rounded to it, so the result
+    depends only on their order. Elements outside of all segments are not accessed. Asynchronous on a GPU: segments must
+    not change before the kernels enqueued so far have finished.
 
     Args:
         shard: `[n]`, contiguous.
-        segments: Where each slot begins in the shard, and the slot: of any shape, layout and floating-point dtype, on the
-            shard's device. They may overlap one another, but not the shard's memory.
+        segments: Tensors of any shape, layout and floating-point dtype, on the device of the shard. They may overlap
+            each other, but not the memory of the shard.
     """
-    for start, slot in segments:
-        stop = start + slot.numel()
-        assert 0 <= start <= stop <= shard.numel(), f"slot {start} to {stop} of a shard of {shard.numel()}"
+    for start, tensor in segments:
+        stop = start + tensor.numel()
+        assert 0 <= start <= stop <= shard.numel(), f"segment {start} to {stop} of a shard of {shard.numel()}"
     if _use_torch_fallback(shard):
         add_segments_with_torch_(shard, segments)
         return
-    plain = [(start, _as_contiguous_input(slot, shard)) for start, slot in segments if slot.numel()]
-    for i in range(0, len(plain), MAX_SEGMENTS):
-        run = plain[i : i + MAX_SEGMENTS]
-        # From a multiple of a block's elements on, so that these are aligned as the shard is.
-        first = min(start for start, _ in run) // BLOCK_NUMEL * BLOCK_NUMEL
-        stop = max(start + slot.numel() for start, slot in run)
-        _launch("add_slots", shard, run, first, stop)
+    inputs = [(start, _as_contiguous_input(tensor, shard)) for start, tensor in segments if tensor.numel()]
+    for i in range(0, len(inputs), MAX_SEGMENTS):
+        batch = inputs[i : i + MAX_SEGMENTS]
+        # A multiple of the elements of a block, so that tiles are aligned as the shard is.
+        first = min(start for start, _ in batch) // BLOCK_NUMEL * BLOCK_NUMEL
+        stop = max(start + tensor.numel() for start, tensor in batch)
+        _launch("add_segments", shard, batch, first, stop)
 
 
 def add_segments_with_torch_(shard: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Do what `add_segments_` does, with torch's operators: one pass for each slot."""
-    for start, slot in segments:
-        dense = _dense(slot)
-        # What is narrower is cast on the way, without a copy.
-        exact = torch.promote_types(dense.dtype, shard.dtype) == shard.dtype
-        values = dense if exact else dense.to(shard.dtype)
-        shard[start : start + slot.numel()].view(slot.shape).add_(values)
+    """Compute `add_segments_` with torch operators, in one pass per segment."""
+    for start, tensor in segments:
+        dense = _dense(tensor)
+        # The addition casts narrower types itself, without a copy.
+        is_narrower = torch.promote_types(dense.dtype, shard.dtype) == shard.dtype
+        values = dense if is_narrower else dense.to(shard.dtype)
+        shard[start : start + tensor.numel()].view(tensor.shape).add_(values)
 
 
 def kernels_unavailable_reason(device: torch.device) -> str | None:
-    """Return the reason for torch's operators instead of kernels on a device; None if kernels run.
+    """Return the reason why a device runs torch operators instead of kernels; None if it runs kernels.
 
     Raises:
         RuntimeError: CuPy is installed, but cannot be imported.
     """
     if device.type != "cuda":
-        return f"they are for NVIDIA GPUs, not for torch's device {device.type}"
+        return f"they are for NVIDIA GPUs, not for the torch device {device.type}"
     if torch.version.hip:
         return "they are for NVIDIA GPUs, and this torch is built for ROCm"
     if os.environ.get("ODC_MPI_KERNELS") == "off":
         return "ODC_MPI_KERNELS is off"
     if _cupy() is None:
-        return "CuPy is not installed: pip install 'odc_mpi[cuda13]', or cuda12, as torch and the driver have it"
+        return "CuPy is not installed: pip install 'odc_mpi[cuda13]', or cuda12, to match torch and the driver"
     return None
 
 
 def source_dir() -> Path:
-    """Return where the sources are: in the installed package, or beside it in a checkout.
+    """Return the directory of the sources: in the installed package, or next to it in a checkout.
 
     Raises:
-        FileNotFoundError: In neither.
+        FileNotFoundError: Neither directory has the sources.
     """
     package = Path(odc_mpi.__file__).parent
-    for place in (package / "src", package.parent / "src"):
-        if (place / "pieces.cuh").is_file():
-            return place
+    for directory in (package / "src", package.parent / "src"):
+        if (directory / "segments.cuh").is_file():
+            return directory
     raise FileNotFoundError(f"neither {package / 'src'} nor {package.parent / 'src'} has the sources of the kernels")
 
 
 def read_source(name: str) -> str:
-    """Return the source of `src/NAME.cu` with what it includes.
-
-    In one text, for CuPy's cache looks at the text and at no file that it includes.
-    """
-    places = source_dir()
-    header = (places / "pieces.cuh").read_text().replace("#pragma once\n", "")
-    return (places / f"{name}.cu").read_text().replace('#include "pieces.cuh"\n', header)
+    """Return the source of `src/NAME.cu` with its header in one text: the cache key of CuPy ignores included files."""
+    directory = source_dir()
+    header = (directory / "segments.cuh").read_text().replace("#pragma once\n", "")
+    return (directory / f"{name}.cu").read_text().replace('#include "segments.cuh"\n', header)
 
 
 def _use_torch_fallback(target: torch.Tensor) -> bool:
@@ -193,19 +189,19 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_contiguous_input(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Make a tensor one that a kernel can read: itself, as a rule."""
-    # Asked first: of many small gradients the operators below take longer to call than the kernel to run.
-    is_plain = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
-    if is_plain and tensor.dtype in TYPES and tensor.device == target.device:
+    """Return a tensor that a kernel can read: usually the tensor itself."""
+    # Checked first: with many small gradients, calling the operators below takes longer than the kernel.
+    is_readable = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
+    if is_readable and tensor.dtype in TYPES and tensor.device == target.device:
         return tensor
     dense = _dense(tensor.detach())
     dtype = dense.dtype if dense.dtype in TYPES else target.dtype
-    # Imaginary parts of conjugates are negative by a flag only, which a pointer does not tell.
+    # The imaginary part of a conjugate is negative only by a flag of the tensor, which a kernel cannot see.
     return dense.to(target.device, dtype).resolve_neg().contiguous()
 
 
 def _batches(segments: Sequence[Segment], numel: int) -> Iterator[tuple[int, int, Sequence[Segment]]]:
-    """Cut a flat array into stretches with as many pieces as a launch takes: the first element, the end, the pieces."""
+    """Split a flat array into ranges of at most `MAX_SEGMENTS` segments: first element, end, segments."""
     first = 0
     for i in range(0, max(1, len(segments)), MAX_SEGMENTS):
         stop = segments[i + MAX_SEGMENTS][0] if i + MAX_SEGMENTS < len(segments) else numel
@@ -216,13 +212,12 @@ def _batches(segments: Sequence[Segment], numel: int) -> Iterator[tuple[int, int
 def _launch(
     name: str, target: torch.Tensor, segments: Sequence[Segment], first: int, stop: int, *more_addresses: int
 ) -> None:
-    """Launch a kernel over elements `first` to `stop` of a flat array, on torch's current stream."""
     table = np.zeros(1, dtype=_TABLE)
     count = len(segments)
-    table["source"][0, :count] = [piece.data_ptr() for _, piece in segments]
+    table["source"][0, :count] = [tensor.data_ptr() for _, tensor in segments]
     table["start"][0, :count] = [start for start, _ in segments]
-    table["stop"][0, :count] = [start + piece.numel() for start, piece in segments]
-    table["type"][0, :count] = [TYPES[piece.dtype] for _, piece in segments]
+    table["stop"][0, :count] = [start + tensor.numel() for start, tensor in segments]
+    table["type"][0, :count] = [TYPES[tensor.dtype] for _, tensor in segments]
     addresses = (np.uint64(address) for address in (target.data_ptr(), *more_addresses))
     arguments = (table, np.int32(count), np.int64(first), np.int64(stop), *addresses)
     if first < stop:
@@ -233,25 +228,25 @@ def _run(file: str, kernel: str, device: torch.device, num_blocks: int, argument
     cupy = _cupy()
     assert cupy is not None
     stream = _stream(torch.cuda.current_stream(device).cuda_stream)
-    most = BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device)
+    max_blocks = BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device)
     with _device_guard(device, cupy), stream:
-        _kernel(file, kernel)((min(num_blocks, most),), (THREADS,), arguments)
+        _kernel(file, kernel)((min(num_blocks, max_blocks),), (THREADS,), arguments)
 
 
 def _device_guard(device: torch.device, cupy: ModuleType) -> AbstractContextManager[object]:
-    """Make a device the current one meanwhile. As a rule it is, and nothing is done: a launch takes long enough."""
+    """Make a device the current one in the context. Usually it is, and the launch saves the time to set it."""
     if torch.cuda.current_device() == device.index:
         return nullcontext()
-    both = ExitStack()
-    # Both: torch has to find the one again that it left, whatever CuPy takes for the one before.
-    both.enter_context(torch.cuda.device(device))
-    both.enter_context(cupy.cuda.Device(device.index))
-    return both
+    guard = ExitStack()
+    # Both guards: torch must restore the previous device, whichever one CuPy restores.
+    guard.enter_context(torch.cuda.device(device))
+    guard.enter_context(cupy.cuda.Device(device.index))
+    return guard
 
 
 @functools.cache
 def _stream(address: int) -> Any:
-    """Return CuPy's name of a stream; torch has few, and keeps them as long as the process lasts."""
+    """Return the CuPy object of a stream. Torch has few streams, which exist as long as the process."""
     cupy = _cupy()
     assert cupy is not None
     return cupy.cuda.Stream.from_external(_Stream(address))
@@ -263,7 +258,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 class _Stream:
-    """A stream as CuPy asks for one, which torch's own are not in every version."""
+    """A stream with the CUDA stream protocol, which torch streams do not have in all versions."""
 
     def __init__(self, address: int) -> None:
         self._address = address
@@ -274,7 +269,6 @@ class _Stream:
 
 @functools.cache
 def _kernel(file: str, kernel: str) -> Any:
-    """Load a kernel; CuPy keeps it for each device."""
     cupy = _cupy()
     assert cupy is not None
     try:
@@ -282,7 +276,7 @@ def _kernel(file: str, kernel: str) -> Any:
     except Exception as error:
         raise RuntimeError(
             f"CuPy {cupy.__version__} cannot build {source_dir() / file}.cu: {one_line_message(error)}. "
-            "ODC_MPI_KERNELS=off goes on with torch's operators"
+            "Set ODC_MPI_KERNELS=off to use torch operators"
         ) from error
 
 
@@ -295,6 +289,6 @@ def _cupy() -> ModuleType | None:
     except Exception as error:
         raise RuntimeError(
             f"CuPy is installed, but cannot be imported: {one_line_message(error)}. "
-            "Uninstall it, or set ODC_MPI_KERNELS=off, to go on with torch's operators"
+            "Uninstall it, or set ODC_MPI_KERNELS=off, to use torch operators"
         ) from error
     return cupy

@@ -1,1 +1,1 @@
-"""Adding gradients into the memory of their owners: MPI accumulates, or the owner adds what mailboxes bring."""
+"""Addition of gradients to the shards of their owners: by MPI_Accumulate, or by the owner from a mailbox."""

@@ -1,10 +1,10 @@
-"""Gradient stores over windows: what all of them offer, and the plain one, MPI_Accumulate.
+"""Gradient stores over windows: the base class, and the store that uses MPI_Accumulate.
 
-    push       between B and A: starts to bring a gradient to its owners. One-sided
-    flush      before a rank comes to A: its pushes are in their owners' hands
-    complete   after all have met at A: the shards hold the sums
+    push       during a minibatch: start to add a gradient to the shards of its owners. One-sided
+    flush      before the gradients are complete: all pushes of this rank have completed at their targets. One-sided
+    complete   after the gradients are complete on all ranks: the shards contain the sums
 
-`comm.reduce.mailbox` has the other way, in which owners add.
+In `comm.reduce.mailbox` the owners add.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,20 +19,15 @@ from odc_mpi.comm.windows.rma import HOST_WINDOW, Window, WindowFactory, deferre
 from odc_mpi.comm.work import Work
 from odc_mpi.runtime.world import World
 
-#: So many ranks of a node can add at once to an array; more were not measured.
+#: Maximum number of ranks of a node that add to an array concurrently. Larger values were not measured.
 MAX_WINDOWS_PER_ARRAY = 4
-#: Of all arrays together, if that is to be had: a library may have room for no more (`comm.group`), and those
-#: of the parameters want some, too.
+#: Maximum number of windows of all arrays together, unless there are more arrays: a library may limit the number of
+#: windows (`comm.group`), and parameters need windows, too.
 MAX_WINDOWS = 800
 
 
 class WindowGradientStore(GradientStore, ShardStorage):
-    """Hosts this rank's gradient shards and brings gradients to those of others. Making one is local.
-
-    Args:
-        world: The ranks.
-        dtype: In which gradients travel and are summed.
-    """
+    """Base class of gradient stores that use windows."""
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -43,15 +38,10 @@ class WindowGradientStore(GradientStore, ShardStorage):
         return [self.shard(index) for index in self.trainable_numels]
 
     def split_by_owner(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int, slice]]:
-        """Cut a gradient among its owners.
-
-        Args:
-            index: Of the array.
-            start: The gradient's first element in the flat array.
-            stop: Behind its last.
+        """Split elements `start` to `stop` of an array by owner.
 
         Yields:
-            An owner, the first element in its shard, and which part of the gradient goes from there on.
+            The owner, the offset in the shard of the owner, and the part of the gradient to add there.
         """
         layout = self.layouts[index]
         for owner, begin, end in ranges_by_owner(layout, self.world.rank, start, stop):
@@ -59,15 +49,11 @@ class WindowGradientStore(GradientStore, ShardStorage):
 
 
 class AccumulateGradientStore(WindowGradientStore):
-    """MPI_Accumulate(MPI_SUM) into the owners' gradient windows; owners take no part.
+    """MPI_Accumulate(MPI_SUM) into the gradient windows of the owners, without action by the owners.
 
-    MPICH serialises all Accumulates of a window on a node, also those to different owners. There an array has several
-    windows, and each rank has its shard in one of them: two ranks that push 16 MB at once take half of the time.
-
-    Args:
-        world: The ranks.
-        dtype: In which gradients travel and are summed.
-        kind: Of the windows.
+    MPICH serializes all MPI_Accumulate operations on a window within a node, also those to different owners. With MPICH
+    an array therefore has several windows, and each rank has its shard in one of them: two ranks that push 16 MB
+    concurrently then take half of the time.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory = HOST_WINDOW) -> None:
@@ -100,7 +86,7 @@ class AccumulateGradientStore(WindowGradientStore):
         with self.world.deadline(what, owners):
             for owner, begin, part in self.split_by_owner(index, start, stop):
                 self._window(index, owner).accumulate(owner, begin, values[part])
-        # At this end only: the buffer may be reused. `flush` completes it at the targets.
+        # Local completion: the buffer may be reused. `flush` completes the operation at the targets.
         return deferred_flush(self.world, lambda: self._flush_local(index), what, owners, gradient)
 
     @override
@@ -141,13 +127,7 @@ class AccumulateGradientStore(WindowGradientStore):
 
 
 def windows_per_array(library: str, num_ranks: int, num_arrays: int) -> int:
-    """Return how many windows share out the owners of an array, so that ranks can add at the same time.
-
-    Args:
-        library: What `World.mpi_library` says.
-        num_ranks: Of the world.
-        num_arrays: How many arrays get windows.
-    """
+    """Return the number of windows per array, so that ranks can add concurrently with `World.mpi_library`."""
     if not library.startswith("MPICH"):
-        return 1  # Open MPI has a lock for each target.
+        return 1  # Open MPI has one lock per target
     return max(1, min(num_ranks, MAX_WINDOWS_PER_ARRAY, MAX_WINDOWS // max(1, num_arrays)))

@@ -1,12 +1,11 @@
-"""Where the shards and the slots of a mailbox are on a device: elements in its memory, headers in the host's.
+"""Shards and slots of a mailbox on a device: elements in device memory, headers in host memory.
 
-The owner reads counters and headers with the processor and lets its device add the elements, in the order of the
-headers. It waits for a mark behind the additions before it hands the room back, so nothing is put over what the device
-still reads. A pusher puts elements from its device's memory; the caller has waited for the kernels that made them.
+    put     Put of the header into the inbox, and of the elements into the window on the owner's device
+    flush   complete both at the owner
+    add     the owner reads counters and headers on the CPU, its device adds the elements in the order of the headers
 
-    put     header into the inbox, elements into the window on the owner's device
-    flush   both
-    add     the device adds; its mark; only then the owner says `done`
+`add` returns after the device has finished, so no slot is overwritten while the device reads it. The caller of `put`
+has waited for the kernels that compute the elements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,15 +23,9 @@ from odc_mpi.runtime.world import World
 
 
 class DeviceSlots(HostSlots):
-    """Shards and the elements of slots in a device's memory. Making one is local.
+    """Shards and the elements of slots in device memory."""
 
-    Args:
-        world: The ranks.
-        dtype: Of the elements.
-        device: Has the memory and adds.
-    """
-
-    #: A header for each such piece of a ring: 1/128 of it, in the host's memory.
+    #: One header per 4096 bytes of a ring: headers take 1/128 of its size, in host memory.
     alignment = 4096
     values_offset = 0
     num_windows = 1
@@ -69,8 +62,8 @@ class DeviceSlots(HostSlots):
     @override
     def add(self, origin: int, headers: Sequence[Header]) -> None:
         slots: dict[int, list[Segment]] = {}
-        for index, start, numel, place in headers:
-            at = self._elements_start(origin, self.world.rank, place)
+        for index, start, numel, offset in headers:
+            at = self._elements_start(origin, self.world.rank, offset)
             values = self._elements.tensor[at : at + numel * self.dtype.itemsize].view(self.dtype)
             slots.setdefault(index, []).append((start, values))
         self._elements.sync()
@@ -89,11 +82,11 @@ class DeviceSlots(HostSlots):
         self.shards = {index: zeros(self._device, numel, self.dtype) for index, numel in numels.items()}
 
     def _add_on_device(self, slots: Mapping[int, list[Segment]]) -> None:
-        for mark in [self._device.add(self.shards[index], those) for index, those in slots.items()]:
-            mark.synchronize()
+        for event in [self._device.add(self.shards[index], segments) for index, segments in slots.items()]:
+            event.synchronize()
 
     def _header_start(self, origin: int, owner: int, offset: int) -> int:
         return super()._header_start(origin, owner, offset // self.alignment * HEADER_BYTES)
 
-    def _elements_start(self, pusher: int, owner: int, place: int) -> int:
-        return ring_index(pusher, owner) * self._device_ring_bytes + place
+    def _elements_start(self, origin: int, owner: int, offset: int) -> int:
+        return ring_index(origin, owner) * self._device_ring_bytes + offset

@@ -1,27 +1,30 @@
-"""Gradients are put into slots of their owner, and the owner adds them: for networks without a fast MPI_Accumulate.
+"""Gradient store for networks without a fast MPI_Accumulate: origins Put into ring buffers, owners add.
 
-Every rank hosts an inbox: for each other rank, its pusher, a ring of bytes with one slot behind the other. A slot is a
-header and the elements of a piece of a gradient, as long as they are; a piece that is longer than a quarter of the
-ring is cut. Two counters belong to a ring, both of bytes since the beginning, which only grow:
+Every rank has an inbox with one ring buffer for each other rank, its origin. A ring contains slots. A slot is a header
+followed by gradient elements; its length varies. An origin splits a gradient that exceeds a quarter of the ring.
 
-    sent      in the owner's memory, put there by the pusher: slots up to here are complete
-    done      in the pusher's memory, put there by the owner: slots up to here have been added, their room is free
+Each ring has two 64-bit byte counters, which never decrease:
 
-    push      where there is room: Put of header and elements, Flush, then Put of `sent`
-    serve     the owner compares `sent` with what it has taken, adds the slots in between, and Puts `done`
-    flush     every owner's memory shows the last `sent`: read back, since not every network's Flush says so much
-    complete  serve once more: all counters had arrived before the ranks met at A
+    head   in the owner's memory, written by the origin: slots before this position are complete
+    tail   in the origin's memory, written by the owner: slots before this position were added and may be overwritten
 
-Each side looks at its own memory only. A pusher without room waits and serves its own inbox meanwhile: so two that wait
-for each other both get on. Nobody else adds to a shard, so shards are private memory. One pass over the inbox adds in
-the order of ranks, and each rank's slots in the order in which they were pushed.
+    push            if the ring has room: Put of header and elements, Flush, Put of `head`
+    make_progress   the owner compares `head` with its own position, adds the new slots, and Puts `tail`
+    flush           the origin reads `head` back from every owner until it has the last value, since Flush does not
+                    guarantee this on every network
+    complete        `make_progress` once more; all heads arrived before the ranks synchronized
 
-Why a counter may be read at any time: everything below the new value was complete before the value was sent, so any
-value up to it is safe. On shared memory eight aligned bytes are stored at once. A network that wrote them one by one
-would show the lower bytes of the new value below the upper ones of the old, on a little-endian machine: at most the new
-value, at times less than the old one. A `sent` like that is no news, a `done` like that is less room. MPI itself
-promises eight bytes at once for Accumulate(MPI_REPLACE) alone; but a mailbox is chosen where Accumulate waits for its
-target, is slow, or gives no answer, so it has to do without (benchmarks/notes/one-sidedness.md has the figures).
+Each side polls only its own memory. An origin that waits for room adds the slots in its own inbox, so two ranks with
+full rings for each other do not deadlock. Only the owner adds to its shard, so shards are in private memory. One pass
+over the inbox adds in the order of ranks, and for each rank in the order of its pushes.
+
+Note: torn counters
+    All slots before a value of `head` are complete before this value is sent. A reader may therefore use any value that
+    is not larger. In shared memory an aligned 8-byte store is atomic. If a network writes the bytes of a counter one by
+    one, a little-endian reader sees the low bytes of the new value with the high bytes of the old one. This is at most
+    the new value, and possibly less than the old one. A small `head` means no new slots yet; a small `tail` means less
+    room. MPI guarantees atomicity only for MPI_Accumulate with MPI_REPLACE. The mailbox is used where Accumulate is
+    slow, waits for its target, or fails, so it does not rely on it (measurements: benchmarks/notes/one-sidedness.md).
 """
 
 import threading
@@ -43,25 +46,23 @@ from odc_mpi.errors import UserError
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
-#: Makes what knows where the shards and the slots of a mailbox are, for elements of a type.
+#: Creates the shards and slots of a mailbox, for elements of a type.
 SlotsFactory = Callable[[World, torch.dtype], HostSlots]
 
 DEFAULT_MAILBOX_BYTES = 64 << 20
-#: A slot is at most a ring divided by this: so its owner adds one while its pusher fills the next.
+#: A slot is at most a ring divided by this, so that the owner adds one while the origin fills the next.
 SLOTS_PER_RING = 4
 COUNTER_BYTES = 8
 
 
 class MailboxGradientStore(WindowGradientStore):
-    """MPI_Put into slots of the owners, who add them. Owners take part, whenever they or a thread of theirs serve.
+    """MPI_Put into slots of the owners, which add them whenever one of their threads calls `make_progress`.
 
-    `push`, its wait and `flush` may be called from one thread at a time, `serve` from any.
+    One thread at a time may call `push`, its wait and `flush`. `make_progress` is thread-safe.
 
     Args:
-        world: The ranks.
-        dtype: In which gradients travel and are summed.
-        mailbox_bytes: At most so much memory holds what other ranks have pushed to this one and it has not added yet.
-        slots: Makes what knows where shards and slots are: on the host, or on a device (`comm.reduce.device_slots`).
+        mailbox_bytes: Maximum memory for gradients that this rank has received and not added yet.
+        slots: Creates the shards and slots: in host memory, or on a device (`comm.reduce.device_slots`).
     """
 
     def __init__(
@@ -74,22 +75,22 @@ class MailboxGradientStore(WindowGradientStore):
         super().__init__(world, dtype)
         self._mailbox_bytes = mailbox_bytes
         self._slots = slots(world, dtype)
-        # The counters of all pushers come first in an inbox.
+        # The inbox begins with the heads of all origins.
         self._counters_bytes = align_up(world.size * COUNTER_BYTES)
         # In the order of `ranges_by_owner`.
         others = (*range(world.rank + 1, world.size), *range(world.rank))
         self._rings = {owner: _Ring(owner) for owner in others}
-        # What the last Put of a counter carried: untouched until that is flushed.
+        # Source of the last Put of each counter: not modified before the flush.
         self._outgoing_heads = np.zeros(world.size, dtype=np.int64)
-        # What was read back of it.
+        # Heads that were read back from the owners.
         self._confirmed = np.zeros(world.size, dtype=np.int64)
         self._consumed = np.zeros(world.size, dtype=np.int64)
         self._consumed_bytes = memoryview(self._consumed.view(np.uint8))  # type: ignore[arg-type]
         self._unflushed: list[int] = []
-        self._serving = threading.Lock()
+        self._drain_lock = threading.Lock()
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:
-        """Divide the memory among the other ranks.
+        """Divide `mailbox_bytes` among the other ranks.
 
         Raises:
             UserError: `mailbox_bytes` is too little for one element of each peer.
@@ -102,7 +103,7 @@ class MailboxGradientStore(WindowGradientStore):
                 f"comm.mailbox_bytes must be at least {max(1, num_rings * smallest)} ({smallest} for each of "
                 f"{num_rings} other ranks), got {self._mailbox_bytes!r}"
             )
-        # More than two backward passes put into it would only take room from others.
+        # More room than for the gradients of two backward passes would not be used.
         useful = 2 * sum(self._slot_bytes(numel) for numel in self.trainable_numels.values())
         share = self._mailbox_bytes // max(1, num_rings)
         self._ring_bytes = max(smallest, min(share, useful)) // smallest * smallest
@@ -112,10 +113,10 @@ class MailboxGradientStore(WindowGradientStore):
 
     @override
     def allocate(self) -> None:
-        # Two, so that no two threads ever put into or flush the same: the one that pushes, and the one that serves.
+        # Two windows, so that the thread that pushes and the thread that adds never Put to or flush the same one.
         self._inbox = Window(self.world, self._inbox_bytes, torch.uint8)
         self._credit_window = Window(self.world, self._counters_bytes, torch.uint8)
-        self._heads_offset = memoryview(self._inbox.tensor.numpy()[: self._outgoing_heads.nbytes])  # type: ignore[arg-type]
+        self._heads_bytes = memoryview(self._inbox.tensor.numpy()[: self._outgoing_heads.nbytes])  # type: ignore[arg-type]
         self._heads = self._inbox.tensor.numpy()[: self._outgoing_heads.nbytes].view(np.int64)
         self._credits = self._credit_window.tensor.numpy()[: self._outgoing_heads.nbytes].view(np.int64)
         self._slots.allocate(self._inbox, self._counters_bytes, self._ring_bytes, self.trainable_numels)
@@ -129,18 +130,18 @@ class MailboxGradientStore(WindowGradientStore):
     def push(self, index: int, gradient: torch.Tensor, start: int = 0) -> Work:
         assert gradient.dtype == self.dtype
         push = _PendingPush(self.layouts[index].name, gradient)
-        whole, own = self._slots.values(gradient), []
+        buffer, local = self._slots.values(gradient), []
         for owner, begin, part in self.split_by_owner(index, start, start + gradient.numel()):
             if owner == self.world.rank:
-                own.append((begin, part))
+                local.append((begin, part))
             else:
-                values = whole[part]
+                values = buffer[part]
                 push.numel += len(values)
                 self._rings[owner].queue.append(_PendingPut(push, index, begin, values))
         owners = [ring.owner for ring in self._rings.values() if ring.queue]
         with self.world.deadline(f"pushing the gradient of unit {push.name}", owners):
-            self._put_what_fits()
-            for begin, part in own:
+            self._fill_rings()
+            for begin, part in local:
                 self._slots.add_local(index, begin, gradient[part])
         self.make_progress()
         return DeferredWork(partial(self._wait, push))
@@ -155,59 +156,63 @@ class MailboxGradientStore(WindowGradientStore):
             self._confirm_heads()
 
     def make_progress(self) -> bool:
-        """Add what has arrived and hand its room back; a few microseconds if nothing has. Local, from any thread."""
+        """Add all received slots and Put the new tails. One-sided; thread-safe.
+
+        Returns:
+            True if there was anything to do. If not, the call takes a few microseconds.
+        """
         self._inbox.sync()
-        # As bytes: a look every other millisecond, beside a rank that computes, is to cost as little as it can.
-        if not self._unflushed and self._heads_offset == self._consumed_bytes:
+        # Compared as bytes, which is cheapest: while a rank computes, a thread does this every other millisecond.
+        if not self._unflushed and self._heads_bytes == self._consumed_bytes:
             return False
-        if not self._serving.acquire(blocking=False):  # another thread is at it
+        if not self._drain_lock.acquire(blocking=False):  # another thread adds at this moment
             return False
         try:
             self._drain()
         finally:
-            self._serving.release()
+            self._drain_lock.release()
         return True
 
     @override
     def complete(self) -> None:
-        with self.world.deadline("adding the last gradients"), self._serving:
+        with self.world.deadline("adding the last gradients"), self._drain_lock:
             self._inbox.sync()
             self._drain()
-        assert (self._heads == self._consumed).all(), "a rank came to A before its gradients had arrived"
+        assert (self._heads == self._consumed).all(), "a rank synchronized before its gradients had arrived"
 
     @override
     def free(self) -> None:
         self.world.progress.remove(self.make_progress)
-        del self._heads, self._heads_offset, self._credits
+        del self._heads, self._heads_bytes, self._credits
         self._slots.free()
         self._credit_window.free()
         self._inbox.free()
 
     def _wait(self, push: "_PendingPush") -> None:
-        """Wait until a push is in its owners' rings, serving meanwhile. One-sided; full rings wait for their owners."""
+        """Wait until a push is in the rings of its owners, and add received slots while waiting. One-sided."""
         while push.numel:
             owner = next(ring.owner for ring in self._rings.values() if any(p.push is push for p in ring.queue))
             with self.world.deadline(f"waiting for room to push the gradient of unit {push.name}", [owner]):
-                wait_until(self._put_what_fits, self._poke_local_owners)
+                wait_until(self._fill_rings, self._notify_owners)
 
-    def _poke_local_owners(self) -> None:
-        # The owner must hear of what is there before it can make room.
+    def _notify_owners(self) -> None:
+        # The owner must receive the heads before it can make room.
         self._slots.flush()
         self.world.progress.poke()
 
-    def _put_what_fits(self) -> bool:
-        """Put pieces into their owners' rings as far as there is room; return whether any was."""
+    def _fill_rings(self) -> bool:
+        """Put queued elements into the rings as far as there is room; return True if any were."""
         self._credit_window.sync()
         filled = [(ring, headers) for ring in self._rings.values() if (headers := self._fill(ring))]
         for ring, _ in filled:
-            # A round trip over a network, so one for all slots. It also lets go of the counter of the time before.
+            # A round trip over a network, so one for all slots. It also completes the Put of the previous head.
             self._slots.flush(ring.owner)
             self._outgoing_heads[ring.owner] = ring.head
             self._inbox.put(ring.owner, self.world.rank * COUNTER_BYTES, _counter(self._outgoing_heads, ring.owner))
         return bool(filled)
 
     def _confirm_heads(self) -> None:
-        """Wait until every owner's memory shows the counter that was sent to it. After a flush."""
+        """Wait until the memory of every owner contains the head that was sent. Call after a flush."""
         late = np.flatnonzero(self._confirmed != self._outgoing_heads).tolist()
         while late:
             for owner in late:
@@ -216,55 +221,55 @@ class MailboxGradientStore(WindowGradientStore):
             late = [owner for owner in late if self._confirmed[owner] != self._outgoing_heads[owner]]
 
     def _fill(self, ring: "_Ring") -> list[np.ndarray]:
-        """Start to put pieces into a ring; return their headers, which are to be kept until the flush."""
+        """Start to Put slots into a ring; return their headers, which must be kept until the flush."""
         end = int(self._credits[ring.owner]) + self._ring_bytes
         headers = []
         while ring.queue:
-            piece, place = ring.queue[0], ring.head % self._ring_bytes
-            # Nor does a slot go round the end of the ring. At least one element fits behind a header.
-            fitting = (self._ring_bytes - place - self._slots.values_offset) // self.dtype.itemsize
-            values = piece.values[: min(self._max_numel, fitting)]
+            put, offset = ring.queue[0], ring.head % self._ring_bytes
+            # A slot does not wrap around the end of the ring. At least one element fits after a header.
+            fitting = (self._ring_bytes - offset - self._slots.values_offset) // self.dtype.itemsize
+            values = put.values[: min(self._max_numel, fitting)]
             num_bytes = self._slot_bytes(len(values))
             if ring.head + num_bytes > end:
                 break
-            header = np.array([piece.index, piece.start, len(values), ring.head], dtype=np.int64)
-            self._slots.put(ring.owner, place, header.view(np.uint8), values)
+            header = np.array([put.index, put.start, len(values), ring.head], dtype=np.int64)
+            self._slots.put(ring.owner, offset, header.view(np.uint8), values)
             headers.append(header)
             ring.head += num_bytes
-            piece.push.numel -= len(values)
-            piece.start, piece.values = piece.start + len(values), piece.values[len(values) :]
-            if not len(piece.values):
+            put.push.numel -= len(values)
+            put.start, put.values = put.start + len(values), put.values[len(values) :]
+            if not len(put.values):
                 ring.queue.popleft()
         return headers
 
     def _drain(self) -> None:
-        """Add what has arrived, in the order of ranks. Only by who holds `_serving`."""
-        what = "handing room in the mailbox back"
+        """Add all received slots, in the order of ranks. The caller holds `_drain_lock`."""
+        what = "releasing room in the mailbox"
         with self.world.deadline(what, self._unflushed):
-            # Complete since the last time, as a rule. Only then may a counter be put again.
-            for pusher in self._unflushed:
-                self._credit_window.flush(pusher)
+            # Usually complete since the last call. A counter may be Put again only after this.
+            for origin in self._unflushed:
+                self._credit_window.flush(origin)
             self._unflushed.clear()
-        pushers = np.flatnonzero(self._heads > self._consumed).tolist()
-        with self.world.deadline(what, pushers):
-            for pusher in pushers:
-                headers, end = self._headers(pusher, int(self._consumed[pusher]), int(self._heads[pusher]))
-                self._slots.add(pusher, headers)
-                self._consumed[pusher] = end
-                self._inbox.sync()  # nor may one come after the Put that lets the pusher overwrite the slot
-                self._credit_window.put(pusher, self.world.rank * COUNTER_BYTES, _counter(self._consumed, pusher))
-                self._unflushed.append(pusher)
+        origins = np.flatnonzero(self._heads > self._consumed).tolist()
+        with self.world.deadline(what, origins):
+            for origin in origins:
+                headers, end = self._headers(origin, int(self._consumed[origin]), int(self._heads[origin]))
+                self._slots.add(origin, headers)
+                self._consumed[origin] = end
+                self._inbox.sync()  # no load of a slot may move after the Put that allows the origin to overwrite it
+                self._credit_window.put(origin, self.world.rank * COUNTER_BYTES, _counter(self._consumed, origin))
+                self._unflushed.append(origin)
 
     def _headers(self, origin: int, tail: int, head: int) -> tuple[list[Header], int]:
-        """Return the headers of one pusher's slots, from `taken` on, and the end of the last slot."""
-        self._inbox.sync()  # no load of a slot may come before that of the counter
+        """Return the headers of an origin's slots from `tail` on, and the end of the last slot."""
+        self._inbox.sync()  # no load of a slot may move before the load of the counter
         headers = []
-        # The last one may end behind `sent`, whose bytes may not have come all at once.
+        # The last slot may end after `head`, which may be a torn read.
         while tail < head:
-            place = tail % self._ring_bytes
-            array, start, numel, position = self._slots.header(origin, place)
-            assert position == tail, f"rank {origin}'s slot {tail} says that it is {position}"
-            headers.append(Header(array, start, numel, place))
+            offset = tail % self._ring_bytes
+            array, start, numel, position = self._slots.header(origin, offset)
+            assert position == tail, f"slot of rank {origin}: expected position {tail}, got {position}"
+            headers.append(Header(array, start, numel, offset))
             tail += self._slot_bytes(numel)
         return headers, tail
 
@@ -274,7 +279,7 @@ class MailboxGradientStore(WindowGradientStore):
 
 @dataclass
 class _PendingPush:
-    """A gradient of which `numel` elements are not in their owners' rings yet; it is kept until then."""
+    """A gradient of which `numel` elements are not in the rings yet; referenced until they are."""
 
     name: str
     gradient: torch.Tensor
@@ -293,7 +298,7 @@ class _PendingPut:
 
 @dataclass
 class _Ring:
-    """This rank's ring in an owner's inbox: bytes put since the beginning, and what is to come."""
+    """This rank's ring in the inbox of an owner: its head, and the queue of elements to Put."""
 
     owner: int
     head: int = 0

@@ -1,1 +1,1 @@
-"""How the processes of a job start, under which limits, and beside which others."""
+"""Start of the processes of a job: launchers, time limits, and child processes."""

@@ -1,14 +1,15 @@
-"""Processes beside MPI: a parent that survives the crash of its child, which takes the rank's place in the job.
+"""Child processes that take the place of a rank in the job, and parents that survive their crash.
 
-    parent   `run_in_child` starts the child and hears its news; the parent never starts MPI
-    child    `child_main` runs its main function, which tells the news of rank 0: a JSON object in a line each, on a file
-             descriptor. The key `doing` says what the child does next, in words; null when all is done
+    parent   `run_in_child` starts the child and receives its messages; the parent never starts MPI
+    child    `child_main` runs the main function of the child, which on rank 0 sends messages through a pipe: one JSON
+             object per line. The key `doing` describes the next operation; null at the end
 
-Launchers end all ranks when one of their processes dies, MPICH's with SIGKILL, so
+Launchers end all ranks when one of their processes dies, MPICH with SIGKILL. Therefore a parent
 
-- a parent stays when its child has crashed, until rank 0 has printed the answer,
-- it withholds the child's request to abort the job from the launcher (PMI of MPICH and Slurm; not possible with PMIx),
-- it tells rank 0's parent of the crash, through a socket if both are on one node.
+- stays after the crash of its child until rank 0 has printed the result,
+- does not forward a request of the child to abort the job to the launcher (PMI of MPICH and Slurm; not possible with
+  PMIx),
+- reports the crash to the parent of rank 0, through a socket if both are on one node.
 """
 
 import ctypes
@@ -32,38 +33,38 @@ from typing import Any
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.start.pmi import PmiRelay
 
-#: Variables by which launchers tell a process its rank: PMI (MPICH, Slurm), PMIx (Open MPI).
+#: Variables with the rank of a process: PMI (MPICH, Slurm), PMIx (Open MPI).
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-#: Slurm's variable for it, which is set for every task, whether MPI runs in the task or not.
+#: Variable with the index of a Slurm task, which is set with and without MPI.
 _TASK_VARIABLE = "SLURM_PROCID"
-#: Seconds between checks of the child. Open MPI's launcher sends SIGKILL 0.25 s after its SIGTERM.
+#: Seconds between checks of the child. The launcher of Open MPI sends SIGKILL 0.25 s after SIGTERM.
 _POLL_S = 0.03
-#: Seconds to wait for news of the failing operation when a crash is reported.
+#: Seconds to wait for messages about the failed operation after the report of a crash.
 _LAST_MESSAGES_S = 0.1
-#: Seconds that a parent stays after its child's crash where it cannot see whether rank 0 still needs it.
+#: Seconds that a parent stays after the crash of its child if it cannot see whether rank 0 still needs it.
 _STAY_S = 20.0
-#: Seconds that a child may take to end after rank 0's child has ended.
+#: Seconds for a child to end after the child of rank 0 has ended.
 _END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
-#: What a child tells its parent.
+#: Message of a child to its parent.
 ChildMessage = Mapping[str, Any]
 
 
 def is_launched() -> bool:
-    """Tell whether a launcher started this process. Local; does not start MPI."""
+    """Return True if a launcher started this process. Does not start MPI."""
     return any(variable in os.environ for variable in _RANK_VARIABLES)
 
 
 def launched_rank() -> int:
-    """Return this process's rank as the launcher tells it, 0 without a launcher. Local; does not start MPI."""
+    """Return the rank of this process from the environment, 0 without a launcher. Does not start MPI."""
     variables = _RANK_VARIABLES if is_launched() else (_TASK_VARIABLE,)
-    told = (os.environ.get(variable, "0") for variable in variables)
-    return next((int(rank) for rank in told if rank.isdecimal() and rank != "0"), 0)
+    ranks = (os.environ.get(variable, "0") for variable in variables)
+    return next((int(rank) for rank in ranks if rank.isdecimal() and rank != "0"), 0)
 
 
 class FailureKind(Enum):
-    """How a child may fail, in words."""
+    """Kinds of failures of a child, as text."""
 
     CRASHED = "crashed"
     NO_ANSWER = "no answer within"
@@ -73,12 +74,11 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a child.
+    """A failure of a child.
 
     Attributes:
-        kind: Its kind.
-        description: Of a crash: "SIGSEGV", "exit code 1" or "MPI_Abort"; without an answer: the time limit.
-        rank: Of a crash: the rank.
+        description: "SIGSEGV", "exit code 1" or "MPI_Abort" after a crash; the time limit without an answer.
+        rank: Rank of the child that crashed.
     """
 
     kind: FailureKind
@@ -95,9 +95,8 @@ class ChildResult:
     """The end of a child.
 
     Attributes:
-        messages: The last news; empty if there were none.
-        failure: Its failure; None if the child finished.
-        output_tail: The last lines of the failed child's standard streams.
+        messages: Last message of the child; empty without messages.
+        output_tail: Last lines of the standard streams of a failed child.
     """
 
     messages: ChildMessage
@@ -106,37 +105,34 @@ class ChildResult:
 
     @property
     def failure_point(self) -> tuple[str, Failure] | None:
-        """What the child was doing when it failed, and the failure; None if it had done all."""
+        """Operation that failed, and the failure; None if the child completed all operations."""
         doing = self.messages.get("doing", "starting MPI")
         if self.failure is None and doing is None:
             return None
         return doing or "closing", self.failure or Failure(FailureKind.ENDED_EARLY)
 
     def print_output_tail(self) -> None:
-        """Print the last lines of a child that failed, on standard error."""
+        """Print the last lines of a failed child on standard error."""
         if self.failure:
             print(f"The last lines of the failed process:\n{self.output_tail or '(none)'}", file=sys.stderr, flush=True)
 
 
 def child_main(main: Callable[[Sequence[str], Callable[[ChildMessage], None]], None]) -> None:
-    """Run the main function of a process that `run_in_child` started; an error ends this process alone.
+    """Run the main function of a process that `run_in_child` started; an error ends only this process.
 
-    Not the job: by way of MPI_Abort it would end the parents, which are to tell the answer. Local, but for what the
-    function does.
-
-    Args:
-        main: Called with the arguments of the command, and with a function that tells the parent news, on rank 0.
+    MPI_Abort would end the whole job, including the parents, which print the result. `main` is called with the
+    arguments of the command, and with a function that sends a message to the parent on rank 0.
     """
     *arguments, descriptor = sys.argv[1:]
     try:
         with os.fdopen(int(descriptor), "w") as out:
 
-            def tell(news: ChildMessage) -> None:
+            def send(message: ChildMessage) -> None:
                 if launched_rank() == 0:
-                    out.write(json.dumps(news) + "\n")
+                    out.write(json.dumps(message) + "\n")
                     out.flush()
 
-            main(arguments, tell)
+            main(arguments, send)
     except Exception as error:
         traceback.print_exception(error, limit=0 if isinstance(error, UserError) else None)
         sys.stderr.flush()
@@ -149,50 +145,50 @@ def run_in_child(
     rank: int,
     deadline_s: float,
     quiet_s: float,
-    on_message: Callable[[ChildMessage], object] = lambda news: None,
+    on_message: Callable[[ChildMessage], object] = lambda message: None,
 ) -> Iterator[ChildResult]:
-    """Run a child in this process's place in the job until it ends. Local; the child communicates.
+    """Run a child in the place of this process in the job until the child ends.
 
-    Print the answer within the block: the child is ended after the block, which may end the job.
+    Print the result in the block: after the block the child is killed, which may end the job.
 
     Args:
-        command: The child's command; one argument is added: the file descriptor for news.
-        rank: Rank of this process. Rank 0 returns with the answer, other ranks when they are not needed any more.
-        deadline_s: Seconds for the whole run; then the child is ended.
-        quiet_s: The most seconds between two lines of news on rank 0; then the child is ended.
-        on_message: Called on rank 0 with the latest news; lines that arrive together are passed on as one.
+        command: Command of the child. The file descriptor for messages is appended as an argument.
+        rank: Rank of this process. Rank 0 enters the block with the result, other ranks when they are no longer needed.
+        deadline_s: Maximum duration of the run; then the child is killed.
+        quiet_s: Maximum time between two messages on rank 0; then the child is killed.
+        on_message: Called on rank 0 with the latest message. Of messages that arrive together, only the last is passed.
     """
     ended = threading.Event()  # by the launcher
     previous = signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    notes = _SharedNotes(rank)
+    reports = _CrashReports(rank)
     child = _Child(command, rank)
     try:
         if rank == 0:
-            yield _until_known(child, notes, ended, deadline_s, quiet_s, on_message)
+            yield _wait_for_result(child, reports, ended, deadline_s, quiet_s, on_message)
         else:
-            yield _until_not_needed(child, notes, ended, deadline_s + _END_S)
+            yield _wait_until_not_needed(child, reports, ended, deadline_s + _END_S)
     finally:
         child.end()
-        notes.close()
+        reports.close()
         signal.signal(signal.SIGTERM, previous)
 
 
-def _until_known(
+def _wait_for_result(
     child: "_Child",
-    notes: "_SharedNotes",
+    reports: "_CrashReports",
     ended: threading.Event,
     deadline_s: float,
     quiet_s: float,
     on_message: Callable[[ChildMessage], object],
 ) -> ChildResult:
-    deadline, known = time.monotonic() + deadline_s, child.messages
+    deadline, last = time.monotonic() + deadline_s, child.messages
     quiet_until = deadline
     while True:
         child.listen(_POLL_S)
-        if child.messages is not known:
-            known, quiet_until = child.messages, time.monotonic() + quiet_s
-            on_message(known)
-        crash = child.crash() or notes.read()
+        if child.messages is not last:
+            last, quiet_until = child.messages, time.monotonic() + quiet_s
+            on_message(last)
+        crash = child.crash() or reports.read()
         if crash is not None:
             child.listen(_LAST_MESSAGES_S)
             return ChildResult(child.messages, *crash)
@@ -205,26 +201,28 @@ def _until_known(
             return ChildResult(child.messages, Failure(FailureKind.NO_ANSWER, f"{limit_s:g} s"), child.output_tail())
 
 
-def _until_not_needed(child: "_Child", notes: "_SharedNotes", ended: threading.Event, deadline_s: float) -> ChildResult:
+def _wait_until_not_needed(
+    child: "_Child", reports: "_CrashReports", ended: threading.Event, deadline_s: float
+) -> ChildResult:
     deadline = time.monotonic() + deadline_s
-    crash, was_heard = None, False
+    crash, was_open = None, False
     while not ended.is_set() and time.monotonic() < deadline:
         child.listen(_POLL_S)
         if crash is None and (crash := child.crash()):
-            notes.write(*crash)
+            reports.write(*crash)
             deadline = min(deadline, time.monotonic() + _STAY_S)
         elif crash is None and child.is_done():
             break
-        is_heard = notes.is_received()
-        if was_heard and not is_heard:
-            # Rank 0 has told the answer. If all went well, this rank's child is about to end, too.
+        is_open = reports.is_open()
+        if was_open and not is_open:
+            # Rank 0 has printed the result. Without a failure, the child of this rank is about to end, too.
             deadline = min(deadline, time.monotonic() + (0.0 if crash else _END_S))
-        was_heard = was_heard or is_heard
+        was_open = was_open or is_open
     return ChildResult(child.messages, crash and crash[0], "")
 
 
 class _Child:
-    """The child process: it has the environment and the launcher connection of this process."""
+    """The child process, with the environment and the launcher connection of this process."""
 
     def __init__(self, command: Sequence[str], rank: int) -> None:
         self._rank = rank
@@ -232,7 +230,7 @@ class _Child:
         self._read, write = os.pipe()
         os.set_inheritable(write, True)
         self._rest = b""
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as this object exists
         self._pmi = PmiRelay()
         libc = ctypes.CDLL(None)
         self._process = subprocess.Popen(
@@ -242,22 +240,21 @@ class _Child:
             stderr=self._output,
             close_fds=False,
             env=os.environ | self._pmi.environment,
-            # Whatever ends this process, SIGKILL from the launcher included, ends the child. Safe before any thread.
+            # Any end of this process, even by SIGKILL, ends the child. Safe as long as there are no other threads.
             preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
         os.close(write)
         self._pmi.start()
 
     def listen(self, timeout_s: float) -> None:
-        """Read the child's news for so many seconds."""
         until = time.monotonic() + timeout_s
         while (left_s := until - time.monotonic()) > 0:
             if self._read < 0:
                 time.sleep(left_s)
             elif select.select([self._read], [], [], left_s)[0]:
-                self._take(os.read(self._read, 1 << 16))
+                self._receive(os.read(self._read, 1 << 16))
 
-    def _take(self, chunk: bytes) -> None:
+    def _receive(self, chunk: bytes) -> None:
         if not chunk:
             os.close(self._read)
             self._read = -1
@@ -266,25 +263,22 @@ class _Child:
             self.messages = json.loads(lines[-1])
 
     def is_done(self) -> bool:
-        """Whether the child has ended and all its news were read."""
         return self._process.poll() is not None and self._read < 0
 
     def crash(self) -> tuple[Failure, str] | None:
-        """Return the child's crash and its last lines; None if it did not crash."""
+        """Return the crash of the child, if any, and its last lines."""
         code = self._process.poll()
-        if not code and not self._pmi.abort_was_asked:
+        if not code and not self._pmi.abort_requested:
             return None
         how = "MPI_Abort" if not code else signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return Failure(FailureKind.CRASHED, how, self._rank), self.output_tail()
 
     def output_tail(self) -> str:
-        """Return the last lines of the child's standard streams."""
         self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - 4000))
         lines = self._output.read().decode(errors="replace").splitlines()
         return "\n".join([line for line in lines if line.strip()][-25:])
 
     def end(self) -> None:
-        """Kill the child if it still runs."""
         self._process.kill()
         self._process.wait()
         self._pmi.leave(self._rank)
@@ -293,11 +287,11 @@ class _Child:
             os.close(self._read)
 
 
-class _SharedNotes:
-    """A socket by which the parents of one node report a crash to rank 0's; named by their launcher's process id."""
+class _CrashReports:
+    """Socket by which parents report a crash to the parent of rank 0 on the same node."""
 
     def __init__(self, rank: int) -> None:
-        # The zero makes it a name without a file: nothing stays behind.
+        # The process id of the launcher identifies the job. The zero byte makes it an abstract name, without a file.
         self._name = f"\0odc_mpi-doctor-{os.getuid()}-{os.getppid()}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
@@ -306,22 +300,19 @@ class _SharedNotes:
                 self._socket.bind(self._name)
 
     def write(self, crash: Failure, output_tail: str) -> None:
-        """Report a crash to rank 0's parent, if it is on this node."""
         with suppress(OSError):
             self._socket.sendto(json.dumps([crash.description, crash.rank, output_tail]).encode(), self._name)
 
-    def is_received(self) -> bool:
-        """Whether rank 0's parent is on this node and still listens."""
+    def is_open(self) -> bool:
+        """Return True if the parent of rank 0 is on this node and has not closed its socket."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
             return other.connect_ex(self._name) == 0
 
     def read(self) -> tuple[Failure, str] | None:
-        """Return the crash that another parent reported, None if there is none."""
         with suppress(OSError, ValueError):
-            how, rank, last_words = json.loads(self._socket.recv(1 << 16))
-            return Failure(FailureKind.CRASHED, how, rank), last_words
+            description, rank, output_tail = json.loads(self._socket.recv(1 << 16))
+            return Failure(FailureKind.CRASHED, description, rank), output_tail
         return None
 
     def close(self) -> None:
-        """Stop listening."""
         self._socket.close()

@@ -1,8 +1,7 @@
-"""Limits for what no thread of ours can watch: MPI's own start and its own end.
+"""Time limits for MPI_Init and MPI_Finalize, which the watchdog cannot watch. Does not use MPI.
 
-MPI_Init runs while Python code is imported and holds its lock, MPI_Finalize when there is no interpreter any more.
-Should one of them hang, because a rank was stopped there, the kernel ends this process with SIGALRM. A launcher that
-sees a rank killed by a signal ends all others. Nothing here knows MPI.
+MPI_Init runs during an import and holds the GIL, MPI_Finalize runs after the end of the interpreter. If one of them
+hangs, because another rank was stopped, the kernel ends this process with SIGALRM. A launcher then ends all ranks.
 """
 
 import os
@@ -11,15 +10,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Seconds for MPI to start, unless ODC_MPI_START_TIMEOUT_S says otherwise: thousands of ranks may take minutes.
+#: Default of ODC_MPI_START_TIMEOUT_S, the seconds for MPI_Init: thousands of ranks may take minutes.
 START_S = 300.0
-#: Seconds for MPI to end, at least: on a crowded machine that takes some.
+#: Minimum number of seconds for MPI_Finalize, which takes seconds on a crowded machine.
 END_S = 10.0
 
 
 @contextmanager
 def start_limit() -> Iterator[None]:
-    """End this process if the enclosed start of MPI takes too long. Local; in the main thread."""
+    """Context manager that ends this process if the enclosed start of MPI takes too long. Main thread only."""
     before = _arm(_start_s())
     try:
         yield
@@ -29,20 +28,20 @@ def start_limit() -> Iterator[None]:
 
 
 def end_within(seconds: float) -> None:
-    """End this process if it has not ended by itself in time, or in `END_S`. Local; the main thread only may."""
+    """End this process if it has not ended by itself after max(`seconds`, `END_S`). Main thread only."""
     if threading.current_thread() is threading.main_thread():
         _arm(max(seconds, END_S))
 
 
 def end_by_interrupt() -> None:
-    """End this process as an interrupt does that nobody catches: a launcher then ends the other ranks."""
+    """End this process like an uncaught interrupt, so that the launcher ends the other ranks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def _arm(seconds: float) -> signal.Handlers:
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    # The kernel counts in 64 bits; a limit of a year is none, and no error.
+    # `setitimer` rejects very large values; a year is as good as no limit.
     signal.setitimer(signal.ITIMER_REAL, min(seconds, 3e7))
     return before  # type: ignore[return-value]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from odc_mpi.comm.kernels import native
 
-#: Of each file: what its kernels take besides pieces, their number, the range and the target.
-FILES = {"flatten": ["unsigned long long *largest"], "add_slots": []}
+#: Of each file: what its kernels take besides segments, their number, the range and the target.
+FILES = {"flatten": ["unsigned long long *largest"], "add_segments": []}
 TARGETS = {"float32": "float", "float64": "double"}
 #: A quad at an address that is none's stops the test.
 FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
@@ -50,7 +50,7 @@ def _build(file: str, directory: Path) -> Path:
 
 
 def _entry(kernel: str, target: str, more: list[str]) -> str:
-    parameters = ["const Pieces *pieces", "int count", "long long first", "long long stop", target, *more]
+    parameters = ["const Segments *segments", "int count", "long long first", "long long stop", target, *more]
     names = [parameter.split()[-1].lstrip("*") for parameter in parameters]
     return (
         f'extern "C" void host_{kernel}(int blocks, int threads, {", ".join(parameters)})\n'

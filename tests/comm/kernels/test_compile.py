@@ -23,7 +23,7 @@ def nvcc():
 
 
 def test_every_source_is_known():
-    assert SOURCES == ["add_slots", "flatten"]
+    assert SOURCES == ["add_segments", "flatten"]
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -49,7 +49,7 @@ def test_flatten_is_torch_s_to_the_bit(gpu, dtype, special):
 
 @pytest.mark.parametrize("dtype", TARGETS, ids=str)
 @SPECIAL
-def test_add_slots_is_torch_s_to_the_bit(gpu, dtype, special):
+def test_add_segments_is_torch_s_to_the_bit(gpu, dtype, special):
     for seed in range(60):
         rng = np.random.default_rng(seed)
         numel = int(rng.choice([1, 7, 4096, 500_001]))

@@ -66,7 +66,7 @@ def test_flatten_is_torch_s_to_the_bit(kernels, dtype, grid):
 
 @pytest.mark.parametrize("dtype", TARGETS, ids=str)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_add_slots_is_torch_s_to_the_bit(kernels, dtype, grid):
+def test_add_segments_is_torch_s_to_the_bit(kernels, dtype, grid):
     kernels.threads, kernels.blocks = grid
     for seed in range(25):
         rng = np.random.default_rng(seed)
@@ -147,7 +147,7 @@ def test_indices_beyond_32_bits(kernels):
     assert_same(flat[:500], source.float())
     assert not flat[500:510].any() and (flat[510:] == -7).all()
     assert_same_number(largest, float(source.abs().max()))
-    kernels.run("add_slots", "add_slots_float32", flat.device, 1, arguments)
+    kernels.run("add_segments", "add_segments_float32", flat.device, 1, arguments)
     assert_same(flat[:500], 2 * source.float())
     assert not flat[500:510].any() and (flat[510:] == -7).all()
 
@@ -182,8 +182,8 @@ def test_the_order_of_slots_decides(kernels):
 
 
 def test_the_table_is_the_kernels_own(kernels):
-    header = (native.source_dir() / "pieces.cuh").read_text()
-    assert f"constexpr int MAX_PIECES = {native.MAX_SEGMENTS};" in header
+    header = (native.source_dir() / "segments.cuh").read_text()
+    assert f"constexpr int MAX_SEGMENTS = {native.MAX_SEGMENTS};" in header
     assert f"constexpr int MAX_THREADS = {native.THREADS};" in header
     assert f"constexpr int QUADS_PER_THREAD = {native.BLOCK_NUMEL // native.THREADS // 4};" in header
     # With the other arguments, what a launch may carry on any GPU.

@@ -83,19 +83,19 @@ def test_nothing_to_lay_out():
 
 @pytest.mark.parametrize("pieces", [[(0, 3), (2, 3)], [(4, 1), (0, 1)], [(-1, 2)], [(7, 2)]], ids=str)
 def test_pieces_over_one_another_or_beyond_the_array(pieces):
-    with pytest.raises(AssertionError, match="pieces"):
+    with pytest.raises(AssertionError, match="segments"):
         native.flatten([(start, torch.ones(numel)) for start, numel in pieces], torch.zeros(8))
 
 
 @pytest.mark.parametrize(("start", "numel"), [(-1, 2), (7, 2), (8, 1)])
 def test_a_slot_beyond_the_shard(start, numel):
-    with pytest.raises(AssertionError, match=f"slot {start} to {start + numel} of a shard of 8"):
+    with pytest.raises(AssertionError, match=f"segment {start} to {start + numel} of a shard of 8"):
         native.add_segments_(torch.zeros(8), [(start, torch.ones(numel))])
 
 
 def test_why_there_are_no_kernels(monkeypatch, no_cache):
     gpu = torch.device("cuda", 0)
-    assert "torch's device cpu" in native.kernels_unavailable_reason(torch.device("cpu"))
+    assert "the torch device cpu" in native.kernels_unavailable_reason(torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert native.kernels_unavailable_reason(gpu).startswith("CuPy is not installed: pip install 'odc_mpi[cuda13]'")
     monkeypatch.setattr(native, "_cupy", lambda: sys)
@@ -110,7 +110,7 @@ def test_a_cupy_that_cannot_be_imported_is_told_of(monkeypatch, tmp_path, no_cac
     (tmp_path / "cupy.py").write_text("raise ImportError('libcuda.so.1:\\ncannot open shared object file')\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    with pytest.raises(RuntimeError, match=r"libcuda.so.1: cannot open .*ODC_MPI_KERNELS=off"):
+    with pytest.raises(RuntimeError, match=r"libcuda.so.1: cannot open .*set ODC_MPI_KERNELS=off"):
         native.kernels_unavailable_reason(torch.device("cuda", 0))
     monkeypatch.setenv("ODC_MPI_KERNELS", "off")
     assert native.kernels_unavailable_reason(torch.device("cuda", 0)) is not None
@@ -125,7 +125,9 @@ def test_a_kernel_that_cannot_be_built_is_told_of(monkeypatch):
 
     monkeypatch.setattr(native, "_cupy", Broken)
     native._kernel.cache_clear()  # where there is a GPU other tests have built it
-    with pytest.raises(RuntimeError, match=r"CuPy 14 cannot build .*flatten.cu: no libnvrtc.so. ODC_MPI_KERNELS=off"):
+    with pytest.raises(
+        RuntimeError, match=r"CuPy 14 cannot build .*flatten.cu: no libnvrtc.so. Set ODC_MPI_KERNELS=off"
+    ):
         native._kernel("flatten", "flatten_float32")
 
 
@@ -157,10 +159,10 @@ def test_a_launch_goes_to_torch_s_stream_and_device(monkeypatch, num_blocks, lau
     get_function.return_value.assert_called_once_with((launched,), (native.THREADS,), arguments)
 
 
-@pytest.mark.parametrize("name", ["flatten", "add_slots"])
+@pytest.mark.parametrize("name", ["flatten", "add_segments"])
 def test_a_source_is_one_text(name):
     text = native.read_source(name)
-    assert "#include" not in text and text.count("struct Pieces") == 1
+    assert "#include" not in text and text.count("struct Segments") == 1
     assert all(f"{name}_{target}(" in text for target in native._TARGETS.values())
 
 

@@ -15,7 +15,7 @@ SLOW = """
 import sys, time
 from odc_mpi.cli import main as cli
 from odc_mpi.bench import train
-class Slow(train.Nothing):
+class Slow(train.IdleContender):
     def step(self):
         time.sleep(90)
         return super().step()

@@ -36,7 +36,7 @@ trial.Trials.run = failing
 Path(f"{pids}/{{probe.MPI.COMM_WORLD.rank}}").write_text(str(os.getpid()))
 print("noise on standard output")
 print("some last words", file=sys.stderr, flush=True)
-launch.run_child(probe.main)
+launch.child_main(probe.main)
 """
 
 SEGFAULT = "os.kill(os.getpid(), signal.SIGSEGV)"
@@ -204,9 +204,9 @@ DEVICE = """
 import os, signal, sys, time
 sys.path.insert(0, {stand_in!r})
 from late_device import LateDevice
-from odc_mpi.runtime.start.launch import run_child
+from odc_mpi.runtime.start.launch import child_main
 from odc_mpi.probe import probe, trial
-probe.own_device = lambda world: LateDevice()
+probe.device_on_all_ranks = lambda world: LateDevice()
 probe.FULL = probe.QUICK
 run = trial.Trials.run
 def failing(self, name, kind, memory="from_host"):
@@ -214,12 +214,12 @@ def failing(self, name, kind, memory="from_host"):
         {fault}
     return run(self, name, kind, memory)
 trial.Trials.run = failing
-run_child(probe.main)
+child_main(probe.main)
 """
 
 
 #: How fast host memory is that stands in for a device, beside itself, says nothing.
-ANY_SPEED = "from odc_mpi.probe import device_decision\ndevice_decision.LEAST_SHARE_OF_HOST = 0.0\n"
+ANY_SPEED = "from odc_mpi.probe import device_decision\ndevice_decision.MIN_SHARE_OF_HOST = 0.0\n"
 
 
 @pytest.fixture
@@ -298,7 +298,7 @@ def fail(*arguments):
     raise AssertionError("there was a report to read")
 probe.probe = fail
 with World() as world:
-    report = probe.quick_report(world)
+    report = probe.cached_or_quick_report(world)
     if world.rank == 0:
         print(json.dumps(report.to_dict()))
 """

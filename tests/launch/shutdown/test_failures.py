@@ -23,7 +23,7 @@ from odc_mpi import World
 world = World(timeout_s=2)
 node = world.split("node")
 if world.rank == 1:
-    world.note("doing something else")
+    world.set_status("doing something else")
     time.sleep(60)
 node.gather_objects(None)
 """
@@ -156,8 +156,8 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
 @pytest.mark.parametrize(
     ("thread", "ranks", "hand_over"),
     [
-        ("watchdog", 2, "StatusPage.beat = work"),
-        ("watchdog", 1, "StatusPage.beat = work"),
+        ("watchdog", 2, "StatusPage.heartbeat = work"),
+        ("watchdog", 1, "StatusPage.heartbeat = work"),
         ("status", 2, "world.prepare_threads(work)"),
         ("progress", 2, "ProgressThread(world, work)"),
     ],
@@ -251,8 +251,8 @@ for step in range(3):
 """
     done = launch(2, script(tmp_path, text), timeout_s=60)
     assert done.code != 0
-    assert "meeting at point" in done.err
-    assert "no rank is late, but elsewhere is rank" in done.err
+    assert "synchronizing at" in done.err
+    assert "no rank is late, but in another collective is rank" in done.err
     assert "passed 1" not in done.out
 
 
@@ -296,7 +296,7 @@ sys.exit(cli.main(["train", "--config", "{config}", "--data.path", "data.h5"]))
 """
     done = launch(2, script(tmp_path, text))
     assert done.code == 2, done.err
-    assert len([line for line in done.lines if "rank 1 has another than rank 0" in line]) == 1
+    assert len([line for line in done.lines if "rank 1 differs from rank 0" in line]) == 1
 
 
 @pytest.mark.library

@@ -175,11 +175,11 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from odc_mpi.runtime.memory import startup_memory, unlink
+from odc_mpi.runtime.memory import startup_shm_names, unlink
 
 comm = MPI.COMM_WORLD
 rank, size = comm.Get_rank(), comm.Get_size()
-mine = startup_memory()
+mine = startup_shm_names()
 time.sleep(0.5)  # no message has been sent yet: ranks are not known to have come as far
 unlink(mine)
 assert not any(Path(name).exists() for name in mine)

@@ -132,7 +132,7 @@ def test_memory_is_bounded_and_told(windows):
 
 
 @pytest.mark.sizes(2)
-@pytest.mark.parametrize("flag", ["SHOWN", "GIVEN"])
+@pytest.mark.parametrize("flag", ["KV_READY", "GRAD_READY"])
 def test_a_flag_that_is_looked_at_too_late_is_seen(windows, world, monkeypatch, flag):
     """Reading before the flag is raised gives what lay there before, so that the comparisons above fail."""
     unwaited, wait = getattr(kv_windows, flag), KVWindows.wait_for_flag
@@ -144,7 +144,7 @@ def test_a_flag_that_is_looked_at_too_late_is_seen(windows, world, monkeypatch, 
     monkeypatch.setattr(KVWindows, "wait", careless)
     bounds, ranks = (0, 15, TOKENS), (0, 1)
     # Who is waited for is late: the first piece in the forward, the second in the backward.
-    late = 0 if flag == "SHOWN" else 1
+    late = 0 if flag == "KV_READY" else 1
     own = piece(windows, 1, 1, bounds, ranks, lambda layer: time.sleep(0.3 if world.rank == late else 0))
     expected = whole(1)
     parts = world.gather_objects(own)

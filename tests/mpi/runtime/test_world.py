@@ -67,7 +67,7 @@ def test_a_world_splits_into_those_of_its_nodes(world):
 @pytest.mark.sizes(1, 2)
 def test_a_rank_alone_meets_nobody(world):
     """Each rank as often as it likes, and the ranks of the job still agree on their number of collectives."""
-    with world.alone() as alone:
+    with world.self_world() as alone:
         assert (alone.rank, alone.size, alone.timeout_s) == (0, 1, world.timeout_s)
         for _ in range(world.rank + 1):
             assert alone.gather_objects(world.rank) == [world.rank]

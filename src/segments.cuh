@@ -1,30 +1,31 @@
-// What the kernels share: a table of pieces of a flat array, casts, and loads of four elements at once.
+// Shared by the kernels: a table of segments of a flat array, casts, and loads of four elements at once.
 //
 // No header of CUDA or of the C++ library is included, since not every installation has them where NVRTC looks; so
-// bf16 and fp16 are read as bits. Neither warps nor lanes are mentioned: the tests compile these files for the host,
-// too, and run them there with any number of threads.
+// bf16 and fp16 are read as bits. Warps and lanes are not used: the tests also compile these files for the host, and
+// run them there with any number of threads.
 #pragma once
 
-constexpr int MAX_PIECES = 128;
+constexpr int MAX_SEGMENTS = 128;
 
-// As odc_mpi/comm/kernels/native.py numbers them.
+// The same numbers as in odc_mpi/comm/kernels/native.py.
 enum Type : unsigned char { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 
-// Comes with the launch, by value: so it takes neither a copy to the device nor memory that has to outlive the kernel.
-// A launch's arguments may take 4096 bytes.
-struct Pieces {
-    const void *source[MAX_PIECES];
-    long long start[MAX_PIECES];  // of its first element in the flat array
-    long long stop[MAX_PIECES];   // one past its last
-    unsigned char type[MAX_PIECES];
+// Passed by value with the launch, so it needs neither a copy to the device nor memory that must outlive the kernel.
+// The arguments of a launch are limited to 4096 bytes.
+struct Segments {
+    const void *source[MAX_SEGMENTS];
+    long long start[MAX_SEGMENTS];  // offset of the first element in the flat array
+    long long stop[MAX_SEGMENTS];   // one past the last element
+    unsigned char type[MAX_SEGMENTS];
 };
 
-// Each block works through stretches of the flat array of so many elements per thread, whatever pieces lie there: so no
-// block waits where pieces are of very different sizes. They are read as quads, all before the first is written.
+// Each block processes tiles of the flat array of NUMEL_PER_THREAD elements per thread, independent of the segments
+// there: so the load is balanced if segments have very different sizes. A thread loads all its quads of a tile before
+// it stores the first.
 constexpr int QUADS_PER_THREAD = 2;
 constexpr int NUMEL_PER_THREAD = 4 * QUADS_PER_THREAD;
 
-// Threads of a block, at most; with the blocks that share a multiprocessor it leaves room for all values in registers.
+// Maximum number of threads per block. With the blocks that share a multiprocessor, all values fit in registers.
 constexpr int MAX_THREADS = 256;
 
 template <typename T>
@@ -40,7 +41,7 @@ struct Float16 {
     unsigned short bits;
 };
 
-// What rounds is written in PTX: CuPy compiles with -ftz=true, and the compiler would take subnormal numbers for zeros.
+// Rounding operations are PTX: CuPy compiles with -ftz=true, with which the compiler would flush subnormals to zero.
 #ifdef __CUDACC__
 __device__ inline float plus(float a, float b)
 {
@@ -51,9 +52,9 @@ __device__ inline float plus(float a, float b)
 
 __device__ inline double to_double(float x)
 {
-    double same;
-    asm("cvt.f64.f32 %0, %1;" : "=d"(same) : "f"(x));
-    return same;
+    double wide;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(x));
+    return wide;
 }
 
 __device__ inline float to_float(double x)
@@ -79,7 +80,7 @@ __device__ inline float widen(BFloat16 x) { return __uint_as_float(static_cast<u
 __device__ inline float widen(Float16 x)
 {
     const unsigned sign = (x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-    unsigned bits = rest << 13;  // exponent and mantissa, where fp32 has them
+    unsigned bits = rest << 13;  // exponent and mantissa at their position in fp32
     if (rest >= 0x7c00u)
         bits |= 0x7f800000u;
     else if (rest >= 0x400u)
@@ -91,39 +92,39 @@ __device__ inline float widen(Float16 x)
 
 // Rounds to nearest, as torch does.
 template <typename From>
-__device__ inline void cast(From x, float &made)
+__device__ inline void cast(From x, float &value)
 {
-    made = to_float(widen(x));
+    value = to_float(widen(x));
 }
 
 template <typename From>
-__device__ inline void cast(From x, double &made)
+__device__ inline void cast(From x, double &value)
 {
-    made = to_double(widen(x));
+    value = to_double(widen(x));
 }
 
 template <typename To, typename From>
 __device__ inline To cast(From x)
 {
-    To made;
-    cast(x, made);
-    return made;
+    To value;
+    cast(x, value);
+    return value;
 }
 
-// Whether quads may be read or written from here on.
+// True if quads may be loaded from or stored to this address.
 template <typename T>
 __device__ inline bool is_aligned(const T *p)
 {
     return reinterpret_cast<unsigned long long>(p) % alignof(Quad<T>) == 0;
 }
 
-// Calls work(p), p being where the piece has what belongs at `at` of the flat array. All threads of a block alike.
+// Calls work(p) with the address p of the element of a segment for position `at` of the flat array. Uniform in a block.
 template <typename Work>
-__device__ inline void with_source(const Pieces &pieces, int piece, long long at, Work work)
+__device__ inline void with_source(const Segments &segments, int segment, long long at, Work work)
 {
-    const void *source = pieces.source[piece];
-    const long long skipped = at - pieces.start[piece];
-    switch (pieces.type[piece]) {
+    const void *source = segments.source[segment];
+    const long long skipped = at - segments.start[segment];
+    switch (segments.type[segment]) {
     case FLOAT32: work(static_cast<const float *>(source) + skipped); break;
     case FLOAT64: work(static_cast<const double *>(source) + skipped); break;
     case BFLOAT16: work(static_cast<const BFloat16 *>(source) + skipped); break;
