@@ -151,7 +151,7 @@ def _write(out: Path, source: GenerationModel, requests: list[Request], completi
             new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     except OSError as error:
         raise _write_error(out, error) from error
-    print(f"{out}: {len(lines):,} completions", flush=True)
+    print(f"wrote {len(lines):,} completions to {out}", flush=True)
 
 
 class _Terminal:

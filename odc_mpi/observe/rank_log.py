@@ -45,7 +45,7 @@ class RankLog:
         """Write the records kept so far, and all later ones, to this rank's file.
 
         Args:
-            directory: Where the files are written; None: records are dropped.
+            directory: Directory of the files; None drops the records.
 
         Raises:
             UserError: The directory cannot be written.
