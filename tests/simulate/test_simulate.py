@@ -337,7 +337,7 @@ def test_the_command_prints_tables(capsys):
         "even_share",
         "paper",
         "1.34",
-        "It is the longest sequence",
+        "it is the longest sequence",
         "per rank are enough",
     ):
         assert words in said
@@ -350,8 +350,8 @@ def captions(scenario):
 
 def test_the_paper_is_quoted_where_it_applies_only():
     output = "".join(captions(Scenario(num_minibatches=1)))
-    assert "The paper has, for 8 ranks with 4 sequences each: window/lb_micro 1.16, window/lb_mini 1.34." in output
-    assert "paper" not in output.replace("The paper has", "")
+    assert "In the paper, with 8 ranks and 4 sequences each: window/lb_micro 1.16, window/lb_mini 1.34." in output
+    assert "paper" not in output.replace("In the paper, with", "")
     assert "paper" not in "".join(captions(Scenario(num_minibatches=1, lengths="aime"))).lower()
 
 
