@@ -102,8 +102,7 @@ def pushes(
     """Return the pushes of gradients through a transport.
 
     Args:
-        transport: Transport with the allocated units.
-        num_units: Number of units.
+        transport: Transport with `num_units` allocated units.
         push: Pushes a gradient of ones for the unit with this index.
         numel: Elements of each unit that this rank owns.
         attributes: Further attributes of the variant.
@@ -134,14 +133,11 @@ class Units:
     """Units of one size, with the memory of all variants. Construction is collective.
 
     Args:
-        world: Ranks that share the units.
         num_bytes: Size of each unit, a multiple of 4.
-        collectives: MPI collectives.
         gloo: Process group, or None to omit its variants.
 
     Attributes:
         variants: Variants by name.
-        num_units: Number of units.
         crossing_bytes: Bytes of a unit that other ranks own.
 
     Raises:
@@ -164,7 +160,7 @@ class Units:
         shard_numel = self._layout.shard_numel
         self._ones = torch.ones(self.num_units, world.size * shard_numel)
         self._local_shards = torch.full((self.num_units, shard_numel), world.rank + 1.0)
-        self._whole = torch.zeros(world.size * shard_numel)
+        self._full = torch.zeros(world.size * shard_numel)
         self._sums = torch.zeros(shard_numel)
         self._transports: list[Transport] = []
         self.variants = {"memcpy": self._memcpy()}
@@ -184,11 +180,11 @@ class Units:
         self.variants.clear()
         for transport in reversed(self._transports):
             transport.close()
-        self._ones = self._local_shards = self._whole = self._sums = torch.empty(0)
+        self._ones = self._local_shards = self._full = self._sums = torch.empty(0)
 
     def _memcpy(self) -> Variant:
         numel = self._layout.numel
-        sources, target = self._ones[:, :numel].numpy(), self._whole[:numel].numpy()
+        sources, target = self._ones[:, :numel].numpy(), self._full[:numel].numpy()
 
         def is_right() -> bool:
             target[:] = 0
@@ -208,12 +204,12 @@ class Units:
 
     def _gather(self, all_gather: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
         def is_right() -> bool:
-            self._whole.zero_()
-            all_gather(self._local_shards[0], self._whole)
-            return is_whole(self._whole, self._layout)
+            self._full.zero_()
+            all_gather(self._local_shards[0], self._full)
+            return is_whole(self._full, self._layout)
 
         return Variant(
-            [partial(all_gather, shard, self._whole) for shard in self._local_shards], is_right, gloo="gloo_all_gather"
+            [partial(all_gather, shard, self._full) for shard in self._local_shards], is_right, gloo="gloo_all_gather"
         )
 
     def _push(self, reduction: GradientStoreFactory) -> Variant:
@@ -253,7 +249,6 @@ def require_host_memory(world: World, required: int, option: str = "--sizes") ->
     """Check the available memory of each node. Collective.
 
     Args:
-        world: Ranks that allocate.
         required: Bytes for all ranks of this node together.
         option: Option to decrease, for the message.
 

@@ -28,7 +28,7 @@ def interleaved(
     Each round begins with another variant, since the first call of a round may find another state of disk and caches.
 
     Args:
-        variants: Variants by name.
+        variants: Functions by name.
         repeats: Number of rounds.
         on_call: Called with the index of the round and the name before each call.
 

@@ -61,7 +61,6 @@ class Runner(ABC):
     """A transport, and the execution of plans on it. Construction is collective.
 
     Args:
-        world: Ranks that execute the plans.
         transport: Transport, not allocated yet.
         num_units: Number of units of the model.
     """

@@ -94,7 +94,7 @@ def configuration(
         UserError: As for a run. Raised on every rank.
     """
     if path is None and world.rank == 0 and not DATA.exists():
-        report(f"(preparing {DATA} first)")
+        report(f"starts after {DATA} is prepared")
         prepare(["stdlib"], DATA, PrepareOptions(max_length=MAX_LENGTH))
     world.wait_collective(world.comm.Ibarrier(), "preparing the data set")
     config = world.run_on_all(lambda: load(path) if path else default_configuration(world.timeout_s, model))
@@ -167,10 +167,10 @@ class _Contenders:
 
     def __init__(self, world: World, config: Config, ours: Sequence[str]) -> None:
         self._world, self._config = world, config
-        equal_counts = self._with("window", "lb_micro")  # what collectives need
+        equal_counts = self._configure("window", "lb_micro")  # what collectives need
         self._fsdp = FSDPBaseline(world, equal_counts, self._inputs(equal_counts).sequence_loader)
         self._collective = CollectiveBaseline(world, equal_counts.optim, self._inputs(equal_counts))
-        configs = {name: self._with(*name.split("/")) for name in ours}
+        configs = {name: self._configure(*name.split("/")) for name in ours}
         decisions = {name: decide(contender_config, world) for name, contender_config in configs.items()}
         self._trainers = {
             name: build_trainer(contender_config, world, self._inputs(contender_config), decisions[name])
@@ -209,10 +209,10 @@ class _Contenders:
         return self._world.run_on_all(lambda: open_inputs(config, self._world.rank, self._world.size))
 
     def _unsharded(self, rank: int, size: int) -> Contender:
-        config = self._with("window", "lb_mini")
+        config = self._configure("window", "lb_mini")
         return UnshardedBaseline(config, open_inputs(config, rank, size).sequence_loader)
 
-    def _with(self, kind: str, balance: str) -> Config:
+    def _configure(self, kind: str, balance: str) -> Config:
         config, is_split = self._config, balance == SPLIT
         data = replace(config.data, balance=cast(Any, "dynamic" if is_split else balance))
         return apply_exact_settings(
