@@ -1,1 +1,1 @@
-"""What the parts of the runtime achieve on this machine, beside what else there is."""
+"""Benchmarks of the runtime on this machine, compared with alternatives: MPI collectives, gloo, FSDP2, plain torch."""

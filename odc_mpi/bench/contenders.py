@@ -1,10 +1,11 @@
-"""Ways to train that are compared on the same minibatches, for `bench.train` and studies in `benchmarks/`.
+"""Comparison of ways to train on the same minibatches, for `bench.train` and the studies in `benchmarks/`.
 
-    one round      every contender trains on the same next minibatches, one contender after the other, in an order that
-                   goes around; begun together, the slowest rank's end counts; the first round is to warm up
+    one round      all contenders train on the same next minibatches, one contender after the other, in an order that
+                   rotates each round; ranks begin together, and the slowest rank's time is used; the first round is a
+                   warm-up
 
-All contenders begin with the same weights, and each keeps its own. Their losses must agree, step by step: a contender
-that is fast because it trains something else is found out.
+All contenders begin with the same weights, and each trains its own copy. Their losses must agree in every step, so that
+a contender cannot be fast because it trains something else.
 """
 
 import json
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from typing_extensions import override
+
 from odc_mpi.bench.measure import interleaved
 from odc_mpi.bench.rank_timing import slowest_s
 from odc_mpi.errors import AllRanksUserError, UserError
@@ -21,7 +24,7 @@ from odc_mpi.runtime.world import World
 from odc_mpi.training.loop import Trainer
 from odc_mpi.training.settings import Config
 
-#: Losses below it are compared as if they were it: rounding in a cross entropy does not shrink with it.
+#: Losses below it are compared as if they were it: rounding errors of a cross entropy do not shrink with the loss.
 MIN_LOSS = 1e-2
 
 
@@ -29,34 +32,38 @@ class Contender(Protocol):
     """A way to train."""
 
     def step(self) -> tuple[float, int]:
-        """Train on the next minibatch; return this rank's part of its loss, and the tokens of all ranks. Collective."""
+        """Train on the next minibatch. Collective. The device may still run the end of the step on return.
+
+        Returns:
+            This rank's part of the loss, and the input tokens of all ranks.
+        """
 
 
-class OdcContender:
-    """Our runtime: the trainer of `odc-mpi train`.
+class OdcContender(Contender):
+    """The trainer of `odc-mpi train`.
 
     Args:
-        trainer: Steps.
-        rank: This one's; the first has all of the loss, which every trainer tells of all ranks.
+        trainer: Trainer, whose metrics are of all ranks.
+        rank: This rank. Rank 0 returns the whole loss, the others 0.
     """
 
     def __init__(self, trainer: Trainer, rank: int) -> None:
         self._trainer, self._rank = trainer, rank
 
+    @override
     def step(self) -> tuple[float, int]:
-        """Train on the next minibatch. Collective."""
         metrics = self._trainer.step()
         return 0.0 if self._rank else metrics["loss"], metrics["num_input_tokens"]
 
 
 @dataclass(frozen=True)
 class Round:
-    """Some minibatches in a row.
+    """Consecutive minibatches of one contender.
 
     Attributes:
-        seconds: Until the slowest rank was done.
-        num_tokens: That went through the model, over all ranks.
-        losses: Of each minibatch.
+        seconds: Time of the slowest rank.
+        num_tokens: Input tokens of all ranks.
+        losses: Loss of each minibatch.
     """
 
     seconds: float
@@ -72,22 +79,21 @@ def run_rounds(
     report: Callable[[str], None],
     synchronize: Callable[[], object] = lambda: None,
 ) -> dict[str, list[Round]]:
-    """Train in every way. Collective.
+    """Train with all contenders, round after round. Collective.
 
     Args:
-        world: The ranks.
-        contenders: By name.
-        steps: Minibatches of a round.
-        repeats: Rounds that count; one more comes before them.
-        report: Called with a line on what comes next.
+        contenders: Contenders by name.
+        steps: Minibatches per round.
+        repeats: Number of rounds after the warm-up.
+        report: Called with a line about the next measurement.
         synchronize: Waits for the device, if there is one.
 
     Returns:
-        The rounds of each contender, the first one included; the same on every rank.
+        Rounds of each contender, beginning with the warm-up; the same on every rank.
     """
     runs = {name: partial(_round, world, contender, name, steps, synchronize) for name, contender in contenders.items()}
-    turns = ["warming up", *(f"round {turn} of {repeats}" for turn in range(1, repeats + 1))]
-    return interleaved(runs, repeats + 1, lambda turn, name: report(f"{turns[turn]}: {name}"))
+    titles = ["warm-up", *(f"round {turn} of {repeats}" for turn in range(1, repeats + 1))]
+    return interleaved(runs, repeats + 1, lambda turn, name: report(f"{titles[turn]}: {name}"))
 
 
 def _round(world: World, contender: Contender, name: str, steps: int, synchronize: Callable[[], object]) -> Round:
@@ -95,7 +101,7 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
 
     def train() -> None:
         results.extend(contender.step() for _ in range(steps))
-        # The last optimizer's step may still run, where nothing has asked for what comes of it.
+        # The device may still run the last optimizer step, if nothing has read its result.
         synchronize()
 
     synchronize()
@@ -106,10 +112,11 @@ def _round(world: World, contender: Contender, name: str, steps: int, synchroniz
 
 
 def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: float) -> dict[str, float]:
-    """Return by how much of the reference's losses each contender's differ at most.
+    """Return the largest relative difference of each contender's losses from the reference's.
 
     Raises:
-        AgreedError: They differ by more than `tolerance`, or one is no number; on every rank that has the same rounds.
+        AllRanksUserError: A difference exceeds `tolerance`, or a loss is not finite. All ranks must pass the same
+            rounds.
     """
     deviations = {
         name: deviation(rounds_of_contender, rounds[reference]) for name, rounds_of_contender in rounds.items()
@@ -117,20 +124,19 @@ def agreement(rounds: Mapping[str, Sequence[Round]], reference: str, tolerance: 
     worst = max(deviations, key=lambda name: deviations[name])
     if math.isinf(deviations[worst]):
         raise AllRanksUserError(
-            f"expected losses that are numbers, got another from {worst} or {reference}: lower optim.learning_rate or "
-            "look at the data"
+            f"a loss of {worst} or {reference} is not finite: lower optim.learning_rate or check the data"
         )
     if deviations[worst] > tolerance:
         raise AllRanksUserError(
             f"the losses of {worst} and {reference} differ by {deviations[worst]:.2g} of the loss, expected at most "
-            f"{tolerance:g}: they do not train the same (a model with dropout cannot be compared; a high "
-            "optim.learning_rate lets rounding grow)"
+            f"{tolerance:g}: they do not train the same. Models with dropout cannot be compared; a high "
+            "optim.learning_rate amplifies rounding errors"
         )
     return deviations
 
 
 def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
-    """Return by how much of the reference's losses others differ at most; without end if one is no number."""
+    """Return the largest relative difference of losses from the reference's; infinite if a loss is not finite."""
     pairs = [pair for a, b in zip(rounds, reference, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
     if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf
@@ -138,19 +144,19 @@ def deviation(rounds: Sequence[Round], reference: Sequence[Round]) -> float:
 
 
 def check_comparable(config: Config, comparable: Mapping[str, Sequence[object]], command: str) -> None:
-    """Refuse a configuration of which not every contender does the same work.
+    """Check that all contenders do the same work with a configuration.
 
     Args:
-        config: Of a run.
-        comparable: The values that a setting may have, by its name.
-        command: For the message.
+        config: Configuration of a run.
+        comparable: Allowed values by name of the setting.
+        command: Command line, for the message.
 
     Raises:
-        UserError: Names the setting.
+        UserError: A setting has another value.
     """
     for name, expected in comparable.items():
         section, key = name.split(".")
         actual = getattr(getattr(config, section), key)
         if actual not in expected:
             *allowed, actual = (json.dumps(value).strip('"') for value in (*expected, actual))
-            raise UserError(f"{command} compares with {name}: {' or '.join(allowed)} only, got {actual}: change it")
+            raise UserError(f"{name}: {command} supports only {' or '.join(allowed)}, got {actual}: change the setting")

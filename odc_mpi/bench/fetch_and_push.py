@@ -1,8 +1,8 @@
-"""The ways to move a unit that `odc-mpi bench transport` compares, over memory that is allocated once per size.
+"""Variants of `odc-mpi bench transport`: ways to move a unit, over memory that is allocated once per size.
 
-There are several units of a size, which take turns as a model's do: one alone would stay in a core's own cache, which
-no model's units do. A row of pushes ends with ordering point A (`finish`) and the next begins with B (`proceed`), as in
-training. All values are small whole numbers, so that every sum can be checked exactly.
+A size has several units, which are moved one after another as those of a model: a single unit would stay in the cache
+of a core. As in training, gradients are completed after a sequence of pushes (`finish`), and parameters are published
+before the next sequence (`proceed`). All values are small integers, so that every sum can be checked exactly.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +23,12 @@ from odc_mpi.runtime.memory import available_bytes
 from odc_mpi.runtime.world import World
 from odc_mpi.shard.layout import FlatLayout, ParameterSpec
 
-#: How gradients reach their owners, by the name that `comm.reduction` has for it.
+#: Factories of gradient stores, by value of `comm.reduction`.
 REDUCTIONS = gradient_store_factories()
 
-#: There are so many units that they hold at least so much, more than the cache of a core ...
+#: Bytes of all units of a size, more than the cache of a core ...
 UNITS_BYTES = 16 << 20
-#: ... but at most so many: each has a window per transport.
+#: ... unless that takes more than this number of units: each has a window per transport.
 MAX_UNITS = 64
 
 
@@ -37,14 +37,14 @@ class Variant:
     """One way to move a unit.
 
     Attributes:
-        operations: One for each unit: moves it once.
-        is_right: Whether each unit arrives as it should, and did so far. Collective.
-        gloo: The variant of gloo's to compare with.
-        moves: Whether bytes move at all.
-        one_sided: Whether a lone rank can do it.
-        complete: Makes a lone rank's operation complete at its targets. One-sided.
-        finish: Ends a row of operations, within the time. Collective.
-        proceed: Makes ready for the next row, outside of the time. Collective.
+        operations: One function per unit, which moves the unit once.
+        is_right: Returns True if all units arrive correctly, and did so in earlier operations. Collective.
+        gloo: Variant of gloo to compare with.
+        moves: True if an operation moves bytes.
+        one_sided: True if a rank can run the operations while the others do not take part.
+        complete: Completes the operations of this rank at their targets. One-sided.
+        finish: Ends a sequence of operations; its time is included. Collective.
+        proceed: Prepares the next sequence; its time is not included. Collective.
     """
 
     operations: Sequence[Callable[[], object]]
@@ -58,19 +58,19 @@ class Variant:
 
 
 def check(world: World, variants: Mapping[str, Variant]) -> None:
-    """Look whether everything arrives as it should, and did so far. Collective.
+    """Check the data that all variants move, and have moved. Collective.
 
     Raises:
-        RuntimeError: Something was moved wrongly; on every rank.
+        RuntimeError: Data is wrong on some rank. Raised on every rank.
     """
     for name, variant in variants.items():
         right = world.gather_objects(variant.is_right())
         if not all(right):
-            raise RuntimeError(f"{name} moved something wrongly, seen by rank {right.index(False)}")
+            raise RuntimeError(f"{name} moved wrong data, found on rank {right.index(False)}")
 
 
 def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attributes: Any) -> Variant:
-    """Return the fetches through a transport whose units hold what `is_whole` looks for."""
+    """Return the fetches through a transport, whose shards hold the values that `is_whole` checks."""
 
     def fetch(i: int) -> None:
         transport.parameters.release(transport.parameters.fetch(i).wait())
@@ -86,7 +86,7 @@ def fetches(transport: Transport, layout: FlatLayout, num_units: int, **attribut
 
 
 def is_whole(array: torch.Tensor, layout: FlatLayout) -> bool:
-    """Whether every owner's part is there: each wrote its rank, counted from 1."""
+    """Return True if every owner's shard contains the owner's rank plus 1."""
     owned = ((owner, *layout.owned(owner)) for owner in range(layout.num_owners))
     return all(bool((array[start:stop] == owner + 1).all()) for owner, start, stop in owned)
 
@@ -99,12 +99,11 @@ def unit_layout(numel: int, num_owners: int, *, trainable: bool = True) -> FlatL
 def pushes(
     transport: Transport, num_units: int, push: Callable[[int], object], numel: int, **attributes: Any
 ) -> Variant:
-    """Return the pushes of gradients of ones through a transport.
+    """Return the pushes of gradients through a transport.
 
     Args:
-        transport: Has the units.
-        num_units: How many there are.
-        push: Pushes a gradient of the unit with this index.
+        transport: Transport with `num_units` allocated units.
+        push: Pushes a gradient of ones for the unit with this index.
         numel: Elements of each unit that this rank owns.
         attributes: Further attributes of the variant.
     """
@@ -115,7 +114,7 @@ def pushes(
         push(i)
 
     def is_right() -> bool:
-        # A tells how often all ranks have pushed, too.
+        # Reports of all ranks' push counts travel with the synchronization.
         totals = transport.complete_gradients(num_pushes).sum(axis=0)
         right = all(bool((transport.gradients.shard(i)[:numel] == totals[i]).all()) for i in range(num_units))
         transport.publish_parameters()
@@ -131,40 +130,37 @@ def pushes(
 
 
 class Units:
-    """Units of one size, in all the memory that the variants need. Making and freeing them is collective.
+    """Units of one size, with the memory of all variants. Construction is collective.
 
     Args:
-        world: The ranks.
-        num_bytes: Of each whole unit, a multiple of 4.
-        collectives: MPI's.
-        gloo: None where it is left out.
+        num_bytes: Size of each unit, a multiple of 4.
+        gloo: Process group, or None to omit its variants.
 
     Attributes:
-        variants: By name.
-        num_units: How many there are.
-        crossing_bytes: Of a unit, what this rank does not own itself.
+        variants: Variants by name.
+        crossing_bytes: Bytes of a unit that other ranks own.
 
     Raises:
-        UserError: Too little memory, on every rank.
+        UserError: Too little memory. Raised on every rank.
     """
 
     def __init__(self, world: World, num_bytes: int, collectives: CollectiveCommunicator, gloo: Gloo | None) -> None:
         self.num_units = max(1, min(MAX_UNITS, UNITS_BYTES // num_bytes))
         self._world, self._layout = world, unit_layout(num_bytes // 4, world.size)
         self._units = range(self.num_units)
-        # Each rank: all units, its shards of them, and three more units: two to land in, one for a library's own.
-        # All ranks together: the parameters of each transport and the gradients, twice for a mailbox's slots.
+        # Per rank: gradients and shards of all units, and three more units: two target buffers, one inside a library.
+        # All ranks together: parameters of each transport, and gradients, twice for the slots of a mailbox.
         unit = 4 * world.size * self._layout.shard_numel
         local_bytes, shared_bytes = (2 * self.num_units + 3) * unit, (2 + 3 * len(REDUCTIONS)) * self.num_units * unit
         require_host_memory(world, world.local_size * local_bytes + shared_bytes)
         first, last = self._layout.owned(world.rank)
         self._owned = last - first
         self.crossing_bytes = num_bytes - 4 * self._owned
-        # All written here, so touched. Units are padded to equal shards, as the collectives want them.
+        # Written here, so that no page is touched first in a measurement. Collectives need equal, so padded, shards.
         shard_numel = self._layout.shard_numel
         self._ones = torch.ones(self.num_units, world.size * shard_numel)
         self._local_shards = torch.full((self.num_units, shard_numel), world.rank + 1.0)
-        self._whole = torch.zeros(world.size * shard_numel)
+        self._full = torch.zeros(world.size * shard_numel)
         self._sums = torch.zeros(shard_numel)
         self._transports: list[Transport] = []
         self.variants = {"memcpy": self._memcpy()}
@@ -184,11 +180,11 @@ class Units:
         self.variants.clear()
         for transport in reversed(self._transports):
             transport.close()
-        self._ones = self._local_shards = self._whole = self._sums = torch.empty(0)
+        self._ones = self._local_shards = self._full = self._sums = torch.empty(0)
 
     def _memcpy(self) -> Variant:
         numel = self._layout.numel
-        sources, target = self._ones[:, :numel].numpy(), self._whole[:numel].numpy()
+        sources, target = self._ones[:, :numel].numpy(), self._full[:numel].numpy()
 
         def is_right() -> bool:
             target[:] = 0
@@ -208,12 +204,12 @@ class Units:
 
     def _gather(self, all_gather: Callable[[torch.Tensor, torch.Tensor], None]) -> Variant:
         def is_right() -> bool:
-            self._whole.zero_()
-            all_gather(self._local_shards[0], self._whole)
-            return is_whole(self._whole, self._layout)
+            self._full.zero_()
+            all_gather(self._local_shards[0], self._full)
+            return is_whole(self._full, self._layout)
 
         return Variant(
-            [partial(all_gather, shard, self._whole) for shard in self._local_shards], is_right, gloo="gloo_all_gather"
+            [partial(all_gather, shard, self._full) for shard in self._local_shards], is_right, gloo="gloo_all_gather"
         )
 
     def _push(self, reduction: GradientStoreFactory) -> Variant:
@@ -250,15 +246,14 @@ class Units:
 
 
 def require_host_memory(world: World, required: int, option: str = "--sizes") -> None:
-    """Check that this node has so many bytes left for all of its ranks together. Collective.
+    """Check the available memory of each node. Collective.
 
     Args:
-        world: The ranks.
-        required: Bytes for those of this node.
-        option: What a person makes smaller, for the message.
+        required: Bytes for all ranks of this node together.
+        option: Option to decrease, for the message.
 
     Raises:
-        UserError: It has not; raised on every rank.
+        UserError: Too little memory. Raised on every rank.
     """
 
     def check_available() -> None:

@@ -1,4 +1,4 @@
-"""What all benchmarks share: interleaved rounds, medians, goals, and the words that a person sees."""
+"""Common parts of all benchmarks: interleaved rounds, ratios, goals, sizes and output."""
 
 import json
 import operator
@@ -16,24 +16,24 @@ from odc_mpi.simulate.events import quartiles
 
 T = TypeVar("T")
 
-#: What is measured if nothing else is asked for.
+#: Default of `--sizes`.
 DEFAULT_SIZES = "64K,256K,1M,4M,16M,64M,256M"
 
 
 def interleaved(
     variants: Mapping[str, Callable[[], T]], repeats: int, on_call: Callable[[int, str], None] = lambda turn, name: None
 ) -> dict[str, list[T]]:
-    """Call each variant in turn, round after round, so that a slow moment of the machine meets them all alike.
+    """Call all variants once per round, so that a slow period of the machine affects all of them.
 
-    A round begins with another one each time: what comes first may find a disk or a cache that the others do not.
+    Each round begins with another variant, since the first call of a round may find another state of disk and caches.
 
     Args:
-        variants: By name.
-        repeats: Rounds.
-        on_call: Called with the number of the round and the name before each call.
+        variants: Functions by name.
+        repeats: Number of rounds.
+        on_call: Called with the index of the round and the name before each call.
 
     Returns:
-        The results of each variant, in order.
+        Results of each variant, in the order of rounds.
     """
     results: dict[str, list[T]] = {name: [] for name in variants}
     for turn in range(repeats):
@@ -44,17 +44,13 @@ def interleaved(
 
 
 def rotate(names: Sequence[str], turn: int) -> list[str]:
-    """Return the names in their order, beginning with another one each turn, so that none always comes first."""
+    """Return the names rotated by `turn`, so that each round begins with another one."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
 def seconds(operations: Sequence[Callable[[], object]], times: int, finish: Callable[[], object]) -> float:
-    """Call `times` operations in turn, then `finish` once. Local, if they are.
-
-    Returns:
-        Seconds of one operation, the mean.
-    """
+    """Call `times` operations, cycling through `operations`, then `finish` once; return mean seconds per operation."""
     row = list(islice(cycle(operations), times))
     start = perf_counter()
     for operation in row:
@@ -70,29 +66,29 @@ def entries(
 
     Args:
         times: Seconds of an operation in each round, by variant.
-        num_bytes: Of an operation.
-        references: By the name of a figure: returns the variant that another one's speed is compared with.
+        num_bytes: Bytes that an operation moves.
+        references: For each key of a relative speed, a function from a variant to its reference variant.
 
     Returns:
-        By variant `seconds` and `gb_per_s`, the quartiles over its rounds, and its speed as a multiple of each
-        reference's, the median over rounds; None where that was not measured.
+        For each variant `seconds` and `gb_per_s`, quartiles over its rounds, and its speed relative to each reference,
+        the median over rounds; None if the reference was not measured.
     """
 
-    def multiple(name: str, other: str | None) -> float | None:
+    def relative_speed(name: str, other: str | None) -> float | None:
         return ratio(times[other], times[name]) if other and other in times else None
 
     return {
         name: {
             "seconds": quartiles(times_of_variant),
             "gb_per_s": quartiles([num_bytes / one / 1e9 for one in times_of_variant]),
-            **{figure: multiple(name, reference(name)) for figure, reference in references.items()},
+            **{key: relative_speed(name, reference(name)) for key, reference in references.items()},
         }
         for name, times_of_variant in times.items()
     }
 
 
 def ratio(reference: Sequence[float], times: Sequence[float]) -> float:
-    """Return a speed as a multiple of a reference's: its time by the own one, the median over rounds of both."""
+    """Return the speed relative to a reference: the median over rounds of reference time by time."""
     return statistics.median(a / b for a, b in zip(reference, times, strict=False))
 
 
@@ -104,32 +100,27 @@ class Goal:
     """A bound on a figure of a benchmark.
 
     Attributes:
-        name: In the JSON object.
+        name: Name of the figure in the JSON object.
         bound: ">=", "<=" or "<".
-        expected: The figure is to be within this.
+        expected: Value that bounds the figure.
     """
 
     name: str
     bound: str
     expected: float
 
-    def evaluate(self, figure: float, **of: Any) -> dict[str, Any]:
-        """Return the entry of a figure among `goals` of the JSON object.
-
-        Args:
-            figure: As measured.
-            of: Further keys: the size and the variant.
-        """
+    def evaluate(self, figure: float, **fields: Any) -> dict[str, Any]:
+        """Return an entry of the JSON object's `goals` for a measured figure, with further keys `fields`."""
         reached = _BOUNDS[self.bound](figure, self.expected)
-        return {"goal": self.name, **of, "figure": figure, "expected": self.expected, "reached": reached}
+        return {"goal": self.name, **fields, "figure": figure, "expected": self.expected, "reached": reached}
 
 
 def print_result(result: Mapping[str, Any], as_json: bool) -> None:
-    """Print a benchmark's object, as one line of JSON or as tables for people. Local; for rank 0."""
+    """Print a benchmark's JSON object, as one line of JSON or as tables. For rank 0."""
     if as_json:
         print(json.dumps(result, allow_nan=False), flush=True)
         return
-    # Not at the top: both take a while, and the process that starts the ranks shows nothing.
+    # Imported late: both imports are slow, and the process that starts the ranks prints no tables.
     from odc_mpi.observe.terminal import make_console
     from odc_mpi.report.bench_report import describe
     from odc_mpi.report.terminal import render
@@ -138,7 +129,7 @@ def print_result(result: Mapping[str, Any], as_json: bool) -> None:
 
 
 def make_progress_printer(rank: int) -> Callable[[str], None]:
-    """Return a function that prints the next measurement on standard error, on rank 0 alone."""
+    """Return a function that prints a line about the next measurement to standard error, on rank 0 only."""
 
     def print_line(line: str) -> None:
         if rank == 0:
@@ -148,10 +139,10 @@ def make_progress_printer(rank: int) -> Callable[[str], None]:
 
 
 def parse_sizes(text: str, option: str = "--sizes") -> list[int]:
-    """Read sizes such as `64K,1M,256M`, in bytes, of whole fp32 elements, each once.
+    """Parse sizes such as `64K,1M,256M` into bytes, without duplicates.
 
     Raises:
-        UserError: Something else was written.
+        UserError: A size is invalid or not a multiple of 4, the size of an fp32 element.
     """
     sizes = []
     for word in map(str.strip, text.split(",")):

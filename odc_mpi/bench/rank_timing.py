@@ -1,4 +1,4 @@
-"""What benchmarks on many ranks share: the beginning of their objects, and work that all ranks begin together."""
+"""Measurements on all ranks: header of a result, and times of the slowest rank."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +9,11 @@ from odc_mpi.runtime.world import World
 
 
 def header(world: World, benchmark: str, load: float, **fields: Any) -> dict[str, Any]:
-    """Return the first keys of a benchmark's object.
+    """Return the first keys of a benchmark's JSON object.
 
     Args:
-        world: The ranks.
-        benchmark: Its name.
-        load: The node's over a minute, before it began.
-        fields: Further keys.
+        load: Load average of the node over a minute, before the benchmark began.
+        fields: Further keys, before `load_average`.
     """
     return {
         "benchmark": benchmark,
@@ -28,7 +26,7 @@ def header(world: World, benchmark: str, load: float, **fields: Any) -> dict[str
 
 
 def slowest_s(world: World, what: str, work: Callable[[], object]) -> float:
-    """Return the slowest rank's seconds of some work that all begin together; `what` names it. Collective."""
+    """Return the slowest rank's seconds of `work`, begun together; `what` names it in messages. Collective."""
     world.wait_collective(world.comm.Ibarrier(), f"beginning {what} together")
     began = perf_counter()
     work()
@@ -38,6 +36,6 @@ def slowest_s(world: World, what: str, work: Callable[[], object]) -> float:
 
 
 def slowest(world: World, times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Return for each variant and round the slowest rank's time. Collective."""
+    """Return the slowest rank's time of each variant and round. Collective."""
     ranks = world.gather_objects(times)
     return {name: [max(one) for one in zip(*(rank[name] for rank in ranks), strict=True)] for name in times}

@@ -1,7 +1,4 @@
-"""Ranks that work through the minibatches of a scenario on the real runtime, with sleeps in place of computing.
-
-`bench.schedule` describes what they run, and how.
-"""
+"""Execution of a scenario's minibatches on the runtime, with sleeps in place of computation (`bench.schedule`)."""
 
 import time
 from abc import ABC, abstractmethod
@@ -26,18 +23,18 @@ from odc_mpi.simulate.events import FORWARD, Intervals, merge_intervals
 from odc_mpi.simulate.scenario import SimulatedMinibatch
 from odc_mpi.simulate.simulate import PAUSE_S
 
-#: Elements of a unit.
+#: Number of elements of a unit.
 UNIT_NUMEL = 1024
 
 
 @dataclass(frozen=True)
 class MeasuredTiming:
-    """A minibatch under one schedule, seconds of one rank.
+    """Times of one rank for one minibatch under one schedule.
 
     Attributes:
-        end_s: From the common beginning to point B.
-        busy_s: Of that, what was to be slept for.
-        slept: When, from the common beginning on and as if nothing had been scaled; padding left out.
+        end_s: Seconds from the common beginning until parameters are published.
+        busy_s: Requested sleep in it, without dummy microbatches.
+        slept: Intervals of sleep since the common beginning, unscaled and without dummy microbatches.
     """
 
     end_s: float
@@ -46,13 +43,13 @@ class MeasuredTiming:
 
 
 class TimedMicrobatch(NamedTuple):
-    """A microbatch, or a piece of a sequence, on one rank.
+    """A microbatch, or a chunk of a split sequence, on one rank.
 
     Attributes:
-        seconds: What it takes in all units together, unscaled.
-        is_dummy: True for an empty microbatch.
-        on_step: Called with the number of units come to in forward and done with in backward so far: before each unit's
-            forward, and after its backward, before its gradients are pushed.
+        seconds: Unscaled time of all units together.
+        is_dummy: True for a dummy microbatch.
+        on_step: Called before the forward of each unit, and after its backward before the push, with the number of
+            units reached in forward plus units completed in backward, from 0.
     """
 
     seconds: float
@@ -61,12 +58,11 @@ class TimedMicrobatch(NamedTuple):
 
 
 class Runner(ABC):
-    """One transport, and how ranks work through a plan on it. Making one is collective.
+    """A transport, and the execution of plans on it. Construction is collective.
 
     Args:
-        world: The ranks.
-        transport: Not allocated yet.
-        num_units: How many units.
+        transport: Transport, not allocated yet.
+        num_units: Number of units of the model.
     """
 
     def __init__(self, world: World, transport: Transport, num_units: int) -> None:
@@ -76,7 +72,7 @@ class Runner(ABC):
         self._gradient = torch.ones(UNIT_NUMEL)
 
     def run(self, minibatch: SimulatedMinibatch, plan: Plan, scale: float) -> MeasuredTiming:
-        """Run a minibatch, begun together. Collective."""
+        """Run a minibatch on all ranks, begun together. Collective."""
         sleeper, busy_s = Sleeper(), 0.0
         self._world.wait_collective(self._world.comm.Ibarrier(), "beginning a minibatch together")
         began = time.perf_counter()
@@ -96,10 +92,10 @@ class Runner(ABC):
 
     @abstractmethod
     def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
-        """Yield this rank's work, each part when the one before it is done. Local, or one-sided."""
+        """Yield this rank's microbatches and chunks, each when the one before it has ended. At most one-sided."""
 
-    def prepare_next(self, plan: Plan) -> None:  # noqa: B027 - not everybody has to
-        """Do what belongs between A and B."""
+    def prepare_next(self, plan: Plan) -> None:  # noqa: B027 - optional
+        """Reset state for the next minibatch, after gradients are complete and before parameters are published."""
 
     def close(self) -> None:
         """Free the transport. Collective."""
@@ -125,7 +121,7 @@ class Runner(ABC):
 
 
 class WindowRunner(Runner):
-    """Ranks have their own microbatches, or draw them; nobody runs an empty one."""
+    """Windows: a rank runs its chunks and microbatches, then claims microbatches of the pool. No dummy microbatches."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, window_transport(world), num_units)
@@ -159,14 +155,14 @@ class WindowRunner(Runner):
 
 
 class CollectiveRunner(Runner):
-    """All ranks run as many microbatches, empty ones where they have no more."""
+    """Collectives: all ranks run the same number of microbatches. A rank with fewer adds dummy microbatches."""
 
     def __init__(self, world: World, num_units: int) -> None:
         super().__init__(world, collective_transport(world), num_units)
 
     @override
     def microbatches(self, minibatch: SimulatedMinibatch, plan: Plan) -> Iterator[TimedMicrobatch]:
-        assert not plan.splits, "collectives share no sequence"
+        assert not plan.splits, "collectives do not support split sequences"
         rank = self._world.rank
         turns = max(map(len, plan.microbatches))
         for microbatch in islice(chain(plan.microbatches[rank], repeat(())), turns):
@@ -174,10 +170,10 @@ class CollectiveRunner(Runner):
 
 
 class Sleeper:
-    """Sleeps for the requested seconds in total over many sleeps: each makes up for how much the last one overslept.
+    """Sleeps with the correct total: each sleep is shortened by the delay of the previous one.
 
     Attributes:
-        slept: When it did.
+        slept: Begin and end of each sleep, in seconds of `time.perf_counter`.
     """
 
     def __init__(self) -> None:
@@ -185,7 +181,7 @@ class Sleeper:
         self._late_s = 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Sleep."""
+        """Sleep for `seconds`, less the delay of the previous sleep."""
         due = seconds - self._late_s
         began = time.perf_counter()
         if due > 0:

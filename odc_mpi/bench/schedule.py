@@ -1,17 +1,17 @@
-"""What each transport and balance makes of a scenario on the real runtime, on more ranks than there are cores.
+"""Step times of all transports and balances on the runtime, with more ranks than cores.
 
-Windows, collectives, tickets, planner and ordering points are those of a training run. Only the computation of a unit
-is replaced by a sleep of its modelled time, scaled down, so that ranks need no core of their own to be timed honestly.
-Units are small for the same reason: what is measured is who waits for whom, not how fast bytes move.
+Windows, collectives, tickets, plans and synchronization points are those of a training run. Only the computation of a
+unit is replaced by a sleep of its modeled time, scaled down, so that ranks need no core of their own for correct times.
+Units are small for the same reason: the benchmark measures how ranks wait for each other, not bandwidth.
 
-    one microbatch     each unit is fetched and slept for; then, in reverse, fetched, slept for twice as long, and a
-                       gradient of it pushed
-    one piece          the same; before each sleep in forward it waits for the pieces before it, after each in backward
-                       for those behind it (`bench.chunk_flags`)
-    one minibatch      begun together; the slowest rank's time to point B counts
-    one round          every schedule runs the same minibatch, one after the other, in an order that goes around
+    one microbatch     for each unit: fetch, sleep; then for each unit in reverse: fetch, sleep twice as long, push a
+                       gradient
+    one chunk          the same; before each sleep in forward it waits for earlier chunks, after each in backward for
+                       later ones (`bench.chunk_flags`)
+    one minibatch      ranks begin together; the slowest rank's time until parameters are published is used
+    one round          all schedules run the same minibatch, one after the other, in an order that rotates
 
-`SimulationResult` is that of the simulator, with times as if nothing had been scaled.
+Results have the simulator's type, `SimulationResult`, with unscaled times.
 """
 
 import os
@@ -35,21 +35,21 @@ def measure(
     """Run every schedule on the same minibatches, and simulate them. Collective.
 
     Args:
-        world: As many ranks as the scenario has.
-        scenario: What is tried.
-        step_s: Seconds that an even share of a minibatch sleeps, in the mean: all times are scaled to that.
-        report: Called with a line on what comes next.
+        world: Ranks; their number is that of the scenario.
+        scenario: Lengths, speeds and limits of the minibatches.
+        step_s: Average seconds that an even share of a minibatch sleeps. All times are scaled to it.
+        report: Called with a line about the next measurement.
 
     Returns:
-        The figures of `SimulationResult`, where they were measured, and on rank 0 the simulator's speed-ups, `simulated`.
+        Header, measured figures of `SimulationResult`, and on rank 0 the simulator's speed-ups as `simulated`.
 
     Raises:
-        AgreedError: There are several nodes; on every rank.
+        AllRanksUserError: There are several nodes.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(
-            f"bench schedule measures on one node, got {world.num_nodes}: ranks that sleep serve no other node's; "
-            "odc-mpi simulate takes any number of ranks"
+            f"bench schedule measures on one node, got {world.num_nodes}: sleeping ranks make no progress for other "
+            "nodes. Use odc-mpi simulate, with any number of ranks"
         )
     before = os.getloadavg()[0]
     result = _run_schedules(world, scenario, step_s, report)

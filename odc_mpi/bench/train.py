@@ -1,11 +1,11 @@
-"""Training in every way on the same minibatches: FSDP2, our collectives, our windows, and without communication.
+"""Training speed on the same minibatches: FSDP2, the runtime over collectives and windows, and no communication.
 
-    the ceiling    rank 0 trains on all of them by plain torch while the others sleep: as fast as one process is, by as
-                   many as there are ranks
-    apart          each rank runs its own microbatches by plain torch, all at once, and exchanges nothing: what
-                   communication costs, on cores that share a machine
+    ceiling    rank 0 trains on all sequences in plain torch while the others sleep; its speed times the number of ranks
+    apart      all ranks train at once in plain torch, each on its own microbatches, without communication: the
+               difference to it is the cost of communication on cores that share a machine
 
-In rounds, as `bench.contenders` has it. All losses must agree but those apart, which optimize by their own gradients.
+Contenders train in rounds (`bench.contenders`). All losses must agree, except those of `apart`, where each rank
+optimizes with its own gradients.
 """
 
 import math
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from typing_extensions import override
 
 from odc_mpi.bench.baselines.collective import CollectiveBaseline
 from odc_mpi.bench.baselines.fsdp import FSDPBaseline
@@ -35,17 +36,17 @@ from odc_mpi.training.settings import CommConfig, Config, DataConfig, ModelConfi
 BASELINE = "fsdp2"
 CEILING = "ceiling"
 INDEPENDENT = "apart"
-#: The balance of the contender that is `dynamic` with the longest sequences in pieces over ranks.
+#: Balance of the contender that is `dynamic` with the longest sequences split over ranks (context parallelism).
 SPLIT = "split"
-#: transport/balance, all on our runtime.
+#: transport/balance, all on the runtime.
 COLLECTIVE = "collective/lb_micro"
 OURS = ("window/local_sort", "window/lb_micro", "window/lb_mini", "window/dynamic", f"window/{SPLIT}")
-#: The same with `run.exact`, where that is asked for.
+#: The same with `run.exact`, on request.
 EXACT = ("exact/lb_mini", "exact/dynamic")
 CONTENDERS = (BASELINE, COLLECTIVE, *OURS, INDEPENDENT, CEILING)
-#: Losses may differ by so much of the loss: fp32 sums of another order, carried on through the steps; 4e-7 was seen.
+#: Largest relative difference of losses: fp32 sums in another order, propagated through the steps; 4e-7 was observed.
 TOLERANCE = 1e-5
-#: What all contenders do alike, by setting: those in plain torch have no other way.
+#: Values of settings that all contenders support, those in plain torch included.
 COMPARABLE = {
     "model.param_dtype": ("float32",),
     "model.reduce_dtype": ("float32",),
@@ -53,16 +54,14 @@ COMPARABLE = {
     "model.compile": (False,),
     "run.device": ("cpu",),
     "optim.device": ("cpu",),
-    # Every contender is there all the time, and a thread of one would take time from the others, too.
+    # All contenders exist at the same time, and a progress thread of one would slow the others.
     "comm.progress": ("auto", "off"),
 }
 
-
-#: Where the quick start prepares its data set; the benchmark's own is the same.
+#: Data set of the quick start, also used here.
 DATA = Path("runs/data/stdlib.h5")
 MAX_LENGTH = 1024
-#: What is trained unless a configuration is given, by the name of the option: of 8 and 9 million parameters, a sequence
-#: or a few per microbatch.
+#: Default models, by value of `--model`: 8 and 9 million parameters.
 MODELS: dict[str, dict[str, Any]] = {
     name: {
         "model_type": name,
@@ -85,18 +84,17 @@ def configuration(
     """Load the configuration to train. Collective.
 
     Args:
-        world: The ranks.
-        path: Of a configuration of `odc-mpi train`; None for a model of `MODELS` on the built-in data set, which is
-            prepared if it is not there.
-        report: Called with a line on what comes next.
-        model: One of `MODELS`.
-        caches: Whether units may stay and gradients be added up, as the configuration has it; False: not.
+        path: Configuration of `odc-mpi train`; None for a model of `MODELS` on the built-in data set, which is prepared
+            if it does not exist.
+        report: Called with a line before the data set is prepared.
+        model: Name of a model in `MODELS`.
+        caches: False to set both cache sizes to 0, so that each microbatch fetches and pushes all units.
 
     Raises:
-        UserError: As for a run; on every rank.
+        UserError: As for a run. Raised on every rank.
     """
     if path is None and world.rank == 0 and not DATA.exists():
-        report(f"nothing yet: preparing {DATA} first")
+        report(f"starts after {DATA} is prepared")
         prepare(["stdlib"], DATA, PrepareOptions(max_length=MAX_LENGTH))
     world.wait_collective(world.comm.Ibarrier(), "preparing the data set")
     config = world.run_on_all(lambda: load(path) if path else default_configuration(world.timeout_s, model))
@@ -107,7 +105,7 @@ def configuration(
 
 
 def default_configuration(timeout_s: float, model: str = "qwen2") -> Config:
-    """Return the configuration that is trained unless another one is given."""
+    """Return the configuration that is used without `--config`."""
     return Config(
         model=ModelConfig(config=MODELS[model]),
         data=DataConfig(path=str(DATA), minibatch_sequences=16, max_tokens_per_microbatch=MAX_LENGTH),
@@ -125,23 +123,23 @@ def measure(
     *,
     exact: bool = False,
 ) -> dict[str, Any]:
-    """Train in every way. Collective.
+    """Train with all contenders. Collective.
 
     Args:
-        world: The ranks, all on one node.
-        config: Model, data, optimizer and settings of communication; the balance is that of each contender.
-        steps: Minibatches of a round.
-        repeats: Rounds that count; one more comes before them.
-        report: Called with a line on what comes next.
-        exact: Whether runs with `run.exact` take part, too.
+        world: Ranks that train, all on one node.
+        config: Model, data, optimizer and communication settings. Each contender sets its balance.
+        steps: Minibatches per round.
+        repeats: Number of rounds after the warm-up.
+        report: Called with a line about the next measurement.
+        exact: True to include contenders with `run.exact`.
 
     Returns:
-        `tokens_per_s`, `quartiles`, `ratio_to_fsdp2`, `ratio_to_ceiling`, `ratio_to_apart`, each by contender, ratios
-        as medians over rounds; `losses` of the first contender and `loss_deviation`, the most by which any other but
-        `apart` differs; and what it was measured on. The same on every rank.
+        JSON object, the same on every rank. By contender: `tokens_per_s` and `quartiles` of it; `ratio_to_fsdp2`,
+        `ratio_to_ceiling` and `ratio_to_apart`, medians over rounds; `loss_deviation`, the largest relative difference
+        from the losses of FSDP2, which are in `losses`, except for `apart`. Also the environment and the model.
 
     Raises:
-        AgreedError: Settings, data and model do not fit together, or losses differ; on every rank.
+        AllRanksUserError: Settings, data and model do not fit together, or losses differ.
     """
     if world.num_nodes > 1:
         raise AllRanksUserError(f"bench train compares on one node, got {world.num_nodes}")
@@ -165,14 +163,14 @@ def measure(
 
 
 class _Contenders:
-    """All ways to train, each with a model of its own. Making them is collective."""
+    """All contenders, each with its own model. Construction is collective."""
 
     def __init__(self, world: World, config: Config, ours: Sequence[str]) -> None:
         self._world, self._config = world, config
-        in_turns, independent = self._with("window", "lb_micro"), self._with("window", "lb_mini")
-        self._fsdp = FSDPBaseline(world, in_turns, self._inputs(in_turns).sequence_loader)
-        self._collective = CollectiveBaseline(world, in_turns.optim, self._inputs(in_turns))
-        configs = {name: self._with(*name.split("/")) for name in ours}
+        equal_counts = self._configure("window", "lb_micro")  # what collectives need
+        self._fsdp = FSDPBaseline(world, equal_counts, self._inputs(equal_counts).sequence_loader)
+        self._collective = CollectiveBaseline(world, equal_counts.optim, self._inputs(equal_counts))
+        configs = {name: self._configure(*name.split("/")) for name in ours}
         decisions = {name: decide(contender_config, world) for name, contender_config in configs.items()}
         self._trainers = {
             name: build_trainer(contender_config, world, self._inputs(contender_config), decisions[name])
@@ -183,14 +181,12 @@ class _Contenders:
             BASELINE: self._fsdp,
             COLLECTIVE: self._collective,
             **{name: OdcContender(trainer, world.rank) for name, trainer in self._trainers.items()},
-            INDEPENDENT: UnshardedBaseline(
-                independent, open_inputs(independent, world.rank, world.size).sequence_loader
-            ),
-            CEILING: self._make_ceiling(),
+            INDEPENDENT: self._unsharded(world.rank, world.size),
+            CEILING: IdleContender() if world.rank else self._unsharded(rank=0, size=1),
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return the size of the model and the decisions that our contenders run on."""
+        """Return the size of the model and the communication settings of the contenders over windows."""
         model = self._trainers[OURS[-1]].model
         return {
             "model_numel": sum(map(math.prod, model.parameter_shapes().values())),
@@ -202,7 +198,7 @@ class _Contenders:
         }
 
     def close(self) -> None:
-        """End them. Collective."""
+        """Close all contenders. Collective."""
         for trainer in self._trainers.values():
             with trainer:
                 trainer.model.close()
@@ -212,36 +208,34 @@ class _Contenders:
     def _inputs(self, config: Config) -> Inputs:
         return self._world.run_on_all(lambda: open_inputs(config, self._world.rank, self._world.size))
 
-    def _make_ceiling(self) -> Contender:
-        if self._world.rank:
-            return IdleContender()
-        config = self._with("window", "lb_mini")
-        return UnshardedBaseline(config, open_inputs(config, rank=0, size=1).sequence_loader)
+    def _unsharded(self, rank: int, size: int) -> Contender:
+        config = self._configure("window", "lb_mini")
+        return UnshardedBaseline(config, open_inputs(config, rank, size).sequence_loader)
 
-    def _with(self, kind: str, balance: str) -> Config:
-        config, whole = self._config, balance != SPLIT
-        data = replace(config.data, balance=cast(Any, balance if whole else "dynamic"))
+    def _configure(self, kind: str, balance: str) -> Config:
+        config, is_split = self._config, balance == SPLIT
+        data = replace(config.data, balance=cast(Any, "dynamic" if is_split else balance))
         return apply_exact_settings(
             replace(
                 config,
                 comm=replace(config.comm, progress="off"),
-                data=replace(data, context_parallel="off" if whole else "auto"),
+                data=replace(data, context_parallel="auto" if is_split else "off"),
                 optim=replace(config.optim, lr_scheduler_type="constant", warmup_steps=0),
                 run=replace(config.run, exact=kind == "exact"),
             )
         )
 
 
-class IdleContender:
-    """The contender of the other ranks while the first one trains alone."""
+class IdleContender(Contender):
+    """Contender that does nothing: the ceiling on all ranks but rank 0."""
 
+    @override
     def step(self) -> tuple[float, int]:
-        """Do nothing."""
         return 0.0, 0
 
 
 def _figures(rounds: Mapping[str, Sequence[Round]], num_ranks: int) -> dict[str, Any]:
-    """Return speeds and their ratios; the first round was to warm up."""
+    """Return speeds and their ratios, without the first round, the warm-up."""
     ranks = {name: num_ranks if name == CEILING else 1 for name in rounds}
     seconds = {
         name: [done.seconds / ranks[name] for done in rounds_of_contender[1:]]

@@ -1,40 +1,40 @@
-"""How fast parameters are fetched and gradients pushed, beside memcpy, MPI's collectives and gloo, in one run.
+"""Speed of fetches and pushes, compared with memcpy, MPI collectives and gloo in one run.
 
-One size of unit after the other. For each everything is allocated, touched and checked, then measured. There are
-several units of a size, which take turns as a model's do, so that none is found in a core's own cache.
+Sizes of units are measured one after another. For each size the memory is allocated, touched and checked first. A size
+has several units, which are moved one after another as those of a model, so that none stays in the cache of a core.
 
-    all at once   all ranks do the same at the same time. Each variant in turn, round after round; a sample is some
-                  operations in a row, begun together, and the slowest rank's time counts
-    one alone     rank 0 fetches and pushes while the others wait for it in MPI (idle), and while they compute and do
-                  not enter MPI (busy)
+    all at once   all ranks run the same variant at the same time; the variants alternate, round after round. A sample
+                  is a sequence of operations that all ranks begin together; the slowest rank's time is used
+    one alone     rank 0 fetches and pushes while the others wait for it inside MPI (idle), and while they compute and
+                  do not enter MPI (busy)
 
-Variants, all of units in fp32:
+Variants, all with units in fp32:
 
-    memcpy                   a copy of the unit in private memory, by one core per rank
-    fetch_zero_copy          a view of the unit where all ranks are on one node: nothing moves
-    fetch_copy               the unit into a buffer: the own shard copied, the others got from their owners
-    push_NAME                the unit's gradient added into its owners' shards, for each reduction; a sample ends with
-                             ordering point A, so that everything has arrived
+    memcpy                   copy of the unit in private memory, by one core per rank
+    fetch_zero_copy          a view of the unit if all ranks are on one node: no bytes move
+    fetch_copy               the unit into a buffer: this rank's shard is copied, the others are got from their owners
+    push_NAME                the unit's gradient, added to its owners' shards with this `comm.reduction`; a sample
+                             includes the synchronization after which all gradients are complete
     mpi_allgather, gloo_all_gather            the unit from all shards, as FSDP fetches
     mpi_reduce_scatter, gloo_reduce_scatter   the unit's gradient into a shard of sums, as FSDP reduces
 
-GB/s are 10^9 bytes of the *whole unit* per rank and second: what a rank gets for its waiting. A rank's own shard, one
-`ranks`-th of the unit, stays in its process; `crossing_bytes` is the rest.
+GB/s are 10^9 bytes of the *full unit* per rank and second: the result of a rank's waiting time. A rank's own shard,
+1/`ranks` of the unit, stays in its process; `crossing_bytes` is the rest.
 
 `measure` returns, and `--json` prints, one object:
 
     benchmark        "transport"
     library, ranks, nodes, cores_per_rank, repeats, dtype
-    load_average     [before, after], the node's over a minute: above `ranks`, somebody else was computing
+    load_average     [before, after], the node's over a minute: above `ranks`, another process was computing
     left_out         {variant: reason}
-    sizes            a list, as asked for, of
+    sizes            a list, in the requested order, of
         size_bytes, num_units, crossing_bytes
-        all_at_once  {variant: {seconds, gb_per_s, of_memcpy, of_gloo}}: seconds of one operation, and GB/s, as
-                     {low, median, high}, the quartiles over the rounds; the speed as a multiple of memcpy's and of
-                     gloo's own all-gather or reduce-scatter, the median over rounds. Null where it says nothing
-        one_alone    {variant: {idle_s, busy_s, computing_s}}: median seconds of one operation, complete at its targets,
-                     and how long the others computed; what waits for busy targets takes that by `num_units`, or
-                     longer. Empty on one rank
+        all_at_once  {variant: {seconds, gb_per_s, of_memcpy, of_gloo}}: seconds per operation, and GB/s, as
+                     {low, median, high}, the quartiles over rounds; the speed relative to memcpy and to the all-gather
+                     or reduce-scatter of gloo, the median over rounds. Null if it is not measured or meaningless
+        one_alone    {variant: {idle_s, busy_s, computing_s}}: median seconds per operation, complete at its targets,
+                     and the time for which the others compute; an operation that waits for busy targets takes at least
+                     this time by `num_units`. Empty on one rank
     goals            a list of {goal, size_bytes, variant, figure, expected, reached}; empty unless several ranks
                      share one node
 """
@@ -58,15 +58,15 @@ from odc_mpi.formatting import format_size
 from odc_mpi.probe.repeat import repeat_for
 from odc_mpi.runtime.world import World
 
-#: A sample moves at least this much, so that beginning together and meeting at A (up to 0.4 ms) do not show in it ...
+#: Minimum bytes of a sample, so that its synchronizations, of up to 0.4 ms, are negligible ...
 SAMPLE_BYTES = 64 << 20
-#: ... but has at most so many operations, and so many where no byte moves.
+#: ... within this number of operations, which is also the number for variants that move no bytes.
 MAX_OPERATIONS = 256
-#: A lone rank fetches or pushes for so long, or each unit four times.
+#: Minimum seconds for which a single rank fetches or pushes; longer if needed to move each unit four times.
 ALONE_S = 0.1
-#: It begins so long after the last meeting, when the others are computing.
+#: Seconds between the last barrier and its first operation, so that the others are computing by then.
 SETTLE_S = 0.01
-#: At every size on one node: the goal, whose figure it is, and where that is in the variant's entry of `all_at_once`.
+#: Goals for every size on one node: goal, variant, and the figure in the variant's entry of `all_at_once`.
 GOALS: tuple[tuple[Goal, str, Callable[[Mapping[str, Any]], float | None]], ...] = (
     (Goal("fetch_of_memcpy", ">=", 0.6), "fetch_copy", itemgetter("of_memcpy")),
     (Goal("fetch_of_gloo", ">=", 10.0), "fetch_copy", itemgetter("of_gloo")),
@@ -82,21 +82,20 @@ def measure(
     """Measure all variants for units of these sizes. Collective.
 
     Args:
-        world: The ranks.
-        sizes: In bytes, multiples of 4.
-        repeats: Rounds.
-        report: Called with a line on what comes next.
+        sizes: Sizes of units in bytes, multiples of 4.
+        repeats: Number of rounds.
+        report: Called with a line about the next measurement.
 
     Returns:
-        What the module's docstring describes, the same on every rank.
+        JSON object that the module's docstring describes, the same on every rank.
 
     Raises:
-        UserError: Too little memory for a size, on every rank.
-        RuntimeError: Something was fetched or summed wrongly.
+        UserError: Too little memory for a size. Raised on every rank.
+        RuntimeError: Fetched parameters or sums of gradients are wrong.
     """
     load = os.getloadavg()[0]
     cores = world.cores_per_rank()
-    torch.set_num_threads(1)  # memcpy and the fetch's own copies by one core per rank, also where there are more
+    torch.set_num_threads(1)  # copies of memcpy and of fetches use one core per rank
     collectives = CollectiveCommunicator(world)
     one_node = world.num_nodes == 1
     gloo = Gloo(world) if one_node else None
@@ -119,9 +118,9 @@ def measure(
 def evaluate_goals(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Compare the figures of an entry of `sizes` with the goals; return entries of `goals`."""
     return [
-        goal.evaluate(found, size_bytes=result["size_bytes"], variant=variant)
-        for goal, variant, figure in GOALS
-        if (found := figure(result["all_at_once"][variant])) is not None
+        goal.evaluate(figure, size_bytes=result["size_bytes"], variant=variant)
+        for goal, variant, figure_of in GOALS
+        if (figure := figure_of(result["all_at_once"][variant])) is not None
     ]
 
 
@@ -131,7 +130,7 @@ def _measure_size(
     units = Units(world, num_bytes, collectives, gloo)
     check(world, units.variants)
     samples = {name: partial(_sample, collectives, variant, num_bytes) for name, variant in units.variants.items()}
-    interleaved(samples, 1)  # the first touch of whatever the check did not use
+    interleaved(samples, 1)  # touches the memory that the check did not use
     times = slowest(world, interleaved(samples, repeats))
     alone = {}
     if world.size > 1:
@@ -155,21 +154,21 @@ def _measure_size(
 def _sample(collectives: CollectiveCommunicator, variant: Variant, num_bytes: int) -> float:
     times = max(1, min(MAX_OPERATIONS, SAMPLE_BYTES // num_bytes)) if variant.moves else MAX_OPERATIONS
     collectives.barrier()
-    taken = seconds(variant.operations, times, variant.finish)
+    seconds_per_operation = seconds(variant.operations, times, variant.finish)
     variant.proceed()
-    return taken
+    return seconds_per_operation
 
 
 def _entries(variants: Mapping[str, Variant], num_bytes: int, times: Mapping[str, list[float]]) -> dict[str, Any]:
-    found = entries(times, num_bytes, of_memcpy=lambda _: "memcpy", of_gloo=lambda name: variants[name].gloo)
-    still = {"gb_per_s": None, "of_memcpy": None, "of_gloo": None}
-    return {name: entry if variants[name].moves else entry | still for name, entry in found.items()}
+    measured = entries(times, num_bytes, of_memcpy=lambda _: "memcpy", of_gloo=lambda name: variants[name].gloo)
+    no_speed = {"gb_per_s": None, "of_memcpy": None, "of_gloo": None}
+    return {name: entry if variants[name].moves else entry | no_speed for name, entry in measured.items()}
 
 
 def _measure_lone_rank(world: World, collectives: CollectiveCommunicator, variant: Variant) -> dict[str, float]:
     idle_s = _lone_rank_times(world, collectives, variant, ALONE_S)
     budget_s = max(ALONE_S, 4 * idle_s * len(variant.operations))
-    # What begins in the first half of the others' computation cannot end with it unless it waits for it.
+    # Operations begin in the first half of the others' computation: one that ends with it has waited for it.
     computing_s = SETTLE_S + 2 * budget_s
     busy_s = _lone_rank_times(world, collectives, variant, budget_s, computing_s)
     return {"idle_s": idle_s, "busy_s": busy_s, "computing_s": computing_s}
@@ -185,16 +184,17 @@ def _compute() -> None:
 def _lone_rank_times(
     world: World, collectives: CollectiveCommunicator, variant: Variant, budget_s: float, computing_s: float = 0.0
 ) -> float:
-    """Let rank 0 alone fetch or push for a while; return its median seconds to all. Collective."""
+    """Run a variant on rank 0 only, for at least `budget_s`; return its median seconds per operation. Collective."""
     collectives.barrier()
     times: list[float] = []
     if world.rank == 0:
         sleep(SETTLE_S)
-        row = len(variant.operations)
-        times = repeat_for(budget_s, lambda: seconds(variant.operations, row, variant.complete))
+        num_units = len(variant.operations)
+        times = repeat_for(budget_s, lambda: seconds(variant.operations, num_units, variant.complete))
     elif computing_s:
         repeat_for(computing_s, _compute)
-    # Idle ranks wait here for rank 0, in MPI: at point A, where they serve if the reduction needs it, or the barrier.
+    # Idle ranks wait for rank 0 here, inside MPI: in the synchronization of gradients, where they also add those in
+    # their mailbox, or in the barrier.
     variant.finish()
     variant.proceed()
     collectives.barrier()

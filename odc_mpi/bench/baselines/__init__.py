@@ -1,1 +1,1 @@
-"""What the runtime is compared with: plain torch, FSDP2, gloo, torch.distributed.checkpoint."""
+"""Baselines of the benchmarks: plain torch, FSDP2 over gloo, and the runtime over MPI collectives."""

@@ -1,27 +1,29 @@
-"""Our runtime over MPI's collectives: what FSDP does, with our units and shards. A baseline of `bench train`.
+"""The runtime over MPI collectives: FSDP's communication, with our units and shards. A baseline of `bench train`.
 
-Ranks wait for each other in every unit of every microbatch (`comm.collective`), so all have to run the same number of
-microbatches: a rank that has fewer runs its minibatch's shortest sequence with a loss that is multiplied by zero.
+Ranks wait for each other in every unit of every microbatch (`comm.collective`), so all must run the same number of
+microbatches. A rank with fewer runs the shortest sequence of its minibatch, and its loss is multiplied by zero.
 """
+
+from typing_extensions import override
 
 from odc_mpi.api import decide_for, shard_model
 from odc_mpi.bench.baselines.unsharded import run_microbatches
+from odc_mpi.bench.contenders import Contender
 from odc_mpi.runtime.world import World
 from odc_mpi.training.inputs import Inputs
 from odc_mpi.training.settings import OptimConfig
 from odc_mpi.training.update import make_optimizer
 
 
-class CollectiveBaseline:
-    """Training over collectives. Making one, and each step, is collective.
+class CollectiveBaseline(Contender):
+    """Training over collectives. Construction is collective.
 
     Args:
-        world: The ranks.
-        config: Settings of the optimizer; the learning rate stays at its peak.
-        inputs: With a loader of its own.
+        config: Optimizer settings. The learning rate stays at its peak.
+        inputs: Model and data. No other contender may use this loader.
 
     Attributes:
-        model: The sharded model.
+        model: Sharded model.
     """
 
     def __init__(self, world: World, config: OptimConfig, inputs: Inputs) -> None:
@@ -30,12 +32,8 @@ class CollectiveBaseline:
         self.model = shard_model(inputs.model.module, world, weights=inputs.model.weights, decision=decision).train()
         self._optimizer = make_optimizer(config, self.model.named_shard_parameters(), self.model.parameter_shapes())
 
+    @override
     def step(self) -> tuple[float, int]:
-        """Train on the next minibatch. Collective.
-
-        Returns:
-            This rank's part of its loss, and the tokens of all ranks that went through the model.
-        """
         minibatch = next(self._inputs.sequence_loader)
         with self.model.minibatch():
             loss = run_microbatches(self.model, minibatch, minibatch)

@@ -1,13 +1,15 @@
-"""FSDP2 over gloo: what torch itself offers for sharded training on CPUs. The baseline of `bench train`.
+"""FSDP2 over gloo: PyTorch's sharded training on CPUs. The baseline of `bench train`.
 
-Each layer, and the rest as the root, is a group of `fully_shard`: gathered before its forward, freed after it, gathered
-again before its backward, its gradient reduced at once. That is its default, and ZeRO-3. All ranks run as many
-microbatches, which is what FSDP needs; a rank that has fewer runs its minibatch's shortest sequence for nothing.
+Each layer, and the rest as the root, is a group of `fully_shard`: all-gathered before its forward, resharded after it,
+all-gathered again before its backward, and its gradient reduce-scattered at once. This is FSDP2's default, and ZeRO-3.
+FSDP needs the same number of microbatches on all ranks. A rank with fewer runs the shortest sequence of its minibatch,
+with a loss multiplied by zero.
 """
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from typing_extensions import override
 
 from odc_mpi.bench.baselines.gloo import Gloo
 from odc_mpi.bench.baselines.unsharded import UnshardedBaseline, run_microbatches
@@ -17,12 +19,12 @@ from odc_mpi.training.settings import Config
 
 
 class FSDPBaseline(UnshardedBaseline):
-    """Training with FSDP2. Making one, and each step, is collective.
+    """Training with FSDP2. Construction is collective.
 
     Args:
-        world: The ranks, all on one node.
-        config: Of the run.
-        loader: A loader of its own, with a balance that gives each rank as many microbatches.
+        world: Ranks that train, all on one node.
+        config: Configuration of the run.
+        loader: Minibatches, with a balance that gives all ranks the same number of microbatches.
     """
 
     def __init__(self, world: World, config: Config, loader: Loader) -> None:
@@ -34,8 +36,9 @@ class FSDPBaseline(UnshardedBaseline):
         """End the process group. Collective."""
         self._gloo.close()
 
+    @override
     def _prepare(self, model: nn.Module) -> nn.Module:
-        """Shard in the units that `shard_model` takes by default."""
+        # The default units of `shard_model`.
         mesh = init_device_mesh("cpu", (self._world.size,))
         units = set(getattr(model, "_no_split_modules", None) or ())
         for part in model.modules():
@@ -44,8 +47,9 @@ class FSDPBaseline(UnshardedBaseline):
         fully_shard(model, mesh=mesh)
         return model
 
+    @override
     def _run(self, minibatch: Minibatch) -> float:
-        # FSDP takes the mean over ranks.
+        # FSDP averages gradients over ranks; the loss needs their sum.
         loss = run_microbatches(self._model, minibatch, minibatch, factor=self._world.size)
         run_microbatches(self._model, minibatch, minibatch.dummy_microbatches(), factor=0.0)
         return loss

@@ -1,4 +1,4 @@
-"""torch.distributed over gloo, which FSDP2 uses on CPUs, for comparison. The only module that knows it."""
+"""torch.distributed over gloo, the backend of FSDP2 on CPUs. The only module that starts a process group."""
 
 import os
 import shutil
@@ -14,10 +14,10 @@ from odc_mpi.runtime.world import World
 
 
 class Gloo:
-    """A process group of all ranks of one node. Making and closing one is collective.
+    """Process group of all ranks of one node. Construction is collective.
 
-    The ranks find each other through a file in a private directory, and talk over the loopback interface; nothing
-    listens any more once it is closed.
+    Ranks rendezvous through a file in a private directory, and communicate over the loopback interface. No socket
+    listens after `close`.
     """
 
     def __init__(self, world: World) -> None:
@@ -33,7 +33,7 @@ class Gloo:
                 timeout=timedelta(seconds=world.timeout_s),
             )
         self._world = world
-        # All are connected: nobody needs the file any more, and a killed job would leave it behind.
+        # All ranks are connected and no longer need the file. Remove it now: a killed job would leave it behind.
         world.gather_objects(None)
         if world.rank == 0:
             shutil.rmtree(store, ignore_errors=True)
@@ -41,13 +41,13 @@ class Gloo:
         self._all_gather = _first("all_gather_single", "all_gather_into_tensor")
         self._reduce_scatter = _first("reduce_scatter_single", "reduce_scatter_tensor")
 
-    def all_gather(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
-        """Put the shards of all ranks one after the other: `[n]` each, into `[size * n]`. Collective."""
+    def all_gather(self, shard: torch.Tensor, full: torch.Tensor) -> None:
+        """Concatenate the shards `[n]` of all ranks in `full`, `[size * n]`. Collective."""
         with self._world.deadline("gathering with gloo"):
-            self._all_gather(whole, shard)
+            self._all_gather(full, shard)
 
     def reduce_scatter(self, gradient: torch.Tensor, shard: torch.Tensor) -> None:
-        """Sum `[size * n]` over all ranks, and keep this rank's `[n]`. Collective."""
+        """Sum `gradient`, `[size * n]`, over all ranks, and store this rank's part in `shard`, `[n]`. Collective."""
         with self._world.deadline("reducing with gloo"):
             self._reduce_scatter(shard, gradient)
 
