@@ -1,1 +1,1 @@
-"""Moving bytes between ranks: the transport, its buffers, tickets, and the progress thread."""
+"""Communication of parameters, gradients and work items between ranks."""

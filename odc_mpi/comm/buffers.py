@@ -1,9 +1,8 @@
-"""Memory that fetches land in, used again and again.
+"""Pool of reusable buffers.
 
-Fresh memory costs a page fault per 4 KiB, which is slower than the copy that fills it, so a buffer goes back to the
-pool instead of to the system. Autograd, or a user, may still hold a tensor that looks into a buffer when it is given
-back. Such a buffer is set aside and used again only when nobody looks at it any more: a late reader never sees another
-unit's parameters, at worst it costs memory.
+New memory costs a page fault per 4 KiB, which is slower than the copy that fills it. Autograd or a user may still
+reference a released buffer. It is not used again before the last reference is gone, so a late reader never sees the
+parameters of another unit.
 """
 
 import threading
@@ -13,18 +12,18 @@ import torch
 
 
 def empty_host(num_bytes: int) -> torch.Tensor:
-    """Return plain host memory, `[num_bytes]` uint8, its content undefined."""
+    """Return uninitialized host memory, `[num_bytes]` uint8."""
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 class BufferPool:
-    """Lends flat buffers and takes them back. Any thread may call it.
+    """Pool of flat buffers. Thread-safe.
 
     Args:
-        allocate: Makes memory of a number of bytes, as a uint8 tensor.
+        allocate: Returns new memory of a number of bytes, as a uint8 tensor.
 
     Attributes:
-        peak_bytes: The most memory that the pool ever held, lent or idle, in bytes.
+        peak_bytes: Peak memory of the pool in bytes, acquired and idle buffers together.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor] = empty_host) -> None:
@@ -36,7 +35,7 @@ class BufferPool:
         self.peak_bytes = 0
 
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Lend a buffer of `[numel]`, its content undefined."""
+        """Return an uninitialized buffer, `[numel]`."""
         num_bytes = max(1, numel) * dtype.itemsize
         with self._lock:
             block = self._pop_fitting(num_bytes)
@@ -46,37 +45,37 @@ class BufferPool:
                 self._held_bytes += num_bytes
                 self.peak_bytes = max(self.peak_bytes, self._held_bytes)
             self._in_use[block.untyped_storage().data_ptr()] = block
-        # Not a view of `whole`: autograd would track views, and two tensors over one storage are all that is meant.
+        # Not a view of `block`: autograd would track it.
         return torch.empty(0, dtype=dtype, device=block.device).set_(block.untyped_storage(), 0, (numel,), (1,))
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Take a lent buffer back."""
+        """Return an acquired buffer to the pool."""
         with self._lock:
             self._idle.append(self._in_use.pop(buffer.untyped_storage().data_ptr()))
 
     def clear(self) -> None:
-        """Let go of all idle buffers."""
+        """Free all idle buffers."""
         with self._lock:
-            self._held_bytes -= sum(whole.numel() for whole in self._idle)
+            self._held_bytes -= sum(block.numel() for block in self._idle)
             self._idle.clear()
 
     def _pop_fitting(self, num_bytes: int) -> torch.Tensor | None:
-        """Take the smallest idle buffer that is large enough and that nobody looks at."""
-        fitting = [whole for whole in self._idle if whole.numel() >= num_bytes and _is_unreferenced(whole)]
+        """Remove and return the smallest idle buffer that is large enough and unreferenced."""
+        fitting = [block for block in self._idle if block.numel() >= num_bytes and _is_unreferenced(block)]
         if not fitting:
             return None
         best = min(fitting, key=torch.Tensor.numel)
-        self._idle = [whole for whole in self._idle if whole is not best]
+        self._idle = [block for block in self._idle if block is not best]
         return best
 
     def _free_unreferenced(self, num_bytes: int) -> None:
-        """Free idle buffers that are too small, to make room for so much: units of many sizes leave none behind."""
-        for whole in [whole for whole in self._idle if _is_unreferenced(whole)]:
+        """Free idle buffers, all of them too small, until `num_bytes` are free; else units of many sizes pile up."""
+        for block in [block for block in self._idle if _is_unreferenced(block)]:
             if num_bytes <= 0:
                 return
-            self._idle = [other for other in self._idle if other is not whole]
-            self._held_bytes -= whole.numel()
-            num_bytes -= whole.numel()
+            self._idle = [other for other in self._idle if other is not block]
+            self._held_bytes -= block.numel()
+            num_bytes -= block.numel()
 
 
 def _is_unreferenced(block: torch.Tensor) -> bool:
@@ -88,5 +87,5 @@ def _references(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-#: References to a storage at which only the pool looks. Counted, since torch's bookkeeping has changed before.
+#: References to a storage that only the pool holds. Counted, since the number depends on the version of torch.
 _POOL_REFERENCES = _references(torch.empty(1))

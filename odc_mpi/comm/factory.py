@@ -1,6 +1,7 @@
-"""The transports there are (`comm.transport`), put together from a group, a parameter store and a gradient store.
+"""Factories of the transports (`comm.transport`): combinations of a group, a parameter store and a gradient store.
 
-Making one is local; `Transport.allocate` is collective. Each is closed with its world at the latest.
+They do not communicate; `Transport.allocate` is collective. All raise ValueError if MPI cannot transfer `param_dtype`,
+the type of the parameters, or cannot sum `reduce_dtype`, that of the gradients. A transport closes with its world.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,19 +27,14 @@ from odc_mpi.comm.windows.shared_window import SHARED_WINDOW
 from odc_mpi.runtime.library import has_thread_multiple
 from odc_mpi.runtime.world import World
 
-#: Makes the gradient store of a world, for elements of a type.
+#: Creates the gradient store of a world, for gradients of a type.
 GradientStoreFactory = Callable[[World, torch.dtype], WindowGradientStore]
 
 
 def gradient_store_factories(
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES, device: Device | None = None
 ) -> Mapping[str, GradientStoreFactory]:
-    """Return the ways of gradients to their owners, by the values of `comm.reduction`.
-
-    Args:
-        mailbox_bytes: Memory of a mailbox, as `MailboxGradientStore` has it.
-        device: Of this rank, for windows on devices; None for windows on hosts.
-    """
+    """Return the factories of gradient stores by the value of `comm.reduction`, for windows on `device` or the host."""
     kind = HOST_WINDOW if device is None else device_windows(device)
     slots: SlotsFactory = HostSlots if device is None else partial(DeviceSlots, device=device)
     return {
@@ -56,18 +52,12 @@ def window_transport(
     reduction: GradientStoreFactory = AccumulateGradientStore,
     progress: bool = False,
 ) -> Transport:
-    """Put together shards in windows on the host.
+    """Build the transport with shards in windows on the host.
 
     Args:
-        world: The ranks that share every array.
-        param_dtype: Of parameters on the way and in the shards.
-        reduce_dtype: Of gradients on the way and in the shards.
-        zero_copy: Whether ranks of a node read each other's parameters in place.
-        reduction: How gradients reach their owners: one of `gradient_store_factories`.
-        progress: Whether a thread serves other ranks while this one computes.
-
-    Raises:
-        ValueError: A type cannot travel, or cannot be summed.
+        zero_copy: True if ranks of a node read parameters of each other by direct load.
+        reduction: Factory of the gradient store, one of `gradient_store_factories`.
+        progress: True to run a progress thread (`comm.progress`).
     """
     gradients = reduction(world, reduce_dtype)
     group = WorldGroup(world, progress=progress)
@@ -86,23 +76,13 @@ def device_transport(
     mailbox_bytes: int = DEFAULT_MAILBOX_BYTES,
     progress: bool = False,
 ) -> Transport:
-    """Put together shards in windows on the memory of devices.
+    """Build the transport with shards in windows on devices; every rank needs one.
 
-    Args:
-        world: The ranks that share every array.
-        device: Of this rank; all ranks have one.
-        param_dtype: As for `window_transport`.
-        reduce_dtype: As for `window_transport`.
-        reduction: One of `gradient_store_factories`.
-        mailbox_bytes: For a mailbox, memory of the device, as `MailboxGradientStore` has it.
-        progress: As for `window_transport`.
-
-    Raises:
-        ValueError: A type cannot travel, or cannot be summed.
+    Arguments are as for `window_transport`, except `reduction`, a key of `gradient_store_factories`, and
+    `mailbox_bytes`, the device memory of a mailbox.
     """
     gradients = gradient_store_factories(mailbox_bytes, device)[reduction](world, reduce_dtype)
-    # What other ranks ask of MPI in a thread may concern the device's memory, and libraries ask the driver for the
-    # calling thread's device.
+    # A thread in MPI may access device memory for other ranks, and MPI uses the current device of the calling thread.
     world.prepare_threads(device.set_current)
     group = WorldGroup(world, progress=progress, prepare_thread=device.set_current)
     windows = ParameterWindows(world, param_dtype, device_windows(device))
@@ -119,37 +99,18 @@ def device_transport(
 def single_rank_transport(
     world: World, device: Device, param_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> Transport:
-    """Put together the shards of a single rank in a device's memory, where nothing travels.
-
-    Args:
-        world: Of one rank.
-        device: Of this rank.
-        param_dtype: As for `window_transport`.
-        reduce_dtype: As for `window_transport`.
-
-    Raises:
-        ValueError: A type cannot travel, or cannot be summed.
-    """
+    """Build the transport of a single rank, with shards in device memory and without transfers."""
     assert world.size == 1
     parameters, gradients = SingleRankParameters(param_dtype, device), SingleRankGradients(reduce_dtype, device)
-    group, hosts = WorldGroup(world), (parameters, gradients)
-    # No threads of ours: what a second one gave the device would have no order with what the first one gives it.
-    return Transport(group, parameters, gradients, hosts, device=device.torch_device, threads=False)
+    storages = (parameters, gradients)
+    # Without threads: kernels that a second thread enqueued would have no order relative to those of the first.
+    return Transport(WorldGroup(world), parameters, gradients, storages, device=device.torch_device, threads=False)
 
 
 def collective_transport(
     world: World, param_dtype: torch.dtype = torch.float32, reduce_dtype: torch.dtype = torch.float32
 ) -> Transport:
-    """Put together shards in private memory, reached with MPI's collectives: the baseline.
-
-    Args:
-        world: The ranks that share every array.
-        param_dtype: As for `window_transport`.
-        reduce_dtype: As for `window_transport`.
-
-    Raises:
-        ValueError: A type cannot travel, or cannot be summed.
-    """
+    """Build the transport over MPI collectives, with shards in private memory: the baseline."""
     group = WorldGroup(world)
     parameters = CollectiveParameters(world, group, param_dtype)
     gradients = CollectiveGradients(world, group, reduce_dtype)
@@ -157,12 +118,7 @@ def collective_transport(
 
 
 def staged(inner: Transport, device: Device) -> Transport:
-    """Put pinned memory between a transport on the host and a device where the model computes.
-
-    Args:
-        inner: Not allocated yet. Its parts belong to the new transport.
-        device: Where the model computes.
-    """
+    """Wrap a transport with windows on the host, not allocated yet, for a model on a device, with pinned memory."""
     pinned = PinnedMemory(inner.storages, device)
     return Transport(
         inner.group,

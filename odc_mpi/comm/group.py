@@ -1,9 +1,7 @@
-"""The group over MPI: how ranks meet at A, N and B, and serve each other, whatever moves parameters and gradients.
+"""Group of all ranks of a world, over non-blocking MPI collectives, polled with sleeps.
 
-    A, N    an all-gather of a few numbers
-    B       a barrier
-
-Each is a non-blocking collective that is polled with sleeps in between, in a meeting that names a late rank.
+gradients_complete, norm    all-gather of a few numbers
+parameters_published        barrier
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +22,15 @@ MAX_WINDOWS = 1600
 
 
 class WorldGroup(Group):
-    """All ranks of a world. Making one is local.
+    """All ranks of a world.
 
     Args:
-        world: The ranks.
-        progress: Whether a thread serves other ranks while this one computes.
-        prepare_thread: Prepares that thread, which runs it, for calling MPI.
+        progress: True to run a progress thread (`comm.progress`).
+        prepare_thread: Function that this thread calls before it calls MPI.
     """
 
     def __init__(
-        self,
-        world: World,
-        *,
-        progress: bool = False,
-        prepare_thread: Callable[[], None] = lambda: None,
+        self, world: World, *, progress: bool = False, prepare_thread: Callable[[], None] = lambda: None
     ) -> None:
         self.rank, self.size = world.rank, world.size
         self._world = world
@@ -62,8 +55,8 @@ class WorldGroup(Group):
     def open(self, close: Callable[[], None]) -> None:
         self._world.on_close(close)
         self._close = close
-        # A communicator for each point: a rank that leaves one out waits at the next, where its deadline names it,
-        # instead of taking the others' numbers for what they are not.
+        # A communicator for each collective: a rank that skips one waits at the next until the deadline, which names
+        # it, instead of mistaking the numbers of the others.
         with self._world.collective("duplicating the communicator"):
             self._gradients_comm, self._norm_comm, self._publish_comm = (self._world.comm.Dup() for _ in range(3))
         if self._wants_progress:
@@ -72,17 +65,17 @@ class WorldGroup(Group):
 
     @override
     def gradients_complete(self, report: np.ndarray) -> np.ndarray:
-        return self._allgather(self._gradients_comm, report, "meeting at point A, gradients complete")
+        return self._allgather(self._gradients_comm, report, "synchronizing at gradients_complete")
 
     @override
     def norm(self, values: np.ndarray) -> np.ndarray:
-        # An all-gather summed here: some libraries' all-reduce adds in an order that differs from rank to rank.
-        return self._allgather(self._norm_comm, values, "meeting at point N, norm").sum(axis=0)
+        # Not an all-reduce: in some libraries its order of addition differs from rank to rank.
+        return self._allgather(self._norm_comm, values, "synchronizing at grad_norm").sum(axis=0)
 
     @override
     def parameters_published(self) -> None:
         self.num_collectives += 1
-        self._world.wait_collective(self._publish_comm.Ibarrier(), "meeting at point B, parameters published")
+        self._world.wait_collective(self._publish_comm.Ibarrier(), "synchronizing at parameters_published")
 
     @override
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -97,8 +90,8 @@ class WorldGroup(Group):
         with self._world.collective("freeing the windows"):
             if self._progress is not None:
                 self._progress.close()
-            for host in reversed(storages):
-                host.free()
+            for storage in reversed(storages):
+                storage.free()
             for comm in (self._gradients_comm, self._norm_comm, self._publish_comm):
                 comm.Free()
         self._progress = None
@@ -108,16 +101,16 @@ class WorldGroup(Group):
     def _allgather(self, comm: MPI.Intracomm, values: np.ndarray, what: str) -> np.ndarray:
         self.num_collectives += 1
         values = np.ascontiguousarray(values, dtype=np.float64)
-        everyone = np.empty((self.size, values.size))
-        self._world.wait_collective(comm.Iallgather(values, everyone), what)
-        return everyone
+        gathered = np.empty((self.size, values.size))
+        self._world.wait_collective(comm.Iallgather(values, gathered), what)
+        return gathered
 
     def _checked(self, num_arrays: int, footprint: Footprint) -> Footprint:
-        held, number = self._world.job.num_windows, footprint.num_windows
-        if number and self._world.mpi_library.startswith("MPICH") and held + number > MAX_WINDOWS:
-            beside = f", beside {held} of other models" if held else ""
+        others, number = self._world.job.num_windows, footprint.num_windows
+        if number and self._world.mpi_library.startswith("MPICH") and others + number > MAX_WINDOWS:
+            beside = f", beside {others} of other models" if others else ""
             raise UserError(
-                f"units: expected few enough for {MAX_WINDOWS} windows, beyond which MPICH crashes, got {num_arrays} "
+                f"units: expected at most {MAX_WINDOWS} windows, since MPICH crashes beyond, got {num_arrays} "
                 f"arrays, which take {number}{beside}: choose fewer, larger units"
             )
         return footprint

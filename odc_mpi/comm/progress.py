@@ -1,11 +1,11 @@
-"""Serving others while this rank computes.
+"""Progress thread: processes one-sided operations of other ranks while this rank computes.
 
-Where one-sided operations are carried by messages, as between hosts over TCP, somebody on the target has to enter MPI
-for them to be done. A thread does, by asking on a communicator of its own for a message that never comes; asking is
-what drives MPI's progress engine. It also does the owner's part of a reduction that leaves it one.
+Where MPI implements one-sided operations with messages, as between hosts over TCP, they complete only when a thread of
+the target enters MPI. The progress thread probes for a message that never arrives, on a communicator of its own, which
+drives the progress engine of MPI. It also adds the gradients that wait in the mailbox of this rank.
 
-It sleeps between looks, because a thread that spins, or blocks in a receive, takes half of a core from the rank that
-computes (docs/windows.md has the figures). Over TCP the kernel wakes it when something comes (`comm.socket_waiter`).
+It sleeps between polls: a thread that spins or blocks in a receive takes half of a core from the rank that computes
+(figures: docs/windows.md). Over TCP the kernel wakes it when data arrives (`comm.socket_waiter`).
 """
 
 import sys
@@ -17,36 +17,36 @@ from typing import ClassVar
 from odc_mpi.comm.socket_waiter import SocketWaiter
 from odc_mpi.runtime.world import World
 
-#: Sleep between two looks when there was nothing to do. What a small operation waits at most if no socket tells of it,
-#: and what it costs: 1 ms took 3 to 6 % of two busy ranks on two cores, 0.2 ms took 13 %.
+#: Sleep between two polls without work: the longest delay of a small operation that no socket reports. 1 ms took 3 to
+#: 6 % of two busy ranks on two cores, 0.2 ms took 13 %.
 SLEEP_S = 1e-3
-#: ... and when there was nothing for longer, so much of that time, but no more than so many seconds.
+#: Later sleeps are this share of the time without work, and at most `IDLE_SLEEP_S`.
 IDLE_SHARE = 0.02
 IDLE_SLEEP_S = 10e-3
-#: A look that took this much of the processor found work, so more may be there: look again at once. An idle look takes
-#: 2 to 5 µs, beside a rank that computes up to 40, rarely more: where sockets tell what comes, one such look proves
-#: nothing. Not the clock on the wall: a look may wait long for Python's lock.
+#: A poll that took at least this much CPU time found work, and is repeated without a sleep. An idle poll takes 2 to
+#: 5 µs, up to 40 while the rank computes, and rarely more; so a single such poll proves nothing if sockets report data.
+#: Wall time would not do, since a poll may wait long for the GIL.
 BUSY_POLL_S = 40e-6
-#: But so many times in a row at most: where a look itself is slow, every one would pass for work.
+#: Polls without a sleep. Bounded: where polling itself is slow, every poll would look like work.
 MAX_CONSECUTIVE_POLLS = 100
-#: After work, look more often for a while: what comes in many pieces would wait for a sleep at each.
+#: Sleep for `EAGER_S` after work: an operation of many messages would wait for a longer sleep at each.
 EAGER_SLEEP_S = 50e-6
 EAGER_S = 5e-3
-#: Computing Python code hands over its lock within this time. The interpreter's own 5 ms would be added to every look:
-#: a Get of 64 bytes took 7 instead of 3 ms, one of 16 MB 32 instead of 13 (MPICH).
+#: Switch interval of the GIL while the thread runs. The default of 5 ms would be added to every poll: a Get of 64 bytes
+#: took 7 instead of 3 ms, one of 16 MB 32 instead of 13 (MPICH).
 SWITCH_INTERVAL_S = 0.5e-3
 
 
 class ProgressThread:
-    """Drives MPI's progress in the background. Starting and closing one is collective.
+    """Background thread that drives the progress of MPI. Construction is collective.
 
-    While one runs, the interpreter's switch interval is short. An exception that ends the thread ends the job.
+    The switch interval of the interpreter is short while the thread runs. An exception in the thread ends the job.
 
     Args:
-        world: The ranks; must have been granted MPI_THREAD_MULTIPLE.
-        make_progress: The owner's part of the reduction; called at every look. Returns whether there was something to do: the
-            time it takes does not tell, since looking for it alone takes 50 to 130 µs beside a rank that computes.
-        prepare: Called once, in the thread, before it looks.
+        world: World with MPI_THREAD_MULTIPLE.
+        make_progress: Function called at every poll, which returns True if it did work. Its CPU time does not show
+            this: without work it takes 50 to 130 µs while the rank computes.
+        prepare: Function that the thread calls before its first poll.
     """
 
     _num_running: ClassVar[int] = 0
@@ -67,7 +67,7 @@ class ProgressThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop and free the communicator. Collective; a second call does nothing."""
+        """Stop the thread and free its communicator. Collective. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -79,25 +79,25 @@ class ProgressThread:
 
     def _run(self) -> None:
         self._prepare()
-        arrivals = SocketWaiter()
-        worked, looks = time.perf_counter() - IDLE_SLEEP_S / IDLE_SHARE, 0
+        waiter = SocketWaiter()
+        last_work, num_polls = time.perf_counter() - IDLE_SLEEP_S / IDLE_SHARE, 0
         while not self._closed.is_set():
             began = time.thread_time()
             self._comm.Iprobe()
             took_s = time.thread_time() - began
-            looks += 1
-            served = self._make_progress()
-            if served or took_s > BUSY_POLL_S:
-                if served or looks > 1 or not arrivals.has_sockets:
-                    worked = time.perf_counter()
-                if looks < MAX_CONSECUTIVE_POLLS:
+            num_polls += 1
+            worked = self._make_progress()
+            if worked or took_s > BUSY_POLL_S:
+                if worked or num_polls > 1 or not waiter.has_sockets:
+                    last_work = time.perf_counter()
+                if num_polls < MAX_CONSECUTIVE_POLLS:
                     continue
-            looks = 0
-            arrivals.wait(_sleep_s(time.perf_counter() - worked))
+            num_polls = 0
+            waiter.wait(_sleep_s(time.perf_counter() - last_work))
 
 
 def _sleep_s(since_work_s: float) -> float:
-    """Choose how long to sleep, by how long ago there was something to do."""
+    """Return the length of the next sleep."""
     if since_work_s < EAGER_S:
         return EAGER_SLEEP_S
     return min(max(SLEEP_S, IDLE_SHARE * since_work_s), IDLE_SLEEP_S)

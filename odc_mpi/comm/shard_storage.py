@@ -1,4 +1,4 @@
-"""The memory that shards lie in, from its allocation past the ordering points to its end."""
+"""Memory behind the shards of a store, and the layouts of the arrays in it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,29 +8,39 @@ import torch
 
 
 class Layout(Protocol):
-    """What a transport needs to know of a flat array."""
+    """Layout of a flat array, as far as a transport needs it (`shard.layout.FlatLayout`)."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the unit, for messages."""
+
     @property
-    def numel(self) -> int: ...
+    def numel(self) -> int:
+        """Number of elements of the full array."""
+
     @property
-    def shard_numel(self) -> int: ...
+    def shard_numel(self) -> int:
+        """Number of elements of each shard. The last shards may reach beyond the end of the array."""
+
     @property
-    def trainable(self) -> bool: ...
+    def trainable(self) -> bool:
+        """True if the array has gradients."""
+
     @property
-    def dtype(self) -> torch.dtype | None: ...
-    def owned(self, rank: int) -> tuple[int, int]: ...
-    def owners(self, start: int, stop: int) -> range: ...
+    def dtype(self) -> torch.dtype | None:
+        """Type of the elements; None for that of the store."""
+
+    def owned(self, rank: int) -> tuple[int, int]:
+        """Return the range of elements that a rank owns."""
+
+    def owners(self, start: int, stop: int) -> range:
+        """Return the owners of elements `start` to `stop`."""
 
 
 def ranges_by_owner(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Cut elements `start` to `stop` of an array among their owners.
+    """Yield owner, start and stop of each part of the elements `start` to `stop` of an array.
 
-    Owners behind `rank` come first: each rank begins with the next one, so that not all of them turn to rank 0 first.
-
-    Yields:
-        An owner, its first element, and the end of its elements.
+    The first owner is the one after `rank`, so that not all ranks access rank 0 first.
     """
     for owner in sorted(layout.owners(start, stop), key=lambda owner: (owner <= rank, owner)):
         first, end = layout.owned(owner)
@@ -39,7 +49,7 @@ def ranges_by_owner(layout: Layout, rank: int, start: int, stop: int) -> Iterato
 
 @dataclass(frozen=True)
 class Footprint:
-    """What hosting takes: windows, and bytes of the host's memory that other ranks can see."""
+    """MPI windows and bytes of shared host memory that a storage needs."""
 
     num_windows: int = 0
     shared_bytes: int = 0
@@ -49,19 +59,20 @@ class Footprint:
 
 
 class ShardStorage:
-    """Memory of this rank that others reach, from its allocation past the ordering points to its end.
+    """Owner of the memory of the shards of a store.
+
+    A `Transport` calls `plan` and `allocate` once, `flush` and `complete` before and after the collective on complete
+    gradients, `sync` before and after the one on published parameters, and `free` at the end. By default, `plan` only
+    records the layouts and the others have no effect.
 
     Attributes:
-        layouts: Of the arrays, once they are planned.
+        layouts: Layouts of the arrays, set by `plan`.
     """
 
     layouts: Sequence[Layout] = ()
 
     def plan(self, layouts: Sequence[Layout]) -> Footprint:
-        """Prepare to host shards of these arrays, known by their index from here on.
-
-        Returns:
-            What that takes; nothing for memory that no other rank sees.
+        """Record the layouts, and return the footprint of `allocate`, which is empty for private memory.
 
         Raises:
             UserError: A setting does not fit the arrays.
@@ -71,24 +82,24 @@ class ShardStorage:
 
     @property
     def trainable_numels(self) -> dict[int, int]:
-        """Elements of this rank's shard of each trained array, by the array's index."""
+        """Number of elements of the shard of each trainable array, by index."""
         return {index: layout.shard_numel for index, layout in enumerate(self.layouts) if layout.trainable}
 
     def allocate(self) -> None:
-        """Make the memory for what was planned, filled with zeros. Collective, once."""
+        """Allocate the planned memory, filled with zeros. Collective; call once."""
 
     def flush(self) -> None:
-        """Wait until everything that this rank pushed is with its owners: before A. One-sided."""
+        """Complete all pushes of this rank at their targets. One-sided."""
 
     def complete(self) -> None:
-        """Make the shards hold everything that was pushed: after A."""
+        """Add all received gradients to the shards."""
 
     def sync(self) -> None:
-        """Make stores of owners and one-sided accesses see each other: before and after B."""
+        """Synchronize the public and private copies of the windows (`MPI_Win_sync`). Does not communicate."""
 
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return the memory of the host that fetches read in place and shards lie in, each piece once."""
+        """Return the host memory of the shards and of all that fetches read directly, without duplicates."""
         return []
 
     def free(self) -> None:
-        """Free the memory; nobody may look at it any more. Collective, within a meeting of the caller's."""
+        """Free the memory. Tensors must not access it any more. Collective; call it within `World.collective`."""

@@ -1,7 +1,7 @@
-"""Sleeping until something comes over the network, where the network is one of TCP connections.
+"""Sleep that ends early if data arrives on a TCP connection of this process.
 
-MPI libraries tell nobody when a message has come: one has to look. The kernel does, for a connection that somebody else
-reads: of all TCP sockets of this process it is asked which have something to read. Nothing is read here.
+MPI libraries do not report that a message has arrived. The kernel does: `poll(2)` on the TCP sockets of the process
+returns those with data to read. The data itself is left to the MPI library.
 """
 
 import os
@@ -11,19 +11,19 @@ import stat
 import time
 from pathlib import Path
 
-#: Where the system lists the files that this process has open.
+#: Directory of the open file descriptors of this process.
 OPEN_FILES = Path("/proc/self/fd")
-#: How often to look for connections that were made meanwhile.
+#: Time between two searches for new connections.
 RESCAN_S = 1.0
-#: The least time between two answers. The kernel's own unit of a wait is 1 ms; what is shorter is slept.
+#: Shortest time between two polls. The kernel waits in units of 1 ms, so shorter waits are plain sleeps.
 MIN_WAIT_S = 50e-6
 POLL_S = 1e-3
-#: A socket that has something to read so many times in a row is read by nobody, or slowly: it is left out for a while.
+#: A socket that is readable more often in a row is not read, or slowly, and is ignored until its data was read.
 MAX_CONSECUTIVE = 200
 
 
 class SocketWaiter:
-    """Waits for what comes over this process's TCP connections. For one thread."""
+    """Waits for data on the TCP connections of this process. Not thread-safe."""
 
     def __init__(self) -> None:
         self._scanned = float("-inf")
@@ -33,11 +33,11 @@ class SocketWaiter:
 
     @property
     def has_sockets(self) -> bool:
-        """Whether there are connections at all."""
+        """True if the process has TCP connections."""
         return bool(self._num_consecutive)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for so long at most, less if something comes."""
+        """Sleep for at most `seconds`, less if data arrives."""
         if time.perf_counter() > self._scanned + RESCAN_S:
             self._scan()
         if seconds < POLL_S or not self._num_consecutive:
@@ -60,7 +60,7 @@ class SocketWaiter:
     def _scan(self) -> None:
         self._scanned = time.perf_counter()
         connections = _connections()
-        # Those that were left out may come back when all is read.
+        # Ignored sockets whose data was read are polled again.
         self._ignored = {fd for fd in self._ignored & connections if _is_readable(fd)}
         for fd in set(self._num_consecutive) - connections:
             self._ignore(fd)
@@ -74,18 +74,18 @@ class SocketWaiter:
 
 
 def _connections() -> set[int]:
-    """Return the TCP sockets of this process; none where they cannot be told without a change to them."""
+    """Return the TCP sockets of this process, or none if they cannot be identified without changing them."""
     if socket.getdefaulttimeout() is not None:
-        return set()  # Python would make every socket that it looks at a non-blocking one
+        return set()  # `socket.socket` would make each of them non-blocking
     try:
-        listed = [int(path.name) for path in OPEN_FILES.iterdir()]
+        fds = [int(path.name) for path in OPEN_FILES.iterdir()]
     except OSError:
         return set()
-    return {fd for fd in listed if _is_tcp(fd)}
+    return {fd for fd in fds if _is_tcp(fd)}
 
 
 def _is_readable(fd: int) -> bool:
-    poll = select.poll()  # takes any number of a file, and closed ones, which `select` does not
+    poll = select.poll()  # accepts descriptors above 1023 and closed ones, unlike `select`
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))
 
@@ -94,10 +94,10 @@ def _is_tcp(fd: int) -> bool:
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return False
-        found = socket.socket(fileno=fd)
-    except OSError:  # closed meanwhile
+        connection = socket.socket(fileno=fd)
+    except OSError:  # closed since it was listed
         return False
     try:
-        return found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+        return connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
     finally:
-        found.detach()  # somebody else's
+        connection.detach()  # do not close it

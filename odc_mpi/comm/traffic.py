@@ -1,7 +1,6 @@
-"""How many bytes this rank fetches and pushes: from and to other ranks of its node, and ranks of other nodes.
+"""Counter of the bytes that this rank fetches and pushes, by node of the owner.
 
-Counted are parameters and gradients that travel, by who owns them; what a rank reads and adds to itself does not, nor
-does what is seen in place. What a library adds to a message is not counted.
+Accesses of a rank to its own shard, zero-copy fetches and the headers of messages are not counted.
 """
 
 import functools
@@ -13,7 +12,7 @@ from odc_mpi.comm.transport import Access, Transport
 
 @dataclass
 class ByteCounts:
-    """Bytes so far."""
+    """Bytes from or to other ranks of this node, and ranks of other nodes."""
 
     same_node: int = 0
     other_nodes: int = 0
@@ -26,14 +25,11 @@ class ByteCounts:
 
 
 class TrafficCounter:
-    """Counts; for the thread that computes.
-
-    Args:
-        transport: Whose fetches and pushes are counted.
+    """Counter of the fetches and pushes of a transport. For the computing thread.
 
     Attributes:
-        fetched: Since the start.
-        pushed: Since the start.
+        fetched: Bytes fetched since the start.
+        pushed: Bytes pushed since the start.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -41,7 +37,7 @@ class TrafficCounter:
         self.fetched = ByteCounts()
         self.pushed = ByteCounts()
         self._last = ByteCounts(), ByteCounts()
-        # There are few stretches, and perhaps a thousand owners of each: no step looks at these anew.
+        # Few different ranges are counted, but each may have a thousand owners.
         self._by_owner = functools.cache(self._by_location)
 
     def add_fetch(self, index: int) -> None:
@@ -56,15 +52,15 @@ class TrafficCounter:
         self.pushed += self._by_owner(index, start, stop, self._transport.gradients.dtype.itemsize)
 
     def bytes_since_last_call(self) -> tuple[int, int, int, int]:
-        """Return bytes since the last call: fetched from this node and from others, pushed alike."""
+        """Return bytes since the last call: fetched from this node and from others, then pushed to them."""
         (fetched, pushed), self._last = self._last, (self.fetched, self.pushed)
         fetched, pushed = self.fetched - fetched, self.pushed - pushed
         return fetched.same_node, fetched.other_nodes, pushed.same_node, pushed.other_nodes
 
     def _by_location(self, index: int, start: int, stop: int, itemsize: int) -> ByteCounts:
-        layout, group, shared = self._transport.parameters.layouts[index], self._transport.group, ByteCounts()
+        layout, group, total = self._transport.parameters.layouts[index], self._transport.group, ByteCounts()
         for owner, begin, end in ranges_by_owner(layout, group.rank, start, stop):
             if owner != group.rank:
                 num_bytes = (end - begin) * itemsize
-                shared += ByteCounts(num_bytes, 0) if group.on_this_node(owner) else ByteCounts(0, num_bytes)
-        return shared
+                total += ByteCounts(num_bytes, 0) if group.on_this_node(owner) else ByteCounts(0, num_bytes)
+        return total

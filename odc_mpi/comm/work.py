@@ -1,4 +1,4 @@
-"""Fetches and pushes on their way: what a store returns, and whoever started it waits for."""
+"""Handles of asynchronous fetches and pushes, as `torch.distributed.Work`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,32 +8,32 @@ import torch
 
 
 class Work(Protocol):
-    """A fetch or push on its way."""
+    """Handle of a fetch or push in flight."""
 
     def wait(self) -> None:
-        """Return once the operation is complete at this end. One-sided."""
+        """Block until the operation is complete at this rank: its buffers may be used. One-sided."""
 
 
 class CompletedWork:
-    """An operation that was complete when it was started."""
+    """Handle of an operation that was complete when it was started."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class DeferredWork:
-    """An operation that happens where it is waited for. It keeps the memory that it touches until then."""
+    """Handle of an operation that completes within `wait`. Until then it holds references to the buffers."""
 
     def __init__(self, operation: Callable[[], None]) -> None:
         self._operation: Callable[[], None] | None = operation
 
     @property
     def is_done(self) -> bool:
-        """Whether the operation was waited for."""
+        """True after `wait`."""
         return self._operation is None
 
     def wait(self) -> None:
-        """Carry it out; a second call does nothing. One-sided."""
+        """Complete the operation. One-sided. Idempotent."""
         operation, self._operation = self._operation, None
         if operation is not None:
             operation()
@@ -41,12 +41,12 @@ class DeferredWork:
 
 @dataclass
 class FetchWork:
-    """A fetch on its way."""
+    """Handle of a fetch, and the buffer that it fills."""
 
     buffer: torch.Tensor
     work: Work
 
     def wait(self) -> torch.Tensor:
-        """Return the whole array, `[numel]` of the store's `dtype`, once it is there. One-sided."""
+        """Return the full array, `[numel]` of the `dtype` of the store, when the fetch is complete. One-sided."""
         self.work.wait()
         return self.buffer

@@ -1,22 +1,23 @@
-"""Where autograd meets units: gradients come out complete, and no graph keeps a released unit alive.
+"""Autograd integration of units: complete gradients per forward, and graphs that do not keep unsharded units alive.
 
-The parameters that one call of a unit computes with are the outputs of one autograd node, `UnshardedParameters`. Autograd
-runs a node's backward once all uses of its outputs have delivered, which is exactly when the unit's gradient of that
-call is complete: it is pushed there. A parameter that the call did not use delivers None and is not pushed.
+One forward of a unit obtains all its parameters from one autograd node, `UnshardedParameters`. Autograd calls the
+backward of a node after it has accumulated the gradients of all its outputs. At that moment the gradient of the
+forward is complete and is pushed to its owners. A parameter that the forward did not use has the gradient None and is
+not pushed.
 
 Note: saved parameters
-    The forward saves weights for the backward. Saved as they are, they would keep every unit's buffer alive until the
-    backward has passed, the very memory that sharding is to save. `SavedTensorHooks` saves instead where a tensor looked,
-    and looks again, fetching the unit if need be, when the backward asks. A tensor that other hooks saved (activation
-    checkpointing, offloading) keeps its memory, so it stays right; it only costs more. Where a fetch is a view of
-    memory that stays, or all units are ready and none will make room, a graph keeps parameters as any other tensors: to
-    look at every saved tensor takes Python's time, 2 % of the step of a model of 8 million parameters.
+    Autograd saves parameters for the backward. Saved directly, they would keep every unit unsharded until its backward.
+    `SavedTensorHooks` saves a reference instead: unit, array, dtype, offset, shape and stride. When the backward needs
+    the tensor, the hook unshards the unit and returns a new view. Tensors that other hooks have saved (activation
+    checkpointing, offloading) are saved as they are, which costs memory but is correct. The hooks are not installed if
+    fetched tensors stay valid after release or all units are unsharded: they cost 2 % of a step of a model with
+    8 million parameters.
 
 Note: recomputation
-    Activation checkpointing runs a unit's forward again inside the backward, under hooks of its own that must see every
-    saved tensor. So `SavedTensorHooks` steps in at the outermost call only, and never inside a backward. As under any
-    hooks, what a user's own `checkpoint(f, x, x)` gives to `f` again are two tensors; an `f` that asks whether they are
-    one (nn.MultiheadAttention does) then fails with a CheckpointError.
+    Activation checkpointing runs the forward of a unit again during the backward, under its own hooks, which must see
+    all saved tensors. `SavedTensorHooks` is therefore active only in the outermost forward and never during a backward.
+    In `checkpoint(f, x, x)`, `f` receives two different tensors in the recomputation, as with any saved-tensor hooks.
+    If `f` compares them by identity, as nn.MultiheadAttention does, torch raises CheckpointError.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,24 +33,16 @@ from odc_mpi.shard.units.activity import in_backward
 from odc_mpi.shard.units.unit import Unit
 from odc_mpi.shard.units.unsharded import UnshardedUnits
 
-#: Pushes the gradients of some parameters of a unit; None for those that were not used.
+#: Pushes the gradients of the named parameters of a unit; None for parameters that were not used.
 Push = Callable[[Unit, Sequence[str], Sequence[torch.Tensor | None]], None]
 
 
 class UnshardedParameters(torch.autograd.Function):
-    """Gives a ready unit's parameters a place in the graph, and pushes their gradients from there."""
+    """Autograd node whose outputs are parameters of an unsharded unit and whose backward pushes their gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, unit: Unit, names: Sequence[str], push: Push) -> Any:
-        """Return the whole parameters of these names. One-sided, as a fetch is.
-
-        Args:
-            ctx: Autograd's.
-            anchor: Any tensor that requires a gradient: without one autograd would leave the node out.
-            unit: A ready unit.
-            names: Dotted names.
-            push: Called in the backward.
-        """
+        """Return full parameters of an unsharded unit. Without the input `anchor` autograd would create no node."""
         ctx.unit, ctx.names, ctx.push = unit, names, push
         ctx.set_materialize_grads(False)
         tensors = tuple(unit.parameter(name) for name in names)
@@ -66,83 +59,73 @@ class UnshardedParameters(torch.autograd.Function):
 
 
 class UnitForwards:
-    """Hands out parameters: within one call of a unit's forward always the same tensors.
+    """The running forwards of units. All lookups of a parameter within one forward return the same tensor."""
 
-    Args:
-        ready: Fetches units.
-        push: Pushes gradients.
-    """
-
-    def __init__(self, ready: UnshardedUnits, push: Push) -> None:
-        self._ready = ready
+    def __init__(self, unsharded: UnshardedUnits, push: Push) -> None:
+        self._unsharded = unsharded
         self._push = push
         self._anchor = torch.zeros(0, requires_grad=True)
         self._current: dict[Unit, dict[tuple[bool, bool], dict[str, torch.Tensor]]] = {}
 
     @property
     def suspended(self) -> bool:
-        """Whether forwards are no calls of units, as modules hold plain parameters (`shard.materialize`)."""
-        return self._ready.is_reshard_forbidden
+        """True while modules hold materialized parameters (`shard.modules`): forwards are not tracked then."""
+        return self._unsharded.is_reshard_forbidden
 
     @contextmanager
     def run(self, unit: Unit) -> Iterator[None]:
-        """Make the enclosed code one call of a unit. Local; parameters are fetched when touched."""
+        """Enclose one forward of a unit. Its parameters are fetched when they are first used."""
         outer = self._current.get(unit)
         with unit.in_use():
             self._current[unit] = {}
             try:
                 yield
             finally:
-                # The tensors must go: they keep the buffer alive.
+                # Dropped, because the tensors keep the fetch buffer alive.
                 if outer is None:
                     del self._current[unit]
                 else:
                     self._current[unit] = outer
         unit.check_unchanged()
-        self._ready.post_forward(unit)
+        self._unsharded.post_forward(unit)
 
     def parameter(self, unit: Unit, name: str) -> torch.Tensor:
-        """Return a whole parameter, fetching its unit if need be. One-sided."""
-        calls = self._current.get(unit)
-        if calls is None:
-            # Touched from outside its unit's forward: a node for this parameter alone.
+        """Return a full parameter; fetch its unit if it is not unsharded. One-sided."""
+        tensors_by_mode = self._current.get(unit)
+        if tensors_by_mode is None:
+            # Used outside of its unit's forward: a node for this parameter alone.
             return self._tensors(unit, (name,))[name]
-        # Tensors made without a graph must not serve code that wants one.
+        # Tensors created without a graph must not be returned to code that needs one.
         mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        if mode not in calls:
-            calls[mode] = self._tensors(unit, tuple(unit.ranges))
-        return calls[mode][name]
+        if mode not in tensors_by_mode:
+            tensors_by_mode[mode] = self._tensors(unit, tuple(unit.ranges))
+        return tensors_by_mode[mode][name]
 
     def register_backward_hook_for(self, unit: Unit, output: Any) -> None:
-        """Have the other ranks told when the backward comes to a call of a unit, by what the call returned.
+        """Publish the status "backward of unit" when the backward reaches the output of a forward.
 
-        Where graphs keep parameters, the backward asks for none, and would be heard of at its end only.
+        Needed if graphs save parameters directly: the backward then looks up no parameter that would publish it.
         """
         first = output[0] if isinstance(output, tuple) and output else output
-        if (
-            self._ready.tensors_stay_valid
-            and isinstance(first, torch.Tensor)
-            and first.grad_fn is not None
-            and not in_backward()
-        ):
-            first.register_hook(lambda _: self._ready.activity.update("backward of", unit.name))
+        requires_grad = isinstance(first, torch.Tensor) and first.grad_fn is not None
+        if requires_grad and self._unsharded.tensors_stay_valid and not in_backward():
+            first.register_hook(lambda _: self._unsharded.activity.update("backward of", unit.name))
 
     def _tensors(self, unit: Unit, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        self._ready.unshard(unit)
-        tensors = UnshardedParameters.apply(
-            self._anchor, unit, names, partial(self._make_push, self._ready.parameter_version)
-        )
+        self._unsharded.unshard(unit)
+        push = partial(self._push_if_current, self._unsharded.parameter_version)
+        tensors = UnshardedParameters.apply(self._anchor, unit, names, push)
         return dict(zip(names, tensors, strict=True))
 
-    def _make_push(self, parameter_version: int, unit: Unit, *gradients: Any) -> None:
-        self._ready.check_current(parameter_version)
-        self._ready.activity.update("backward of", unit.name)
+    def _push_if_current(self, parameter_version: int, unit: Unit, *gradients: Any) -> None:
+        self._unsharded.check_current(parameter_version)
+        self._unsharded.activity.update("backward of", unit.name)
         self._push(unit, *gradients)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedView:
-    """Where a saved tensor looked into a unit."""
+    """Reference to the part of a unit that a saved tensor was a view of."""
 
     unit: Unit
     array: int
@@ -154,20 +137,16 @@ class SavedView:
 
 
 class SavedTensorHooks:
-    """Saves where parameters are instead of the parameters.
+    """Saved-tensor hooks that save references to parameters instead of the parameters."""
 
-    Args:
-        ready: Knows the ready units and fetches them again.
-    """
-
-    def __init__(self, ready: UnshardedUnits) -> None:
-        self._ready = ready
+    def __init__(self, unsharded: UnshardedUnits) -> None:
+        self._unsharded = unsharded
         self._active = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Save this way in the enclosed forward. Local; does nothing inside itself or a backward, or needlessly."""
-        if self._active or self._ready.tensors_stay_valid or in_backward():
+        """Install the hooks in the enclosed code; no effect if nested, in a backward, or if tensors stay valid."""
+        if self._active or self._unsharded.tensors_stay_valid or in_backward():
             yield
             return
         self._active = True
@@ -178,15 +157,15 @@ class SavedTensorHooks:
             self._active = False
 
     def _pack(self, tensor: torch.Tensor) -> SavedView | tuple[torch.Tensor, int]:
-        place = self._ready.find(tensor)
-        if place is None:
-            # Detached: a saved output that knew its own node would never be freed. The version stands in for
-            # autograd's own check against changes in place, which saving through hooks switches off.
+        location = self._unsharded.find(tensor)
+        if location is None:
+            # Detached: a saved output that references its own node would never be freed. The version replaces the check
+            # of autograd against in-place changes, which hooks disable.
             return tensor.detach(), tensor._version
-        unit, array = place
+        unit, array = location
         offset = int(tensor.storage_offset())
         return SavedView(
-            unit, array, tensor.dtype, offset, tensor.size(), tensor.stride(), self._ready.parameter_version
+            unit, array, tensor.dtype, offset, tensor.size(), tensor.stride(), self._unsharded.parameter_version
         )
 
     def _unpack(self, saved: SavedView | tuple[torch.Tensor, int]) -> torch.Tensor:
@@ -195,9 +174,9 @@ class SavedTensorHooks:
             if tensor._version != version:
                 raise RuntimeError(
                     f"a tensor of shape {list(tensor.shape)} that the backward needs was changed in place: "
-                    f"it is at version {tensor._version}, saved was version {version}"
+                    f"expected version {version}, got version {tensor._version}"
                 )
             return tensor
-        self._ready.check_current(saved.parameter_version)
-        self._ready.unshard(saved.unit)
+        self._unsharded.check_current(saved.parameter_version)
+        self._unsharded.unshard(saved.unit)
         return saved.unit.as_strided(saved.array, saved.dtype, saved.offset, saved.shape, saved.stride)

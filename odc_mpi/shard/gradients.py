@@ -1,12 +1,13 @@
 """Pushes of gradients to their owners.
 
-Autograd's gradients of one call of a unit are laid into a buffer as the flat array has them, in `reduce_dtype`
-(`shard.gradient_format`), and added into the owners' shards. Only the stretch between the first and the last parameter with a
-gradient travels. A push is on its way while the next gradient is computed and laid out; in a thread where the transport
-allows it.
+The gradients of one forward of a unit are copied into a buffer with the layout of the flat array, in `reduce_dtype`
+(`shard.gradient_format`), and added to the owners' shards. Only the range from the first to the last parameter with a
+gradient is sent. A push is in flight while the next gradient is computed and copied; it runs on a thread if the
+transport allows it.
 
-As far as a budget goes (`shard.cache_budget`), gradients of an array are added up here instead, one pass over each, and
-the sum is pushed once: before A, or in the last backward as soon as the gradient of the array has come.
+As far as a budget allows (`shard.cache_budget`), the gradients of an array are accumulated locally instead, one pass
+over each, and the sum is pushed once: at the end of the minibatch, or in the last backward as soon as the gradient of
+the array is complete.
 """
 
 import time
@@ -28,13 +29,13 @@ from odc_mpi.shard.prefetch import CommunicationThread
 from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.unit import Unit
 
-#: Buffers for gradients: pushes on their way, and the one that is being filled.
+#: Buffers for gradients: one in flight, and one that is being filled.
 MAX_BUFFERS = 2
 
 
 @dataclass
 class AccumulatedGradient:
-    """Gradients of an array, added up at home: `[numel]`, zero beyond elements `start` to `stop`."""
+    """Local sum of gradients of an array, `[numel]`. Only elements `[start, stop)` can be nonzero."""
 
     flat: torch.Tensor
     start: int
@@ -42,20 +43,16 @@ class AccumulatedGradient:
 
 
 class GradientPusher:
-    """Pushes the gradients of units.
+    """Pushes and accumulates the gradients of units.
 
     Args:
-        transport: Reaches the owners.
-        in_thread: Push from a thread, unless one thread only may call the transport.
-        spans: Told when the computation pushes, or waits for pushes.
-        traffic: Told of every push.
-        gradient_format: What gradients are pushed and added up as; None: floating-point numbers of the store's type.
+        in_thread: Push on a separate thread. Ignored if only one thread may call the transport.
+        gradient_format: Number format of the gradients. Default: floating-point, in the dtype of the gradient store.
 
     Attributes:
-        gradient_format: As given.
-        residency: Which arrays' gradients are added up here; none, where pushes go nowhere or are collective.
-        is_last_backward: Whether no other backward of this minibatch follows.
-        parameters_with_gradient: Of the parameters that got a gradient since `start`.
+        residency: Budget for local accumulation. Unused if pushes stay on this rank or are collective.
+        is_last_backward: True if the current or next backward is the last one of this minibatch.
+        parameters_with_gradient: Names of the parameters that got a gradient since `start`.
     """
 
     def __init__(
@@ -81,24 +78,18 @@ class GradientPusher:
 
     @property
     def peak_buffer_bytes(self) -> int:
-        """The most bytes that gradients ever took here, on their way and added up."""
+        """Peak size of the buffers of gradients, in flight and accumulated."""
         return self._buffers.peak_bytes
 
     def start(self) -> None:
-        """Allow pushes: a minibatch begins."""
+        """Start a minibatch, in which pushes are allowed."""
         self._open = True
         self.is_last_backward = False
         self.gradient_format.start()
         self.parameters_with_gradient = set()
 
     def push(self, unit: Unit, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Start to add gradients into their owners' shards. One-sided.
-
-        Args:
-            unit: The unit.
-            names: Of its parameters.
-            gradients: In the same order, each of its parameter's shape; None where there is none.
-        """
+        """Accumulate the gradients of the named parameters, or start to add them to the owners' shards. One-sided."""
         if not self._open:
             raise RuntimeError("backward outside of `with model.minibatch():`, where owners do not expect gradients")
         arrays: dict[int, list[Segment]] = {}
@@ -107,43 +98,44 @@ class GradientPusher:
                 continue
             self.parameters_with_gradient.add(name)
             if gradient.numel():
-                array, slot = unit.ranges[name]
-                arrays.setdefault(array, []).append((slot.start, gradient))
+                array, range_ = unit.ranges[name]
+                arrays.setdefault(array, []).append((range_.start, gradient))
         for array, segments in arrays.items():
             segments.sort(key=itemgetter(0))
             index, start, stop = unit.indices[array], segments[0][0], segments[-1][0] + segments[-1][1].numel()
-            if (kept := self._accumulator_for(index, unit.layouts[array].numel)) is None:
+            accumulated = self._accumulator_for(index, unit.layouts[array].numel)
+            if accumulated is None:
                 self._start_push(index, self._write_flat(index, segments, start, stop), start)
                 continue
-            self.gradient_format.accumulate(index, segments, kept.flat)
-            kept.start, kept.stop = min(kept.start, start), max(kept.stop, stop)
+            self.gradient_format.accumulate(index, segments, accumulated.flat)
+            accumulated.start, accumulated.stop = min(accumulated.start, start), max(accumulated.stop, stop)
             if self.is_last_backward:
                 self._push_accumulated(index)
 
     def finish(self) -> None:
-        """Push what was added up, and wait until every push has left this rank; allow no more. One-sided."""
+        """Push the accumulated gradients, wait until all pushes have left this rank, and forbid pushes. One-sided."""
         for index in list(self._accumulated):
             self._push_accumulated(index)
         self._wait(0)
         self._open = False
 
     def clear(self) -> None:
-        """Let go of all memory that is not in use."""
+        """Free all buffers that are not in use."""
         self._buffers.clear()
 
     def close(self) -> None:
-        """Complete what is on its way and end the thread. One-sided; a second call does nothing."""
+        """Complete the pushes in flight and end the thread. One-sided. Idempotent."""
         if self._thread is not None:
             self._thread.close()
 
     def _accumulator_for(self, index: int, numel: int) -> AccumulatedGradient | None:
-        """Return the sum that a gradient of an array is to be added to; None if it is to be pushed by itself."""
+        """Return the sum to which a gradient of an array must be added; None if it must be pushed separately."""
         if index in self._accumulated:
             return self._accumulated[index]
         if self.is_last_backward or not self.residency.fits(numel * self._store.dtype.itemsize):
             return None
         flat = self._buffers.acquire(numel, self._store.dtype)
-        # A buffer that was used before may be larger than what it is for.
+        # A reused buffer may be larger than requested.
         if not self.residency.admit(index, flat.untyped_storage().nbytes()):
             self._buffers.release(flat)
             return None
@@ -152,14 +144,13 @@ class GradientPusher:
 
     def _push_accumulated(self, index: int) -> None:
         if self._thread is None:
-            self._wait(MAX_BUFFERS - 1)  # a push that is on its way may take memory of its own, such as pinned memory
-        done = self._accumulated.pop(index)
-        flat = done.flat[done.start : done.stop]
+            self._wait(MAX_BUFFERS - 1)  # a push in flight may occupy further memory, such as pinned memory
+        accumulated = self._accumulated.pop(index)
+        flat = accumulated.flat[accumulated.start : accumulated.stop]
         self.gradient_format.note_push(index, flat)
-        self._start_push(index, flat, done.start)
+        self._start_push(index, flat, accumulated.start)
 
     def _write_flat(self, index: int, segments: Sequence[Segment], first: int, stop: int) -> torch.Tensor:
-        """Lay gradients into a buffer, and note how large they are, without asking: a device tells when it is done."""
         self._wait(MAX_BUFFERS - 1)
         flat = self._buffers.acquire(stop - first, self._store.dtype)
         self.gradient_format.write_flat(index, [(start - first, gradient) for start, gradient in segments], flat)
@@ -175,7 +166,7 @@ class GradientPusher:
         self._spans.add("accumulate", began)
 
     def _wait(self, num_left: int) -> None:
-        """Wait for the oldest pushes until at most so many are on their way."""
+        """Wait for the oldest pushes until at most `num_left` are in flight."""
         while len(self._in_flight) > num_left:
             began = time.perf_counter()
             pending, flat, index = self._in_flight.popleft()

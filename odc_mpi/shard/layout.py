@@ -1,6 +1,6 @@
-"""Where every element of a parameter lives: order, padding, owners. Pure arithmetic, no memory, no communication.
+"""Layout of parameters in flat arrays: order, padding, owners. Pure arithmetic. Does not use MPI.
 
-A unit's parameters are laid end to end into one flat array, which is cut into as many equal shards as there are ranks:
+The parameters of a unit are concatenated into one flat array, which is split into one shard per rank, all equally long:
 
     flat      [ q_proj.weight | pad | k_proj.weight | pad | norm.weight | ... ]
     shards    [      rank 0       |       rank 1       |       rank 2        | pad ]
@@ -14,25 +14,19 @@ from dataclasses import dataclass
 
 import torch
 
-#: Parameters and shards begin at multiples of this many elements: 128 bytes of fp32 and 64 of bf16, a cache line or
-#: more, and what vectorised kernels ask for. The same for every dtype, so that parameters and gradients line up.
+#: Parameters and shards begin at multiples of 32 elements: 128 bytes of fp32 and 64 bytes of bf16, which is at least a
+#: cache line and the alignment of vectorized kernels. Parameters and gradients of different dtypes have equal layouts.
 ALIGNMENT_NUMEL = 32
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter as the module defines it.
-
-    Attributes:
-        name: Dotted name.
-        shape: Shape of the whole parameter.
-        requires_grad: Whether it is trained.
-        dtype: Type in which it is hosted; None: the type of the parameter store.
-    """
+    """A parameter with its dotted name and full shape."""
 
     name: str
     shape: tuple[int, ...]
     requires_grad: bool
+    #: Type in the shards; None: the type of the parameter store.
     dtype: torch.dtype | None = None
 
     @property
@@ -43,7 +37,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class ParameterRange:
-    """The place of a parameter in the flat array: elements `start` to `stop`."""
+    """Elements `[start, stop)` of a flat array, which contain a parameter."""
 
     spec: ParameterSpec
     start: int
@@ -56,14 +50,7 @@ class ParameterRange:
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a parameter that one rank owns, possibly empty.
-
-    Attributes:
-        spec: The parameter.
-        start: First owned element of the flattened parameter.
-        stop: One past the last.
-        offset: Where `start` lies in the rank's shard.
-    """
+    """Elements `[start, stop)` of a flattened parameter that one rank owns, at `offset` of its shard; can be empty."""
 
     spec: ParameterSpec
     start: int
@@ -78,16 +65,13 @@ class Slice:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The flat array of some parameters of a unit, and who owns which part of it.
+    """Flat array of parameters of a unit, either all trainable or all frozen, and its division among the ranks.
 
     Attributes:
-        name: For messages.
-        ranges: Parameters in order.
-        numel: Elements, padding between parameters included.
-        num_owners: Ranks that share the array: rank r owns `[r * shard_numel, (r + 1) * shard_numel)`.
-        shard_numel: Elements per rank, the same for all; the last shards may lie beyond `numel`, wholly or in part.
-        trainable: Whether the parameters get gradients: all of them or none.
-        dtype: Type of the parameters; None: the type of the parameter store.
+        numel: Number of elements, including the padding between parameters.
+        num_owners: Number of ranks. Rank r owns `[r * shard_numel, (r + 1) * shard_numel)`.
+        shard_numel: Elements per rank, equal on all ranks. The last shards may extend beyond `numel` or begin after it.
+        dtype: Type in the shards; None: the type of the parameter store.
     """
 
     name: str
@@ -100,44 +84,38 @@ class FlatLayout:
 
     @classmethod
     def build(cls, name: str, specs: Sequence[ParameterSpec], num_owners: int) -> "FlatLayout":
-        """Lay parameters end to end and divide them evenly.
-
-        Args:
-            name: For messages.
-            specs: Parameters in order; all trainable or all frozen, all of one type.
-            num_owners: Ranks that share them.
-        """
+        """Concatenate parameters, all trainable or all frozen and of one dtype, and divide them among the ranks."""
         assert specs and num_owners > 0
         assert len({(spec.requires_grad, spec.dtype) for spec in specs}) == 1, (
-            "trainable and frozen parameters, and those of other types, need arrays of their own"
+            "trainable and frozen parameters, and those of different dtypes, need arrays of their own"
         )
-        slots, start = [], 0
+        ranges, start = [], 0
         for spec in specs:
-            slots.append(ParameterRange(spec, start))
+            ranges.append(ParameterRange(spec, start))
             start = _align(start + spec.numel)
-        numel = slots[-1].stop
+        numel = ranges[-1].stop
         shard_numel = _align(max(1, -(-numel // num_owners)))
-        return cls(name, tuple(slots), numel, num_owners, shard_numel, specs[0].requires_grad, specs[0].dtype)
+        return cls(name, tuple(ranges), numel, num_owners, shard_numel, specs[0].requires_grad, specs[0].dtype)
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """Return the first and one past the last element of the flat array of a rank; equal if it owns none."""
+        """Return the elements `[start, stop)` of the flat array that a rank owns; equal numbers if it owns none."""
         start = min(rank * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
 
     def owners(self, start: int, stop: int) -> range:
-        """Return the ranks that own some element of `[start, stop)`."""
+        """Return the ranks that own at least one element of `[start, stop)`."""
         if start >= stop:
             return range(0)
         return range(start // self.shard_numel, (stop - 1) // self.shard_numel + 1)
 
     def slices(self, rank: int) -> tuple[Slice, ...]:
-        """Return a rank's part of every parameter, in order; an empty slice where it owns nothing."""
+        """Return the slice of every parameter that a rank owns, in order; some can be empty."""
         first, last = self.owned(rank)
         slices = []
-        for slot in self.ranges:
-            start = min(max(first, slot.start), slot.stop)
-            stop = max(start, min(last, slot.stop))
-            slices.append(Slice(slot.spec, start - slot.start, stop - slot.start, max(start - first, 0)))
+        for whole in self.ranges:
+            start = min(max(first, whole.start), whole.stop)
+            stop = max(start, min(last, whole.stop))
+            slices.append(Slice(whole.spec, start - whole.start, stop - whole.start, max(start - first, 0)))
         return tuple(slices)
 
 

@@ -1,10 +1,12 @@
-"""This rank's own slices: what the optimizer sees, over the memory that the other ranks see.
+"""Slices of the parameters that this rank owns, as tensors for the optimizer.
 
-parameter window   [shard of param_dtype]  others fetch it; where the optimizer can work on it the slices are views of
-                                           it: it is in fp32, and on the device where the optimizer works
-master             [shard of fp32]         else they are views of this, and `write_back` copies it into the window
-gradient window    [shard of reduce_dtype] others add into it; `.grad` of the slices are views of it, or copies, as of
-                                           fixed-point numbers
+Memory of this rank for a flat array:
+
+    parameter window   [shard of param_dtype]   other ranks fetch it
+    master             [shard of fp32]          the slices are views of it, and `write_back` copies it into the window;
+                                                it is the window itself if that is fp32 on the optimizer's device
+    gradient window    [shard of reduce_dtype]  other ranks add to it; `.grad` of the slices are views of it, or of a
+                                                converted copy, as for fixed-point numbers
 """
 
 from collections.abc import Container, Sequence
@@ -14,6 +16,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from odc_mpi.comm.transport import Group, Transport
 from odc_mpi.shard.gradient_format import GradientFormat
@@ -22,37 +25,32 @@ from odc_mpi.shard.partition import UnitParameters
 
 
 class WeightSource(Protocol):
-    """Where initial parameters come from, slice by slice: files, a seeded draw, a module that has them."""
+    """Source of initial parameters, read in slices: files, random initialization, a module."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements `[start, stop)` of a flattened parameter, in any floating-point type. Local, or collective.
+        """Return elements `[start, stop)` of a flattened parameter, in any floating-point type.
 
-        Every rank reads every parameter once, empty slices too, all in the same order.
+        Every rank reads every parameter once, also empty slices, in the same order: a source may be collective.
         """
 
 
-class ModuleWeightSource:
-    """The parameters of a module that is there: rank 0's count, as with DistributedDataParallel. Reading is collective.
-
-    Args:
-        units: Hold the parameters, on any device.
-        group: Broadcasts them.
-    """
+class ModuleWeightSource(WeightSource):
+    """Parameters of a module, broadcast from rank 0 as by DistributedDataParallel. `read` is collective."""
 
     def __init__(self, units: Sequence[UnitParameters], group: Group) -> None:
         self._parameters = {name: p for unit in units for name, p in unit.parameters.items()}
         self._group = group
 
+    @override
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `WeightSource`."""
-        whole = self._parameters.pop(name).detach().contiguous().cpu()
-        self._group.broadcast(whole)
-        return whole.view(-1)[start:stop]
+        full = self._parameters.pop(name).detach().contiguous().cpu()
+        self._group.broadcast(full)
+        return full.view(-1)[start:stop]
 
 
 @dataclass
 class LocalShard:
-    """A slice of a trainable parameter, and the index of its flat array."""
+    """Slice of a trainable parameter, its tensor for the optimizer, and the index of its flat array."""
 
     slice: Slice
     parameter: nn.Parameter
@@ -60,21 +58,16 @@ class LocalShard:
 
 
 class LocalShards:
-    """All slices of this rank.
-
-    Args:
-        transport: Hosts the shards of `layouts`.
-        layouts: Of the flat arrays.
-        device: Where the optimizer works.
+    """All slices of this rank. Those of trainable parameters are on the device of the optimizer.
 
     Attributes:
-        trainable: In the order of the layouts; empty slices included, so that all ranks have the same list.
+        trainable: Slices in the order of the layouts, including empty ones: the list has equal entries on all ranks.
     """
 
     def __init__(self, transport: Transport, layouts: Sequence[FlatLayout], device: torch.device) -> None:
         self._transport = transport
         self._layouts = layouts
-        # Optimizers work in fp32 at least. `to` gives back the window itself where nothing is to be changed.
+        # Optimizers need at least fp32. `to` returns the window itself if its dtype and device are right.
         self._masters = [
             self._window(i).to(device, torch.promote_types(self._window(i).dtype, torch.float32))
             if layout.trainable
@@ -82,63 +75,62 @@ class LocalShards:
             for i, layout in enumerate(layouts)
         ]
         self.trainable = [
-            LocalShard(piece, nn.Parameter(_view(self._masters[i], piece)), i)
+            LocalShard(slice_, nn.Parameter(_view(self._masters[i], slice_)), i)
             for i, layout in enumerate(layouts)
             if layout.trainable
-            for piece in layout.slices(transport.group.rank)
+            for slice_ in layout.slices(transport.group.rank)
         ]
 
     @torch.no_grad()
     def load(self, weights: WeightSource) -> None:
-        """Fill this rank's slices. Local, or what reading the weights is; `write_back` shows them to others."""
-        for piece, own in self.all_slices():
-            own.copy_(weights.read(piece.spec.name, piece.start, piece.stop))
+        """Fill this rank's slices. Collective if `weights.read` is. `write_back` copies them into the windows."""
+        for slice_, tensor in self.all_slices():
+            tensor.copy_(weights.read(slice_.spec.name, slice_.start, slice_.stop))
 
     def all_slices(self) -> list[tuple[Slice, torch.Tensor]]:
-        """Return this rank's slices of all parameters, frozen ones too, as the optimizer sees them."""
+        """Return this rank's slices of all parameters, including frozen ones, as views of the masters."""
         return [
-            (piece, _view(self._masters[i], piece))
+            (slice_, _view(self._masters[i], slice_))
             for i, layout in enumerate(self._layouts)
-            for piece in layout.slices(self._transport.group.rank)
+            for slice_ in layout.slices(self._transport.group.rank)
         ]
 
     def with_gradient(self, names: Container[str]) -> list[bool]:
-        """Return of each of `trainable` whether its parameter is among these."""
-        return [own.slice.spec.name in names for own in self.trainable]
+        """Return for each of `trainable` whether `names` contains its parameter."""
+        return [shard.slice.spec.name in names for shard in self.trainable]
 
     def attach_gradients(self, pushed: Sequence[bool], gradient_format: GradientFormat) -> None:
-        """Let `.grad` show what has arrived. Local, after point A.
+        """Set `.grad` to the received gradients, once the gradients are complete.
 
-        Args:
-            pushed: Of each of `trainable`, whether any rank pushed a gradient of it; otherwise `.grad` stays None.
-            gradient_format: What gradients are added up as.
+        If `pushed` is False for an entry of `trainable`, no rank pushed a gradient of it, and `.grad` stays None.
         """
-        arrived: dict[int, torch.Tensor] = {}
-        for own in compress(self.trainable, pushed):
-            if own.index not in arrived:
-                # The window itself where nothing is to be changed; else one transfer for all slices of the array. To a
-                # GPU nobody waits for it here: `write_back` does, which copies back behind it before it clears the window.
-                window = self._transport.gradients.shard(own.index)
-                arrived[own.index] = gradient_format.to_gradients(own.index, window, own.parameter)
-            own.parameter.grad = _view(arrived[own.index], own.slice)
+        by_index: dict[int, torch.Tensor] = {}
+        for shard in compress(self.trainable, pushed):
+            if shard.index not in by_index:
+                # The window itself if its dtype and device are right; otherwise one transfer for all slices of the
+                # array. A transfer to a GPU is not waited for here: the copy in `write_back`, which follows it on the
+                # stream, completes before the window is cleared.
+                window = self._transport.gradients.shard(shard.index)
+                by_index[shard.index] = gradient_format.to_gradients(shard.index, window, shard.parameter)
+            shard.parameter.grad = _view(by_index[shard.index], shard.slice)
 
     def gradients(self) -> dict[int, list[torch.Tensor]]:
-        """Return `.grad` of all slices that have one, by the indices of their arrays."""
-        found: dict[int, list[torch.Tensor]] = {}
-        for own in self.trainable:
-            if own.parameter.grad is not None:
-                found.setdefault(own.index, []).append(own.parameter.grad)
-        return found
+        """Return `.grad` of all slices that have one, by the index of the flat array."""
+        by_index: dict[int, list[torch.Tensor]] = {}
+        for shard in self.trainable:
+            if shard.parameter.grad is not None:
+                by_index.setdefault(shard.index, []).append(shard.parameter.grad)
+        return by_index
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Cast the parameters into their windows and clear the gradients. Local, before point B.
+        """Cast the parameters into their windows and clear the gradients, before the parameters are published.
 
-        From here on others add to the gradients, so the slices let go of them: an optimizer's `zero_grad` must not
-        clear what has arrived for the next minibatch.
+        `.grad` is set to None, because other ranks add to the windows afterwards, and `zero_grad` of an optimizer must
+        not clear gradients of the next minibatch.
         """
-        for own in self.trainable:
-            own.parameter.grad = None
+        for shard in self.trainable:
+            shard.parameter.grad = None
         for i, layout in enumerate(self._layouts):
             if self._masters[i] is not self._window(i):
                 self._window(i).copy_(self._masters[i])
@@ -146,10 +138,10 @@ class LocalShards:
                 self._transport.gradients.shard(i).zero_()
 
     def detach(self) -> None:
-        """Let the slices keep their values when the windows go."""
-        for own in self.trainable:
-            own.parameter.data = own.parameter.data.clone()
-            own.parameter.grad = None
+        """Copy the slices out of the windows, so that they keep their values after the windows are freed."""
+        for shard in self.trainable:
+            shard.parameter.data = shard.parameter.data.clone()
+            shard.parameter.grad = None
         self.trainable = []
         self._masters = []
 

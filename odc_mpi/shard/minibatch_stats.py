@@ -1,32 +1,29 @@
-"""What the ranks tell each other at point A: numbers, whether sums are finite, which parameters got a gradient.
+"""Numbers that the ranks exchange when the gradients are complete. Does not communicate.
 
-    report    [ sums | values | parameters ]   float64, one row of each rank
+    report    [ sums | values | parameters ]   float64, one row per rank
 
-The parameters are a bitmap in the order of the layouts, 32 to a number, each of which a float64 holds exactly: 10,000
-parameters take 2.5 KB beside the few numbers. The sums are those that tell whether gradients are finite
-(`shard.gradient_format`). A parameter that no rank pushed a gradient of has none, as in plain
-torch: an optimizer leaves it alone, instead of decaying it and moving it by its momentum. No communication.
+The sums show whether the gradients are finite (`shard.gradient_format`). The parameters are a bitmap of those with a
+gradient, in the order of the layouts. A float64 holds 32 bits exactly, so 10,000 parameters add 2.5 KB. If no rank
+pushed a gradient of a parameter, it has none, as in plain PyTorch: the optimizer skips it instead of applying weight
+decay and momentum.
 """
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-#: What every model tells of each rank: bytes since the A before, of `comm.traffic`.
+#: Values of every model: bytes of `comm.traffic` since the previous minibatch was complete.
 TRAFFIC = tuple(f"bytes_{did}_{where}" for did in ("fetched", "pushed") for where in ("same_node", "other_nodes"))
 
 
 class MinibatchStats:
-    """What the ranks tell each other when a minibatch ends.
-
-    Args:
-        names: Of the numbers.
+    """Statistics of a minibatch. All attributes but `local` are valid after the minibatch.
 
     Attributes:
-        local: This rank's numbers by name; add to them while the minibatch runs.
-        finite: After the minibatch: whether the sums of all ranks' gradients are finite.
-        sums: After the minibatch: the sums over all ranks of what they reported as such, float64 `[k]`.
-        pushed: After the minibatch: of each parameter, whether any rank pushed a gradient of it.
+        local: Values of this rank by name, with equal names on all ranks. Add to them during the minibatch.
+        finite: True if the gradients, summed over all ranks, are finite.
+        sums: Sums over the ranks of the numbers reported as `sums`, float64 `[k]`.
+        pushed: For each parameter, True if any rank pushed a gradient of it.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -38,12 +35,7 @@ class MinibatchStats:
         self._columns: dict[str, int] = {}
 
     def report(self, sums: np.ndarray, pushed: Sequence[bool]) -> np.ndarray:
-        """Return the numbers that this rank tells at A, float64.
-
-        Args:
-            sums: Numbers of which all ranks get the sum, float64 `[k]`, as many on each.
-            pushed: Of each trainable parameter, whether this rank pushed a gradient of it.
-        """
+        """Return the report of this rank, float64. Arguments as the attributes, but for this rank alone."""
         self.pushed = list(pushed)
         self.sums = sums
         bits = np.zeros(-(-len(pushed) // 32) * 32, dtype=np.bool_)
@@ -51,7 +43,7 @@ class MinibatchStats:
         return np.array([*sums, *self.local.values(), *np.packbits(bits).view(np.uint32)])
 
     def receive_reports(self, reports: np.ndarray) -> None:
-        """Take what all ranks told, a row from each."""
+        """Evaluate the reports of all ranks, one row per rank."""
         count = len(self.sums)
         self._columns = {name: column for column, name in enumerate(self.local)}
         sums, self._reports, words = np.split(reports, [count, count + len(self.local)], axis=1)
@@ -60,9 +52,9 @@ class MinibatchStats:
         self.pushed = np.unpackbits(merged.view(np.uint8), count=len(self.pushed)).astype(np.bool_).tolist()
 
     def per_rank(self, name: str) -> np.ndarray:
-        """Return every rank's number of this name, `[size]` float64. Local, after the minibatch."""
+        """Return the value of each rank, `[size]` float64."""
         return self._reports[:, self._columns[name]]
 
     def sum(self, name: str) -> float:
-        """Return the sum over all ranks, the same to the last bit on each. Local, after the minibatch."""
+        """Return the sum of a value over all ranks, bitwise identical on all ranks. Does not communicate."""
         return float(self.per_rank(name).sum())

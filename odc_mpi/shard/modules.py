@@ -1,10 +1,10 @@
-"""What happens to the module itself: parameters on demand, calls of units, guards against misusing placeholders."""
+"""Changes to the module itself: on-demand parameters, tracked forwards, and checks against misuse of placeholders."""
 
 import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -19,14 +19,10 @@ from odc_mpi.shard.units.unsharded import UnshardedUnits
 
 
 class OnDemandParameters(dict[str, Any]):
-    """A module's `_parameters` in which looking up a sharded parameter fetches it.
+    """The dict `_parameters` of a module, in which the lookup of a sharded parameter fetches it.
 
-    Iterating, as `module.parameters()` does, shows placeholders: right shape, dtype and device, no memory, NaN.
-
-    Args:
-        placeholders: What iterating shows, by key.
-        find: Gives the parameter of a dotted name.
-        names: Dotted name of every key that is sharded.
+    Iteration, as by `module.parameters()`, yields placeholders. `find` returns the parameter of a dotted name; `names`
+    are the dotted names of the sharded parameters by key.
     """
 
     def __init__(
@@ -47,18 +43,15 @@ class OnDemandParameters(dict[str, Any]):
 
 
 def placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a parameter that has a shape but no memory of its own; whoever computes with it gets NaN."""
+    """Return a parameter with the shape of `parameter` that occupies no memory; all its elements are NaN."""
     nan = torch.full((), float("nan"), dtype=dtype, device=device)
     return nn.Parameter(nan.expand(parameter.shape), requires_grad=parameter.requires_grad)
 
 
 class Placeholders:
-    """What stands in the module for its parameters, and what must not be done with it.
+    """Placeholders of `modules`, and checks that they are neither optimized nor saved.
 
-    Args:
-        tensors: The placeholders by dotted name.
-        originals: The parameters that they stand for; not kept alive.
-        modules: That have placeholders, which their `state_dict()` would save.
+    The same checks apply to `originals`, the replaced parameters. They are not kept alive.
     """
 
     def __init__(
@@ -68,18 +61,16 @@ class Placeholders:
         for module in modules:
             module.register_state_dict_pre_hook(self._check_saved)
         self._tensors = dict(tensors)
-        self._names = {id(parameter): name for name, parameter in tensors.items()}
-        self._originals = {id(parameter): (name, weakref.ref(parameter)) for name, parameter in originals.items()}
+        self._by_id = {id(p): (name, weakref.ref(p)) for group in (tensors, originals) for name, p in group.items()}
         self._trained = {name: parameter.requires_grad for name, parameter in tensors.items()}
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the placeholders, and the parameters that they stand for as far as there still are any."""
-        originals = [original() for _, original in self._originals.values()]
-        return [*self._tensors.values(), *(original for original in originals if original is not None)]
+        """Return the placeholders, and those replaced parameters that still exist."""
+        return [parameter for _, reference in self._by_id.values() if (parameter := reference()) is not None]
 
     @contextmanager
     def saved(self) -> Iterator[None]:
-        """Allow the `state_dict()` of the modules in the enclosed code."""
+        """Allow `state_dict()` of the modules in the enclosed code."""
         self._can_be_saved = True
         try:
             yield
@@ -87,20 +78,17 @@ class Placeholders:
             self._can_be_saved = False
 
     def check_trained(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuse that an optimizer has placeholders, or what they stand for: neither is trained."""
+        """Raise RuntimeError if placeholders or replaced parameters are among an optimizer's parameters."""
         for parameter in parameters:
-            name = self._names.get(id(parameter))
-            if name is None and id(parameter) in self._originals:
-                original_name, original = self._originals[id(parameter)]
-                name = original_name if original() is parameter else None  # an address may be used again
-            if name is not None:
+            name, reference = self._by_id.get(id(parameter), ("", None))
+            if reference is not None and reference() is parameter:  # an address can be reused
                 raise RuntimeError(
                     f"an optimizer was given {name} of the module, which training does not change: give the optimizer "
                     "model.shard_parameters()"
                 )
 
     def check_frozen(self) -> None:
-        """Refuse that what is to be trained has changed since the parameters were sharded."""
+        """Raise RuntimeError if `requires_grad` of a parameter has changed since the parameters were sharded."""
         for name, parameter in self._tensors.items():
             if parameter.requires_grad is not self._trained[name]:
                 now = "frozen" if self._trained[name] else "made trainable"
@@ -116,97 +104,116 @@ class Placeholders:
 
 
 def replicate(module: nn.Module, transport: Transport) -> None:
-    """Give every rank rank 0's buffers and integer parameters, where it computes. Collective."""
+    """Copy the buffers and integer parameters of rank 0 to the device of every rank. Collective."""
     for _, tensor in replicated_tensors(module):
         if not tensor.is_meta:
-            whole = tensor.detach().contiguous().cpu()
-            transport.group.broadcast(whole)
+            value = tensor.detach().contiguous().cpu()
+            transport.group.broadcast(value)
             if tensor.device != transport.device:
-                # In place, as `nn.Module.to` does it: somebody else may hold the same tensor.
+                # In place, as by `nn.Module.to`, because the tensor may be referenced elsewhere.
                 tensor.data = tensor.data.to(transport.device)
-            tensor.detach().copy_(whole)
+            tensor.detach().copy_(value)
 
 
 def install_on_demand_parameters(
-    param_infos: Sequence[ParamModuleInfo], units: Sequence[Unit], transport: Transport, calls: UnitForwards
+    param_infos: Sequence[ParamModuleInfo], units: Sequence[Unit], transport: Transport, forwards: UnitForwards
 ) -> Placeholders:
-    """Replace parameters by such that are fetched when touched, to where the transport's fetches land."""
+    """Replace the parameters of modules by parameters that are fetched on demand. Return the placeholders."""
     unit_of = {name: unit for unit in units for name in unit.ranges}
 
     def find(name: str) -> torch.Tensor:
-        return calls.parameter(unit_of[name], name)
+        return forwards.parameter(unit_of[name], name)
 
     names = names_by_module(param_infos)
-    # One for all places of a tied parameter, as it was one parameter.
-    shown: dict[str, nn.Parameter] = {}
+    # Tied parameters share one placeholder, as they shared one parameter.
+    placeholders: dict[str, nn.Parameter] = {}
     originals: dict[str, nn.Parameter] = {}
     for submodule, keys in names.items():
         for key, name in keys.items():
-            if name not in shown:
+            if name not in placeholders:
                 originals[name] = cast(nn.Parameter, submodule._parameters[key])
                 unit = unit_of[name]
                 dtype = transport.parameters.dtype_of(unit.indices[unit.ranges[name][0]])
-                shown[name] = placeholder(originals[name], dtype, transport.device)
-        items = {key: shown[keys[key]] if key in keys else p for key, p in submodule._parameters.items()}
+                placeholders[name] = placeholder(originals[name], dtype, transport.device)
+        items = {key: placeholders[keys[key]] if key in keys else p for key, p in submodule._parameters.items()}
         submodule.__dict__["_parameters"] = OnDemandParameters(items, find, keys)
         if isinstance(submodule, nn.RNNBase):
             _refresh_flat_weights(submodule)
-    return Placeholders(shown, originals, names)
+    return Placeholders(placeholders, originals, names)
+
+
+@contextmanager
+def materialized_parameters(
+    param_infos: Sequence[ParamModuleInfo], units: Sequence[Unit], unsharded: UnshardedUnits
+) -> Iterator[None]:
+    """Put full parameters without gradients into the modules in the enclosed code; fetch missing units. One-sided.
+
+    A forward is then as fast as that of an unsharded module. A parameter that is fetched on demand costs some
+    microseconds of Python per forward of its unit, which is significant in a decoding step.
+
+    The units must fit the cache at once, or be views that stay valid; they must not be resharded in the enclosed code.
+    Forwards are not tracked there (`UnitForwards.suspended`). No effect within another call.
+    """
+    if unsharded.is_reshard_forbidden:
+        yield
+        return
+    full: dict[str, nn.Parameter] = {}
+    with torch.inference_mode(False):  # code outside of inference mode could not use inference tensors
+        for unit in units:
+            unsharded.unshard(unit)
+            full |= {name: nn.Parameter(unit.parameter(name), requires_grad=False) for name in unit.ranges}
+    with ExitStack() as restored, unsharded.no_reshard():
+        for module, keys in names_by_module(param_infos).items():
+            on_demand = module._parameters
+            restored.callback(module.__dict__.__setitem__, "_parameters", on_demand)
+            plain = {key: full[keys[key]] if key in keys else other for key, other in on_demand.items()}
+            module.__dict__["_parameters"] = plain
+        yield
+    for unit in units:
+        unit.check_unchanged()
 
 
 def full_state_dict(
-    state: Mapping[str, Any], param_infos: Sequence[ParamModuleInfo], units: Sequence[Unit], ready: UnshardedUnits
+    state: Mapping[str, Any], param_infos: Sequence[ParamModuleInfo], units: Sequence[Unit], unsharded: UnshardedUnits
 ) -> dict[str, Any]:
-    """Return copies of a module's whole parameters and of all else in its state. One-sided.
-
-    Args:
-        state: By the module's names, with placeholders.
-        param_infos: Of the sharded parameters.
-        units: That hold these.
-        ready: Fetches the units.
-    """
-    placed = {place.full_name: place.name for place in param_infos}
-    copies = {name: copy.deepcopy(value) for name, value in state.items() if name not in placed}
+    """Return a copy of the state dict `state`, with full parameters in place of placeholders. One-sided."""
+    names = {info.full_name: info.name for info in param_infos}
+    copies = {name: copy.deepcopy(value) for name, value in state.items() if name not in names}
     for unit in units:
-        ready.unshard(unit)
-        whole = {name: unit.parameter(name).clone() for name in unit.ranges}
-        copies |= {full_name: whole[name] for full_name, name in placed.items() if name in whole}
+        unsharded.unshard(unit)
+        full = {name: unit.parameter(name).clone() for name in unit.ranges}
+        copies |= {full_name: full[name] for full_name, name in names.items() if name in full}
     return copies
 
 
 def wrap_forward(
-    module: nn.Module, unit: Unit, calls: UnitForwards, saved: SavedTensorHooks, checkpointing: bool
+    module: nn.Module, unit: Unit, forwards: UnitForwards, saved: SavedTensorHooks, checkpointing: bool
 ) -> None:
-    """Make every forward of a unit's module one call of the unit."""
+    """Wrap `forward` of the module of a unit by `UnitForwards.run`, and by activation checkpointing."""
     forward = module.forward
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with calls.run(unit):
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        with forwards.run(unit):
             output = forward(*args, **kwargs)
-        calls.register_backward_hook_for(unit, output)
+        forwards.register_backward_hook_for(unit, output)
         return output
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            # The arguments stay in the closure: given to `checkpoint`, they would come back as tensors of their own,
-            # and attention whose query, key and value are one tensor would take another way than in the forward.
-            return checkpoint(functools.partial(call, *args, **kwargs), use_reentrant=False)
-        return call(*args, **kwargs)
-
-    inner = recomputed if checkpointing and not unit.is_root else call
 
     @functools.wraps(forward)
     def outermost(*args: Any, **kwargs: Any) -> Any:
-        if calls.suspended:
+        if forwards.suspended:
             return forward(*args, **kwargs)
         with saved.active():
-            return inner(*args, **kwargs)
+            if checkpointing and not unit.is_root and torch.is_grad_enabled():
+                # The arguments are in a closure. As arguments of `checkpoint` each would become a different tensor, and
+                # attention whose query, key and value are one tensor would take a different code path.
+                return checkpoint(functools.partial(tracked, *args, **kwargs), use_reentrant=False)
+            return tracked(*args, **kwargs)
 
     module.forward = outermost
 
 
 def _refresh_flat_weights(module: nn.RNNBase) -> None:
-    """Let an RNN, which keeps its weights in a list of its own, look them up at each call instead."""
+    """Make an RNN look up its weights at each forward, instead of in the list `_flat_weights`."""
     forward = module.forward
     module._flat_weights = []
 

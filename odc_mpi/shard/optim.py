@@ -1,7 +1,7 @@
-"""Optimizers over slices, gradient clipping, schedules. Local arithmetic; no communication.
+"""Optimizers over slices, gradient clipping, schedules. Does not communicate.
 
-A rank optimizes stretches of flattened parameters. That is right for optimizers which treat every element by itself,
-and wrong for those which look at a parameter as a matrix or at its norm.
+A rank optimizes slices of flattened parameters. This is correct for element-wise optimizers, but not for those that use
+the rows and columns of a matrix, or the norm of a parameter.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-#: torch's own optimizers that update each element from that element's gradients alone.
+#: PyTorch optimizers that update each element only from the gradients of this element.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
     optim.Adam,
@@ -29,10 +29,10 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.Adadelta,
     optim.ASGD,
 )
-#: Why others are not, where it is known.
+#: Reasons why other optimizers are not element-wise, by class name.
 _UNSUPPORTED_REASONS = {
     "Adafactor": "it factors its second moment over a matrix's rows and columns",
-    "Muon": "it orthogonalises whole matrices",
+    "Muon": "it orthogonalizes whole matrices",
     "LBFGS": "it takes inner products over all parameters",
     "Lamb": "it scales by the norm of a whole parameter",
     "LARS": "it scales by the norm of a whole parameter",
@@ -41,31 +41,22 @@ _UNSUPPORTED_REASONS = {
 
 
 def require_elementwise(optimizer: optim.Optimizer) -> None:
-    """Refuse an optimizer for which a slice is not enough.
-
-    Raises:
-        ValueError: It is neither one of `ELEMENTWISE` nor says of itself, by an attribute `elementwise = True`, that
-            each element's update depends on that element's gradients alone.
-    """
-    # A subclass of one may do anything.
+    """Raise ValueError unless an optimizer is one of `ELEMENTWISE` or has an attribute `elementwise = True`."""
+    # Not isinstance, because a subclass need not be element-wise.
     if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
         return
     name = type(optimizer).__name__
     reason = _UNSUPPORTED_REASONS.get(
         name, "it is not known to be element-wise; if it is, set `elementwise = True` on its class"
     )
-    raise ValueError(f"{name} cannot train sharded parameters, of which a rank sees flat slices: {reason}")
+    raise ValueError(f"{name} cannot train sharded parameters, because a rank has only flat slices of them: {reason}")
 
 
 class StepGuard:
-    """Checks every optimizer that has one of some parameters, before each of its steps.
+    """Calls `check(optimizer)` before each step of an optimizer that has one of the parameters.
 
-    torch has such hooks for all optimizers of a process only. So all guards share one hook, which finds the guards that
-    an optimizer concerns by its parameters: a step takes no longer where more models are open.
-
-    Args:
-        parameters: The parameters; not kept alive.
-        check: Called with the optimizer.
+    PyTorch has global step hooks only. All guards therefore share one hook, which finds the guards of an optimizer by
+    its parameters, so that a step is not slower with more open models. Parameters are not kept alive.
     """
 
     _guarded: ClassVar[dict[int, tuple[weakref.ref[torch.Tensor], "StepGuard"]]] = {}
@@ -81,7 +72,7 @@ class StepGuard:
                 StepGuard._hook = register_optimizer_step_pre_hook(_check_step)
 
     def close(self) -> None:
-        """Check no more. Local; a second call does nothing."""
+        """Stop checking. Idempotent."""
         with StepGuard._lock:
             for key in self._keys:
                 if StepGuard._guarded.get(key, (None, None))[1] is self:
@@ -92,14 +83,11 @@ class StepGuard:
 
     @classmethod
     def for_optimizer(cls, optimizer: optim.Optimizer) -> list["StepGuard"]:
-        """Return the guards of an optimizer's parameters, each once."""
-        found: dict[StepGuard, None] = {}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            reference, guard = cls._guarded.get(id(parameter), (None, None))
-            # An address may be used again.
-            if guard is not None and reference is not None and reference() is parameter:
-                found[guard] = None
-        return list(found)
+        """Return the guards of the parameters of an optimizer, without duplicates."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        entries = [(p, *cls._guarded[id(p)]) for p in parameters if id(p) in cls._guarded]
+        # An address can be reused.
+        return list(dict.fromkeys(guard for p, reference, guard in entries if reference() is p))
 
 
 def _check_step(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -108,7 +96,7 @@ def _check_step(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: Mappi
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
-    """Return the sum of squares of all elements, added up in fp64."""
+    """Return the sum of the squares of all elements, computed in fp64."""
     if not gradients:
         return 0.0
     norms = torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float64))
@@ -116,13 +104,10 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return by how much to scale gradients of a norm; 1 where nothing is to be done.
-
-    The same small number as in `torch.nn.utils.clip_grad_norm_` keeps a norm of zero from dividing.
-    """
+    """Return the factor that scales gradients to `max_norm`, as in PyTorch; 1 if the norm is not finite."""
     if not math.isfinite(norm):
         return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
+    return min(1.0, max_norm / (norm + 1e-6))  # 1e-6 as in `torch.nn.utils.clip_grad_norm_`
 
 
 def build_optimizer(
@@ -134,18 +119,13 @@ def build_optimizer(
     fused: bool | None = None,
     **settings: Any,
 ) -> optim.Optimizer:
-    """Make an optimizer over this rank's slices.
-
-    Weight decay applies to matrices and larger; biases and the weights of norms, which have one dimension, go without,
-    as is usual. A slice has one dimension itself, so the whole shapes decide.
+    """Create an optimizer ("adamw" or "sgd") of this rank's slices, given with the dotted names of their parameters.
 
     Args:
-        kind: "adamw" or "sgd".
-        named: Slices by dotted name.
-        shapes: Whole shapes by dotted name.
-        weight_decay: For parameters of two dimensions or more.
-        fused: Whether torch's fused kernel does the step; None: of AdamW.
-        **settings: For torch's optimizer: `lr`, `betas`, `eps`, `momentum`.
+        shapes: Full shapes by dotted name. A slice has one dimension, so they decide which parameters are decayed.
+        weight_decay: Weight decay of parameters with at least two dimensions; biases and weights of norms have none.
+        fused: Use the fused kernel of PyTorch. Default: only for AdamW.
+        **settings: Settings of the PyTorch optimizer: `lr`, `betas`, `eps`, `momentum`.
     """
     named = list(named)
     decayed = [p for name, p in named if len(shapes[name]) >= 2]
@@ -153,19 +133,16 @@ def build_optimizer(
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     make = {"adamw": optim.AdamW, "sgd": optim.SGD}[kind]
     if fused is None:
-        # torch's default takes three times as long on a CPU, and on a GPU temporaries as large as the parameters.
+        # The default of PyTorch takes three times as long on a CPU, and needs temporaries of parameter size on a GPU.
         fused = kind == "adamw"
     return make([group for group in groups if group["params"]], fused=fused or None, **settings)
 
 
 def schedule_factor(kind: str, step: int, warmup_steps: int, steps: int) -> float:
-    """Return the learning rate of a step as a fraction of the peak.
+    """Return the learning rate of a step, counted from 0, as a fraction of the peak.
 
-    Args:
-        kind: "linear" or "cosine", which end at 0 after `steps`, or "constant".
-        step: From 0.
-        warmup_steps: Over which the rate rises in equal parts, to reach the peak right after.
-        steps: Of the whole run, warm-up included.
+    It rises linearly in the first `warmup_steps` and has the peak in the next step. Then it is "constant", or it falls
+    to 0 after `steps`, as "linear" or "cosine". `steps` includes the warm-up.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
@@ -173,7 +150,7 @@ def schedule_factor(kind: str, step: int, warmup_steps: int, steps: int) -> floa
     return _SHAPES[kind](done)
 
 
-#: From the part of the run after the warm-up that is done to the fraction of the peak.
+#: Fraction of the peak as a function of the completed fraction of the run after the warm-up.
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),

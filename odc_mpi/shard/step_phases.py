@@ -1,11 +1,11 @@
-"""Where a model is between the ordering points, and where a rank's time goes besides computing.
+"""Phases of a training step, and the time that the computing thread does not compute.
 
-    fetch         waiting for parameters
-    accumulate    pushing gradients, or waiting for pushes
-    A, N, B       at the ordering points
+All spans belong to the computing thread, so they do not overlap:
 
-Seconds of each kind since the start and, if asked for, when. Spans are those of the thread that computes, so they never
-overlap.
+    fetch                  waiting for parameters
+    accumulate             starting pushes, and waiting for pushes
+    gradients_complete, grad_norm, parameters_published
+                           waiting at the synchronization points
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ SPAN_KINDS = ("fetch", "accumulate", *SYNC_POINTS)
 
 
 class Span(NamedTuple):
-    """Something that this rank did, in seconds of `time.perf_counter`."""
+    """Interval in seconds of `time.perf_counter`."""
 
     kind: str
     began: float
@@ -30,73 +30,57 @@ class Span(NamedTuple):
 
 
 class SpanRecorder:
-    """Adds up seconds by kind, and keeps the spans themselves from `keep` on.
-
-    Attributes:
-        seconds: By kind, since the start.
-    """
+    """Seconds since the start by kind of span and, after `start_recording`, the single spans."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(SPAN_KINDS, 0.0)
-        self._recorded: list[tuple[str, float, float]] | None = None
+        self._is_recording = False
+        self._recorded: list[Span] = []
 
     def add(self, kind: str, began: float) -> None:
-        """Take a span that ends now: a fraction of a microsecond, as it is called for each fetch and push."""
+        """Add a span that ends now. Takes a fraction of a microsecond, since every fetch and push calls it."""
         ended = perf_counter()
         self.seconds[kind] += ended - began
-        if self._recorded is not None:
-            self._recorded.append((kind, began, ended))
+        if self._is_recording:
+            self._recorded.append(Span(kind, began, ended))
 
     def start_recording(self) -> None:
-        """Keep every span from now on, until to be taken again and again: memory grows meanwhile."""
-        self._recorded = []
+        """Record every span from now on. Call `drain` regularly, since the recorded spans occupy memory."""
+        self._is_recording = True
 
     def drain(self) -> list[Span]:
-        """Return the spans kept since the last call, in order, and forget them; none if none were kept."""
-        if not self._recorded:
-            return []
-        kept, self._recorded = self._recorded, []
-        return [Span(*span) for span in kept]
+        """Return and remove the spans recorded since the last call, in order."""
+        recorded, self._recorded = self._recorded, []
+        return recorded
 
 
 class StepPhase(Enum):
-    """Between which ordering points a model is."""
+    """Phase of a `ShardedModel`: PUBLISHED -> MINIBATCH -> COMPLETE -> PUBLISHED."""
 
-    PUBLISHED = "after B: a minibatch may begin"
+    PUBLISHED = "parameters published"
     MINIBATCH = "inside a minibatch"
-    COMPLETE = "after A: gradients are complete"
+    COMPLETE = "gradients complete"
 
 
 class StepPhases:
-    """Refuses calls out of turn, and keeps the times of the ordering points.
-
-    Args:
-        spans: Told of every wait at a point.
-
-    Attributes:
-        phase: Where the model is.
-    """
+    """State machine of the training step. It rejects calls in the wrong phase and times the synchronization points."""
 
     def __init__(self, spans: SpanRecorder) -> None:
-        self.phase = StepPhase.COMPLETE
+        self.phase = StepPhase.COMPLETE  # the constructor of `ShardedModel` ends with the first `publish()`
         self._spans = spans
 
     def require(self, expected: StepPhase, call: str) -> None:
-        """Refuse a call in another phase than it belongs to.
-
-        Raises:
-            RuntimeError: The model is in another phase.
-        """
+        """Raise RuntimeError if the current phase is not `expected`."""
         if self.phase is not expected:
-            raise RuntimeError(f"{call} belongs {expected.value!r}, this model is {self.phase.value!r}")
+            raise RuntimeError(f"{call}: expected the phase {expected.value!r}, got {self.phase.value!r}")
 
     def advance(self, expected: StepPhase, following: StepPhase, call: str) -> None:
-        """Enter the phase that a call leads to, where `require` lets it."""
+        """Check the current phase as `require` does, then enter the phase `following`."""
         self.require(expected, call)
         self.phase = following
 
     def synchronize(self, point: str, collective: Callable[[], T]) -> T:
-        """Return the result of a meeting at A, N or B. Collective."""
+        """Call a collective, record its time under `point`, and return its result. Collective."""
         began = perf_counter()
         result = collective()
         self._spans.add(point, began)

@@ -75,7 +75,7 @@ def test_an_exception_ends_the_job_with_its_traceback(tmp_path):
     ("where", "doing"),
     [
         ("microbatch", r"in microbatch 1, forward of unit \(root\)"),
-        ("boundary", "after meeting at point A, gradients complete"),
+        ("boundary", "after synchronizing at gradients_complete"),
     ],
 )
 def test_a_late_host_is_named_with_what_it_was_doing(tmp_path, where, doing):

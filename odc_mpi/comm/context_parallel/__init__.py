@@ -1,1 +1,1 @@
-"""What ranks that share a sequence exchange: keys and values of its pieces, and their gradients."""
+"""Context parallelism: exchange of keys, values and their gradients between the ranks of a split sequence."""

@@ -1,28 +1,29 @@
-"""Keys and values of pieces of sequences in windows, and what the pieces of one sequence tell each other.
+"""Exchange of keys, values and their gradients between the ranks of a split sequence (context parallelism).
 
-A sequence that is cut has a rank for each of its pieces. In each layer a piece shows its keys and values in its own
-memory and later pieces read them there; in the backward a piece lays what it adds to the gradients of earlier pieces'
-keys and values into its own memory, and these read it there. Memory is thus written by its owner alone, read in place
-on a node and by MPI_Get from another one. Flags say what is ready:
+A split sequence has one chunk per rank. In every attention layer a rank writes the keys and values of its chunk into
+its window, and the ranks of later chunks read them. In the backward a rank writes its contributions to the gradients of
+earlier chunks' keys and values into its window, and the ranks of these chunks read them. A window is thus written only
+by its owner. Ranks of the same node read it by direct load, other ranks with MPI_Get. Four flags synchronize them:
 
-    SHOWN   to later pieces: keys and values of the layers up to here can be read
-    GIVEN   to earlier pieces: gradients of the layers down to here can be read
-    TAKEN   to a later piece: its gradients of the layers down to here have been read, their slot is free
-    READ    to earlier pieces: this piece is through with its backward, and reads no keys or values any more
+    KV_READY        to later chunks: keys and values of layers up to this one can be read
+    GRAD_READY      to earlier chunks: gradients of layers down to this one can be read
+    GRAD_CONSUMED   to a later chunk: its gradients of layers down to this one have been read; their slot is free
+    KV_RELEASED     to earlier chunks: this rank has finished its backward and reads no more keys and values
 
-A rank puts its flags into the memory of who waits for them, so that each looks at its own memory only. A flag is a
-number that only grows, from sequence to sequence, too: nothing is ever reset, and a number of which not all bytes have
-come is at most the new one (`comm.reduce.mailbox` says why).
+A rank Puts a flag into the window of the rank that waits for it, so every rank polls only its own memory. Flags are
+integers that never decrease, also across sequences. They need no reset, and a torn read returns at most the new value
+(see `comm.reduce.mailbox`).
 
 Note: slots
-    Keys and values have a slot for each layer, which is free when all later pieces have told READ. Gradients have two
-    slots, used in turn by the layers, and a slot is free when all earlier pieces have told TAKEN for it.
+    Keys and values have one slot per layer. It is free after KV_RELEASED from all later chunks. Gradients have two
+    slots, which the layers use alternately. A slot is free after GRAD_CONSUMED from all earlier chunks.
 
-Note: why nothing deadlocks
-    Every rank runs its pieces in one order of sequences, the same on all ranks. Within a sequence, forward at a layer
-    waits only for earlier pieces at this layer. Backward at a layer gives first, for which it waits only for TAKEN of
-    layers above, and then takes, for which it waits only for later pieces that give at this layer. READ is waited for
-    before the first layer of a rank's next sequence: all pieces of sequences before that one can end by then.
+Note: deadlock freedom
+    All ranks process split sequences in the same order. Within a sequence, the forward of a layer waits only for
+    earlier chunks in the same layer. The backward of a layer first publishes gradients, for which it waits only for
+    GRAD_CONSUMED of higher layers, and then reads gradients, for which it waits only for later chunks that publish in
+    the same layer. A rank waits for KV_RELEASED before the first layer of its next sequence; all chunks of earlier
+    sequences can finish before that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,14 +43,13 @@ from odc_mpi.comm.context_parallel.kv_windows import (
 
 
 class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
-    """One piece's side of the exchange: a context in which its forward and backward run.
+    """Exchange for the chunk of this rank of one sequence: a context that encloses its forward and backward.
 
     Args:
-        windows: Of this rank.
-        sequence_number: Number of the sequence among all that were cut so far, from 1: the same on all ranks.
-        bounds: Where the sequence's pieces begin and end, in tokens, `[pieces + 1]`.
-        ranks: The rank of each piece.
-        sequence: The sequence in words, for messages.
+        sequence_number: Number of the sequence among all split sequences so far, from 1; the same on all ranks.
+        bounds: Boundaries of the chunks in tokens, `[chunks + 1]`.
+        ranks: Rank of each chunk.
+        sequence: Name of the sequence, for messages.
     """
 
     def __init__(
@@ -59,30 +59,31 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
         self._base = sequence_number * MAX_LAYERS
         self._bounds, self._ranks, self._sequence = tuple(bounds), tuple(ranks), sequence
         self._chunk = self._ranks.index(windows.world.rank)
+        self._earlier_ranks, self._later_ranks = self._ranks[: self._chunk], self._ranks[self._chunk + 1 :]
         self._num_published = 0
-        # Shapes, type and device of keys and values in each layer.
-        self._like: list[KVPair] = []
+        # One token of keys and values of each layer, for their shapes, type and device.
+        self._templates: list[KVPair] = []
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # After an exception the others wait in vain, and the job ends.
+        # After an exception the other ranks wait until their deadline, which ends the job.
         if kind is None:
             self.finish()
 
     def publish_kv(self, layer: int, kv: KVPair) -> None:
-        """Let later pieces read keys and values; a second call for a layer, in a recomputation, does nothing.
+        """Publish keys and values of a layer for later chunks. One-sided. Idempotent, for recomputation.
 
-        One-sided. At the first layer it waits until nobody reads this rank's last piece any more.
+        At the first layer it waits until no rank reads the previous chunk of this rank any more.
         """
         if layer < self._num_published:
             return
         assert layer == self._num_published < self._windows.sizes.num_layers, (
-            f"layer {layer} comes after {self._num_published - 1}"
+            f"layer {layer} follows layer {self._num_published - 1}"
         )
         self._num_published += 1
         key, value = kv
-        self._like.append((torch.empty_like(key[:, :, :1]), torch.empty_like(value[:, :, :1])))
+        self._templates.append((torch.empty_like(key[:, :, :1]), torch.empty_like(value[:, :, :1])))
         if layer == 0:
-            self._windows.wait_until_free(self._windows.slot_offset(0), "its last piece")
+            self._windows.wait_until_free(self._windows.slot_offset(0), "its previous chunk")
         if self._later_ranks:
             end = self._windows.write(self._windows.slot_offset(layer), key)
             end = self._windows.write(end, value)
@@ -90,71 +91,62 @@ class WindowKVExchange(AbstractContextManager["WindowKVExchange"]):
             self._set_flags(KV_READY, self._later_ranks, layer + 1, layer)
 
     def earlier_kv(self, layer: int) -> Iterator[KVPair]:
-        """Yield keys and values of each earlier piece, in order, as soon as they are shown. One-sided, waits."""
-        for piece in range(self._chunk):
-            what = self._describe(piece, layer)
-            self._windows.wait_for_flag(KV_READY, self._ranks[piece], self._base + layer + 1, what)
-            yield self._read(piece, self._windows.slot_offset(layer), layer, piece)
+        """Wait for the keys and values of each earlier chunk, in order, and yield them. One-sided."""
+        for chunk in range(self._chunk):
+            what = self._describe(chunk, layer)
+            self._windows.wait_for_flag(KV_READY, self._ranks[chunk], self._base + layer + 1, what)
+            yield self._read(chunk, self._windows.slot_offset(layer), layer, chunk)
 
     def send_kv_grads(self, layer: int, grads: Sequence[KVPair]) -> None:
-        """Hand each earlier piece, in order, what this one adds to its gradients. One-sided, waits for room."""
+        """Publish contributions to the gradients of each earlier chunk, in order. Wait for a free slot. One-sided."""
         assert len(grads) == self._chunk
         if not grads:
             return
         slot = self._windows.gradient_slot_offset(layer)
         self._windows.wait_until_free(slot, f"a slot for {self._describe(self._chunk, layer)}")
-        for piece, (key, value) in enumerate(grads):
-            self._windows.write(self._windows.write(self._iter_gradients(piece, layer), key), value)
+        for chunk, (key, value) in enumerate(grads):
+            self._windows.write(self._windows.write(self._gradient_offset(chunk, layer), key), value)
         number = self._num_done_backward(layer)
         self._windows.mark_busy_until(slot, GRAD_CONSUMED, self._earlier_ranks, self._base + number)
         self._set_flags(GRAD_READY, self._earlier_ranks, number, layer)
 
     def accumulate_kv_grads(self, layer: int, grads: KVPair) -> KVPair:
-        """Return gradients with what all later pieces have given added, in their order. One-sided, waits."""
+        """Wait for the contributions of all later chunks, and return `grads` plus these, added in order. One-sided."""
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         total_key, total_value = (part.to(wide, copy=True) for part in grads)
         number = self._num_done_backward(layer)
-        for piece, rank in enumerate(self._later_ranks, self._chunk + 1):
-            self._windows.wait_for_flag(GRAD_READY, rank, self._base + number, self._describe(piece, layer))
-            key, value = self._read(piece, self._iter_gradients(self._chunk, layer), layer, self._chunk)
+        for chunk, rank in enumerate(self._later_ranks, self._chunk + 1):
+            self._windows.wait_for_flag(GRAD_READY, rank, self._base + number, self._describe(chunk, layer))
+            key, value = self._read(chunk, self._gradient_offset(self._chunk, layer), layer, self._chunk)
             total_key += key
             total_value += value
             self._set_flags(GRAD_CONSUMED, [rank], number, layer)
         return total_key.to(grads[0].dtype), total_value.to(grads[1].dtype)
 
     def finish(self) -> None:
-        """Tell earlier pieces that their keys and values are not read any more. One-sided."""
+        """Release the keys and values of earlier chunks. One-sided."""
         self._set_flags(KV_RELEASED, self._earlier_ranks, 0, self._windows.sizes.num_layers - 1)
         if self._later_ranks:
             self._windows.mark_busy_until(self._windows.slot_offset(0), KV_RELEASED, self._later_ranks, self._base)
         self._windows.flush(f"ending {self._describe(self._chunk, 0)}")
 
-    @property
-    def _earlier_ranks(self) -> tuple[int, ...]:
-        return self._ranks[: self._chunk]
-
-    @property
-    def _later_ranks(self) -> tuple[int, ...]:
-        return self._ranks[self._chunk + 1 :]
-
     def _num_done_backward(self, layer: int) -> int:
         return self._windows.sizes.num_layers - layer
 
-    def _iter_gradients(self, chunk: int, layer: int) -> int:
-        """Return where gradients of an earlier piece begin in the memory of a later one."""
-        token_bytes = sum(part.nbytes // part.shape[2] for part in self._like[layer])
+    def _gradient_offset(self, chunk: int, layer: int) -> int:
+        """Return the offset of the gradients of a chunk in the window of a later one."""
+        token_bytes = sum(part.nbytes for part in self._templates[layer])
         return self._windows.gradient_slot_offset(layer) + self._bounds[chunk] * token_bytes
 
     def _read(self, chunk: int, start: int, layer: int, of: int) -> KVPair:
-        """Read, in the memory of a piece, keys and values, or gradients, that are those `of` another."""
+        """Read keys and values `of` a chunk, or their gradients, from the window of `chunk`."""
         tokens = self._bounds[of + 1] - self._bounds[of]
         what = f"reading from {self._describe(chunk, layer)}"
-        return self._windows.read(self._ranks[chunk], start, self._like[layer], tokens, what)
+        return self._windows.read(self._ranks[chunk], start, self._templates[layer], tokens, what)
 
     def _set_flags(self, kind: int, ranks: Sequence[int], number: int, layer: int) -> None:
-        self._windows.set_flags(
-            kind, ranks, self._base + number, f"telling others of {self._describe(self._chunk, layer)}"
-        )
+        what = f"setting flags for {self._describe(self._chunk, layer)}"
+        self._windows.set_flags(kind, ranks, self._base + number, what)
 
     def _describe(self, chunk: int, layer: int) -> str:
-        return f"piece {chunk + 1} of {len(self._ranks)} of {self._sequence}, layer {layer}"
+        return f"chunk {chunk + 1} of {len(self._ranks)} of {self._sequence}, layer {layer}"

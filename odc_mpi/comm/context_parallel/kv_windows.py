@@ -1,4 +1,4 @@
-"""Memory of the pieces of sequences on a rank, with flags: what `comm.context_parallel.kv_exchange` exchanges through."""
+"""Windows and flags of context parallelism, for `comm.context_parallel.kv_exchange`."""
 
 import time
 from collections.abc import Sequence
@@ -13,27 +13,27 @@ from odc_mpi.comm.windows.shared_window import SharedWindow
 from odc_mpi.runtime.deadline import wait_until
 from odc_mpi.runtime.world import World
 
-#: The kinds of flags.
+#: Kinds of flags.
 KV_READY, GRAD_READY, GRAD_CONSUMED, KV_RELEASED = range(4)
 _FLAG_NAMES = ("keys and values", "gradients of keys and values", "room for gradients", "end")
-#: A flag's number is that of the sequence times this, plus the layers that are done.
+#: The value of a flag is the number of the sequence times this, plus the number of layers done.
 MAX_LAYERS = 1 << 20
-#: Slots of gradients: a rank fills one while the other is read.
+#: Gradient slots: a rank fills one while other ranks read the other.
 _GRADIENT_SLOTS = 2
 
-#: Keys and values, or their gradients, of a piece in a layer: `[1, key_value_heads, tokens, head_dim]` each.
+#: Keys and values of a chunk in a layer, or their gradients: `[1, key_value_heads, tokens, head_dim]` each.
 KVPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class KVSizes:
-    """How much memory a rank's pieces take.
+    """Sizes of the memory of a rank.
 
     Attributes:
-        num_layers: Layers with attention.
-        token_bytes: Of the keys and values of a token in one layer.
-        max_chunk_tokens: The most tokens in a piece.
-        max_earlier_tokens: The most tokens before a piece.
+        num_layers: Number of layers with attention.
+        token_bytes: Bytes of the keys and values of a token in one layer.
+        max_chunk_tokens: Largest number of tokens of a chunk.
+        max_earlier_tokens: Largest number of tokens before a chunk.
     """
 
     num_layers: int
@@ -48,7 +48,7 @@ class KVSizes:
 
     @property
     def gradient_slot_bytes(self) -> int:
-        """Bytes of the gradients of a layer, for all earlier pieces."""
+        """Bytes of the gradients of a layer, for all earlier chunks."""
         return align_up(self.max_earlier_tokens * self.token_bytes)
 
     @property
@@ -58,136 +58,126 @@ class KVSizes:
 
 
 class KVWindows:
-    """Memory of this rank's pieces that other ranks can read. Making one is collective, as is closing it.
+    """Memory for the chunks of this rank, which other ranks read. Construction is collective.
 
     Args:
-        world: The ranks.
-        sizes: Of the memory.
-        shared: Whether ranks of a node read each other's memory in place.
+        sizes: Sizes of the memory, the same on all ranks.
+        shared: True if the ranks of a node read memory of each other by direct load.
 
     Attributes:
-        sizes: As given.
-        waited_s: Seconds that this rank waited for others so far.
+        waited_s: Seconds that this rank has waited for flags so far.
 
     Raises:
-        UserError: /dev/shm has too little room; raised on every rank.
+        AllRanksUserError: /dev/shm has too little free space; raised on all ranks.
     """
 
     def __init__(self, world: World, sizes: KVSizes, *, shared: bool) -> None:
         assert 0 < sizes.num_layers < MAX_LAYERS
         self.world, self.sizes = world, sizes
-        world.require_shared_memory(sizes.num_bytes, "keys and values of pieces of sequences")
-        make = SharedWindow if shared else Window
-        self._memory: ReadableWindow = make(world, sizes.num_bytes, torch.uint8)
+        world.require_shared_memory(sizes.num_bytes, "the keys and values of split sequences")
+        make_window = SharedWindow if shared else Window
+        self._memory: ReadableWindow = make_window(world, sizes.num_bytes, torch.uint8)
         self._flags = Window(world, len(_FLAG_NAMES) * world.size, torch.int64)
         self._flag_values = self._flags.tensor.numpy()
-        # What the last Put of each flag carried: untouched until that is flushed.
+        # Origin buffers of the last Put of each flag. They must not change before a flush.
         self._outgoing = np.zeros(len(_FLAG_NAMES) * world.size, dtype=np.int64)
         self._unflushed: set[int] = set()
-        # Flags of other ranks that come before a slot is free, by where the slot begins: kind, rank, number.
+        # Flags to wait for before a slot is free, by the offset of the slot: kind, rank, value.
         self._busy_until: dict[int, list[tuple[int, int, int]]] = {}
         self.waited_s = 0.0
         self._open = True
         world.on_close(self.close)
-        world.wait_collective(world.comm.Ibarrier(), "clearing the flags of pieces")
+        world.wait_collective(world.comm.Ibarrier(), "clearing the flags of chunks")
 
     def close(self) -> None:
-        """Free the memory. Collective; a second call does nothing."""
+        """Free the windows. Collective. Idempotent."""
         if self._open:
             self._open = False
             del self._flag_values
-            with self.world.collective("freeing the windows of pieces"):
+            with self.world.collective("freeing the windows of chunks"):
                 self._flags.free()
                 self._memory.free()
             self.world.cancel_on_close(self.close)
 
     def slot_offset(self, layer: int) -> int:
-        """Return where the keys and values of a layer begin, in bytes."""
+        """Return the offset of the keys and values of a layer, in bytes."""
         return layer * self.sizes.slot_bytes
 
     def gradient_slot_offset(self, layer: int) -> int:
-        """Return where the gradients of a layer begin, in bytes."""
-        turn = layer % _GRADIENT_SLOTS
-        return self.slot_offset(self.sizes.num_layers) + turn * self.sizes.gradient_slot_bytes
+        """Return the offset of the gradients of a layer, in bytes."""
+        slot = layer % _GRADIENT_SLOTS
+        return self.slot_offset(self.sizes.num_layers) + slot * self.sizes.gradient_slot_bytes
 
     def mark_busy_until(self, slot: int, kind: int, ranks: Sequence[int], value: int) -> None:
-        """Note that a slot is free when these ranks have raised a flag.
+        """Record that a slot is free after these ranks have set a flag to `value`.
 
-        Args:
-            slot: Where the slot begins. Slot 0 stands for the keys and values of all layers.
-            kind: Of the flag.
-            ranks: That read the slot.
-            value: Of the flag.
+        A slot is identified by its offset; 0 represents the keys and values of all layers.
         """
         self._busy_until[slot] = [(kind, rank, value) for rank in ranks]
 
     def wait_until_free(self, slot: int, what: str) -> None:
-        """Wait until nobody reads a slot that was lent. One-sided."""
-        for kind, rank, number in self._busy_until.pop(slot, ()):
-            self.wait_for_flag(kind, rank, number, what)
+        """Wait until no rank reads a slot any more. One-sided."""
+        for kind, rank, value in self._busy_until.pop(slot, ()):
+            self.wait_for_flag(kind, rank, value, what)
 
     def write(self, start: int, tensor: torch.Tensor) -> int:
-        """Copy a tensor into this rank's memory, `start` in bytes; return where it ends."""
-        own = self._memory.tensor[start : start + tensor.nbytes]
-        own.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        return start + tensor.nbytes
+        """Copy a tensor into the window of this rank, at offset `start` in bytes, and return the end offset."""
+        stop = start + tensor.nbytes
+        self._memory.tensor[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return stop
 
-    def read(self, rank: int, start: int, pair: KVPair, tokens: int, what: str) -> KVPair:
-        """Return a pair of so many tokens in a rank's memory, in place on the host or fetched. One-sided.
+    def read(self, rank: int, start: int, template: KVPair, tokens: int, what: str) -> KVPair:
+        """Return keys and values in the window of a rank, at offset `start` in bytes. One-sided.
 
-        Args:
-            rank: Whose memory.
-            start: In bytes.
-            pair: Has the shapes, but for the tokens, the type and the device.
-            tokens: Of the pair to read.
-            what: The operation in words that follow "while".
+        The result is a view if the window is mapped and `template` is on the host. It has the device, type and shapes
+        of `template`, except for the number of tokens.
         """
-        shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in pair]
-        sizes = [part.nbytes // part.shape[2] * tokens for part in pair]
-        self._memory.sync()  # no load may come before that of the flag
-        whole = self._memory.mapped_shard(rank)
-        if whole is not None:
-            found = whole[start : start + sum(sizes)]
+        shapes = [(*part.shape[:2], tokens, part.shape[3]) for part in template]
+        sizes = [part.nbytes // part.shape[2] * tokens for part in template]
+        self._memory.sync()  # no load may precede that of the flag
+        shard = self._memory.mapped_shard(rank)
+        if shard is not None:
+            data = shard[start : start + sum(sizes)]
         else:
-            found = torch.empty(sum(sizes), dtype=torch.uint8)
+            data = torch.empty(sum(sizes), dtype=torch.uint8)
             with self.world.deadline(what, [rank]):
-                self._memory.get(rank, found.numpy(), start)
+                self._memory.get(rank, data.numpy(), start)
                 self._memory.flush()
-        parts = zip(found.split(sizes), shapes, pair, strict=True)
+        parts = zip(data.split(sizes), shapes, template, strict=True)
         key, value = (part.view(like.dtype).view(shape).to(like.device) for part, shape, like in parts)
         return key, value
 
     def set_flags(self, kind: int, ranks: Sequence[int], value: int, what: str) -> None:
-        """Raise a flag at other ranks; what was written or read before is so when they see it. One-sided."""
+        """Set a flag at other ranks, after all earlier reads and writes of this rank. One-sided."""
         self._memory.sync()
-        own = kind * self.world.size + self.world.rank
         for rank in ranks:
-            place = kind * self.world.size + rank
+            i = kind * self.world.size + rank
             with self.world.deadline(what, [rank]):
-                if rank in self._unflushed:  # complete since the last time, as a rule
+                if rank in self._unflushed:  # usually complete by now
                     self._flags.flush(rank)
-                self._outgoing[place] = value
-                self._flags.put(rank, own, self._outgoing[place : place + 1].view(np.uint8))
+                self._outgoing[i] = value
+                target_index = kind * self.world.size + self.world.rank
+                self._flags.put(rank, target_index, self._outgoing[i : i + 1].view(np.uint8))
                 self._unflushed.add(rank)
-        # Over a network a Put may leave only when somebody calls MPI.
+        # Over a network a Put may leave only at a later call of MPI.
         self.world.comm.Iprobe()
 
     def flush(self, what: str) -> None:
-        """Complete the flags that were raised. One-sided."""
+        """Complete the Puts of all flags. One-sided."""
         with self.world.deadline(what, self._unflushed):
             for rank in self._unflushed:
                 self._flags.flush(rank)
         self._unflushed.clear()
 
     def wait_for_flag(self, kind: int, rank: int, value: int, what: str) -> None:
-        """Wait for a flag of another rank, serving others meanwhile. One-sided."""
+        """Wait until a rank has set a flag to at least `value`, and make progress while waiting. One-sided."""
 
-        def is_raised() -> bool:
+        def is_set() -> bool:
             self._flags.sync()
             return bool(self._flag_values[kind * self.world.size + rank] >= value)
 
-        if not is_raised():
+        if not is_set():
             began = time.perf_counter()
             with self.world.deadline(f"waiting for the {_FLAG_NAMES[kind]} of {what}", [rank]):
-                wait_until(is_raised, self.world.progress.poke)
+                wait_until(is_set, self.world.progress.poke)
             self.waited_s += time.perf_counter() - began

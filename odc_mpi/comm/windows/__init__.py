@@ -1,1 +1,1 @@
-"""MPI windows: on host memory and on GPUs, and the transport over them."""
+"""MPI windows on host memory and on GPUs, and the parameter store over them."""

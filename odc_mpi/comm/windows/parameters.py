@@ -1,11 +1,10 @@
-"""Parameters in MPI windows: one window per array, so that a flush concerns that array alone.
+"""Parameters in MPI windows: one window per array, so that a flush waits for this array alone.
 
-    fetch             where all ranks are on one node: a view, nothing moves; else copies from the node's ranks, and a
-                      Get from each other owner, then a flush
-    B                 Sync: what owners wrote is in the windows; then all meet (a barrier), then Sync
+A fetch returns a view if this rank maps the contiguous shards of all ranks. Otherwise it copies the mapped shards of
+its node, and issues a Get to each other owner and a flush.
 
-`ParameterWindows` hosts the shards, on the host or on a device; `WindowParameters` fetches them to the host, and
-`comm.device.device_stores` to a device. The owner takes no part.
+`ParameterWindows` owns the shards, on the host or on a device. `WindowParameters` fetches them to the host, and
+`comm.device.device_stores` to a device.
 """
 
 from collections.abc import Sequence
@@ -21,15 +20,11 @@ from odc_mpi.runtime.world import World
 
 
 class ParameterWindows(ShardStorage):
-    """A window for this rank's shard of each array. Making one is local.
-
-    Args:
-        world: The ranks that share every array.
-        dtype: Of the shards, unless a layout has a type of its own.
-        kind: Of the windows.
+    """Storage with one window per array.
 
     Attributes:
-        all_shards_mapped: Whether this rank sees the shards of all ranks in place, one after the other, in every window.
+        dtype: Type of the shards, unless a layout has its own.
+        all_shards_mapped: True if this rank maps the contiguous shards of all ranks, in every window.
     """
 
     def __init__(self, world: World, dtype: torch.dtype, kind: WindowFactory) -> None:
@@ -56,14 +51,13 @@ class ParameterWindows(ShardStorage):
         self.all_shards_mapped = all(window.all_shards is not None for window in self._windows)
 
     def owned_ranges(self, index: int) -> dict[int, tuple[int, int]]:
-        """Return the owners that have elements of an array, and the first and the end of each one's part."""
+        """Return start and stop of the elements of an array by owner."""
         layout = self.layouts[index]
-        return {
-            owner: (start, stop) for owner, start, stop in ranges_by_owner(layout, self.world.rank, 0, layout.numel)
-        }
+        ranges = ranges_by_owner(layout, self.world.rank, 0, layout.numel)
+        return {owner: (start, stop) for owner, start, stop in ranges}
 
     def start_gets(self, index: int, owners: Sequence[int], buffer: torch.Tensor) -> Work:
-        """Start to read the parts of these owners into a buffer for the whole array. One-sided."""
+        """Start to read the shards of these owners into a buffer of the full array. One-sided."""
         layout, window, memory = self.layouts[index], self._windows[index], self._kind.memory(buffer.view(torch.uint8))
         what = f"fetching unit {layout.name}"
         with self.world.deadline(what, owners):
@@ -88,11 +82,7 @@ class ParameterWindows(ShardStorage):
 
 
 class WindowParameters(ParameterStore):
-    """Parameters from windows on host memory, in place where all windows are seen in one piece.
-
-    Args:
-        windows: Host the shards.
-    """
+    """Parameters in windows on host memory, fetched without copies if all shards are mapped."""
 
     def __init__(self, windows: ParameterWindows) -> None:
         super().__init__(windows.dtype)
@@ -100,7 +90,7 @@ class WindowParameters(ParameterStore):
 
     @property
     def access(self) -> Access:  # type: ignore[override]
-        """By copies, unless all arrays are seen in one piece."""
+        """Kind of access: COPY unless all shards are mapped."""
         if not self._windows.all_shards_mapped:
             return Access.COPY
         return Access.KEEP if CAN_DETACH_STORAGE else Access.VIEW
@@ -119,9 +109,9 @@ class WindowParameters(ParameterStore):
         if self.access is Access.COPY:
             return super().fetch(index)
         self._windows.world.progress.run_tasks()
-        whole = self._windows[index].all_shards
-        assert whole is not None
-        return FetchWork(whole[: self.layouts[index].numel], CompletedWork())
+        shards = self._windows[index].all_shards
+        assert shards is not None
+        return FetchWork(shards[: self.layouts[index].numel], CompletedWork())
 
     @override
     def release(self, fetched: torch.Tensor) -> None:
@@ -131,11 +121,11 @@ class WindowParameters(ParameterStore):
     @override
     def start_fetch(self, index: int, buffer: torch.Tensor) -> Work:
         self._windows.world.progress.run_tasks()
-        parts, window = self._windows.owned_ranges(index), self._windows[index]
-        near = {owner: shard for owner in parts if (shard := window.mapped_shard(owner)) is not None}
-        pending = self._windows.start_gets(index, [owner for owner in parts if owner not in near], buffer)
-        # While those are on their way:
-        for owner, shard in near.items():
-            start, stop = parts[owner]
+        ranges, window = self._windows.owned_ranges(index), self._windows[index]
+        mapped = {owner: shard for owner in ranges if (shard := window.mapped_shard(owner)) is not None}
+        work = self._windows.start_gets(index, [owner for owner in ranges if owner not in mapped], buffer)
+        # While the Gets are in flight:
+        for owner, shard in mapped.items():
+            start, stop = ranges[owner]
             buffer[start:stop].copy_(shard[: stop - start])
-        return pending
+        return work

@@ -1,17 +1,16 @@
-"""One piece of memory on every rank, open to the others: the MPI windows that everything else is built from.
+"""MPI windows: memory of every rank that other ranks access by RMA operations.
 
-    Window         from `Win.Allocate`: read, written and added to with one-sided operations
-    SharedWindow   from `Win.Allocate_shared` on each node (`comm.windows.shared_window`): the ranks of a node see each
-                   other's memory in place, and those of other nodes read it with one-sided operations
-    DeviceWindow   over a device's memory (`comm.windows.device_window`)
+    Window         `Win.Allocate`
+    SharedWindow   `Win.Allocate_shared` (`comm.windows.shared_window`): the ranks of a node map the memory of each
+                   other; ranks of other nodes read it with MPI_Get
+    DeviceWindow   device memory (`comm.windows.device_window`)
 
-All hold one passive epoch, Lock_all(NOCHECK), for all their life (MPI-4.1, 12.5.3), and are of the unified memory
-model: owners read and write their memory with plain loads and stores. Over `Win.Create` on host memory both MPICH and
-Open MPI make a Get from the same node wait until its target calls MPI. So there it serves only where no same-node peer
-uses it: for the way from other nodes into a `SharedWindow`.
+A window has one passive epoch, Lock_all(NOCHECK), from its creation to its end (MPI-4.1, 12.5.3). The memory model must
+be unified, so owners access their memory by load and store. With `Win.Create` on host memory, in MPICH and Open MPI, a
+Get from the same node waits until its target calls MPI. So only ranks of other nodes use it, in `SharedWindow`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -20,175 +19,172 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
 
 from odc_mpi.comm.work import DeferredWork
 from odc_mpi.errors import UserError
 from odc_mpi.runtime.library import memory_model
 from odc_mpi.runtime.world import World
 
-#: Flat memory that an operation reads or fills: of the host an array, of a device a view that knows its address and
-#: that nobody looks into. Both have a length in elements and can be cut.
+#: Flat buffer of an RMA operation: an array on the host, or a view of device memory that only MPI may read. Both have a
+#: length in elements and can be sliced.
 Memory: TypeAlias = np.ndarray | memoryview
-#: How reduced elements are described to MPI. Nothing else may be summed: bf16 would be added as bytes.
+#: Types that MPI can sum. bf16 would be added as bytes.
 MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T}
-#: One message carries at most this many elements: counts are C ints in many MPI libraries.
+#: Largest number of elements of a message: counts are C ints in many MPI libraries.
 MAX_MESSAGE_NUMEL = 1 << 27
-#: What begins in a window begins at a multiple of so many bytes, a cache line.
+#: Alignment of data in a window in bytes: a cache line.
 ALIGNMENT = 64
-#: Whether tensors that look at a window's memory can be given memory of their own when it is freed: not by older
-#: versions of torch.
+#: True if torch can move tensors over the memory of a window to other memory when it is freed; older versions cannot.
 CAN_DETACH_STORAGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 class ReadableWindow(Protocol):
-    """What all windows have in common: a shard on every rank, which others read.
+    """Common interface of all windows: a shard on every rank, which other ranks read.
 
     Attributes:
-        tensor: This rank's shard.
-        all_shards: All shards as one array, where this rank sees it in place; else None.
+        tensor: Shard of this rank.
+        all_shards: Shards of all ranks as one array, if this rank maps them contiguously; else None.
     """
 
     tensor: torch.Tensor
     all_shards: torch.Tensor | None
 
-    def mapped_shard(self, target: int) -> torch.Tensor | None: ...
-    def mapped_memory(self) -> list[torch.Tensor]: ...
-    def get(self, target: int, buffer: Memory, start: int = 0) -> None: ...
-    def flush(self) -> None: ...
-    def sync(self) -> None: ...
-    def free(self) -> None: ...
+    def mapped_shard(self, target: int) -> torch.Tensor | None:
+        """Return the shard of a rank if this rank can load it directly, else None."""
+
+    def mapped_memory(self) -> list[torch.Tensor]:
+        """Return all shards that this rank can load directly, as one tensor if they are contiguous."""
+
+    def get(self, target: int, buffer: Memory, start: int = 0) -> None:
+        """Start to read elements of a remote shard, from `start` on, into bytes. One-sided; completed by `flush`."""
+
+    def flush(self) -> None:
+        """Complete all operations of this rank at their targets. One-sided."""
+
+    def sync(self) -> None:
+        """Synchronize the public and private copies of the window (`MPI_Win_sync`). Does not communicate."""
+
+    def free(self) -> None:
+        """Free the window. Tensors over its memory get a copy, if `CAN_DETACH_STORAGE`. Collective."""
 
 
-class Window:
-    """A shard of `[numel]` on every rank. Creating and freeing one is collective.
+class Window(ReadableWindow):
+    """A shard of `[numel]` on every rank, zero at first. Construction is collective.
 
     Args:
-        world: The ranks.
-        numel: Elements of this rank.
-        dtype: Of the elements.
-        same_size: Whether all ranks have as many. Otherwise some may have none.
-
-    Attributes:
-        tensor: This rank's shard, over the window's memory, zero at first.
-        all_shards: None: no rank sees the shards of others in place, as those of a `SharedWindow`.
+        numel: Number of elements of the shard of this rank.
+        same_size: True if `numel` is the same on all ranks.
     """
 
     all_shards: torch.Tensor | None = None
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype, *, same_size: bool = True) -> None:
         self._rank = world.rank
-        # Sums name their element type; everything else, bf16 included, travels as bytes of the same size.
         self._element = MPI_DTYPES.get(dtype, MPI.BYTE)
         with world.collective("allocating a window"):
-            # `same_size` lets the library leave out a table of sizes; no other hint was found to matter.
+            # `same_size` saves the library a table of sizes. No other hint was found to matter.
             info = MPI.Info.Create({"same_size": str(same_size).lower(), "same_disp_unit": "true"})
             self._win, self.tensor = self._make(world, numel, dtype, info)
             info.Free()
             open_epoch(self._win, world)
-        # Also the first touch, which would otherwise slow down the first fetch.
+        # This first touch of the pages would otherwise slow down the first fetch.
         self.tensor.zero_()
-        # Once the ranks have met, others may read it, or add to it.
+        # Other ranks may access the shard after this and a collective.
         self.sync()
 
+    @override
     def mapped_shard(self, target: int) -> torch.Tensor | None:
-        """Return this rank's own shard; None for others."""
         return self.tensor if target == self._rank else None
 
+    @override
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return this rank's own shard."""
         return [self.tensor]
 
+    @override
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
-        """Start to read elements of a rank's shard, from `start` on, into bytes. One-sided; `flush` completes it."""
         read_shard(self._win, target, buffer, self.tensor.itemsize, start)
 
     def put(self, target: int, start: int, values: Memory) -> None:
-        """Start to overwrite elements of a rank's shard from `start` on. One-sided; `flush` completes it.
+        """Start to overwrite elements of a shard with the bytes in `values`, from element `start` on.
 
-        Args:
-            target: The rank.
-            start: First element.
-            values: Bytes, a whole number of elements; untouched until the flush.
+        One-sided. Completed by `flush`; do not modify `values` before.
         """
-        itemsize = self.tensor.itemsize
-        step = MAX_MESSAGE_NUMEL * itemsize
-        for first in range(0, len(values), step):
-            piece = values[first : first + step]
-            self._win.Put([piece, MPI.BYTE], target, (start + first // itemsize, len(piece), MPI.BYTE))
+        for offset, part in _messages(values, self.tensor.itemsize):
+            self._win.Put([part, MPI.BYTE], target, (start + offset, len(part), MPI.BYTE))
 
     def accumulate(self, target: int, start: int, values: Memory) -> None:
-        """Start to add values into a rank's shard. One-sided; `flush_local` lets go of the values."""
-        assert self._element != MPI.BYTE, "only what MPI can add is accumulated"
-        for first in range(0, len(values), MAX_MESSAGE_NUMEL):
-            piece = values[first : first + MAX_MESSAGE_NUMEL]
-            place = (start + first, len(piece), self._element)
-            self._win.Accumulate([piece, self._element], target, place, MPI.SUM)
+        """Start to add values to elements of a shard. One-sided; do not modify `values` before `flush_local`."""
+        assert self._element != MPI.BYTE, "MPI cannot add this type"
+        for offset, part in _messages(values):
+            target_range = (start + offset, len(part), self._element)
+            self._win.Accumulate([part, self._element], target, target_range, MPI.SUM)
 
     def fetch_and_add(self, target: int, offset: int, value: int) -> int:
-        """Add to an int64 element of a rank's shard and return what was there before, at once. One-sided."""
+        """Atomically add to an int64 element of a shard, and return its value before. One-sided."""
         return self._fetch_and(MPI.SUM, target, offset, value)
 
     def atomic_read(self, target: int, offset: int) -> int:
-        """Return an int64 element of a rank's shard, as `fetch_and_add` and `atomic_store` leave it. One-sided."""
+        """Return an int64 element of a shard, atomically. One-sided."""
         return self._fetch_and(MPI.NO_OP, target, offset, 0)
 
     def atomic_store(self, target: int, offset: int, value: int) -> None:
-        """Overwrite an int64 element of a rank's shard at once, as `fetch_and_add` sees it. One-sided."""
+        """Overwrite an int64 element of a shard, atomically. One-sided."""
         self._fetch_and(MPI.REPLACE, target, offset, value)
 
     def compare_and_swap(self, target: int, offset: int, expected: int, value: int) -> int:
-        """Overwrite an int64 element of a rank's shard if it is as expected; return what was there. One-sided."""
+        """Overwrite an int64 element of a shard if it equals `expected`, and return its value before. One-sided."""
         assert self.tensor.dtype == torch.int64, "counters are int64"
-        given, compared, before = (np.array([number], dtype=np.int64) for number in (value, expected, 0))
-        self._win.Compare_and_swap(given, compared, before, target, offset)
+        new, compared, before = (np.array([number], dtype=np.int64) for number in (value, expected, 0))
+        self._win.Compare_and_swap(new, compared, before, target, offset)
         self._win.Flush(target)
         return int(before[0])
 
     def atomic_read_all(self, target: int, count: int) -> np.ndarray:
-        """Return the first elements of a rank's shard, int64 [count], each as `read` does. One-sided."""
+        """Return the first elements of a shard, int64 [count], each atomically. One-sided."""
         return self._exchange_all(MPI.NO_OP, target, np.zeros(count, dtype=np.int64))
 
     def atomic_store_all(self, target: int, values: np.ndarray) -> None:
-        """Overwrite the first elements of a rank's shard, int64 [count], each as `atomic_store` does. One-sided."""
+        """Overwrite the first elements of a shard, int64 [count], each atomically. One-sided."""
         self._exchange_all(MPI.REPLACE, target, values)
 
     def _exchange_all(self, operation: MPI.Op, target: int, values: np.ndarray) -> np.ndarray:
         assert self.tensor.dtype == torch.int64, "counters are int64"
-        before = np.empty_like(values)
-        place = (0, len(values), MPI.INT64_T)
-        self._win.Get_accumulate([values, MPI.INT64_T], [before, MPI.INT64_T], target, place, operation)
+        before, element = np.empty_like(values), MPI.INT64_T
+        self._win.Get_accumulate([values, element], [before, element], target, (0, len(values), element), operation)
         self._win.Flush(target)
         return before
 
     def _fetch_and(self, operation: MPI.Op, target: int, offset: int, value: int) -> int:
         assert self.tensor.dtype == torch.int64, "counters are int64"
-        given, before = np.array([value], dtype=np.int64), np.empty(1, dtype=np.int64)
-        self._win.Fetch_and_op([given, MPI.INT64_T], [before, MPI.INT64_T], target, offset, operation)
+        operand, before = np.array([value], dtype=np.int64), np.empty(1, dtype=np.int64)
+        self._win.Fetch_and_op([operand, MPI.INT64_T], [before, MPI.INT64_T], target, offset, operation)
         self._win.Flush(target)
         return int(before[0])
 
+    @override
     def flush(self, target: int | None = None) -> None:
-        """Complete what this rank started, at one target or at all. One-sided."""
+        """Complete the operations of this rank at one target, or at all. One-sided."""
         if target is None:
             self._win.Flush_all()
         else:
             self._win.Flush(target)
 
     def flush_local(self) -> None:
-        """Complete everything that this rank started, at this end: buffers may be reused. One-sided."""
+        """Complete the operations of this rank locally: their buffers may be modified. One-sided."""
         self._win.Flush_local_all()
 
+    @override
     def sync(self) -> None:
-        """Make loads and stores of the owner and one-sided accesses see each other."""
         self._win.Sync()
 
+    @override
     def free(self) -> None:
-        """End the epoch and free the memory; who still looks at `tensor` sees a copy. Collective."""
-        seen, self.tensor = StorageWeakRef(self.tensor.untyped_storage()), torch.empty(0)
-        free_window(self._win, [seen])
+        storage, self.tensor = StorageWeakRef(self.tensor.untyped_storage()), torch.empty(0)
+        free_window(self._win, [storage])
 
     def _make(self, world: World, numel: int, dtype: torch.dtype, info: MPI.Info) -> tuple[MPI.Win, torch.Tensor]:
-        """Make the memory and the window over it, within a meeting. Collective."""
+        """Allocate the memory and create the window. Collective, within `World.collective`."""
         win = MPI.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, info, world.comm)
         if not numel:
             return win, torch.empty(0, dtype=dtype)
@@ -197,13 +193,13 @@ class Window:
 
 @dataclass(frozen=True)
 class WindowFactory:
-    """Where the windows of a store are.
+    """Factory of the windows of a store.
 
     Attributes:
-        make: Makes one of `(world, numel, dtype)`.
-        memory: Returns a flat tensor's memory as MPI takes it, for tensors where the windows are.
-        on_host: Whether they are in the host's memory.
-        shared: Whether the ranks of a node see each other's.
+        make: Creates a window of `(world, numel, dtype)`.
+        memory: Returns the MPI buffer of a flat tensor on the same device as the windows.
+        on_host: True if the windows are in host memory.
+        shared: True if the ranks of a node map the shards of each other.
     """
 
     make: Callable[..., Any]
@@ -223,15 +219,10 @@ def align_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 def deferred_flush(
     world: World, flush: Callable[[], None], what: str, owners: Iterable[int], memory: torch.Tensor
 ) -> DeferredWork:
-    """Return operations that were started on a window, to be completed where they are waited for.
+    """Return a handle of operations at `owners` that calls `flush`, within a deadline that mentions `what`.
 
-    Args:
-        world: Gives the wait its deadline.
-        flush: The window's method that completes them.
-        what: What is waited for, to follow "while".
-        owners: The ranks at whose memory the operations are.
-        memory: What the operations read or fill. MPI holds no reference: without one here, memory that the caller lets
-            go of between start and wait would be somebody else's by the time it travels.
+    The handle holds a reference to `memory`, the buffer of the operations, since MPI does not: a buffer that is freed
+    before the wait could be reused before it is transferred.
     """
 
     def complete(_memory: torch.Tensor) -> None:
@@ -242,18 +233,23 @@ def deferred_flush(
 
 
 def read_shard(win: MPI.Win, target: int, buffer: Memory, itemsize: int, start: int) -> None:
-    """Start to read elements of so many bytes each, from `start` on, into bytes. One-sided."""
+    """Start to read elements of `itemsize` bytes, from `start` on, into bytes. One-sided."""
+    for offset, part in _messages(buffer, itemsize):
+        win.Get([part, MPI.BYTE], target, (start + offset, len(part), MPI.BYTE))
+
+
+def _messages(memory: Memory, itemsize: int = 1) -> Iterator[tuple[int, Memory]]:
+    """Split elements of `itemsize` items each into messages; yield the offset in elements and the part of each."""
     step = MAX_MESSAGE_NUMEL * itemsize
-    for first in range(0, len(buffer), step):
-        piece = buffer[first : first + step]
-        win.Get([piece, MPI.BYTE], target, (start + first // itemsize, len(piece), MPI.BYTE))
+    for first in range(0, len(memory), step):
+        yield first // itemsize, memory[first : first + step]
 
 
 def open_epoch(win: MPI.Win, world: World) -> None:
-    """Begin the epoch of a window, or free it. Collective in the latter case.
+    """Begin the epoch of a window. If its memory model is not unified, free it. Collective in this case.
 
     Raises:
-        UserError: Loads and stores of its owner do not see what others do to it.
+        UserError: The memory model is not unified.
     """
     model = memory_model(win)
     if model != "unified":
@@ -268,15 +264,11 @@ def open_epoch(win: MPI.Win, world: World) -> None:
 def free_window(win: MPI.Win, views: Iterable[StorageWeakRef] = ()) -> None:
     """Free a window. Collective.
 
-    A tensor that somebody holds longer would crash the process, so it gets memory of its own.
-
-    Args:
-        win: The window.
-        views: Memory of the window that tensors look at.
+    Storages over its memory that tensors still use get a copy, since an access to freed memory would crash.
     """
     for reference in views:
-        held = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-        if held is not None and CAN_DETACH_STORAGE:
-            held._swap_data_ptr_(held.clone())  # type: ignore[attr-defined]
+        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        if storage is not None and CAN_DETACH_STORAGE:
+            storage._swap_data_ptr_(storage.clone())  # type: ignore[attr-defined]
     win.Unlock_all()
     win.Free()

@@ -1,25 +1,19 @@
-"""A window over memory that the ranks of a node share, and that ranks of other nodes read with one-sided operations."""
+"""MPI window over memory that the ranks of a node share, and that ranks of other nodes read with MPI_Get."""
 
 import torch
 from mpi4py import MPI
 from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
 
-from odc_mpi.comm.windows.rma import Memory, WindowFactory, free_window, open_epoch, read_shard
+from odc_mpi.comm.windows.rma import Memory, ReadableWindow, WindowFactory, free_window, open_epoch, read_shard
 from odc_mpi.runtime.world import World
 
 
-class SharedWindow:
-    """A shard of `[numel]` on every rank that the ranks of its node see in place. Creating and freeing is collective.
+class SharedWindow(ReadableWindow):
+    """A shard of `[numel]` on every rank, zero at first, which the ranks of its node map. Construction is collective.
 
-    Args:
-        world: The ranks.
-        numel: Elements per rank, the same on each.
-        dtype: Of the elements.
-
-    Attributes:
-        tensor: This rank's shard, zero at first.
-        all_shards: All shards as one array, where all ranks are on one node; None where they are not, or where the library
-            leaves gaps (MPICH and Open MPI do not).
+    `numel` must be the same on all ranks. `all_shards` is None also if the library leaves gaps between shards, which
+    MPICH and Open MPI do not.
     """
 
     def __init__(self, world: World, numel: int, dtype: torch.dtype) -> None:
@@ -47,41 +41,39 @@ class SharedWindow:
                 open_epoch(self._remote_win, world)
         self.sync()
 
+    @override
     def mapped_shard(self, target: int) -> torch.Tensor | None:
-        """Return the shard of a rank of this node; None for others."""
         return self._mapped_shards.get(target)
 
+    @override
     def mapped_memory(self) -> list[torch.Tensor]:
-        """Return the shards of this node, as one piece where they are one."""
         return [self.all_shards] if self.all_shards is not None else list(self._mapped_shards.values())
 
+    @override
     def get(self, target: int, buffer: Memory, start: int = 0) -> None:
-        """Start to read elements of the shard of a rank on another node, from `start` on, into bytes. One-sided."""
         assert self._remote_win is not None and target not in self._mapped_shards
         read_shard(self._remote_win, target, buffer, self._itemsize, start)
 
+    @override
     def flush(self) -> None:
-        """Complete everything that this rank started. One-sided."""
         if self._remote_win is not None:
             self._remote_win.Flush_all()
 
+    @override
     def sync(self) -> None:
-        """Make stores of this rank seen by others, and theirs by this rank, once all have met."""
         self._shared.Sync()
         if self._remote_win is not None:
             self._remote_win.Sync()
 
+    @override
     def free(self) -> None:
-        """End the epochs and free the memory; who still looks at it sees a copy. Collective."""
-        seen = [
-            StorageWeakRef(memory.untyped_storage())
-            for memory in (*self._mapped_shards.values(), *self.mapped_memory())
-        ]
+        tensors = (*self._mapped_shards.values(), *self.mapped_memory())
+        storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self.tensor, self.all_shards = torch.empty(0), None
         self._mapped_shards.clear()
         if self._remote_win is not None:
             free_window(self._remote_win)
-        free_window(self._shared, seen)
+        free_window(self._shared, storages)
 
 
 SHARED_WINDOW = WindowFactory(SharedWindow, shared=True)

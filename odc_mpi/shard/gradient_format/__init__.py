@@ -1,4 +1,4 @@
-"""The numbers that gradients are pushed and added up as: floating-point, or 64-bit fixed-point."""
+"""Number formats in which gradients are pushed and summed: floating-point, or 64-bit fixed-point."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,7 @@ from odc_mpi.shard.layout import FlatLayout
 
 
 def make_gradient_format(dtype: torch.dtype, layouts: Sequence[FlatLayout]) -> GradientFormat:
-    """Return the numbers that gradients are added up as.
-
-    Args:
-        dtype: Of the elements of gradients on the way.
-        layouts: The arrays.
-    """
+    """Return the format for the dtype of a gradient store: fixed-point if it is an integer type."""
     if dtype.is_floating_point:
         return FloatGradients(dtype)
     return FixedPointGradients({index: layout.numel for index, layout in enumerate(layouts) if layout.trainable})

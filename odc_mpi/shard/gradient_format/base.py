@@ -1,14 +1,14 @@
-"""`GradientFormat`: the numbers that gradients are pushed and added up as.
+"""Interface of the number formats of gradients.
 
-    start              as a minibatch begins
-    lay_out, add       in the backward: into a buffer that is pushed by itself, or to a sum at home
-    send               a sum at home is pushed
-    tell, hear         at A: numbers of this rank, and the sums over all ranks
-    read               after A: this rank's gradients, as an optimizer takes them
-    divide             gradients are divided by a number
-    squares, norm      at N: squares of this rank's gradients, and the norm from the sums over all ranks
+Methods are called in this order; arrays are identified by their index in the transport:
 
-Called in this order. Arrays are known by their indices.
+    start                                       a minibatch begins
+    write_flat, accumulate                      backward: into a buffer that is pushed, or into a local sum
+    note_push                                   a local sum is pushed
+    local_statistics, apply_global_statistics   gradients complete: numbers of this rank, and their sums over all ranks
+    to_gradients                                then: gradients of this rank for the optimizer
+    note_scaling                                gradients are divided by a number
+    sum_of_squares, norm                        gradient norm: squares of this rank, and the norm over all ranks
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from odc_mpi.comm.kernels.native import Segment
 
 
 class GradientFormat(ABC):
-    """Lays gradients out and adds them up."""
+    """Number format in which gradients are pushed and summed."""
 
     @abstractmethod
     def start(self) -> None:
@@ -29,53 +29,40 @@ class GradientFormat(ABC):
 
     @abstractmethod
     def write_flat(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        """Lay gradients of an array into a buffer that is pushed by itself, zeros between them.
+        """Overwrite the buffer `flat` with gradients of an array, and with zeros between them.
 
-        Args:
-            index: Of the array.
-            segments: Where in `flat` each gradient begins, and the gradient.
-            flat: `[n]` of the elements' type; overwritten.
+        A segment is the index in `flat` of the first element, and the gradient. `flat` has the dtype of the store.
         """
 
     @abstractmethod
     def accumulate(self, index: int, segments: Sequence[Segment], flat: torch.Tensor) -> None:
-        """Add gradients of an array to a sum at home. Local; arguments as of `write_flat`."""
+        """Add gradients of an array to the local sum `flat`. Arguments as of `write_flat`."""
 
-    def note_push(self, index: int, flat: torch.Tensor) -> None:  # noqa: B027 - not everybody has to
-        """Take note of a sum at home that is pushed now."""
+    def note_push(self, index: int, flat: torch.Tensor) -> None:  # noqa: B027 - optional
+        """Record that a local sum is pushed."""
 
     @abstractmethod
     def local_statistics(self) -> np.ndarray:
-        """Return this rank's numbers for point A, float64 `[k]`, as many on each rank. Local; waits for the device."""
+        """Return numbers to sum over the ranks, float64 `[k]`, with the same k on all ranks. Waits for the device."""
 
     @abstractmethod
     def apply_global_statistics(self, totals: np.ndarray) -> bool:
-        """Take the sums over all ranks of what they told; return whether the gradients are finite."""
+        """Apply the sums over all ranks of `local_statistics`. Return whether the gradients are finite."""
 
     @abstractmethod
     def to_gradients(self, index: int, window: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return this rank's gradients of an array as an optimizer takes them. Local, after `hear`.
+        """Convert this rank's gradient shard of an array, `[n]`, to the dtype and device of `like`.
 
-        Args:
-            index: Of the array.
-            window: The gradient shard, `[n]` of the elements' type.
-            like: Has the device and the type that the optimizer takes.
-
-        Returns:
-            `[n]`; the window itself where nothing is to be changed. Nobody waits for a transfer to a GPU.
+        Returns `window` itself if it needs no conversion. A transfer to a GPU is asynchronous.
         """
 
-    def note_scaling(self, divisor: float) -> None:  # noqa: B027 - not everybody has to
-        """Take note that all gradients are divided by a number."""
+    def note_scaling(self, divisor: float) -> None:  # noqa: B027 - optional
+        """Record that all gradients are divided by a number."""
 
     @abstractmethod
     def sum_of_squares(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> np.ndarray:
-        """Return sums over the squares of this rank's gradients, float64 `[k]`, as many on each rank.
-
-        Args:
-            gradients: Of this rank's slices, by the indices of their arrays.
-        """
+        """Return sums of squares of this rank's slices, by array, float64 `[k]`, with the same k on all ranks."""
 
     @abstractmethod
     def norm(self, totals: np.ndarray) -> float:
-        """Return the norm, of the sum over all ranks of `sum_of_squares`; NaN if gradients are not finite."""
+        """Return the norm, from the sum over all ranks of `sum_of_squares`. NaN if the gradients are not finite."""

@@ -1,11 +1,11 @@
-"""Gradients as floating-point numbers, in fp32 or fp64: sums are rounded, so they depend on their order.
+"""Gradients as floating-point numbers. Sums are rounded, so they depend on the order of their terms.
 
 Note: sums that overflow
-    Finite gradients of several pushes may have a sum that is not. Whether an owner's sum is finite it knows only after
-    A, and to tell the others would take one more meeting. So every rank tells at A how large the sum of what it pushed
-    may be in any element: of each array the largest elements of the pushes, added up. If all ranks' together may be
-    beyond what `reduce_dtype` holds, the gradients count as not finite. A sum made at home is one push: what has
-    overflowed stays infinite or NaN, however many gradients are added after it.
+    The sum of finite gradients can be infinite. An owner knows whether its sum is finite only when the gradients are
+    complete, and reporting it would need another collective. Instead, every rank reports an upper bound of the sum of
+    its pushes: for each array, the sum of the largest elements of the pushes. If the sum of the bounds of all ranks may
+    exceed the range of `reduce_dtype`, the gradients count as not finite. A local sum is one push: an element that has
+    overflowed stays infinite or NaN when further gradients are added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,11 @@ from odc_mpi.shard.optim import squared_norm
 
 
 class FloatGradients(GradientFormat):
-    """Lays gradients out and adds them up in a type of torch's.
-
-    Args:
-        dtype: torch.float32 or torch.float64.
-    """
+    """Gradients as torch.float32 or torch.float64."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._bounds: dict[int, torch.Tensor] = {}
-        # Half of what it holds: sums are rounded.
+        # Half of the range, because sums are rounded.
         self._limit = torch.finfo(dtype).max / 2
 
     @override
@@ -48,7 +44,7 @@ class FloatGradients(GradientFormat):
         self._add_bound(index, largest_magnitude(flat))
 
     def local_statistics(self) -> np.ndarray:
-        """Return how much of the range of the type an element of what was pushed may take up, at most, `[1]`."""
+        """Return the largest bound of an element as a fraction of the range of the dtype, `[1]`."""
         bounds = list(self._bounds.values())
         return np.array([float(torch.stack(bounds).max()) / self._limit if bounds else 0.0])
 

@@ -1,1 +1,1 @@
-"""A unit of parameters, and which units are ready when."""
+"""Units of parameters, and the cache of unsharded units."""

@@ -1,11 +1,11 @@
-"""What this rank is doing with which unit, told to the other ranks should they wait for it in vain.
+"""Status of this rank, published for the error message of a rank that times out waiting for it.
 
-    in microbatch 3, forward of unit layers.1      parameters of the unit are being used in a forward
-    in microbatch 3, fetching unit layers.2        it waits for their owners
-    in microbatch 3, backward of unit layers.2     they are being used in a backward, or their gradient is pushed
+    in microbatch 3, forward of unit layers.1      a forward uses the parameters of the unit
+    in microbatch 3, fetching unit layers.2        waiting for the owners of the parameters
+    in microbatch 3, backward of unit layers.2     a backward uses the parameters, or their gradient is pushed
     using unit layers.2                            outside of microbatches: evaluation, state_dict
 
-It tells only what is new: a note or two per call of a unit, a few microseconds each.
+Only changes are published: one or two per forward or backward of a unit, a few microseconds each.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,16 +17,12 @@ from odc_mpi.comm.transport import Group
 
 
 def in_backward() -> bool:
-    """Tell whether this thread is inside a backward pass."""
+    """Return whether this thread is inside a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 class ActivityReporter:
-    """Tells what this rank is doing.
-
-    Args:
-        group: Whose `note` is called.
-    """
+    """Publishes the status of this rank by `Group.set_status`."""
 
     def __init__(self, group: Group) -> None:
         self._set_status = group.set_status
@@ -36,22 +32,22 @@ class ActivityReporter:
         self._microbatch = 0
 
     def start_minibatch(self) -> None:
-        """Count microbatches from here on."""
+        """Start to count microbatches."""
         self._in_minibatch, self._microbatch = True, 0
 
     def finish_minibatch(self) -> None:
-        """Count no more microbatches: the boundary comes, which the transport tells itself."""
+        """Stop counting microbatches. The transport publishes the status of the synchronization points itself."""
         self._in_minibatch, self._microbatch, self._last = False, 0, None
 
     def start_microbatch(self) -> None:
-        """Take a forward of the whole module for the beginning of a microbatch, within a minibatch."""
+        """Count a microbatch: a forward of the root module begins. No effect outside of minibatches."""
         if self._in_minibatch and not self._override:
             self._microbatch += 1
             self._last = None
 
     @contextmanager
     def override(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Tell in words what this rank does, and no units meanwhile; yield what tells other words."""
+        """Publish `what` instead of units in the enclosed code. Yield a function that replaces `what`."""
         self._report_override(what)
         try:
             yield self._report_override
@@ -59,12 +55,7 @@ class ActivityReporter:
             self._report_override("")
 
     def update(self, phase: str, unit: str) -> None:
-        """Tell, if it is new, what is done with a unit.
-
-        Args:
-            phase: "forward of", "backward of" or "fetching".
-            unit: Dotted name; "" for the root.
-        """
+        """Publish the use of a unit, "" for the root, if it has changed: "forward of", "backward of" or "fetching"."""
         if not self._override and (phase, unit) != self._last:
             self._last = phase, unit
             if not self._microbatch and phase != "fetching":

@@ -1,20 +1,19 @@
-"""A unit: parameters that are fetched and released together.
+"""Unit: parameters that are fetched and resharded together.
 
-    SHARDED ──fetch──> FETCHING ──wait──> READY ──release──> SHARDED
+    SHARDED ──fetch──> FETCHING ──wait──> UNSHARDED ──reshard──> SHARDED
 
-SHARDED   the whole parameters are nowhere on this rank; it owns a shard of them, in the parameter window
-FETCHING  a buffer is being filled from the owners' windows, perhaps in a thread; nobody else touches it
-READY     the buffer holds the whole parameters; tensors look into it
+SHARDED    this rank has only its shard of the parameters, in the parameter window
+FETCHING   a buffer is being filled from the owners' windows, perhaps by a thread; nothing else accesses the buffer
+UNSHARDED  the arrays contain the full parameters; tensors are views of them
 
-Parameters are immutable between two publications, so a ready unit may stay, be dropped and be fetched again at will,
-also ahead of its use: `shard.units.unsharded` decides. Whoever touches a parameter gets it, fetched if need be: modules
-find them through `shard.modules`, autograd through `shard.autograd`.
+Parameters do not change between two calls of `publish()`. An unsharded unit may therefore stay, be resharded and be
+fetched again at any time, also ahead of its use: `shard.units.unsharded` decides.
 
-Note: changes in place
-    What is handed out may be the memory of other ranks' windows, so a change would reach them, and train nothing.
-    All tensors of one parameter that are handed out between a fetch and a release are aliases of one, with which they
-    share torch's count of changes in place. It is looked at after each call of a unit, before a minibatch, and on
-    release. Changes through `.data` or numpy are not counted.
+Note: in-place changes
+    A parameter may be a view of another rank's window, so an in-place change would reach other ranks, and train
+    nothing. All tensors of a parameter that are returned between a fetch and a reshard are aliases of one tensor and
+    share its version counter. The counter is checked after each forward of a unit, before a minibatch, and when a unit
+    is resharded. Changes through `.data` or numpy are not detected.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,44 +28,38 @@ from odc_mpi.shard.layout import FlatLayout, ParameterRange
 
 
 class UnitState(Enum):
-    """See the module's docstring."""
+    """State of a unit, as described in the module docstring."""
 
     SHARDED = "sharded"
     FETCHING = "fetching"
-    UNSHARDED = "ready"
+    UNSHARDED = "unsharded"
 
 
 class Unit:
-    """The parameters of one submodule, in flat arrays: the trainable and the frozen, those of each type apart.
-
-    Args:
-        name: Dotted name of the module; "" for the root.
-        layouts: Of the flat arrays.
-        indices: By which the transport knows the arrays.
-    """
+    """Parameters of one submodule, "" for the root, in flat arrays with the given layouts and indices."""
 
     def __init__(self, name: str, layouts: Sequence[FlatLayout], indices: Sequence[int]) -> None:
         self.name = name
         self.layouts = tuple(layouts)
         self.indices = tuple(indices)
         self.ranges: dict[str, tuple[int, ParameterRange]] = {
-            slot.spec.name: (i, slot) for i, layout in enumerate(layouts) for slot in layout.ranges
+            range_.spec.name: (i, range_) for i, layout in enumerate(layouts) for range_ in layout.ranges
         }
         self.state = UnitState.SHARDED
         self.num_forwards = 0
         self._fetches: list[FetchWork] = []
         self._arrays: list[torch.Tensor] = []
-        # Of what aliases were handed out, with its version before.
+        # The tensor that all aliases of a parameter share, and its version at the fetch.
         self._aliases: dict[str, tuple[torch.Tensor, int]] = {}
 
     @property
     def is_root(self) -> bool:
-        """Whether this is the unit of the whole module."""
+        """True for the unit of the root module."""
         return self.name == ""
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the unit from being released meanwhile."""
+        """Keep the unit unsharded in the enclosed code."""
         self.num_forwards += 1
         try:
             yield
@@ -74,17 +67,13 @@ class Unit:
             self.num_forwards -= 1
 
     def start_fetch(self, fetch: Callable[[int], FetchWork]) -> None:
-        """Start to fetch the whole parameters. One-sided.
-
-        Args:
-            fetch: Starts to fetch one array: a parameter store's `fetch`, or one that runs beside the computation.
-        """
+        """Start to fetch each array by `fetch`: `ParameterStore.fetch`, or by the fetch thread. One-sided."""
         assert self.state is UnitState.SHARDED
         self._fetches = [fetch(index) for index in self.indices]
         self.state = UnitState.FETCHING
 
     def wait(self) -> None:
-        """Complete the fetch; if it fails, the unit is sharded again. One-sided."""
+        """Complete the fetch. If it fails, the unit is sharded again. One-sided."""
         assert self.state is UnitState.FETCHING
         fetches, self._fetches = self._fetches, []
         self.state = UnitState.SHARDED
@@ -92,54 +81,51 @@ class Unit:
         self.state = UnitState.UNSHARDED
 
     def reshard(self, transport: Transport) -> None:
-        """Give the whole parameters up."""
+        """Release the full parameters."""
         assert self.state is UnitState.UNSHARDED
         arrays, self._arrays = self._arrays, []
         if transport.parameters.access is Access.COPY:
-            self._aliases = {}  # they keep the buffer; what is a view is in the same place the next time
+            self._aliases = {}  # they keep the buffer alive; a view has the same address after the next fetch
         self.state = UnitState.SHARDED
         for array in arrays:
             transport.parameters.release(array)
 
     def drop_aliases(self) -> None:
-        """Let go of all memory of a unit that will not be fetched again."""
+        """Drop all references to the memory of a unit that will not be fetched again."""
         self._aliases = {}
 
     def buffer_bytes(self) -> int:
-        """Return the bytes of the memory that a ready unit's arrays occupy."""
+        """Return the size of the arrays of an unsharded unit, including unused parts of their buffers."""
         return sum(array.untyped_storage().nbytes() for array in self._arrays)
 
     def storage_pointers(self) -> list[int]:
-        """Return the addresses of the memory that a ready unit's arrays occupy."""
+        """Return the storage address of each array of an unsharded unit."""
         return [array.untyped_storage().data_ptr() for array in self._arrays]
 
     def as_strided(
         self, i: int, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
-        """Return a tensor over the memory of a ready unit's i-th array.
-
-        Not a view in autograd's sense: what is found here has no history.
-        """
+        """Return a tensor over the storage of the i-th array of an unsharded unit. For autograd it is not a view."""
         storage = self._arrays[i].untyped_storage()
         return torch.empty(0, dtype=dtype, device=self._arrays[i].device).set_(storage, offset, shape, stride)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return a whole parameter of a ready unit, without history."""
+        """Return a full parameter of an unsharded unit, detached from autograd."""
         if name not in self._aliases:
-            i, slot = self.ranges[name]
-            array, shape = self._arrays[i], slot.spec.shape
-            start = int(array.storage_offset()) + slot.start
-            # Of inference tensors nobody counts the changes.
+            i, range_ = self.ranges[name]
+            array, shape = self._arrays[i], range_.spec.shape
+            start = int(array.storage_offset()) + range_.start
+            # Inference tensors have no version counter.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 contiguous = torch.empty(shape, device="meta").stride()
-                whole = self.as_strided(i, array.dtype, start, shape, contiguous)
-            self._aliases[name] = whole, whole._version
+                full = self.as_strided(i, array.dtype, start, shape, contiguous)
+            self._aliases[name] = full, full._version
         return self._aliases[name][0].detach()
 
     def check_unchanged(self) -> None:
-        """Refuse that a parameter was changed in place since the unit became ready."""
-        for name, (whole, version) in self._aliases.items():
-            if whole._version != version:
+        """Raise RuntimeError if a parameter was changed in place since the fetch."""
+        for name, (full, version) in self._aliases.items():
+            if full._version != version:
                 raise RuntimeError(
                     f"{name} was changed in place, which trains nothing and may reach other ranks: expected changes "
                     "before shard_model, or of the slices in model.shard_parameters() before publish()"

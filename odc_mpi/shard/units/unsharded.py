@@ -1,19 +1,26 @@
-"""The units that are ready: the root, the few used last, those expected next, and as many as a budget holds.
+"""Cache of unsharded units.
+
+A unit is unsharded when it is used, or shortly before by the fetch thread. These units stay unsharded:
+
+    root unit                      until the minibatch ends (`reshard_all`)
+    units in a running forward     until the forward returns
+    units within `cache`           until the minibatch ends
+    other units                    at most max(1, prefetch); the least recently used one is resharded first
 
 From `module.weight` to a tensor:
 
-    modules.OnDemandParameters      looks up the parameter's dotted name
-    autograd.UnitCalls.parameter    within one call of a unit always the same tensors; at the first of them:
-    ReadyUnits.require              sharded: make room, start the fetch, wait; on its way: wait; ready: nothing. Then
-                                    units that are expected next are fetched in a thread (`shard.prefetch`)
-    Unit.start_fetch, Unit.wait     a `comm.work.FetchWork` of each flat array of the unit
-    ParameterStore.fetch            a view; or `take`, a buffer, and `start_fetch`, which fills it: in the thread this
-                                    part alone
-    autograd.WholeParameters        a node of the graph; its outputs are tensors over the arrays (`Unit.parameter`)
+    modules.OnDemandParameters      looks up the dotted name of the parameter
+    UnitForwards.parameter          returns the same tensor within one forward of a unit; for the first tensor:
+    UnshardedUnits.unshard          reshards other units, fetches this one or waits for its fetch, and prefetches the
+                                    units expected next (`shard.prefetch`)
+    Unit.start_fetch, Unit.wait     hold a `comm.work.FetchWork` for each flat array of the unit
+    ParameterStore.fetch            returns a view, or acquires a buffer and fills it by `start_fetch`; of these steps,
+                                    only `start_fetch` runs on the fetch thread
+    autograd.UnshardedParameters    autograd node; its outputs are tensors over the arrays (`Unit.parameter`)
 
-Autograd asks for saved parameters by `autograd.SavedTensorHooks`, which calls `require`, too, and gradients leave from
-`UnshardedParameters.backward` to `gradients.GradientPusher`. Two contexts change this: where modules hold plain parameters
-(`shard.materialize`, `is_reshard_forbidden`) nothing is looked up, and between A and B (`fetch_allowed`) fetching is an error.
+`autograd.SavedTensorHooks` calls `unshard` for the parameters that autograd has saved. Gradients go from
+`UnshardedParameters.backward` to `gradients.GradientPusher`. While modules hold materialized parameters
+(`modules.materialized_parameters`), nothing is looked up.
 """
 
 import time
@@ -21,38 +28,36 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from typing_extensions import override
 
 from odc_mpi.comm.traffic import TrafficCounter
 from odc_mpi.comm.transport import Access, Transport
 from odc_mpi.comm.work import FetchWork
+from odc_mpi.errors import UserError
 from odc_mpi.shard.cache_budget import CacheBudget
 from odc_mpi.shard.prefetch import CommunicationThread, PrefetchPredictor
 from odc_mpi.shard.step_phases import SpanRecorder
 from odc_mpi.shard.units.activity import ActivityReporter, in_backward
 from odc_mpi.shard.units.unit import Unit, UnitState
 
-#: Units held besides the root, those in use and those that stay: one that computes, and one that comes or goes. Each
-#: that is fetched ahead beyond the first adds one.
+#: Unsharded units besides the root, those in a forward and those within the cache: one that computes, and one that is
+#: fetched or resharded. Each prefetched unit beyond the first adds one.
 MAX_UNSHARDED_UNITS = 2
 
 
 class UnshardedUnits:
-    """Fetches units when they are needed, or shortly before, and releases those that were not used for longest.
+    """Unsharded units, which are fetched on demand or ahead, and resharded in the order of their last use.
 
     Args:
-        transport: Hosts the shards.
-        prefetch: How many of the uses that come next to fetch ahead, in a thread. From a transport whose fetches move
-            no bytes, or that one thread only may call, nothing is.
-        spans: Told of every wait for a fetch.
-        traffic: Told of every fetch.
-        max_others: Units held besides the root, the one in use and those that stay; by default as `prefetch` needs.
+        prefetch: Number of units to fetch ahead, on a separate thread. Ignored if fetches do not copy data or are
+            collective, or if only one thread may call the transport.
 
     Attributes:
-        cache: What stays until the end of a minibatch. Nothing, where fetches move no bytes.
-        activity: Tells the other ranks which unit is in use.
-        parameter_version: Counts publications: what was fetched before the last one is stale.
-        fetch_allowed: Whether parameters may be fetched: not between A and B, when owners write them. Set by the model.
-        is_reshard_forbidden: Whether modules hold the units' tensors as plain parameters, so that no unit may be released.
+        cache: Units that stay unsharded until the minibatch ends. Unused if fetches do not copy data or are collective.
+        activity: Publishes which unit is in use.
+        parameter_version: Version of the parameters; incremented by `invalidate`.
+        fetch_allowed: False while owners write their shards: a fetch is then an error. Set by the model.
+        is_reshard_forbidden: True while modules hold the tensors of the units (`no_reshard`).
     """
 
     def __init__(
@@ -61,18 +66,18 @@ class UnshardedUnits:
         prefetch: int = 0,
         spans: SpanRecorder | None = None,
         traffic: TrafficCounter | None = None,
-        max_others: int | None = None,
     ) -> None:
         self.cache = CacheBudget()
         self.activity = ActivityReporter(transport.group)
         self._transport = transport
         self._spans = spans or SpanRecorder()
         self._traffic = traffic or TrafficCounter(transport)
-        self._prefetch = prefetch if transport.parameters.access is Access.COPY and transport.threads else 0
-        self._max_others = max(MAX_UNSHARDED_UNITS - 1, self._prefetch) if max_others is None else max_others
+        can_prefetch = transport.parameters.access is Access.COPY and transport.threads and transport.one_sided
+        self._prefetch = prefetch if can_prefetch else 0
+        self._max_others = max(MAX_UNSHARDED_UNITS - 1, self._prefetch) if transport.one_sided else 0
         self._thread = CommunicationThread("odc_mpi-fetch") if self._prefetch else None
         self._predictor: PrefetchPredictor[Unit] = PrefetchPredictor()
-        # Ready or on their way, by use and by the start of a fetch ahead of it, the oldest first.
+        # Unsharded or being fetched; ordered by the last use or the start of the prefetch, the oldest first.
         self._held: dict[Unit, None] = {}
         self._latest: Unit | None = None
         self._by_pointer: dict[int, tuple[Unit, int]] = {}
@@ -82,19 +87,17 @@ class UnshardedUnits:
 
     @property
     def tensors_stay_valid(self) -> bool:
-        """Whether what units show now may be kept until the end of the minibatch.
-
-        Where all units are ready, nothing is fetched any more, and nothing makes room.
-        """
+        """True if unsharded tensors stay valid until the minibatch ends."""
         parameters = self._transport.parameters
+        # If all units are unsharded, no fetch follows, so no unit is resharded to make room.
         return parameters.access is Access.KEEP or len(self._by_pointer) == len(parameters.layouts)
 
     def unshard(self, unit: Unit) -> None:
-        """Make a unit ready, and start to fetch those that come next. One-sided."""
-        # Asked for every saved tensor: most often the unit is that of the last time, and the root stays anyway.
-        doing = "backward of" if in_backward() else "forward of"
+        """Unshard a unit, and prefetch the units expected next. One-sided."""
+        # Called for every saved tensor: usually for the same unit as before, or for the root, which stays unsharded.
+        phase = "backward of" if in_backward() else "forward of"
         if unit.state is UnitState.UNSHARDED and (unit is self._latest or unit.is_root):
-            self.activity.update(doing, unit.name)
+            self.activity.update(phase, unit.name)
             return
         if unit.state is UnitState.SHARDED:
             self._check_fetch_allowed()
@@ -105,7 +108,7 @@ class UnshardedUnits:
         else:
             self._held[unit] = self._held.pop(unit)
         self._latest = unit
-        self.activity.update(doing, unit.name)
+        self.activity.update(phase, unit.name)
         if self._thread is not None:
             self._prefetch_after(unit)
 
@@ -114,17 +117,17 @@ class UnshardedUnits:
         self.activity.start_microbatch()
 
     def post_forward(self, unit: Unit) -> None:
-        """Called after each forward of a unit, which stays ready here."""
+        """Called after each forward of a unit. A subclass may reshard the unit."""
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
-        """Return the ready unit and its array that a tensor is a view of; None if there is none."""
+        """Return the unsharded unit and its array that a tensor is a view of; None for other tensors."""
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         return self._by_pointer.get(tensor.untyped_storage().data_ptr())
 
     @contextmanager
     def no_reshard(self) -> Iterator[None]:
-        """Refuse in the enclosed code to release all units: modules hold their tensors."""
+        """Make `reshard_all` raise RuntimeError in the enclosed code, because modules hold the tensors of the units."""
         self.is_reshard_forbidden = True
         try:
             yield
@@ -132,54 +135,50 @@ class UnshardedUnits:
             self.is_reshard_forbidden = False
 
     def reshard_all(self) -> None:
-        """Release every unit, and wait for those on their way. One-sided.
-
-        Raises:
-            RuntimeError: Modules hold their tensors.
-        """
+        """Reshard all units, after completing the fetches in flight. One-sided."""
         if self.is_reshard_forbidden:
-            raise RuntimeError("parameters were to be released inside resident(gradients=False): leave it first")
+            raise RuntimeError("parameters cannot be resharded inside unsharded(gradients=False): leave it first")
         for unit in list(self._held):
             self._reshard(unit)
         self._latest = None
         self._predictor.reset_position()
 
     def unshard_all(self, units: Sequence[Unit]) -> None:
-        """Make units ready that the budget holds all at once. One-sided."""
+        """Unshard units that all fit the cache at once. One-sided."""
         missing = [unit for unit in units if not (unit.is_root or unit in self.cache)]
         if missing and self._transport.parameters.access is Access.COPY:
-            # In buffers of their own size: one that is larger would take a part of the budget.
+            # Cleared, so that no unit is in a larger buffer, which would occupy more of the budget.
             self.clear()
             for unit in units:
                 self.unshard(unit)
 
     def clear(self) -> None:
-        """Release every unit and let go of the memory. One-sided, as `reshard_all`."""
+        """Reshard all units and free their buffers. One-sided."""
         self.reshard_all()
         self._transport.parameters.buffers.clear()
 
     def invalidate(self) -> None:
-        """Release every unit because parameters are about to change. One-sided, as `reshard_all`."""
+        """Reshard all units and increment `parameter_version`: the parameters are about to change. One-sided."""
         self.reshard_all()
         self.parameter_version += 1
 
     def check_current(self, parameter_version: int) -> None:
-        """Refuse a backward whose forward saw other parameters, or some that are being written."""
+        """Raise RuntimeError if the parameters changed since the forward, or may not be read now."""
         if parameter_version != self.parameter_version:
             raise RuntimeError("backward after publish(): the parameters that its forward used are gone")
         self._check_fetch_allowed()
 
     def check_unchanged(self) -> None:
-        """Refuse that a parameter of a ready unit was changed in place."""
+        """Raise RuntimeError if a parameter of an unsharded unit was changed in place."""
         for unit in self._held:
             unit.check_unchanged()
 
     def close(self) -> None:
-        """Release every unit and end the thread. One-sided; a second call does nothing."""
+        """Reshard all units and end the thread. One-sided. Idempotent."""
         if self._thread is not None:
             self._thread.close()
         for unit in list(self._held):
-            self._discard(unit)  # changed or not: it must not keep the windows from being freed
+            self._discard(unit)  # without a check for changes, so that the windows can be freed in any case
         self.invalidate()
 
     def _check_fetch_allowed(self) -> None:
@@ -190,8 +189,8 @@ class UnshardedUnits:
             )
 
     def _complete(self, unit: Unit, fetch: Callable[[int], FetchWork] | None = None) -> None:
-        """Wait for the fetch of a unit, which `fetch` starts if it is not on its way."""
-        self._held.pop(unit, None)  # until it is there: a fetch may fail
+        """Complete the fetch of a unit. If `fetch` is given, start the fetch by it."""
+        self._held.pop(unit, None)  # until the fetch is complete, since it may fail
         if self._transport.parameters.access is Access.COPY:
             self.activity.update("fetching", unit.name)
         start = time.perf_counter()
@@ -210,7 +209,7 @@ class UnshardedUnits:
             self._traffic.add_fetch(index)
 
     def _prefetch_after(self, unit: Unit) -> None:
-        """Start to fetch what is likely to be used after this unit, which is used now."""
+        """Start to fetch the units expected after this one."""
         self._predictor.record(unit)
         expected = self._predictor.predict(self._prefetch)
         for following in expected:
@@ -227,9 +226,9 @@ class UnshardedUnits:
         return FetchWork(buffer, self._thread.start(parameters.start_fetch, index, buffer))
 
     def _make_room(self, unit: Unit, num_others: int, keep: Collection[Unit] = ()) -> None:
-        """Release the longest unused until at most so many are held besides this unit.
+        """Reshard the least recently used units until at most `num_others` besides this unit are unsharded.
 
-        The root, units in use and those that stay do not count.
+        The root, units in a forward and cached units are not counted, and units in `keep` are not resharded.
         """
         others = [x for x in self._held if not (x is unit or x.is_root or x.num_forwards or x in self.cache)]
         idle = [x for x in others if x not in keep]
@@ -244,10 +243,35 @@ class UnshardedUnits:
 
     def _discard(self, unit: Unit) -> None:
         if unit.state is UnitState.FETCHING:
-            # Guessed wrong. A buffer that is being filled cannot be given back.
+            # A wrong prediction. A buffer cannot be released while a fetch fills it.
             self._complete(unit)
         for pointer in unit.storage_pointers():
             del self._by_pointer[pointer]
         del self._held[unit]
         self.cache.discard(unit)
         unit.reshard(self._transport)
+
+
+class CollectivelyUnshardedUnits(UnshardedUnits):
+    """Unsharded units for collective fetches, the baseline of the benchmarks.
+
+    All ranks must fetch the same units in the same order. The units therefore follow the schedule of FSDP: a unit is
+    resharded after its forward and, in the backward, when the next unit is fetched. The root unit stays unsharded until
+    the next microbatch. Nothing is prefetched or cached.
+    """
+
+    tensors_stay_valid = False
+
+    @override
+    def start_microbatch(self) -> None:
+        super().start_microbatch()
+        self.reshard_all()
+
+    def post_forward(self, unit: Unit) -> None:
+        """Reshard a unit after its forward, except after a recomputation, since the backward then needs the unit."""
+        if not in_backward() and unit in self._held and not (unit.is_root or unit.num_forwards):
+            self._reshard(unit)
+
+    @override
+    def unshard_all(self, units: Sequence[Unit]) -> None:
+        raise UserError("unsharded(): expected one-sided fetches, got a model over collectives: shard it over windows")

@@ -251,7 +251,7 @@ for step in range(3):
 """
     done = launch(2, script(tmp_path, text), timeout_s=60)
     assert done.code != 0
-    assert "meeting at point" in done.err
+    assert "synchronizing at" in done.err
     assert "no rank is late, but in another collective is rank" in done.err
     assert "passed 1" not in done.out
 

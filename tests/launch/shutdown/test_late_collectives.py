@@ -44,7 +44,7 @@ def test_a_rank_that_sleeps_in_a_forward(tmp_path):
 def test_a_rank_that_runs_fewer_microbatches(tmp_path):
     """It is at A, where the others are not; each side may be the first to say so."""
     line = the_line(tmp_path, ENDS_EARLY)
-    at_a, gathering = "meeting at point A, gradients complete", "gathering unit 0"
+    at_a, gathering = "synchronizing at gradients_complete", "gathering unit 0"
     ways = [f"{gathering}: .*rank 1 on .*{at_a}", f"{at_a}: .*rank [02] on .*{gathering}"]
     assert any(re.fullmatch(WAITED + way + ".*" + LIMIT, line) for way in ways), line
 

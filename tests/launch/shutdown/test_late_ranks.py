@@ -211,7 +211,7 @@ def the_line(tmp_path, text):
 WAITED = r"odc_mpi: rank \d on \S+ waited more than 3 s while "
 NUMBER = r"\d+\.\d"
 LAST_SEEN = f"which was last seen ({NUMBER}) s ago, "
-AT_A = WAITED + "meeting at point A, gradients complete: late is rank 1 on \\S+, "
+AT_A = WAITED + "synchronizing at gradients_complete: late is rank 1 on \\S+, "
 LIMIT = "; the limit is comm.timeout_s"
 
 pytestmark = pytest.mark.usefixtures("shared_memory_stays")
@@ -237,14 +237,14 @@ def test_a_rank_that_sleeps_in_a_backward(tmp_path):
 
 def test_a_rank_that_sleeps_in_a_piece(tmp_path):
     line = the_line(tmp_path, SLEEPS_IN_A_PIECE)
-    what = "waiting for the keys and values of piece 1 of 2 of sequence 7, layer 2: it waits for rank 1 on \\S+, "
+    what = "waiting for the keys and values of chunk 1 of 2 of sequence 7, layer 2: it waits for rank 1 on \\S+, "
     assert_line(WAITED + what + LAST_SEEN + "in microbatch 1, forward of unit layers.2" + LIMIT, line)
 
 
 def test_a_rank_that_computes_between_a_and_b(tmp_path):
     line = the_line(tmp_path, COMPUTES_BETWEEN_A_AND_B)
-    at_b = "meeting at point B, parameters published: late is rank 1 on \\S+, "
-    assert_line(WAITED + at_b + LAST_SEEN + "after meeting at point A, gradients complete" + LIMIT, line)
+    at_b = "synchronizing at parameters_published: late is rank 1 on \\S+, "
+    assert_line(WAITED + at_b + LAST_SEEN + "after synchronizing at gradients_complete" + LIMIT, line)
 
 
 @pytest.mark.library
@@ -261,7 +261,7 @@ def test_a_stopped_rank(tmp_path):
     os.kill(job.pids[2], signal.SIGSTOP)
     lines, done = job.end()
     assert 1 <= len(lines) <= 2, done
-    places = "in microbatch [123], (?:forward|backward) of|meeting at point|after meeting at point|flushing|completing"
+    places = "in microbatch [123], (?:forward|backward) of|synchronizing at|after synchronizing at|flushing|completing"
     doing = f"(?:{places}) .*"
     late = "late (?:is|are) rank 2 on \\S+, "
     # Stopped within B, it may have let one of the others through, who then waits at A for both.
@@ -283,7 +283,7 @@ def test_a_killed_rank(tmp_path, victim):
 def test_a_rank_that_leaves_is_noticed_at_once(tmp_path):
     lines, done = Job(tmp_path, LEAVES).end()
     left = r"odc_mpi: rank 1 on \S+ has left while others wait for it: rank [02] on \S+, "
-    assert_line(left + LAST_SEEN + "meeting at point A, gradients complete", lines[0], 0.0, 10.0)
+    assert_line(left + LAST_SEEN + "synchronizing at gradients_complete", lines[0], 0.0, 10.0)
     assert len(lines) == 1
     assert done.code == 1 and done.seconds < 25
 
@@ -291,7 +291,7 @@ def test_a_rank_that_leaves_is_noticed_at_once(tmp_path):
 @pytest.mark.library
 def test_a_fetch_that_does_not_complete_names_the_owners(tmp_path):
     line = the_line(tmp_path, FETCH_HANGS.replace("SHORT", "[1]"))
-    owner = r"rank [02] on \S+, which was last seen \d+\.\d s ago, meeting at point A, gradients complete"
+    owner = r"rank [02] on \S+, which was last seen \d+\.\d s ago, synchronizing at gradients_complete"
     assert_line(f"{WAITED}fetching unit 2: it waits for {owner.replace(NUMBER, f'({NUMBER})')}; {owner}{LIMIT}", line)
 
 
@@ -303,6 +303,6 @@ def test_who_waits_for_one_that_fetches_learns_so(tmp_path):
 @pytest.mark.library
 def test_a_push_that_does_not_complete_names_the_owners(tmp_path):
     line = the_line(tmp_path, PUSH_HANGS)
-    owner = r"rank [02] on \S+, which was last seen \d+\.\d s ago, meeting at point A, gradients complete"
+    owner = r"rank [02] on \S+, which was last seen \d+\.\d s ago, synchronizing at gradients_complete"
     what = "accumulating the gradient of unit 2: it waits for "
     assert_line(f"{WAITED}{what}{owner.replace(NUMBER, f'({NUMBER})')}; {owner}{LIMIT}", line)

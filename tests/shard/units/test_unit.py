@@ -87,16 +87,16 @@ def test_the_longest_unused_unit_goes_and_the_root_stays(transport: RecordingTra
     units, ready = simple(transport, 4)
     for unit in units[:3]:
         ready.unshard(unit)
-    assert states(units) == "rrrss"
+    assert states(units) == "uuuss"
     ready.unshard(units[1])  # used again: now units[2] is the longest unused
     ready.unshard(units[3])
-    assert states(units) == "rrsrs"
+    assert states(units) == "uusus"
     ready.unshard(units[4])
-    assert states(units) == "rssrr"
+    assert states(units) == "ussuu"
     ready.unshard(units[4])
     ready.unshard(units[3])
     ready.unshard(units[2])
-    assert states(units) == "rsrrs"
+    assert states(units) == "usuus"
     assert transport.names("fetch") == ["(root)", "u0", "u1", "u2", "u3", "u1"]
 
 
@@ -106,9 +106,9 @@ def test_a_unit_in_use_stays(transport: RecordingTransport) -> None:
     with units[1].in_use(), units[2].in_use(), units[2].in_use():
         for unit in units[1:]:
             ready.unshard(unit)
-        assert states(units) == "srrsrr"
+        assert states(units) == "suusuu"
     ready.unshard(units[3])
-    assert states(units) == "sssrsr"
+    assert states(units) == "sssusu"
     with pytest.raises(ZeroDivisionError), units[3].in_use():
         raise ZeroDivisionError
     assert units[3].num_forwards == 0
