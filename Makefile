@@ -76,7 +76,7 @@ run: $(READY) $(DATA)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/odc-mpi train --config jobs/quickstart.yaml
 	@$(BIN)/odc-mpi train --config jobs/quickstart.yaml --optim.learning_rate 0 --run.steps 1 --run.checkpoint_every 1 \
 	    --run.dir runs/untrained --run.resume auto >/dev/null
-	@echo; echo "== Two functions that it has not seen, before training"
+	@echo; echo "== Two functions that are not in the data, before training"
 	@$(SHOW) runs/untrained
 	@echo; echo "== and after"
 	@$(SHOW) runs/quickstart
