@@ -1,29 +1,29 @@
-"""Measure what a GPU, its link and our kernels give, and what our runtime costs a step there.
+"""Measure bandwidths of a GPU and its link, the CUDA kernels of odc_mpi, and the overhead of a training step.
 
-    mpiexec -n 1 odc-mpi doctor; mpiexec -n 2 odc-mpi doctor     # else windows on GPUs are left out
+    mpiexec -n 1 odc-mpi doctor; mpiexec -n 2 odc-mpi doctor     # else windows on GPUs are omitted
     mpiexec -n 2 python benchmarks/gpu.py [--parts bandwidths kernels step] [--sizes 4M,16M,64M,256M] [--repeats 7]
     mpiexec -n 1 python benchmarks/gpu.py --parts step [--config FILE] [--steps 4]
 
-    bandwidths   all ranks: units that come to a GPU and leave it (`gpu_windows.py`)
+    bandwidths   all ranks: fetches of units to a GPU and pushes from it (`gpu_windows.py`)
     kernels      rank 0, while the others wait: the owner's add and `flatten` (`gpu_kernels.py`)
-    step         rank 0 as a job of one rank, while the others wait: training beside plain torch (`gpu_step.py`)
+    step         rank 0 as a job of one rank, while the others wait: training compared with plain torch (`gpu_step.py`)
 
-What uses windows on GPUs may crash or hang whatever a doctor has proved. So all of the above is measured without them
-first; then, where they are to be used, bandwidths and steps once more with them, everything else beside them anew in
-the same run. Rank 0 prints the object as a line of JSON after each part: the last line holds all that was measured.
+Operations on GPU windows may crash or hang even if a doctor has proved them. So all of the above is measured without
+them first; then, if they are to be used, bandwidths and steps are measured again with them and with all other variants
+in the same run. Rank 0 prints the object as a line of JSON after each part: the last line has all results.
 
     library, ranks, nodes, repeats, devices, torch, load_average ([before, after], the node's over a minute)
     left_out     {what: reason}: variants, `bandwidths`, `kernels`, `step`, `step_device_windows`
-    sizes        a list of {size_bytes, num_units, crossing_bytes (of a unit, what other ranks own), variants}
-                 variants: {variant: {seconds, gb_per_s, of_copy, of_link}}, of one operation and the whole unit
+    sizes        a list of {size_bytes, num_units, crossing_bytes (of a unit, owned by other ranks), variants}
+                 variants: {variant: {seconds, gb_per_s, of_copy, of_link}}, for one operation and the full unit
     kernels      a list of {size_bytes (of a shard in fp32), slots, pieces, tasks}
                  tasks: {task: {moved_bytes, seconds, gb_per_s, of_copy, of_torch}}
     step         steps, param_dtype, model_numel, reduction, loss_deviation, tolerance, losses, and for `plain`,
-                 `host_windows`, `device_windows`: seconds, tokens_per_s (of a minibatch), overhead (our time by plain
-                 torch's in the same round, less 1)
+                 `host_windows`, `device_windows`: seconds, tokens_per_s (of a minibatch), overhead (odc_mpi's time
+                 divided by plain torch's in the same round, minus 1)
 
-`seconds`, `gb_per_s` and `overhead` are {low, median, high}, the quartiles over the rounds; what begins with `of_` is a
-speed as a multiple of another's, the median over rounds.
+`seconds`, `gb_per_s` and `overhead` are {low, median, high}, the quartiles over the rounds; keys that begin with `of_`
+are speeds as multiples of another variant's, medians over rounds.
 """
 
 import argparse
@@ -59,28 +59,28 @@ from odc_mpi.runtime.ranks import run_on_all_ranks
 from odc_mpi.runtime.world import World
 from odc_mpi.training.settings import Config
 
-#: What can be measured alone.
+#: Parts that can be measured separately.
 PARTS = ("bandwidths", "kernels", "step")
-#: Without room for so much a GPU has none for windows.
+#: Minimum free GPU memory for windows.
 _MIN_BYTES = 1 << 20
-#: Why there are no windows on GPUs where nobody wants them.
+#: Reason for omitting windows on GPUs that were not requested.
 SET = "set by --window-device"
-#: Called with the result so far and a line on what is measured next.
+#: Called with the result so far and a line about the next measurement.
 Listener = Callable[[dict[str, Any], str], None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked for.
+    """Options of the benchmark.
 
     Attributes:
-        sizes: Of units, and of shards, in bytes.
-        repeats: Rounds.
-        steps: Minibatches of a round.
-        config: A configuration of `odc-mpi train`; None for the benchmark's own.
-        window_device: Windows on GPUs: auto, where a doctor has proved them; cuda, in any case; cpu, not at all.
-        timeout_s: Seconds that a wait may last.
-        parts: Some of `PARTS`.
+        sizes: Sizes of units, and of shards, in bytes.
+        repeats: Number of rounds.
+        steps: Minibatches per round.
+        config: Path of a configuration of `odc-mpi train`; None for the benchmark's own.
+        window_device: Windows on GPUs: auto, if a doctor has proved them; cuda, always; cpu, never.
+        timeout_s: Maximum seconds of a wait.
+        parts: Subset of `PARTS`.
     """
 
     sizes: Sequence[int]
@@ -131,20 +131,19 @@ def _find(host_rank: int) -> Device:
 def measure(
     world: World, device: Device, options: Options, tell: Listener = lambda result, doing: None
 ) -> dict[str, Any]:
-    """Measure everything. Collective.
+    """Measure all parts. Collective.
 
     Args:
-        world: The ranks.
-        device: This rank's; all ranks have one.
+        device: GPU of this rank; all ranks have one.
         options: The same on every rank.
         tell: Called on every rank before each part.
 
     Returns:
-        What the module's docstring describes; on other ranks than the first without what that one measures alone.
+        The object that the module's docstring describes; parts that rank 0 measures alone are missing on other ranks.
 
     Raises:
-        AgreedError: A setting asks for what cannot be, too little memory, or losses differ; on every rank.
-        RuntimeError: Something came out wrong.
+        AgreedError: A setting is not supported, memory is insufficient, or losses differ; on every rank.
+        RuntimeError: A result is wrong.
     """
     before = os.getloadavg()[0]
     against = reduction_objections(world, device, options.window_device)
@@ -185,13 +184,13 @@ def reduction_objections(world: World, device: Device, wish: str) -> dict[str, s
 
 
 def judge(report: ProbeReport, wish: str) -> dict[str, str]:
-    """Return the reductions not to measure with windows on devices, each with the reason. Local."""
+    """Return the reductions not to measure with windows on devices, each with the reason. Does not communicate."""
     if wish == "cpu":
         return dict.fromkeys(REDUCTIONS, SET)
     if wish == "auto":
         proof = summarize(report)
         return dict.fromkeys(REDUCTIONS, proof.objection) if proof.objection else dict(proof.reduction_objections)
-    # Asked for in any case; but the benchmark itself ends where something arrives wrongly.
+    # Requested unconditionally; but the benchmark ends if an operation delivers wrong data.
     against = {}
     for kind in report.kinds:
         for name, operation in (("accumulate", "accumulate"), ("mailbox", "put")):
@@ -201,7 +200,7 @@ def judge(report: ProbeReport, wish: str) -> dict[str, str]:
 
 
 def left_out(against: dict[str, str]) -> dict[str, str]:
-    """Return the variants that need windows on devices and have none, each with the reason. Local."""
+    """Return the variants that need windows on devices and have none, each with the reason."""
     reasons = {f"push_device_{name}": reason for name, reason in against.items()}
     if len(against) == len(REDUCTIONS):
         reasons = {"fetch_device": next(iter(against.values())), **reasons}
@@ -209,13 +208,10 @@ def left_out(against: dict[str, str]) -> dict[str, str]:
 
 
 class _Parts:
-    """The parts of the benchmark, each of which adds to the result. Making it is collective.
+    """The parts of the benchmark, each of which adds to the result. Construction is collective.
 
     Args:
-        world: The ranks.
-        device: This rank's.
-        options: What is asked for.
-        config: For the steps; None on other ranks than the first.
+        config: Configuration of the steps on rank 0; None on other ranks.
         tell: Called with the result so far before each part.
     """
 
@@ -250,10 +246,10 @@ class _Parts:
             self._free()
 
     def step(self, *, on_device: bool = False) -> None:
-        """Measure what a step costs on rank 0. Collective.
+        """Measure a training step on rank 0. Collective.
 
         Args:
-            on_device: With windows on the device too, if they are to be used and memory sufficed for the rest.
+            on_device: Measure windows on the device, too, if they are to be used and memory sufficed for the rest.
         """
         if on_device and self.result["step"] is None:
             return
@@ -266,7 +262,7 @@ class _Parts:
         self._free()
 
     def _steps(self, on_device: bool) -> tuple[dict[str, Any] | None, str | None]:
-        """Return the entry `step` and the reason for a part that was left out; None for either. Local."""
+        """Return the entry `step` and the reason for a part that was omitted; None for either."""
         assert self._config is not None
         names = [gpu_step.HOST, *([gpu_step.DEVICE] if on_device else [])]
         with self._world.self_world() as alone:
@@ -286,7 +282,7 @@ class _Parts:
                 return None, f"the GPU's memory does not hold all models ({errors}): give a smaller one with --config"
 
     def _against_step(self, alone: World) -> str | None:
-        """Return the reason not to have the windows of a single rank on its device, None if there is none. Local."""
+        """Return the reason against windows of a single rank on its device, or None."""
         if self._options.window_device == "cpu":
             return SET
         try:
@@ -300,10 +296,10 @@ class _Parts:
         return allocation_error(self._device, _MIN_BYTES)
 
     def _on_first(self, work: Callable[[], Any]) -> Any:
-        """Let rank 0 work while the others wait, and give all what came of it. Collective.
+        """Call a function on rank 0 while the others wait, and broadcast its result. Collective.
 
         Raises:
-            AgreedError: It raised a UserError.
+            AgreedError: The function raised a UserError.
         """
         done, error = None, None
         if self._world.rank == 0:
@@ -318,7 +314,7 @@ class _Parts:
         return done
 
     def _free(self) -> None:
-        """Give the GPU's memory back that torch keeps for later. Local."""
+        """Free the GPU memory that torch caches."""
         gc.collect()
         if self._device.torch_device.type == "cuda":
             torch.cuda.empty_cache()
