@@ -1,10 +1,13 @@
-"""On-demand communication for post-training, over MPI one-sided windows."""
+"""Post-training over MPI: ranks fetch parameters and accumulate gradients on demand, by one-sided operations.
+
+A function is local unless its docstring says Collective or One-sided.
+"""
 
 from typing import Any
 
 __version__ = "0.1.0"
 
-#: Public names and where they live. Looked up when first used, so that `odc-mpi prepare` does not start MPI.
+#: Public names and their modules. Imported when first used, so that `odc-mpi prepare` does not start MPI.
 _PUBLIC = {
     "World": "odc_mpi.runtime.world",
     "Tickets": "odc_mpi.comm.tickets",

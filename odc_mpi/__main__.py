@@ -1,4 +1,4 @@
-"""`python -m odc_mpi` is `odc-mpi`."""
+"""`python -m odc_mpi`, the same as the command `odc-mpi`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Shard a module over the ranks of a world: the choice of transport, and the call that users make."""
+"""`shard_model`, the call with which users shard a module over the ranks of a world, and its choice of a transport."""
 
 import functools
 from collections import Counter
@@ -32,7 +32,7 @@ from odc_mpi.shard.local_shards import WeightSource
 from odc_mpi.shard.model import ShardedModel
 from odc_mpi.shard.partition import UnitChoice
 
-#: What AdamW keeps for each element that it optimizes: two moments in fp32.
+#: Bytes of AdamW's state for each trainable element: two moments in fp32.
 OPTIMIZER_BYTES = 8
 
 
@@ -53,43 +53,40 @@ def shard_model(
     device: str = "cpu",
     optimizer_device: str = "cpu",
 ) -> ShardedModel:
-    """Move a module's parameters into MPI windows, a shard on every rank. Collective.
+    """Move a module's parameters into MPI windows, one shard on each rank. Collective.
 
     Args:
-        module: Any module. Where ranks hold different values, those of rank 0 count.
-        world: The ranks.
+        module: Any module. If its values differ between ranks, those of rank 0 are used.
         units: Classes, class names or submodules whose parameters are fetched together, such as a transformer's block;
-            by default the module's `_no_split_modules`. All other parameters form the root unit, which stays for a
-            whole minibatch.
-        param_dtype: Type in which parameters are hosted, fetched and computed with; by default each has its own, as
-            adapters in fp32 over a frozen base in bf16. Where the type is narrower than fp32, owners keep an fp32
-            master of their trainable slices for the optimizer.
+            by default the module's `_no_split_modules`. All other parameters form the root unit, which stays unsharded
+            for the whole minibatch.
+        param_dtype: Type in which parameters are stored, fetched and computed with. By default each parameter keeps its
+            type, such as fp32 adapters on a frozen bf16 base. If the type is narrower than fp32, owners keep an fp32
+            master copy of their trainable slices for the optimizer.
         reduce_dtype: Type in which gradients are summed: float32 or float64, by default the wider of float32 and the
-            types of the trainable parameters; or int64, which stands for 64-bit fixed-point numbers, whose sums do not
-            depend on their order (docs/exact.md).
-        activation_checkpointing: Keep only the inputs of each unit for the backward, and run its forward again there.
-        prefetch: How many units to fetch ahead of their use, beside the computation; each beyond the first takes memory
-            for one more unit. With 0 no thread is started; with 1 or more, gradients are pushed from a thread, too.
-        weights: Where initial parameters come from if not from the module, which may then be on the meta device.
-        decision: How ranks reach each other; by default what `decide_for` finds best over windows. With
-            `decide_for(world, transport="collective")` the model does what FSDP does, for comparison: every rank must
-            then run the same number of microbatches, and nothing is prefetched (docs/ordering.md).
-        mailbox_bytes: Where gradients go through a mailbox: memory on this rank for gradients on their way to it.
-        parameter_cache_bytes: Memory on this rank for fetched units that stay until the end of the minibatch, where the
-            model computes. By default what is free there, by the rule of docs/caching.md; ranks need not agree.
-        gradient_cache_bytes: The same for gradients, which are then added up and pushed once a minibatch.
-        device: Where the model computes: cpu, or cuda, of a node's GPUs the one with this rank's local number. The
-            shards are on the host, and a GPU holds no parameters but those of the units in use, unless `decision` has
-            windows on the GPUs (docs/gpu.md).
-        optimizer_device: cpu, or cuda: the slices to optimize are then on the GPU, with whatever the optimizer keeps.
+            types of the trainable parameters; int64 selects 64-bit fixed-point numbers, whose sums do not depend on
+            their order (docs/exact.md).
+        activation_checkpointing: True to keep only the inputs of each unit, and recompute its forward in the backward.
+        prefetch: Number of units to fetch ahead, overlapped with computation. Each beyond the first needs memory for
+            one more unit. With 0 no thread is started; with 1 or more, a thread also pushes the gradients.
+        weights: Source of the initial parameters. The module may then be on the meta device. Default: the module.
+        decision: How ranks reach each other; by default the choice of `decide_for` for windows. With
+            `decide_for(world, transport="collective")` the model communicates like FSDP, for comparison: every rank
+            must run the same number of microbatches, and nothing is prefetched (docs/ordering.md).
+        mailbox_bytes: Memory of this rank for incoming gradients if they are sent through a mailbox.
+        parameter_cache_bytes: Memory of the computing device for units that stay unsharded until the end of the
+            minibatch; may differ between ranks. By default a share of the free memory (docs/caching.md).
+        gradient_cache_bytes: The same for accumulated gradients, each of which is then pushed once per minibatch.
+        device: Device that computes: cpu, or cuda for the GPU with this rank's number on the node. Shards are on the
+            host, and a GPU only holds parameters of units in use, unless `decision` has windows on GPUs (docs/gpu.md).
+        optimizer_device: cpu, or cuda to keep the trainable slices and the optimizer's state on the GPU.
 
     Returns:
         The model. Gradients of all microbatches of all ranks are summed.
 
     Raises:
-        ValueError: Nothing to train, units that match nothing, parameters without values.
-        UserError: Too little memory for the windows; no such device; windows on a GPU without CuPy; a cache
-            size that is none.
+        ValueError: No parameter is trainable, a unit matches no module, or a parameter has no values.
+        UserError: Too little memory for windows, no such device, windows on a GPU without CuPy, or invalid cache size.
     """
     computing = world.run_on_all(lambda: _device(device, optimizer_device, world.host_rank))
     world.run_on_all(lambda: _check_caches(parameter_cache_bytes, gradient_cache_bytes))
@@ -129,52 +126,44 @@ def decide_for(
     device: str = "cpu",
     tickets: bool = False,
 ) -> Decision:
-    """Probe this MPI stack and decide how ranks reach each other. Collective; takes up to two seconds.
+    """Probe this MPI stack and decide how ranks reach each other. Collective; up to two seconds.
 
-    If every setting is given, nothing is probed. Windows on GPUs are never probed here, since a trial may end the job:
-    the findings of `odc-mpi doctor` in the same layout count.
-
-    The findings are cached for the next run on the same stack, in `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi`.
+    Nothing is probed if no setting is auto. Windows on GPUs are never probed here, since a trial may end the job: the
+    results of `odc-mpi doctor` in the same layout are used. The results are cached for the next run on the same stack,
+    in `$XDG_CACHE_HOME/odc_mpi` or `~/.cache/odc_mpi`.
 
     Args:
-        world: The ranks.
         transport: window, or collective: all-gather and reduce-scatter on the host, the baseline. It needs no probe.
-        zero_copy: auto, or off: ranks of a node do not read each other's parameters in place.
-        reduction: auto, or how gradients reach their owners: accumulate or mailbox.
-        progress: auto, or whether a thread serves other ranks while this one computes: off or thread.
-        window_device: auto, or where the windows are of a model that computes on GPUs: cuda or cpu.
-        device: Where the model computes, as `shard_model` has it.
-        tickets: Whether microbatches are drawn (`Tickets`), so that drawing has to be right, too.
+        zero_copy: auto, or off: a rank copies parameters of other ranks on its node instead of reading mapped memory.
+        reduction: How gradients reach their owners: auto, accumulate or mailbox.
+        progress: auto, off, or thread: a progress thread answers requests of other ranks during the computation.
+        window_device: Device of the windows of a model that computes on GPUs: auto, cuda or cpu.
+        tickets: True if ranks claim microbatches by `Tickets`; then wrong results of Fetch_and_op are an error, too.
 
     Raises:
-        UserError: A value that a setting does not have, or that this MPI cannot grant; or what would be used delivered
-            wrong data.
+        UserError: A setting is invalid or not supported by this MPI, or an operation in use delivered wrong data.
     """
     if transport not in ("window", "collective"):
         raise UserError(f"transport: expected window or collective, got {transport}")
-    wishes = CommSettings(zero_copy, reduction, progress, window_device)
+    settings = CommSettings(zero_copy, reduction, progress, window_device)
     if transport == "collective":
-        if wishes != CommSettings() or device != "cpu":
-            raise UserError("transport: collective computes on the host and has no other choice: leave the others out")
+        if settings != CommSettings() or device != "cpu":
+            raise UserError(
+                "transport: collective computes on the host and uses no other setting: leave them at their defaults"
+            )
         return decide_collective()
-    # An operation that crashes here must not be tried if nothing depends on the answer.
-    report = environment_report(world) if wishes.is_complete else cached_or_quick_report(world)
+    # An operation may crash, so it is only tried if a choice depends on the result.
+    report = environment_report(world) if settings.is_complete else cached_or_quick_report(world)
     computing = world.run_on_all(lambda: find_device(device, world.host_rank))
     if computing is not None and window_device != "cpu":
         report = _with_device_report(report, world, computing)
-    decision = world.run_on_all(lambda: decide(report, wishes, on_device=computing is not None))
+    decision = world.run_on_all(lambda: decide(report, settings, on_device=computing is not None))
     world.run_on_all(lambda: refuse_wrong_data(report, decision, tickets=tickets))
     return decision
 
 
 def _free_bytes(world: World, device: Device | None, optimized: ShardedModel | None) -> tuple[int, int]:
-    """Return the free memory where this rank computes, and how many ranks share it.
-
-    Args:
-        world: The ranks.
-        device: Where this rank computes.
-        optimized: The model, if the state of its optimizer will be there, too.
-    """
+    """Return the free bytes of the computing device without the optimizer's state, and the number of ranks there."""
     free, num_ranks = available_bytes(), world.host_size
     if device is not None:
         free, num_ranks = device.free_bytes(), -(-world.host_size // device.num_visible)
@@ -189,12 +178,15 @@ def _check_caches(parameters: object, gradients: object) -> None:
 
 
 def _warn_about_budgets(requested: CacheBytes, needs: CacheNeeds) -> None:
-    for kind, budget, least, what in (
-        ("parameter", requested.parameters, needs.minimum.parameters, "unit"),
-        ("gradient", requested.gradients, needs.minimum.gradients, "unit's gradients"),
+    for kind, budget, minimum in (
+        ("parameter", requested.parameters, needs.minimum.parameters),
+        ("gradient", requested.gradients, needs.minimum.gradients),
     ):
-        if 0 < budget < least:
-            warn(f"comm.{kind}_cache_bytes: {budget} bytes hold no {what}, the smallest takes {least}: nothing is kept")
+        if 0 < budget < minimum:
+            warn(
+                f"comm.{kind}_cache_bytes: expected at least {minimum}, the size of the smallest unit, got {budget}: "
+                "nothing is cached"
+            )
 
 
 def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None:
@@ -202,25 +194,25 @@ def _device(device: str, optimizer_device: str, host_rank: int) -> Device | None
         if value not in ("cpu", "cuda"):
             raise UserError(f"{setting}: expected cpu or cuda, got {value}")
     if optimizer_device == "cuda" and device == "cpu":
-        raise UserError("optim.device: cuda goes with run.device cuda, got run.device cpu: set optim.device to cpu")
+        raise UserError("optim.device: cuda requires run.device cuda, got run.device cpu: set optim.device to cpu")
     if device == "cuda" and not has_thread_serialized():
         raise UserError(
-            "run.device: cuda needs MPI_THREAD_SERIALIZED, as torch runs a backward on a GPU in a thread of its own; "
-            f"this MPI grants {thread_level()}: set it to cpu, or leave mpi4py.rc.thread_level at its default"
+            "run.device: cuda requires MPI_THREAD_SERIALIZED, as torch runs a backward on a GPU in another thread, got "
+            f"{thread_level()}: set run.device to cpu, or leave mpi4py.rc.thread_level at its default"
         )
     return find_device(device, host_rank)
 
 
 def _with_device_report(report: ProbeReport, world: World, device: Device) -> ProbeReport:
-    """Add what a doctor found about windows on these devices. Collective."""
-    # Here, so that nobody without a GPU loads it.
+    """Add the cached results of `odc-mpi doctor` about windows on these devices. Collective."""
+    # Imported late: only needed with a GPU.
     from odc_mpi.probe.device_probe import load_device_report
 
-    kept = load_device_report(world, device)
-    if kept is None:
+    cached = load_device_report(world, device)
+    if cached is None:
         return report
-    problems = [problem for problem in kept.problems if problem.where[:1] in (("device",), ("from_device",))]
-    return replace(report, device=kept.device, problems=(*report.problems, *problems))
+    problems = [problem for problem in cached.problems if problem.where[:1] in (("device",), ("from_device",))]
+    return replace(report, device=cached.device, problems=(*report.problems, *problems))
 
 
 def _transport(
@@ -247,7 +239,7 @@ def _transport(
         )
     if decision.transport == "collective":
         if device is not None:
-            raise UserError("device: a model over collectives computes on the host: set it to cpu")
+            raise UserError("device: expected cpu with collectives, got cuda: set device to cpu")
         return collective_transport(world, param_dtype, reduce_dtype)
     host = window_transport(
         world,
@@ -269,10 +261,10 @@ def _widest_dtype(module: nn.Module, param_dtype: torch.dtype | None) -> torch.d
 
 
 def _dtypes_by_parameter(module: nn.Module) -> tuple[torch.dtype, dict[str, torch.dtype]]:
-    """Return the type of most elements of a module's parameters, and the types of all others by name."""
-    own = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
+    """Return the type of most elements of a module's parameters, and by name the parameters of another type."""
+    parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
     counts: Counter[torch.dtype] = Counter()
-    for parameter in own.values():
+    for parameter in parameters.values():
         counts[parameter.dtype] += parameter.numel()
     usual = counts.most_common(1)[0][0] if counts else torch.float32
-    return usual, {name: p.dtype for name, p in own.items() if p.dtype != usual}
+    return usual, {name: p.dtype for name, p in parameters.items() if p.dtype != usual}

@@ -1,45 +1,45 @@
-"""The exceptions and warnings that a person reads: one line each."""
+"""Exceptions and warnings with a message of one line for the user."""
 
 import sys
 
 
 class UserError(ValueError):
-    """A mistake in a configuration, a data set or a checkpoint, told in one line.
+    """An error in a configuration, a data set or a checkpoint.
 
-    The message says what was expected, what came, and which setting to change. The command line prints it from rank 0
-    without a traceback and exits with code 2.
+    The message has one line: the expected value, the actual one, and the setting to change. The command line prints it
+    from rank 0 without a traceback and exits with code 2.
     """
 
 
 class AllRanksUserError(UserError):
-    """A `UserError` that every rank of the job raises at the same point, so that each may end in good order."""
+    """A `UserError` that every rank of the job raises at the same point, so that all ranks can exit cleanly."""
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on for a reason that its own figures tell, in one line; every rank raises it."""
+    """A run that cannot continue, for example because of non-finite gradients; raised by every rank."""
 
 
 class StoppedError(RuntimeError):
-    """A run that ends early on request, after saving; every rank raises it."""
+    """A run that ends early on request, after saving; raised by every rank."""
 
 
 def file_error(error: OSError) -> UserError:
-    """Return an error in one line about a file that cannot be used, such as one without permission.
+    """Convert an error of the operating system about a file, such as a missing permission.
 
     Raises:
-        OSError: The same error, if it names no file: then it is not the user's mistake.
+        OSError: `error`, if it has no file name: then no setting of the user is the cause.
     """
     if error.filename is None:
         raise error
-    return UserError(f"expected a file or directory that can be used, got {error.filename}: {error.strerror}")
+    return UserError(f"cannot use {error.filename}: {error.strerror}")
 
 
 def one_line_message(error: BaseException) -> str:
-    """Fold an exception's message, which may have many lines, into one."""
+    """Return the message of an exception as one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def warn(line: str) -> None:
-    """Print a line that a person must see."""
+    """Print a warning to stderr."""
     print(f"odc_mpi: {line}", file=sys.stderr, flush=True)

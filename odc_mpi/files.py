@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and names that a crash does not lose. Local; knows no format and no MPI."""
+"""Atomic and durable writes of files and directories. Does not use MPI."""
 
 import errno
 import os
@@ -11,19 +11,17 @@ from odc_mpi.errors import warn
 
 
 def write_text_durable(path: Path, text: str) -> None:
-    """Replace a file; a reader sees the old or the new content, also after a crash.
+    """Replace a file atomically, so that a reader gets the old or the new content, also after a crash.
 
-    One process at a time may call this for a path: the temporary file beside it always has the same name.
-
-    Raises:
-        OSError: The file cannot be written; the old one stays.
+    One process at a time may call this for a path, since the name of the temporary file is fixed. If the file cannot be
+    written, it is unchanged.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # or a crash of the node could leave the new name with no content
+            os.fsync(file.fileno())  # otherwise the file could be empty after a crash of the node
         temporary.replace(path)
     except OSError:
         with suppress(OSError):
@@ -33,23 +31,16 @@ def write_text_durable(path: Path, text: str) -> None:
 
 
 def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
-    """Replace a file; a reader sees the old or the new content. After a crash the file may be empty.
+    """Replace a file atomically. After a crash it may be empty. If the file cannot be written, it is unchanged.
 
-    Several processes may call this for a path: each has a temporary file of its own, and the last one wins.
-
-    Args:
-        path: The file, in a directory that exists.
-        text: The new content.
-        private: Whether only this user may read the file; else it has the permissions of any new file.
-
-    Raises:
-        OSError: The file cannot be written; the old one stays.
+    Several processes may call this for a path at the same time. The last one wins. Other users have no access to a
+    private file; otherwise, it has the default permissions of new files.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-        if not private:  # mkstemp makes a file of mode 0600
+        if not private:  # mkstemp creates files with mode 0600
             umask = os.umask(0)
             os.umask(umask)
             Path(temporary).chmod(0o666 & ~umask)
@@ -62,13 +53,10 @@ def write_text_atomic(path: Path, text: str, *, private: bool) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Offer a path to write a new file to; rename that file to `path` when the body ends well.
+    """Yield a temporary path to write to, and rename that file to `path` at the end of the body.
 
-    The new path is in a hidden directory beside `path`, which goes on any exception, with the parent directories that
-    were made for it; then the old file stays as it was.
-
-    Raises:
-        OSError: The directories cannot be made, or the file cannot be renamed.
+    The temporary path is in a hidden directory next to `path`. After an exception `path` is unchanged, and the
+    directories that were created are removed.
     """
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
@@ -81,13 +69,13 @@ def atomic_write(path: Path) -> Iterator[Path]:
         sync_directory(path.parent)
     except BaseException:
         for folder in missing:
-            with suppress(OSError):  # not made, or somebody else has put something into it
+            with suppress(OSError):  # not created, or another process has created files in it
                 folder.rmdir()
         raise
 
 
 def write_or_warn(path: Path, text: str) -> None:
-    """Write a file of a run, or warn that it is lost: no such file is worth ending the run."""
+    """Write a file of a run durably, or warn if it cannot be written: a run does not end for lack of such a file."""
     try:
         write_text_durable(path, text)
     except OSError as error:
@@ -95,12 +83,12 @@ def write_or_warn(path: Path, text: str) -> None:
 
 
 def warn_write_failed(path: Path, error: OSError) -> None:
-    """Warn that a file, or a part of it, is lost, and that the run goes on."""
-    warn(f"WARNING: cannot write {path}: {error.strerror}: it is incomplete or missing; the run goes on without")
+    """Warn that a file of a run is incomplete or missing."""
+    warn(f"WARNING: cannot write {path}: {error.strerror}. The file is incomplete or missing; training continues")
 
 
 def sync_file(path: Path) -> None:
-    """Flush the content of a file to the disk; else a crash could leave an empty file under a good name."""
+    """Flush the content of a file to the disk, so that the file is not empty after a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,7 +97,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush the names in a directory to the disk, where the file system supports it."""
+    """Flush the entries of a directory to the disk, if the file system supports it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,9 +109,9 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, and flush their names to the disk."""
+    """Create a directory and its missing parents, and flush their entries to the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
-        with suppress(PermissionError):  # where one may add names and not see them
+        with suppress(PermissionError):  # a parent may be writable without being readable
             sync_directory(folder.parent)

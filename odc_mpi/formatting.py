@@ -1,4 +1,4 @@
-"""Sizes, durations, long texts and near misses of names, the same in tables, pictures and messages."""
+"""Formatting for messages, tables and plots: sizes, durations, long texts, corrections of misspelled names."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def format_size(num_bytes: int) -> str:
-    """Write a size in bytes with the largest suffix that loses nothing, such as "64K"."""
+    """Format a size in bytes with the largest exact suffix, such as "64K"."""
     for suffix, scale in reversed(SUFFIXES.items()):
         if num_bytes % scale == 0:
             return f"{num_bytes // scale}{suffix}"
@@ -16,25 +16,25 @@ def format_size(num_bytes: int) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """Read a size in bytes, such as "65536", "64K" or "2G"; None if it is none."""
+    """Parse a size in bytes, such as "65536", "64K" or "2G"; return None for other texts."""
     scale = SUFFIXES.get(text[-1:].upper(), 1)
     digits = text if scale == 1 else text[:-1]
     return int(digits) * scale if digits.isdecimal() and digits.isascii() and len(digits) < 20 else None
 
 
 def format_seconds(value: float) -> str:
-    """Write a duration with two digits and a unit, such as "3.1 s", "0.21 ms" or "1.5 us"."""
+    """Format a duration with two digits and a unit, such as "3.1 s", "0.21 ms" or "1.5 us"."""
     unit, scale = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-4 else ("us", 1e6)
     scaled = value * scale
     return f"{scaled:.0f} {unit}" if scaled >= 10 else f"{scaled:.2g} {unit}"
 
 
 def truncate_text(text: str, max_chars: int) -> str:
-    """Cut a text to so many characters, the last three of them dots."""
+    """Shorten a text to at most `max_chars` characters, the last three of which are dots if it was longer."""
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = " ({})") -> str:
-    """Write "did you mean NAME?" with the most similar of the known names; "" if none is similar."""
+    """Format "did you mean NAME?" with the known name most similar to a word; return "" if none is similar."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return form.format(f"did you mean {near[0]}?") if near else ""

@@ -1,6 +1,6 @@
-"""The YAML that settings are written in: the safe kind, without two of YAML 1.1's traps.
+"""The YAML dialect of configuration files: safe YAML 1.1, but ``1e-4`` and ``-.1`` are numbers, not strings.
 
-``1e-4`` and ``-.1`` are numbers, and a key given twice is an error. Nothing here knows what the settings are.
+A duplicate key is an error.
 """
 
 import re
@@ -13,11 +13,7 @@ from odc_mpi.errors import UserError
 
 
 def read_file(path: Path) -> Any:
-    """Read a document.
-
-    Raises:
-        UserError: The file cannot be read or is no YAML, in one line that names it.
-    """
+    """Read a document; raise `UserError` if the file cannot be read or is not YAML."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
@@ -30,7 +26,7 @@ def read_file(path: Path) -> Any:
 
 
 def read_value(text: str) -> Any:
-    """Read an argument as YAML would, or as the text it is: the type check then tells what was expected."""
+    """Parse a command line argument. Text that is not YAML is returned as it is and left to the type check."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError):
@@ -39,12 +35,12 @@ def read_value(text: str) -> Any:
 
 
 def write(document: Any) -> str:
-    """Write a document such that `read_file` reads an equal one."""
+    """Format a document such that `read_file` reads an equal one."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, with numbers like 1e-4 and -.1, and without doubled keys."""
+    """Safe loader that accepts numbers like 1e-4 and -.1, and rejects duplicate keys."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -58,11 +54,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """The safe dumper, with the numbers of `_Loader`."""
+    """Safe dumper that quotes strings which `_Loader` would read as numbers."""
 
 
-# Both halves have to agree on what a number is: were only the loader to read 1e3 as one, the dumper would write the
-# text "1e3" without quotes.
+# For both classes: if only the loader read 1e3 as a number, the dumper would write the string "1e3" without quotes.
 _NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$")
 for _half in (_Loader, _Dumper):
     _half.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))

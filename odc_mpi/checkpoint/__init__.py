@@ -1,1 +1,1 @@
-"""Checkpoints in HDF5: a file per rank, an index that shows whole tensors, a manifest. No communication."""
+"""Checkpoints in HDF5: one file per rank, an index of full tensors, and a manifest. Does not use MPI."""

@@ -1,4 +1,4 @@
-"""The output of `odc-mpi checkpoint list | verify | show | digest`. One process, no communication."""
+"""Output of `odc-mpi checkpoint list | verify | show | digest`."""
 
 import math
 from collections.abc import Iterator
@@ -14,22 +14,14 @@ from odc_mpi.errors import UserError
 
 
 def open_newest(path: Path) -> Checkpoint:
-    """Open the newest complete checkpoint of a run, or the checkpoint that the path names.
-
-    Raises:
-        UserError: There is no checkpoint.
-    """
-    found = checkpoint_directories(path)
-    complete = [directory for directory in found if (directory / MANIFEST).exists()]
-    return Checkpoint((complete or found)[-1])
+    """Open the newest complete checkpoint below a path (see `checkpoint_directories`)."""
+    directories = checkpoint_directories(path)
+    complete = [directory for directory in directories if (directory / MANIFEST).exists()]
+    return Checkpoint((complete or directories)[-1])
 
 
 def list_lines(path: Path) -> Iterator[str]:
-    """Yield a line for each checkpoint, the oldest first.
-
-    Raises:
-        UserError: There are no checkpoints.
-    """
+    """Yield a line for each checkpoint, the oldest first."""
     for directory in checkpoint_directories(path):
         try:
             with Checkpoint(directory) as checkpoint:
@@ -38,15 +30,11 @@ def list_lines(path: Path) -> Iterator[str]:
                 ranks = checkpoint.manifest.size
                 yield f"{directory}  step {checkpoint.step}, {num_bytes / 1e6:,.1f} MB, ranks {ranks}, {saved_at}"
         except UserError as error:
-            yield f"{directory}  NOT USABLE: {error}"
+            yield f"{directory}  INVALID: {error}"
 
 
 def verify(path: Path) -> tuple[list[str], int]:
-    """Read every byte of the checkpoints of a run, or of one checkpoint.
-
-    Returns:
-        A line for each checkpoint and for each damage, and the number of checkpoints that are not known to be intact.
-    """
+    """Read every byte of the checkpoints below a path; return lines to print, and the number that are not intact."""
     lines, num_damaged = [], 0
     for directory in checkpoint_directories(path):
         verdict = "DAMAGED"
@@ -63,14 +51,14 @@ def verify(path: Path) -> tuple[list[str], int]:
 
 
 def show_lines(path: Path) -> Iterator[str]:
-    """Yield a line for each tensor of a checkpoint, with its norm. Local; reads a part of a tensor at a time."""
+    """Yield a line for each tensor of the newest checkpoint, with its norm."""
     with open_newest(path) as checkpoint:
         manifest = checkpoint.manifest
         yield f"{checkpoint.directory}  step {manifest.step}, ranks {manifest.size}, optimizer {manifest.optimizer}"
         if "base" in manifest.metadata:
             adapter, base = manifest.metadata["adapter"], manifest.metadata["base"]
-            base_text = base["path"] or f"a model drawn with seed {base['seed']}"
-            yield f"adapters of rank {adapter['r']}, alpha {adapter['lora_alpha']}, over {base_text}"
+            base_text = base["path"] or f"randomly initialized with seed {base['seed']}"
+            yield f"LoRA adapter r={adapter['r']} alpha={adapter['lora_alpha']}, base: {base_text}"
         for name, values in manifest.scalars.items():
             low, high = min(values.values()), max(values.values())
             yield f"optimizer {name}: {low:g}" + (f" to {high:g}" if high != low else "")
@@ -81,14 +69,13 @@ def show_lines(path: Path) -> Iterator[str]:
 
 
 def digest_line(path: Path) -> str:
-    """Return one SHA-256 over all that a checkpoint restores, and its directory. Local; reads a part at a time."""
+    """Return the SHA-256 of the newest checkpoint (see `compute_digest`), and its directory."""
     with open_newest(path) as checkpoint:
-        return (
-            f"{compute_digest(checkpoint.manifest, lambda name, _: _parts(checkpoint, name))}  {checkpoint.directory}"
-        )
+        digest = compute_digest(checkpoint.manifest, lambda name, _: _read_blocks(checkpoint, name))
+        return f"{digest}  {checkpoint.directory}"
 
 
-def _parts(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
+def _read_blocks(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
     """Yield the elements of a tensor in order, in the stored type, a block at a time."""
     for start, stop in blocks(0, checkpoint.record(name).numel):
         yield checkpoint.read(name, start, stop)
@@ -96,13 +83,13 @@ def _parts(checkpoint: Checkpoint, name: str) -> Iterator[np.ndarray]:
 
 def _norm(checkpoint: Checkpoint, name: str) -> float:
     record, total = checkpoint.record(name), 0.0
-    for part in _parts(checkpoint, name):
-        total += float(np.square(_numbers(part, record)).sum())
+    for block in _read_blocks(checkpoint, name):
+        total += float(np.square(_to_float64(block, record)).sum())
     return math.sqrt(total)
 
 
-def _numbers(stored: np.ndarray, record: TensorRecord) -> np.ndarray:
-    """Return stored values as float64; fp8 as its bits."""
+def _to_float64(stored: np.ndarray, record: TensorRecord) -> np.ndarray:
+    """Convert stored values to float64. Values of fp8 are not decoded: their bits are read as integers."""
     if record.dtype == "bfloat16":
         stored = (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float64)

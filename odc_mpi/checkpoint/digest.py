@@ -1,7 +1,7 @@
-"""One SHA-256 over the state of a training, whatever the number of ranks that hold it. No communication.
+"""A SHA-256 over the state of a training run that does not depend on the number of ranks.
 
-Parameters, buffers and the optimizer's state go into it by name, type, shape and bits. Configuration, place in the data
-and versions do not.
+It covers names, types, shapes and bits of parameters, buffers and the optimizer's state, but not the configuration, the
+position in the data, or versions.
 """
 
 import hashlib
@@ -11,15 +11,15 @@ import numpy.typing as npt
 
 from odc_mpi.checkpoint.manifest import Manifest, TensorRecord
 
-#: Elements of a tensor that are read at a time.
+#: Maximum number of elements that are read at a time.
 BLOCK_NUMEL = 1 << 22
 
-#: Yields the elements of a tensor in order, in the stored type, given its path and its record.
+#: Function of a tensor's path and record. Yields its elements in order, in the stored type.
 Read = Callable[[str, TensorRecord], Iterable[npt.NDArray]]
 
 
 def compute_digest(manifest: Manifest, read: Read) -> str:
-    """Return the digest of what a manifest describes, as 64 hexadecimal digits. Local, but for what `read` does."""
+    """Return the digest of the tensors and scalars of a manifest, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for name, record in sorted(manifest.tensors.items()):
         digest.update(f"{name} {record.dtype} {list(record.shape)}\n".encode())
@@ -32,6 +32,6 @@ def compute_digest(manifest: Manifest, read: Read) -> str:
 
 
 def blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut a range of elements into blocks: yield the first element of each, and one past its last."""
+    """Split a range of elements into blocks; yield the start and stop of each."""
     for first in range(start, stop, BLOCK_NUMEL):
         yield first, min(first + BLOCK_NUMEL, stop)

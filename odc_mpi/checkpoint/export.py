@@ -1,6 +1,6 @@
-"""From a checkpoint to a Hugging Face directory: config.json, safetensors, the tokenizer's files. One process.
+"""Export of a checkpoint to a Hugging Face directory: config.json, safetensors, tokenizer files.
 
-The weights of one file at a time are in memory, never the whole model. Optimizer state is not exported.
+Only the weights of one file are in memory at a time. Optimizer state is not exported.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from typing_extensions import override
 
 from odc_mpi.checkpoint.manifest import TensorRecord
 from odc_mpi.checkpoint.reader import Checkpoint
@@ -21,41 +22,37 @@ from odc_mpi.data.tokenizer import tokenizer_files, write_files
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.files import sync_directory, sync_file
 
-#: Bytes of weights in one file; a larger tensor has a file of its own.
+#: Maximum bytes of weights in one file, unless a single tensor is larger.
 FILE_BYTES = 1 << 30
 
 
 class Exporter(ABC):
-    """What is written: tensors by name, each read when its file is written, and a configuration.
+    """Content of an exported directory: tensors by name, read when their file is written, and a configuration."""
 
-    Attributes:
-        stem: Name of the file of weights, without its suffix.
-        config_name: Name of the file of the configuration.
-        dtype: Type of floating-point weights, as torch names it, unless the user wants another.
-    """
-
+    #: Name of the file of weights, without its suffix.
     stem: str = "model"
     config_name: str = "config.json"
+    #: Default type of floating-point weights, by its name in torch.
     dtype: str
 
     @abstractmethod
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Return the bytes of each tensor in the files, by its name there, in the order of the files."""
+        """Return the exported size in bytes of each tensor by its exported name, in the order of the files."""
 
     @abstractmethod
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Read a tensor, and make it of this type if it is floating-point."""
+        """Read a tensor, and convert it to `dtype` if it is floating-point."""
 
     @abstractmethod
     def config(self, dtype: str) -> dict[str, Any]:
-        """Return the content of the configuration."""
+        """Return the content of the configuration file."""
 
 
 class WholeModelExporter(Exporter):
-    """A model that a checkpoint holds whole.
+    """Exporter of a checkpoint that contains the full model.
 
     Raises:
-        UserError: The checkpoint is of another kind of model, or of adapters alone.
+        UserError: The model is not a transformers model, or the checkpoint contains only adapters.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -63,25 +60,26 @@ class WholeModelExporter(Exporter):
         if "transformers_config" not in metadata:
             raise UserError(f"{checkpoint.directory} is not of a transformers model: read it with h5py, see index.h5")
         if "base" in metadata:
-            raise UserError(f"{checkpoint.directory} holds adapters alone: export them, or the model with --merge")
+            raise UserError(f"{checkpoint.directory} contains only adapters: export them, or the model with --merge")
         self._checkpoint = checkpoint
         self.dtype = metadata["config"]["model"]["param_dtype"]
 
+    @override
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """See `Exporter`. A tied parameter is there once, as transformers expects it."""
+        # A tied parameter is exported once, as transformers expects.
         return {
             path.removeprefix(f"{MODEL}/"): record.numel * _export_dtype(record, dtype).itemsize
             for path, record in self._checkpoint.manifest.tensors.items()
             if record.kind != "state"
         }
 
+    @override
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """See `Exporter`."""
-        whole = read_whole(self._checkpoint, name)
-        return whole.to(_export_dtype(self._checkpoint.record(f"{MODEL}/{name}"), dtype))
+        record = self._checkpoint.record(f"{MODEL}/{name}")
+        return read_whole(self._checkpoint, name).to(_export_dtype(record, dtype))
 
+    @override
     def config(self, dtype: str) -> dict[str, Any]:
-        """See `Exporter`."""
         return model_config(self._checkpoint, dtype)
 
 
@@ -92,24 +90,21 @@ def export(
     exporter: Exporter | None = None,
     base: Path | None = None,
 ) -> list[str]:
-    """Write a model such that `AutoModelForCausalLM.from_pretrained(out)` loads it.
+    """Export a checkpoint to a directory that `AutoModelForCausalLM.from_pretrained` or peft can load.
 
     Args:
-        checkpoint: A checkpoint of `odc-mpi train`.
-        out: A directory that does not exist or is empty; it appears complete or not at all.
-        dtype: Type of floating-point weights, as torch names it; by default that of `exporter`.
-        exporter: What of the checkpoint is written; by default the model that it holds.
-        base: Where the model is now that the run began with, for its tokenizer; None: where it was.
+        checkpoint: Checkpoint of `odc-mpi train`.
+        out: Directory to create; an empty one is replaced. It appears atomically, with all files.
+        dtype: Type of floating-point weights, by its name in torch; default: `exporter.dtype`.
+        exporter: Content of the directory; default: the full model.
+        base: Present directory of the model from which the run started, for its tokenizer; default: `model.path`.
 
     Returns:
         The names of the files.
-
-    Raises:
-        UserError: The checkpoint is damaged or of another kind of model, or `out` cannot be written.
     """
     exporter = exporter or WholeModelExporter(checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"expected OUT to be a new directory, got {out}, which is there: choose another")
+        raise UserError(f"expected OUT to be a new directory, got {out}, which exists: choose another")
     dtype = dtype or exporter.dtype
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -125,23 +120,23 @@ def export(
             sync_directory(directory)
             directory.replace(out)
         sync_directory(out.parent)
-    except (OSError, SafetensorError) as error:  # safetensors tells of a full disk in its own way
+    except (OSError, SafetensorError) as error:  # safetensors does not raise OSError for a full disk
         reason = getattr(error, "strerror", None) or one_line_message(error)
         raise UserError(f"expected OUT in a folder that can be written, got {out}: {reason}") from error
     return names
 
 
 def read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read a tensor of the model whole, as it is stored."""
+    """Read a full tensor of the model, in its own type."""
     record = checkpoint.record(f"{MODEL}/{name}")
     return read_tensor(checkpoint, f"{MODEL}/{name}", 0, record.numel).reshape(record.shape)
 
 
 def model_config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json of the model of a checkpoint."""
+    """Return the content of config.json for the model of a checkpoint."""
     metadata = checkpoint.manifest.metadata
     config = {**metadata["transformers_config"], "architectures": metadata["architectures"], "dtype": dtype}
-    config.pop("use_cache", None)  # training turns the cache off; generation needs it
+    config.pop("use_cache", None)  # training disables the KV cache, but generation needs it
     return config
 
 
@@ -150,8 +145,8 @@ def _write_weights(exporter: Exporter, out: Path, dtype: torch.dtype) -> None:
     weight_map: dict[str, str] = {}
     total = 0
     for number, names in enumerate(groups, 1):
-        number_of = "" if len(groups) == 1 else f"-{number:05d}-of-{len(groups):05d}"
-        file = f"{exporter.stem}{number_of}.safetensors"
+        suffix = "" if len(groups) == 1 else f"-{number:05d}-of-{len(groups):05d}"
+        file = f"{exporter.stem}{suffix}.safetensors"
         total += _write_file(exporter, out / file, names, dtype)
         weight_map |= dict.fromkeys(names, file)
     if len(groups) > 1:
@@ -160,14 +155,14 @@ def _write_weights(exporter: Exporter, out: Path, dtype: torch.dtype) -> None:
 
 
 def _write_file(exporter: Exporter, path: Path, names: list[str], dtype: torch.dtype) -> int:
-    """Write the tensors of one file, return their bytes; they are freed before the next file is read."""
+    """Write one file and return the bytes of its tensors, which are freed on return."""
     tensors = {name: exporter.tensor(name, dtype).contiguous() for name in names}
     save_file(tensors, path, metadata={"format": "pt"})
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _groups(sizes: dict[str, int]) -> Iterator[list[str]]:
-    """Yield the names of the tensors of each file."""
+    """Yield the names of the tensors in each file."""
     group: list[str] = []
     size = 0
     for name, num_bytes in sizes.items():
@@ -180,20 +175,15 @@ def _groups(sizes: dict[str, int]) -> Iterator[list[str]]:
 
 
 def _export_dtype(record: TensorRecord, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of a tensor in the files. Buffers keep theirs: the precision of training is of parameters."""
+    """Return the exported type of a tensor. Buffers keep their type, since `model.param_dtype` is for parameters."""
     stored_dtype: torch.dtype = getattr(torch, record.dtype)
     return dtype if stored_dtype.is_floating_point and record.kind != "buffer" else stored_dtype
 
 
 def read_tokenizer_files(config: Any, base: Path | None) -> dict[str, bytes]:
-    """Read the tokenizer's files of a run's data: from the data set, `rl.tokenizer`, or the model.
-
-    Args:
-        config: Settings of the run.
-        base: Where the model is now that the run began with; None: where it was.
-    """
-    of_prompts = config.get("rl", {}).get("tokenizer")
-    candidates = [config["data"]["path"], of_prompts, base or config["model"]["path"]]
+    """Read the tokenizer files of a run from the data set, `rl.tokenizer`, or the model in `base` or `model.path`."""
+    rl_tokenizer = config.get("rl", {}).get("tokenizer")
+    candidates = [config["data"]["path"], rl_tokenizer, base or config["model"]["path"]]
     return next((files for candidate in candidates if candidate and (files := tokenizer_files(Path(candidate)))), {})
 
 

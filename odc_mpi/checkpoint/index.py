@@ -1,8 +1,8 @@
-"""index.h5: every tensor whole, by its name, for anyone with HDF5.
+"""index.h5: the full tensors of a checkpoint by name, for other programs that read HDF5.
 
-Each tensor is a virtual data set: HDF5 assembles it from the ranks' files when it is read. Where a file is missing HDF5
-reads the fill value without an error. The fill value is NaN, so that the loss shows; and this package never reads a
-checkpoint through its index.
+Each tensor is a virtual data set, which HDF5 assembles from the files of the ranks on reading. If such a file is
+missing, HDF5 returns the fill value without an error. The fill value is therefore NaN, so that missing data is visible,
+and this package never reads a checkpoint through its index.
 """
 
 import math
@@ -16,14 +16,14 @@ from odc_mpi.checkpoint.manifest import FORMAT, INDEX, VERSION, FileRecord, Mani
 from odc_mpi.checkpoint.shard_file import checksum_of_file, stored_type
 from odc_mpi.files import sync_file
 
-#: First and one past the last index in each dimension.
+#: Start and stop in each dimension.
 Hyperslab = tuple[tuple[int, int], ...]
-#: NaN in the bits of a type that is stored as an integer.
+#: Bits of NaN for types that are stored as integers.
 _NAN_BITS = {"bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
 
 
 def write_index(directory: Path, manifest: Manifest) -> FileRecord:
-    """Write the index of a checkpoint whose ranks' files are all there, and flush it to the disk."""
+    """Write the index of a checkpoint and flush it to the disk. All files of the ranks must exist."""
     path = directory / INDEX
     with h5py.File(path, "x", locking=False) as file:
         file.attrs.update(format=FORMAT, version=VERSION, step=manifest.step, size=manifest.size)
@@ -44,7 +44,7 @@ def _create_virtual_dataset(file: h5py.File, name: str, record: TensorRecord, di
         created = file.create_virtual_dataset(name, layout, fillvalue=_fill_value(record.dtype, dtype))
     else:
         created = file.create_dataset(name, shape=record.shape, dtype=dtype, fillvalue=_fill_value(record.dtype, dtype))
-        # HDF5 has no virtual scalars: a copy.
+        # HDF5 has no virtual scalars: copy the value.
         for rank, _, _ in record.ranges:
             with h5py.File(directory / shard_name(step, rank), "r", locking=False) as source:
                 created[()] = source[name][0]
@@ -52,26 +52,20 @@ def _create_virtual_dataset(file: h5py.File, name: str, record: TensorRecord, di
 
 
 def _fill_value(dtype: str, stored: np.dtype) -> int | float:
-    """Return the fill value of a type: NaN, or the largest integer."""
+    """Return NaN, or the largest integer for a type without NaN."""
     if stored.kind == "f":
         return np.nan
     return _NAN_BITS.get(dtype, int(np.iinfo(stored).max))
 
 
 def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, Hyperslab]]:
-    """Cut elements `[start, stop)` of a flattened tensor into boxes, in order.
+    """Split elements `[start, stop)` of a flattened tensor of at least one dimension into hyperslabs, in order.
 
-    A range that begins and ends inside rows is the end of a row, whole rows, and the beginning of a row; the parts of
-    rows are cut in the same way.
-
-    Args:
-        shape: Shape of the tensor, at least one dimension.
-        start: First element.
-        stop: One past the last.
+    A range can begin and end within a row. It then consists of the end of a row, complete rows, and the beginning of a
+    row. Parts of rows are split recursively.
 
     Yields:
-        First and one past the last element of the flattened tensor, and their box, whose elements are in the same
-        order.
+        Start and stop in the flattened tensor, and the hyperslab with these elements in the same order.
     """
     if start >= stop:
         return
@@ -79,7 +73,7 @@ def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[in
         yield start, stop, ((start, stop),)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows
+    first, last = -(-start // row), stop // row  # the complete rows
     head = min(stop, first * row)
     if start < head:
         yield from _within_row(shape, start, head)

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: its tensors, its files, and their checksums.
 
-A checkpoint is a directory `step_00000100`. It exists if and only if its manifest.json is there and intact: it is
-written last. The manifest holds a checksum of each file without its tensors. This checksum covers the file's own table
-of checksums of the tensors, block by block: so every byte is covered, and rank 0 does not read other ranks' files.
+A checkpoint is a directory such as `step_00000100`. It is complete if it has an intact manifest.json, which is written
+last. The manifest contains a checksum of each file without its tensors. That part of the file includes a table of the
+checksums of the tensors' blocks. So every byte is covered, although rank 0 does not read other ranks' files.
 """
 
 import json
@@ -23,7 +23,7 @@ MANIFEST, INDEX = "manifest.json", "index.h5"
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step_(\d{8,})")
 
-#: The stored type of each torch type, as numpy names it. HDF5 knows neither bf16 nor fp8: these are kept as plain bits.
+#: The numpy type in which each torch type is stored. HDF5 has neither bf16 nor fp8: their bits are stored as integers.
 STORED_AS = {
     **{f"float{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)},
     **{f"{sign}int{bits}": f"<{sign or 'i'}{bits // 8}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
@@ -35,18 +35,18 @@ STORED_AS = {
 
 
 class VersionError(UserError):
-    """A checkpoint of another version of the format, which may be intact."""
+    """A checkpoint has another version of the format, and may be intact."""
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor and the ranks that hold its parts.
+    """A tensor, and the parts of it in the files of the ranks.
 
     Attributes:
-        kind: trainable or frozen, a parameter; buffer, what is not sharded; state, of the optimizer.
-        dtype: Type, as torch names it.
-        shape: Shape of the whole tensor.
-        ranges: Rank, first and one past the last element of the flattened tensor; in order, none empty.
+        kind: trainable or frozen for parameters, buffer for replicated tensors, state for the optimizer's.
+        dtype: Type, by its name in torch.
+        shape: Shape of the full tensor.
+        ranges: Rank, start and stop in the flattened tensor of each part, in order, without empty parts.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class TensorRecord:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
 
@@ -73,13 +73,12 @@ class Manifest:
     """The content of a checkpoint.
 
     Attributes:
-        step: Steps that were done.
+        step: Number of completed steps.
         size: Number of ranks that wrote the checkpoint.
-        tensors: Tensors by path of their data sets, such as model/layers.0.weight, optimizer/exp_avg/layers.0.weight.
-        scalars: Optimizer state of one number for each parameter, such as its steps, by name and parameter.
+        tensors: Records by path of the data sets, such as model/layers.0.weight, optimizer/exp_avg/layers.0.weight.
+        scalars: Optimizer state with one number per parameter, such as its step: values by parameter, by key.
         optimizer: Name of the optimizer's class.
-        metadata: Other values for JSON: the run's configuration, the position in the data, versions.
-        files: Files by name.
+        metadata: JSON-serializable values: the run's configuration, the position in the data, versions.
     """
 
     step: int
@@ -92,30 +91,27 @@ class Manifest:
 
 
 def shard_name(step: int, rank: int) -> str:
-    """Return the name of a rank's file.
-
-    The name contains the step because HDF5 also looks for a missing file of an index in the current directory, which
-    may be another checkpoint.
-    """
+    """Return the name of a rank's file."""
+    # With the step, since HDF5 also searches the current directory, possibly another checkpoint, for files of an index.
     return f"{step_name(step)}_rank_{rank:05d}.h5"
 
 
 def step_name(step: int) -> str:
-    """Return the name of the directory of a step."""
+    """Return the name of the checkpoint of a step."""
     return f"step_{step:08d}"
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
-    """Return the directories named as checkpoints, by step, the oldest first."""
+    """Return the subdirectories with names of checkpoints, complete or not, by step, the oldest first."""
     if not directory.is_dir():
         return {}
-    found = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    by_step = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
+    return dict(sorted(by_step.items()))
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write a manifest and flush it to the disk."""
-    # Checksum of the content as a reader gets it: JSON turns numeric keys into text, which sorts differently.
+    # The checksum is of the content as it is read: JSON converts numeric keys to strings, which sort differently.
     body = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}))
     document = {**body, "checksum": _checksum(body)}
     with path.open("w", encoding="utf-8") as file:
@@ -135,17 +131,17 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise UserError(f"{path} is no manifest of a checkpoint of odc_mpi")
+            raise UserError(f"{path} is not the manifest of a checkpoint of odc_mpi")
         if body.get("version") != VERSION:
             raise VersionError(
-                f"{path}: expected version {VERSION} of the format, got {body.get('version')}: another version of "
-                "odc_mpi wrote it, which can read it"
+                f"{path}: expected version {VERSION} of the format, got {body.get('version')}: read it with the "
+                "version of odc_mpi that wrote it"
             )
         if body.pop("checksum", None) != _checksum(body):
-            raise UserError(f"{path} is damaged: its checksum does not fit")
+            raise UserError(f"{path} is damaged: its checksum does not match")
         return _from_json(body)
     except FileNotFoundError as error:
-        raise UserError(f"{directory} is no complete checkpoint: it has no {MANIFEST}") from error
+        raise UserError(f"{directory} is not a complete checkpoint: it has no {MANIFEST}") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:

@@ -1,9 +1,9 @@
-"""How the directory of a checkpoint gets its name, loses it and goes.
+"""Publication, replacement and removal of checkpoint directories. A crash at any time leaves only complete checkpoints.
 
-Note: a crash at any moment
-    A checkpoint that is replaced or pruned is first retired, under a hidden name. One that is replaced is removed only
-    when the new one has the name, on the disk too. Its manifest is removed first: so a retired directory with a
-    manifest is whole, and `recover_retired` gives it its name back if no other has it.
+Note: retired checkpoints
+    A checkpoint that is to be replaced or pruned is first retired: renamed to a hidden name. It is removed only after
+    its replacement has been published and flushed to the disk. Its manifest is removed first. So a retired directory
+    with a manifest is complete, and `recover_retired` restores its name if no other checkpoint has that name.
 """
 
 import os
@@ -16,20 +16,17 @@ from odc_mpi.checkpoint.index import write_index
 from odc_mpi.checkpoint.manifest import INDEX, MANIFEST, Manifest, steps_in, write_manifest
 from odc_mpi.files import sync_directory
 
-#: Prefixes of directories that are not yet, or no longer, checkpoints.
+#: Prefixes of hidden directories: checkpoints that are being written, and retired ones.
 _UNFINISHED, _RETIRED = ".step_", ".retired_"
 
 
 def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
-    """Make a checkpoint of a directory with all ranks' files: the checkpoint appears complete or not at all.
+    """Publish a directory with the files of all ranks as a checkpoint, atomically.
 
     Args:
-        directory: The directory, beside `goal`.
-        manifest: The manifest with the ranks' files.
-        goal: Name of the checkpoint; an older checkpoint of this name is replaced.
-
-    Raises:
-        OSError: Something cannot be written.
+        directory: Unfinished directory, next to `goal`.
+        manifest: Manifest with the files of the ranks, without the index.
+        goal: Path of the checkpoint. An older one is replaced.
     """
     index = write_index(directory, manifest)
     write_manifest(directory / MANIFEST, replace(manifest, files={**manifest.files, INDEX: index}))
@@ -42,20 +39,14 @@ def publish(directory: Path, manifest: Manifest, goal: Path) -> None:
         recover_retired(goal.parent)
         raise
     sync_directory(goal.parent)
-    # The names of the directories above may be new as well.
+    # The parent directories may be new, too.
     sync_directory(goal.parent.parent)
     for retired in goal.parent.glob(f"{_RETIRED}{goal.name}.*"):
         _remove(retired)
 
 
 def prune(directory: Path, keep: int, protected_step: int | None = None) -> None:
-    """Remove the oldest checkpoints until `keep` are left. Local; a checkpoint that cannot be removed stays.
-
-    Args:
-        directory: Of the checkpoints.
-        keep: How many of the newest stay.
-        protected_step: A step whose checkpoint stays in any case.
-    """
+    """Remove all checkpoints except the newest `keep` and that of `protected_step`. Errors are ignored."""
     complete = [(step, path) for step, path in steps_in(directory).items() if (path / MANIFEST).exists()]
     for path in (path for step, path in complete[:-keep] if step != protected_step):
         with suppress(OSError):
@@ -63,12 +54,9 @@ def prune(directory: Path, keep: int, protected_step: int | None = None) -> None
 
 
 def recover_retired(directory: Path) -> None:
-    """Give retired checkpoints their names back where a killed run has not come to use the names.
+    """Restore the names of retired checkpoints whose replacements were not published before a run was killed.
 
-    Call it before a search for checkpoints, as one of these may be the newest, and while no other run writes there.
-
-    Raises:
-        OSError: A directory cannot be renamed.
+    Call it before a search for checkpoints, as one of these may be the newest, and while no run writes there.
     """
     for path, goal in retired(directory).items():
         if not goal.exists():
@@ -77,33 +65,33 @@ def recover_retired(directory: Path) -> None:
 
 
 def retired(directory: Path) -> dict[Path, Path]:
-    """Return the whole checkpoints under hidden names whose names no other has, and these names."""
-    found = {
+    """Return the complete retired checkpoints that have no replacement, and their former paths."""
+    goals = {
         path: directory / path.name.removeprefix(_RETIRED).partition(".")[0]
         for path in sorted(directory.glob(f"{_RETIRED}*"))
         if (path / MANIFEST).exists()
     }
-    return {path: goal for path, goal in found.items() if not goal.exists()}
+    return {path: goal for path, goal in goals.items() if not goal.exists()}
 
 
 def clean(directory: Path) -> int:
-    """Remove the incomplete checkpoints of killed runs; return their number. Local; nobody may be writing there."""
+    """Remove the incomplete checkpoints of killed runs, and return their number. No run may write there."""
     recover_retired(directory)
-    left = [path for start in (_UNFINISHED, _RETIRED) for path in directory.glob(f"{start}*")]
-    for path in left:
+    incomplete = [path for prefix in (_UNFINISHED, _RETIRED) for path in directory.glob(f"{prefix}*")]
+    for path in incomplete:
         shutil.rmtree(path, ignore_errors=True)
-    return len(left)
+    return len(incomplete)
 
 
 def _retire(path: Path) -> Path:
-    """Take a checkpoint's name away; return its hidden name."""
+    """Rename a checkpoint to a hidden name, and return the new path."""
     retired = path.with_name(f"{_RETIRED}{path.name}.{os.getpid()}")
     path.rename(retired)
     return retired
 
 
 def _remove(retired: Path) -> None:
-    """Remove a retired checkpoint; an interruption leaves nothing that looks like a checkpoint."""
+    """Remove a retired checkpoint, the manifest first, so that a crash does not leave a seemingly complete one."""
     with suppress(OSError):
         (retired / MANIFEST).unlink(missing_ok=True)
         sync_directory(retired)

@@ -1,6 +1,6 @@
-"""A checkpoint, open for reading: slices of its tensors, wherever they lie in its files.
+"""Reading of slices of tensors from a checkpoint.
 
-All reading goes through the manifest and the checksums; index.h5 is for people and their tools alone.
+Slices are found through the manifest, and their checksums are verified. index.h5 is not used: it is for other programs.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,19 +23,15 @@ from odc_mpi.checkpoint.manifest import (
 from odc_mpi.checkpoint.shard_file import ShardFile, checksum_of_file, stored_type
 from odc_mpi.errors import UserError
 
-#: The most files held open: one rank may have to read the files of a thousand ranks.
+#: Maximum number of open files: one rank may have to read the files of a thousand ranks.
 _MAX_OPEN = 64
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """A complete checkpoint. A context manager; closes twice without harm.
+    """A complete checkpoint, open for reading. A context manager; `close` is idempotent.
 
     Raises:
-        UserError: The checkpoint is incomplete, damaged or of another version, by its manifest.
-
-    Attributes:
-        directory: Directory of the checkpoint.
-        manifest: Content of the checkpoint.
+        UserError: The manifest is missing, damaged, or of another version.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -45,15 +41,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     @property
     def step(self) -> int:
-        """Steps that were done."""
+        """Number of completed steps."""
         return self.manifest.step
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> npt.NDArray:
-        """Read elements `[start, stop)` of a flattened tensor, in its stored type.
-
-        Raises:
-            UserError: There is no such tensor, or its file is damaged.
-        """
+        """Read elements `[start, stop)` of a flattened tensor in its stored type; raise `UserError` if damaged."""
         record = self.record(path)
         stop = record.numel if stop is None else stop
         dtype = stored_type(record.dtype)
@@ -62,10 +54,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             for rank, first, last in record.ranges
             if max(start, first) < min(stop, last)
         ]
-        found = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
-        if found.size != max(0, stop - start):
-            raise UserError(f"{self.directory} is damaged: it holds {found.size} of {stop - start} elements of {path}")
-        return found
+        values = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+        if values.size != max(0, stop - start):
+            raise UserError(f"{self.directory} is damaged: it has {values.size} of {stop - start} elements of {path}")
+        return values
 
     def record(self, path: str) -> TensorRecord:
         """Return the manifest's record of a tensor."""
@@ -74,11 +66,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self.manifest.tensors[path]
 
     def check_files(self, ranks: Iterable[int]) -> str | None:
-        """Check that these ranks' files are there, intact, and of this checkpoint; tensors are not read.
-
-        Returns:
-            The problem of the first bad file in words; None if there is none.
-        """
+        """Check the files of these ranks except for their tensors; return the first error message, or None."""
         try:
             for rank in ranks:
                 with self._open(rank):
@@ -88,7 +76,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return None
 
     def verify(self) -> Iterator[str]:
-        """Read every byte, and yield a sentence for each damage."""
+        """Read every byte, and yield a message for each error."""
         for rank in range(self.manifest.size):
             try:
                 with self._open(rank) as file:
@@ -98,14 +86,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         path = self.directory / INDEX
         try:
             if checksum_of_file(path) != self.manifest.files[INDEX]:
-                yield f"{path} is damaged: its checksum does not fit"
+                yield f"{path} is damaged: its checksum does not match"
         except FileNotFoundError:
             yield f"{path} is missing"
         except OSError as error:
             yield f"cannot read {path}: {error.strerror}"
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files. Idempotent."""
         while self._files:
             self._files.popitem()[1].close()
 
@@ -125,18 +113,20 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 
 def checkpoint_directories(path: Path) -> list[Path]:
-    """Return the directories of checkpoints below a path, the oldest first, complete or not.
+    """Return the directories of checkpoints below a path, complete or not, the oldest first.
 
     Args:
         path: A run directory, its directory of checkpoints, or one checkpoint.
 
     Raises:
-        UserError: There are no checkpoints.
+        UserError: There is no checkpoint.
     """
     if (path / MANIFEST).exists() or path in steps_in(path.parent).values():
         return [path]
     for folder in (path / CHECKPOINTS, path):
-        found = list(steps_in(folder).values())
-        if found:
-            return found
-    raise UserError(f"expected a run directory, its checkpoints or one of them, got {path}, where there are none")
+        if directories := list(steps_in(folder).values()):
+            return directories
+    raise UserError(
+        f"no checkpoint in {path}: expected a run directory, its {CHECKPOINTS}/ or one checkpoint "
+        "(run.checkpoint_every is 0 by default)"
+    )

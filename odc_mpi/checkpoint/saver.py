@@ -1,12 +1,12 @@
-"""Saving beside the training: a thread of each rank writes its file, one of rank 0's makes a checkpoint of them.
+"""Checkpoints in the background: a thread of each rank writes its file, then one of rank 0 publishes the checkpoint.
 
-    start      after B: this rank's copy goes to its thread, which writes it; no communication from there
-    report     before A: three numbers about this rank's file, which travel with the other numbers of point A
-    hear       after A: once all ranks have reported a checkpoint as written, rank 0 publishes it in a thread
+    start             parameters are published: a thread begins to write the copied state of this rank
+    report            before the all-gather of gradient statistics: three numbers about this rank's file to add to it
+    receive_reports   after it: once all ranks have reported the checkpoint as written, rank 0 publishes it in a thread
 
-The files of a checkpoint are written into a hidden directory, the index and the manifest last; then the directory gets
-its name. So a directory with the name is complete. A checkpoint that some rank could not write is removed, and the
-training goes on.
+The files are written into a hidden directory, the index and the manifest last. Then the directory is renamed, so a
+directory with the name of a checkpoint is complete. If a rank cannot write, the checkpoint is removed, and training
+continues. The threads do not communicate.
 """
 
 import shutil
@@ -28,39 +28,31 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Generic[T]):
-    """A function that runs in a daemon thread, which does not keep a program from ending; it tells its own errors.
-
-    Attributes:
-        result: Returned by the function; None until then, and if it raised.
-    """
+    """A function in a daemon thread, which does not delay the end of the program. It must report its own errors."""
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self._ended = threading.Event()
+        #: Return value of the function; None before it returns, or if it raised.
         self.result: T | None = None
-        threading.Thread(target=self._run, args=(function,), name="odc_mpi-checkpoint", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(function,), name="odc_mpi-checkpoint", daemon=True)
+        self._thread.start()
 
     @property
     def done(self) -> bool:
-        """Whether the function has returned or raised."""
-        return self._ended.is_set()
+        """True if the function has returned or raised."""
+        return not self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait until the function has returned or raised."""
-        while not self._ended.wait(0.1):  # so that signals are heard meanwhile
-            pass
+        while not self.done:
+            self._thread.join(0.1)  # returns now and then, so that signal handlers run
 
     def _run(self, function: Callable[[], T]) -> None:
-        try:
-            with suppress(Exception):
-                self.result = function()
-        finally:
-            self._ended.set()
+        with suppress(Exception):
+            self.result = function()
 
 
 @dataclass(frozen=True)
 class _PendingCheckpoint:
-    """A checkpoint that not all ranks have reported as written."""
-
     step: int
     writing: BackgroundTask[FileRecord]
     manifest: Manifest | None
@@ -68,21 +60,19 @@ class _PendingCheckpoint:
 
 
 class Saver:
-    """Writes this rank's part of checkpoints. All methods are local.
+    """Writes this rank's files of checkpoints, and publishes the checkpoints on rank 0.
 
     Args:
-        directory: Directory of the checkpoints, on a file system that all ranks see.
-        rank: This rank.
-        size: Number of ranks.
-        token: Name of the run, the same on every rank and different for every run.
-        keep: How many complete checkpoints to keep; 0 keeps all.
-        warn: Called from any thread with a line for the user.
-        check: Raises OSError where this run may not write any more; called from any thread.
+        directory: Directory of the checkpoints, on a file system that all nodes share.
+        token: Unique name of the run, the same on every rank.
+        keep: Number of complete checkpoints to keep; 0 keeps all.
+        warn: Prints a line for the user. Must be thread-safe.
+        check: Raises OSError if this run may no longer write to the run directory. Must be thread-safe.
 
     Attributes:
-        num_saved: On rank 0: checkpoints that became complete.
-        num_failed: On rank 0: checkpoints that did not.
-        last_failed: On rank 0: whether the last checkpoint did not become complete.
+        num_saved: Number of published checkpoints, on rank 0.
+        num_failed: Number of checkpoints that could not be written or published, on rank 0.
+        last_failed: True if the last checkpoint is one of these, on rank 0.
     """
 
     def __init__(
@@ -109,38 +99,37 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Whether there is a checkpoint that not all ranks have reported as written; the same on every rank."""
+        """True while not all ranks have reported a checkpoint as written. Equal on all ranks."""
         return self._pending is not None
 
     @property
     def busy(self) -> bool:
-        """Whether a thread of this rank is still writing or publishing."""
+        """True while a thread of this rank is writing or publishing."""
         writing = self._pending is not None and not self._pending.writing.done
         return writing or (self._publishing is not None and not self._publishing.done)
 
     def wait_until_written(self) -> None:
-        """Wait until this rank's thread has nothing left to write. Local; the caller sets the deadline."""
+        """Wait until this rank's thread has ended its write. The caller sets a deadline."""
         if self._pending:
             self._pending.writing.wait()
 
     def start(
         self, step: int, entries: Sequence[ShardEntry], manifest: Manifest | None, protected_step: int | None = None
     ) -> None:
-        """Write this rank's file of a checkpoint in a thread. Local; no other checkpoint may be pending or busy.
+        """Write this rank's file of a checkpoint in a thread. No other checkpoint may be pending or busy.
 
         Args:
-            step: Step of the checkpoint, the same on every rank.
-            entries: Content of the file; not to be changed until it is written.
-            manifest: The manifest without its files, on rank 0; None elsewhere.
-            protected_step: A step whose checkpoint is kept beyond the newest.
+            step: Step of the checkpoint, equal on all ranks.
+            entries: Content of the file. Must not change until it is written.
+            manifest: Manifest without files, on rank 0; None on other ranks.
+            protected_step: Step whose checkpoint is kept in addition to the newest.
         """
         assert not self.pending and not self.busy, "two checkpoints at a time"
-        self._pending = _PendingCheckpoint(
-            step, BackgroundTask(lambda: self._write(step, entries)), manifest, protected_step
-        )
+        writing = BackgroundTask(lambda: self._write(step, entries))
+        self._pending = _PendingCheckpoint(step, writing, manifest, protected_step)
 
     def report(self) -> tuple[float, float, float]:
-        """Return the report for the other ranks: the step that is written, the file's bytes and checksum.
+        """Return the report for the other ranks: the step, and the bytes and checksum of this rank's file.
 
         The step is negative if the file could not be written, and 0 if there is nothing to report yet.
         """
@@ -152,10 +141,7 @@ class Saver:
         return float(self._pending.step), float(written.num_bytes), float(written.checksum)
 
     def receive_reports(self, reports: np.ndarray) -> None:
-        """Take in the reports of all ranks, `[size, 3]`, the same on every rank.
-
-        A checkpoint that all have reported is no longer pending.
-        """
+        """Receive the reports of all ranks, `[size, 3]`, and start to publish the checkpoint if all have written."""
         steps, head = reports[:, 0], self._pending
         if head is None or not (np.abs(steps) == head.step).all():
             return
@@ -166,18 +152,13 @@ class Saver:
             self._publishing = BackgroundTask(lambda: self._publish(head, files, failed))
 
     def wait_until_published(self) -> None:
-        """Wait until rank 0's thread has nothing left to publish. Local; the caller sets the deadline."""
+        """Wait until rank 0's thread has published the checkpoint. The caller sets a deadline."""
         if self._publishing:
             self._publishing.wait()
 
     def _write(self, step: int, entries: Sequence[ShardEntry]) -> FileRecord:
-        attributes: dict[str, str | int] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": step,
-            "rank": self._rank,
-            "size": self._size,
-        }
+        attributes: dict[str, str | int] = {"format": FORMAT, "version": VERSION, "step": step}
+        attributes |= {"rank": self._rank, "size": self._size}
         try:
             self._check()
             directory = self._unfinished(step)
@@ -201,9 +182,7 @@ class Saver:
             files_by_name = {shard_name(head.step, rank): record for rank, record in enumerate(files)}
             publish(directory, replace(head.manifest, files=files_by_name), self._directory / step_name(head.step))
         except Exception as error:
-            self._warn(
-                f"WARNING: there is no checkpoint of step {head.step}, {_format_error(error)}; training goes on without"
-            )
+            self._warn(f"WARNING: checkpoint of step {head.step} not saved: {_format_error(error)}; training continues")
             shutil.rmtree(directory, ignore_errors=True)
             self.num_failed, self.last_failed = self.num_failed + 1, True
             return

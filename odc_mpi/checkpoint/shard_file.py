@@ -1,16 +1,16 @@
-"""A rank's file: ranges of flattened tensors as plain data sets of HDF5, with checksums.
+"""A rank's file of a checkpoint: ranges of flattened tensors as contiguous HDF5 data sets, with checksums.
 
-h5py has one lock for all calls of HDF5 in a process. Writing gigabytes through it would keep the training from reading
-its data. So HDF5 only lays the file out, with unfilled room for the data sets; the bytes are then written at their
-offsets, without the lock. They are read in the same way.
+h5py has one lock for all HDF5 calls of a process. If gigabytes were written under the lock, training could not read its
+data. Therefore HDF5 only allocates the data sets in the file. Their bytes are written and read at their offsets,
+without the lock.
 
-| data set                            | type            | holds                                                     |
-|-------------------------------------|-----------------|-----------------------------------------------------------|
-| `model/NAME`, `optimizer/KEY/NAME`  | of the tensor   | `[n]`, elements from `start` on of the flattened tensor    |
-| `checksums`                         | uint32          | CRC-32 of each 256 KiB of these, in the order of the file  |
+| data set                            | type           | content                                                     |
+|-------------------------------------|----------------|-------------------------------------------------------------|
+| `model/NAME`, `optimizer/KEY/NAME`  | of the tensor  | `[n]`, elements of the flattened tensor from `start` on      |
+| `checksums`                         | uint32         | CRC-32 of each block of 256 KiB, in the order of the file    |
 
-Attributes of each: `start`, `shape` (of the whole tensor), `dtype` (torch's name); of the file: `format`, `version`,
-`step`, `rank`, `size`.
+Attributes of a data set: `start`, `shape` (of the full tensor), `dtype` (name in torch); of the file: `format`,
+`version`, `step`, `rank`, `size`.
 """
 
 import os
@@ -27,27 +27,26 @@ from odc_mpi.checkpoint.manifest import STORED_AS, FileRecord
 from odc_mpi.errors import UserError, one_line_message
 
 try:
-    from isal.isal_zlib import crc32  # the same numbers, at 8 instead of 2 GB/s
-except ImportError:  # it is built for two processors only
+    from isal.isal_zlib import crc32  # the same values, at 8 instead of 2 GB/s
+except ImportError:  # only available for two processor architectures
     from zlib import crc32
 
-#: Bytes of a block with one checksum; reading a part of a tensor reads whole blocks.
+#: Bytes with one checksum. A read of a slice reads complete blocks.
 BLOCK_BYTES = 1 << 18
-#: Bytes of one write: enough to keep a disk busy.
+#: Maximum bytes of one write: enough to keep a disk busy.
 _WRITE_BYTES = 1 << 22
 _CHECKSUMS = "checksums"
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A range of a flattened tensor to store.
+    """A range of a flattened tensor to store as data set `path`.
 
     Attributes:
-        path: Path of the data set.
         values: Elements in the stored type, `[n]`, contiguous.
-        start: First element of the flattened tensor.
-        shape: Shape of the whole tensor.
-        dtype: Type of the tensor, as torch names it.
+        start: Index of the first element in the flattened tensor.
+        shape: Shape of the full tensor.
+        dtype: Type of the tensor, by its name in torch.
     """
 
     path: str
@@ -58,19 +57,10 @@ class ShardEntry:
 
 
 def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> FileRecord:
-    """Write a rank's file and flush it to the disk. Local; from any thread, without h5py's lock while bytes move.
-
-    Args:
-        path: The file; it must not exist.
-        entries: Content of the file, none of them empty.
-        attributes: Attributes of the file.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    offsets, table = _lay_out(path, entries, attributes)
+    """Write a new file with non-empty entries and flush it to the disk. Thread-safe; does not hold the h5py lock."""
+    offsets, table = _allocate(path, entries, attributes)
     # In the order of the file: HDF5 does not allocate in the order of the requests.
-    placements = sorted(zip(offsets, entries, strict=True), key=lambda place: place[0])
+    placements = sorted(zip(offsets, entries, strict=True), key=lambda placement: placement[0])
     descriptor = os.open(path, os.O_RDWR)
     try:
         checksums: list[int] = []
@@ -85,22 +75,22 @@ def write_shard(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[s
         os.close(descriptor)
 
 
-def _lay_out(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> tuple[list[int], int]:
-    """Make a file with room for all entries; return the offset of each entry and of the checksums."""
+def _allocate(path: Path, entries: Sequence[ShardEntry], attributes: Mapping[str, str | int]) -> tuple[list[int], int]:
+    """Create a file and allocate its data sets; return the offset of each entry and of the checksums."""
     offsets = []
     with h5py.File(path, "x", locking=False) as file:
         file.attrs.update(attributes)
         for entry in entries:
-            created = _reserve(file, entry.path, len(entry.values), entry.values.dtype)
+            created = _create_dataset(file, entry.path, len(entry.values), entry.values.dtype)
             created.attrs.update(start=entry.start, shape=np.array(entry.shape, dtype=np.int64), dtype=entry.dtype)
             offsets.append(int(created.id.get_offset()))
         num_blocks = sum(-(-entry.values.nbytes // BLOCK_BYTES) for entry in entries)
-        table = _reserve(file, _CHECKSUMS, num_blocks, np.dtype("<u4")).id.get_offset() if num_blocks else 0
+        table = _create_dataset(file, _CHECKSUMS, num_blocks, np.dtype("<u4")).id.get_offset() if num_blocks else 0
     return offsets, int(table)
 
 
-def _reserve(file: h5py.File, path: str, numel: int, dtype: np.dtype) -> h5py.Dataset:
-    """Create a data set that is allocated in the file at once, and not filled."""
+def _create_dataset(file: h5py.File, path: str, numel: int, dtype: np.dtype) -> h5py.Dataset:
+    """Create a data set that is allocated immediately and not filled."""
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.CONTIGUOUS)
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -121,18 +111,14 @@ def _write(descriptor: int, content: memoryview, offset: int) -> list[int]:
     for begin in range(0, len(content), _WRITE_BYTES):
         part = content[begin : begin + _WRITE_BYTES]
         checksums += _block_checksums(part)
-        _write_part(descriptor, part, offset + begin)
+        num_written = 0
+        while num_written < len(part):
+            num_written += os.pwrite(descriptor, part[num_written:], offset + begin + num_written)
+        # Linux then starts to write these pages to the disk while the next checksums are computed, not only at the end.
+        # This is a hint that a file system may refuse. The later sync reports disk errors.
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, offset + begin, len(part), os.POSIX_FADV_DONTNEED)
     return checksums
-
-
-def _write_part(descriptor: int, part: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(part):
-        done += os.pwrite(descriptor, part[done:], offset + done)
-    # Linux then begins to write these pages to the disk while the next checksums are computed, not only at the end.
-    # A hint: a file system may refuse it, and the later sync reports errors of the disk.
-    with suppress(OSError):
-        os.posix_fadvise(descriptor, offset, len(part), os.POSIX_FADV_DONTNEED)
 
 
 def _block_checksums(content: memoryview) -> list[int]:
@@ -140,16 +126,16 @@ def _block_checksums(content: memoryview) -> list[int]:
 
 
 def _read(descriptor: int, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Read bytes at an offset of a file; fewer at its end."""
+    """Read bytes at an offset of a file, fewer at its end."""
     content = np.empty(num_bytes, dtype=np.uint8)
-    view, done = _bytes_of(content), 0
-    while done < num_bytes and (count := os.preadv(descriptor, [view[done:]], offset + done)):
-        done += count
-    return content[:done]
+    view, num_read = _bytes_of(content), 0
+    while num_read < num_bytes and (count := os.preadv(descriptor, [view[num_read:]], offset + num_read)):
+        num_read += count
+    return content[:num_read]
 
 
 def _checksum_of_rest(descriptor: int, extents: Sequence[tuple[int, int]]) -> int:
-    """Return the checksum of a file without some extents, `(offset, bytes)` each."""
+    """Return the checksum of a file without some extents, given as `(offset, num_bytes)`."""
     checksum, position, size = 0, 0, os.fstat(descriptor).st_size
     for offset, num_bytes in [*sorted(extents), (size, 0)]:
         offset = min(offset, size)
@@ -159,7 +145,7 @@ def _checksum_of_rest(descriptor: int, extents: Sequence[tuple[int, int]]) -> in
 
 
 def checksum_of_file(path: Path) -> FileRecord:
-    """Return the length and the checksum of a file that holds no tensors."""
+    """Return the record of a file without tensors."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return FileRecord(os.fstat(descriptor).st_size, _checksum_of_rest(descriptor, ()))
@@ -169,7 +155,7 @@ def checksum_of_file(path: Path) -> FileRecord:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A data set as it lies in the file."""
+    """A data set, its location in the file, and the index of its first block in the table of checksums."""
 
     dtype: np.dtype
     numel: int
@@ -183,7 +169,7 @@ class _Stored:
 
 
 class ShardFile(AbstractContextManager["ShardFile"]):
-    """A rank's file, open for reading; every byte is checked against its checksum. A context manager.
+    """A rank's file, open for reading. Checks each byte that is read against a checksum. A context manager.
 
     Raises:
         UserError: The file is missing, damaged, or of another checkpoint.
@@ -201,7 +187,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
             raise UserError(f"{path} is missing: the checkpoint is damaged") from error
         except UserError:
             raise
-        except Exception as error:  # HDF5 reports damage by exceptions of many kinds
+        except Exception as error:  # h5py raises many types of exceptions for a damaged file
             raise UserError(f"{path} is damaged, or cannot be read: {one_line_message(error)}") from error
         try:
             self._checksums = self._read_checksums(table, expected)
@@ -210,7 +196,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
             raise
 
     def _read_checksums(self, table: int, expected: FileRecord) -> npt.NDArray[np.uint32]:
-        """Check the file except for its tensors, and return the checksums of the tensors."""
+        """Verify the file except for its tensors, and return the checksums of their blocks."""
         extents = [(stored.offset, stored.num_bytes) for stored in self._datasets.values()]
         blocks = sum(-(-num_bytes // BLOCK_BYTES) for _, num_bytes in extents)
         try:
@@ -219,15 +205,11 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror}") from error
         if checksum != expected.checksum:
-            raise UserError(f"{self.path} is damaged, or belongs to another checkpoint: its checksum does not fit")
+            raise UserError(f"{self.path} is damaged, or belongs to another checkpoint: its checksum does not match")
         return table_bytes.view("<u4")
 
     def read(self, path: str, start: int, stop: int) -> npt.NDArray:
-        """Read elements `[start, stop)` of a flattened tensor, all of which this file holds.
-
-        Raises:
-            UserError: The elements are damaged.
-        """
+        """Read elements `[start, stop)` of a flattened tensor, all in this file; raise `UserError` if damaged."""
         stored = self._datasets[path]
         assert stored.start <= start <= stop <= stored.start + stored.numel, f"{path} [{start}, {stop}) of {stored}"
         begin, end = ((element - stored.start) * stored.dtype.itemsize for element in (start, stop))
@@ -236,7 +218,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return content[begin - first * BLOCK_BYTES :][: end - begin].view(stored.dtype)
 
     def verify(self) -> Iterator[str]:
-        """Read all tensors, and yield a sentence for each that is damaged."""
+        """Read all tensors, and yield a message for each damaged one."""
         for path, stored in self._datasets.items():
             try:
                 blocks = -(-stored.num_bytes // BLOCK_BYTES)
@@ -251,15 +233,15 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         num_bytes = min(last * BLOCK_BYTES, stored.num_bytes) - begin
         try:
             content = _read(self._descriptor, stored.offset + begin, num_bytes)
-        except OSError as error:  # a bad sector, or a file server that is gone: as good as damaged
+        except OSError as error:  # a bad sector, or an unreachable file server
             raise UserError(f"cannot read {self.path}, {path}: {error.strerror}") from error
         expected = self._checksums[stored.first_block + first : stored.first_block + last].tolist()
         if _block_checksums(_bytes_of(content)) != expected:
-            raise UserError(f"{self.path} is damaged: the checksum of {path} does not fit")
+            raise UserError(f"{self.path} is damaged: the checksum of {path} does not match")
         return content
 
     def close(self) -> None:
-        """Close the file. Local; a second call does nothing."""
+        """Close the file. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -269,27 +251,21 @@ class ShardFile(AbstractContextManager["ShardFile"]):
 
 
 def _look_up(path: Path) -> tuple[dict[str, _Stored], int]:
-    """Return the tensors of a file with their offsets, in the order of the file, and the offset of the checksums."""
-    found: dict[str, h5py.Dataset] = {}
+    """Return the data sets of a file, in the order of the file, and the offset of the checksums."""
+    items: dict[str, h5py.Dataset] = {}
     with h5py.File(path, "r", locking=False) as file:
-        file.visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Dataset) else None)
-        table = found.pop(_CHECKSUMS, None)
-        offsets = sorted((int(item.id.get_offset()), name) for name, item in found.items())
+        file.visititems(lambda name, item: items.update({name: item}) if isinstance(item, h5py.Dataset) else None)
+        table = items.pop(_CHECKSUMS, None)
         datasets, block = {}, 0
-        for offset, name in offsets:
-            item = found[name]
-            stored = _Stored(item.dtype, len(item), int(item.attrs["start"]), offset, block)
+        for offset, name in sorted((int(item.id.get_offset()), name) for name, item in items.items()):
+            stored = _Stored(items[name].dtype, len(items[name]), int(items[name].attrs["start"]), offset, block)
             datasets[name] = stored
             block += -(-stored.num_bytes // BLOCK_BYTES)
         return datasets, int(table.id.get_offset()) if table is not None else 0
 
 
 def stored_type(dtype: str) -> np.dtype:
-    """Return the numpy type in which tensors of a torch type are stored.
-
-    Raises:
-        UserError: The type cannot be stored.
-    """
+    """Return the numpy type in which tensors of a torch type are stored, or raise `UserError`."""
     if dtype not in STORED_AS:
         raise UserError(f"a checkpoint cannot hold a tensor of {dtype}, expected one of {', '.join(STORED_AS)}")
     return np.dtype(STORED_AS[dtype])

@@ -1,16 +1,16 @@
-"""The state of a model and its optimizer: into a checkpoint and back.
+"""Saving and restoring the state of a model and its optimizer. Does not communicate.
 
-    snapshot    copies this rank's slices; training waits for nothing else
-    restore     reads this rank's slices, whatever the number of ranks that wrote the checkpoint
+    snapshot    copies this rank's slices to host memory, from which a thread writes them
+    restore     reads this rank's slices from the files of any number of ranks
 
-The state is: parameters in master precision, frozen ones too unless they belong to a base that the checkpoint only
-refers to (`about["base"]`); the optimizer's state of each element; persistent buffers and other tensors that every rank
-has whole, which rank 0 stores.
+The state consists of the parameters in master precision, the optimizer's state of each element, and the tensors that
+are replicated on all ranks, such as persistent buffers, which rank 0 stores. Frozen parameters are omitted if they
+belong to a base model that the checkpoint refers to by `metadata["base"]`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy.typing as npt
 import torch
@@ -27,9 +27,8 @@ from odc_mpi.shard.partition import replicated_persistent_tensors
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
-@dataclass(frozen=True)
-class _TensorRange:
-    """A range of a tensor of the running training."""
+class _TensorRange(NamedTuple):
+    """A range of a flattened tensor in memory. `shape` is that of the full tensor."""
 
     path: str
     tensor: torch.Tensor
@@ -41,10 +40,8 @@ class TrainingState:
     """The state of a model and its optimizer on this rank.
 
     Args:
-        model: The model.
-        optimizer: The optimizer of all or some of its slices.
-        rank: This rank.
-        omit_frozen_base: Whether frozen parameters are those of a base, which a checkpoint does not hold.
+        optimizer: Optimizer of all or some of the model's slices.
+        omit_frozen_base: True to omit frozen parameters, which are those of the base model.
     """
 
     def __init__(
@@ -54,54 +51,49 @@ class TrainingState:
         self._omit_frozen_base = omit_frozen_base
         self._optimizer = optimizer
         self._rank = rank
-        # The memory is kept: writing to fresh pages takes longer than the copy.
+        # Reused: writing to fresh pages takes longer than the copy.
         self._copies: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def snapshot(self) -> list[ShardEntry]:
-        """Copy this rank's part of the state. Local; call after point B. Overwrites the result of an earlier call."""
-        return [self._copy(live) for live in self._tensor_ranges() if live.tensor.numel()]
+        """Copy this rank's part of the state. Call it when parameters are published. Overwrites the last result."""
+        return [self._copy(tensor_range) for tensor_range in self._tensor_ranges() if tensor_range.tensor.numel()]
 
     def parts(self) -> dict[str, tuple[int, npt.NDArray]]:
-        """Return this rank's part of each tensor: its first element, and its elements in the stored type.
+        """Return start and elements, in the stored type, of this rank's range of each tensor, by path.
 
-        Views of what is on the host, which change from point A to B.
+        The arrays of tensors in host memory are views, which the optimizer step changes.
         """
-        live = {live.path: live for live in self._tensor_ranges()}
         return {
-            path: (tensor_range.start, _stored(tensor_range.tensor.detach().cpu().contiguous()))
-            for path, tensor_range in live.items()
+            tensor_range.path: (tensor_range.start, _stored(tensor_range.tensor.detach().cpu().contiguous()))
+            for tensor_range in self._tensor_ranges()
             if tensor_range.tensor.numel()
         }
 
     def describe(self, step: int, metadata: dict[str, object]) -> Manifest:
-        """Return the manifest of a snapshot of the present state, without its files."""
+        """Return the manifest of a snapshot of the present state, without files."""
         tensors: dict[str, TensorRecord] = {}
-        ranges, kinds = self._ranges, self._kinds
-        for live in self._tensor_ranges():
-            parameter = live.path.split("/", 2 if live.path.startswith(OPTIMIZER) else 1)[-1]
-            of = ranges.get(parameter, ((0, 0, live.tensor.numel()),) if live.tensor.numel() else ())
-            kind = "state" if live.path.startswith(OPTIMIZER) else kinds.get(parameter, "buffer")
-            tensors[live.path] = TensorRecord(kind, _name(live.tensor.dtype), live.shape, of)
+        for path, tensor, _, shape in self._tensor_ranges():
+            is_state = path.startswith(OPTIMIZER)
+            parameter = path.split("/", 2 if is_state else 1)[-1]
+            ranges = self._ranges.get(parameter, ((0, 0, tensor.numel()),) if tensor.numel() else ())
+            kind = "state" if is_state else self._kinds.get(parameter, "buffer")
+            tensors[path] = TensorRecord(kind, _name(tensor.dtype), shape, ranges)
         size = self._model.layouts[0].num_owners
         return Manifest(step, size, tensors, self._scalars(), type(self._optimizer).__name__, metadata)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the optimizer's state of this rank's slices. Local; parameters are read by `CheckpointWeights`.
-
-        Raises:
-            UserError: The checkpoint is damaged, or of another optimizer.
-        """
+        """Restore the optimizer's state of this rank's slices. Parameters are read by `CheckpointWeights`."""
         manifest = checkpoint.manifest
         require_optimizer(checkpoint, type(self._optimizer).__name__)
         keys = {path.split("/", 2)[1] for path, record in manifest.tensors.items() if record.kind == "state"}
-        local_ranges = {tensor_slice.spec.name: tensor_slice for tensor_slice, _ in self._model.slices()}
+        slices = {tensor_slice.spec.name: tensor_slice for tensor_slice, _ in self._model.slices()}
         for name, parameter in self._model.named_shard_parameters():
             state: dict[str, torch.Tensor] = self._optimizer.state[parameter]
             for key in sorted(keys):
                 path = f"{OPTIMIZER}/{key}/{name}"
                 if path in manifest.tensors:
-                    stored = _resume_tensor(checkpoint, path, local_ranges[name].start, local_ranges[name].stop)
+                    stored = _resume_tensor(checkpoint, path, slices[name].start, slices[name].stop)
                     state[key] = stored.to(parameter.device)
             for key, values in manifest.scalars.items():
                 if name in values:
@@ -110,17 +102,16 @@ class TrainingState:
                 del self._optimizer.state[parameter]
 
     def _tensor_ranges(self) -> Iterator[_TensorRange]:
+        slices = {}
         for tensor_slice, tensor in self._model.slices():
-            if tensor_slice.spec.requires_grad or not self._omit_frozen_base:
-                yield _TensorRange(
-                    f"{MODEL}/{tensor_slice.spec.name}", tensor, tensor_slice.start, tensor_slice.spec.shape
-                )
-        slices = {tensor_slice.spec.name: tensor_slice for tensor_slice, _ in self._model.slices()}
+            spec = tensor_slice.spec
+            slices[spec.name] = tensor_slice
+            if spec.requires_grad or not self._omit_frozen_base:
+                yield _TensorRange(f"{MODEL}/{spec.name}", tensor, tensor_slice.start, spec.shape)
         for name, parameter in self._model.named_shard_parameters():
             for key, value in self._optimizer_state(name, parameter):
                 if value.dim():
-                    tensor_slice = slices[name]
-                    yield _TensorRange(f"{OPTIMIZER}/{key}/{name}", value, tensor_slice.start, tensor_slice.spec.shape)
+                    yield _TensorRange(f"{OPTIMIZER}/{key}/{name}", value, slices[name].start, slices[name].spec.shape)
         if self._rank == 0:
             for name, tensor in replicated_persistent_tensors(self._model.module):
                 yield _TensorRange(f"{MODEL}/{name}", tensor.detach().reshape(-1), 0, tuple(tensor.shape))
@@ -132,8 +123,9 @@ class TrainingState:
             value = value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
             if value.dim() and value.shape != parameter.shape:
                 raise UserError(
-                    f"{type(self._optimizer).__name__} keeps {key} of shape {list(value.shape)} for a slice of {name} "
-                    f"of {parameter.numel()} elements: a checkpoint holds what is kept of each element, or one number"
+                    f"{type(self._optimizer).__name__} has state {key} of shape {list(value.shape)} for a slice of "
+                    f"{name} with {parameter.numel()} elements: a checkpoint can hold one number per element, or one "
+                    "number in all"
                 )
             yield key, value
 
@@ -147,15 +139,15 @@ class TrainingState:
 
     @cached_property
     def _ranges(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
-        """Return the ranges of every parameter, each with the rank that holds it."""
+        """Owner, start and stop of each non-empty slice of each parameter."""
         ranges: dict[str, list[tuple[int, int, int]]] = {}
         for layout in self._model.layouts:
             for rank in range(layout.num_owners):
                 for tensor_slice in layout.slices(rank):
-                    ranges_of_tensor = ranges.setdefault(tensor_slice.spec.name, [])
+                    of_parameter = ranges.setdefault(tensor_slice.spec.name, [])
                     if tensor_slice.numel:
-                        ranges_of_tensor.append((rank, tensor_slice.start, tensor_slice.stop))
-        return {name: tuple(ranges_of_tensor) for name, ranges_of_tensor in ranges.items()}
+                        of_parameter.append((rank, tensor_slice.start, tensor_slice.stop))
+        return {name: tuple(of_parameter) for name, of_parameter in ranges.items()}
 
     @cached_property
     def _kinds(self) -> dict[str, str]:
@@ -165,20 +157,21 @@ class TrainingState:
             for slot in layout.ranges
         }
 
-    def _copy(self, live: _TensorRange) -> ShardEntry:
-        copy = self._copies.get(live.path)
-        if copy is None or copy.shape != live.tensor.shape or copy.dtype != live.tensor.dtype:
-            copy = self._copies[live.path] = torch.empty_like(live.tensor, device="cpu")
-        copy.copy_(live.tensor)
-        return ShardEntry(live.path, _stored(copy), live.start, live.shape, _name(live.tensor.dtype))
+    def _copy(self, original: _TensorRange) -> ShardEntry:
+        path, tensor = original.path, original.tensor
+        copy = self._copies.get(path)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = self._copies[path] = torch.empty_like(tensor, device="cpu")
+        copy.copy_(tensor)
+        return ShardEntry(path, _stored(copy), original.start, original.shape, _name(tensor.dtype))
 
 
 class CheckpointWeights:
-    """Initial parameters from a checkpoint: a `shard.local_shards.WeightSource`. Local; each rank reads its own slices.
+    """A `WeightSource` that reads this rank's slices from a checkpoint.
 
     Args:
-        checkpoint: The checkpoint; it stays open while weights are read.
-        base: Where parameters come from that belong to the base of the checkpoint's adapters.
+        checkpoint: The checkpoint. It must stay open while weights are read.
+        base: Source of the parameters of the base model, if the checkpoint contains only adapters.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: WeightSource | None = None) -> None:
@@ -186,7 +179,7 @@ class CheckpointWeights:
         self._base = base
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `WeightSource`."""
+        """Read elements `[start, stop)` of a flattened parameter."""
         if self._base is not None and f"{MODEL}/{name}" not in self._checkpoint.manifest.tensors:
             return self._base.read(name, start, stop)
         return _resume_tensor(self._checkpoint, f"{MODEL}/{name}", start, stop)
@@ -194,43 +187,35 @@ class CheckpointWeights:
 
 @torch.no_grad()
 def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fill the tensors that every rank has whole: persistent buffers and non-floating-point parameters."""
+    """Restore the replicated tensors: persistent buffers and parameters that are not floating-point."""
     for name, tensor in replicated_persistent_tensors(module):
         tensor.copy_(_resume_tensor(checkpoint, f"{MODEL}/{name}", 0, tensor.numel()).reshape(tensor.shape))
 
 
 def require_model(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Check that a checkpoint is of this model, which may be on the meta device.
-
-    Raises:
-        UserError: Names, shapes, or which parameters are trained differ.
-    """
+    """Raise `UserError` if a model, which may be on the meta device, has other parameters, shapes or trainable ones."""
     expected = {
         name: (tuple(p.shape), "trainable" if p.requires_grad else "frozen")
         for name, p in module.named_parameters()
         if p.is_floating_point() and (p.requires_grad or "base" not in checkpoint.manifest.metadata)
     }
     expected |= {name: (tuple(tensor.shape), "buffer") for name, tensor in replicated_persistent_tensors(module)}
-    found = {
+    saved = {
         path.removeprefix(f"{MODEL}/"): (record.shape, record.kind)
         for path, record in checkpoint.manifest.tensors.items()
         if record.kind != "state"
     }
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            ours, theirs = (_format_shape(tensors.get(name)) for tensors in (expected, found))
+    for name in sorted(expected.keys() | saved.keys()):
+        if expected.get(name) != saved.get(name):
+            here, there = (_format_shape(tensors.get(name)) for tensors in (expected, saved))
             raise UserError(
-                f"the checkpoint {checkpoint.directory} is of another model: {name} is {theirs} there, {ours} in "
+                f"the checkpoint {checkpoint.directory} is of another model: {name} is {there} there, {here} in "
                 f"this one: change model.*, or set run.resume to never, or run.dir"
             )
 
 
 def require_optimizer(checkpoint: Checkpoint, name: str) -> None:
-    """Check that a checkpoint is of an optimizer of this class.
-
-    Raises:
-        UserError: The checkpoint is of another optimizer.
-    """
+    """Raise `UserError` unless a checkpoint is of the optimizer class `name`."""
     if checkpoint.manifest.optimizer != name:
         raise UserError(
             f"the checkpoint {checkpoint.directory} is of the optimizer {checkpoint.manifest.optimizer}, got {name}: "
@@ -260,10 +245,6 @@ def _resume_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> 
 
 
 def read_tensor(checkpoint: Checkpoint, path: str, start: int, stop: int) -> torch.Tensor:
-    """Read elements `[start, stop)` of a flattened tensor, in its own type.
-
-    Raises:
-        UserError: The elements are damaged.
-    """
+    """Read elements `[start, stop)` of a flattened tensor, in its own type; raise `UserError` if damaged."""
     dtype = getattr(torch, checkpoint.record(path).dtype)
     return torch.from_numpy(checkpoint.read(path, start, stop)).view(dtype)

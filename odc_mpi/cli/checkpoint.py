@@ -73,5 +73,5 @@ def _export(arguments: argparse.Namespace) -> int:
         elif arguments.base:
             raise UserError(f"--base goes with adapters, {checkpoint.directory} holds a whole model: leave --base out")
         names = export(checkpoint, arguments.out, arguments.dtype, exporter=exporter, base=arguments.base)
-        print(f"{arguments.out}: step {checkpoint.step}, {', '.join(names)}")
+        print(f"exported step {checkpoint.step} to {arguments.out}: {', '.join(names)}")
     return 0

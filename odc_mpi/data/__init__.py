@@ -1,4 +1,4 @@
-"""From text to microbatches: tokens on disk, what a sequence costs, who computes which, and the loader.
+"""Data: preparing text as HDF5 data sets, and planning and loading minibatches from them.
 
-Nothing in this room knows MPI: ranks and sizes are plain integers, and every rank computes the same plan by itself.
+Does not use MPI. Ranks and sizes are plain integers, and every rank computes the same plan independently.
 """

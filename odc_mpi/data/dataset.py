@@ -1,22 +1,20 @@
-"""Tokenised sequences in an HDF5 file.
+"""Data sets: tokenized sequences in an HDF5 file.
 
-| dataset              | type   | shape        | holds                                                            |
-|----------------------|--------|--------------|------------------------------------------------------------------|
-| `tokens`             | uint32 | [num_tokens] | all sequences, one behind the other                              |
-| `loss_mask`          | uint8  | [num_tokens] | 1 where the token is trained                                     |
-| `offsets`            | int64  | [n + 1]      | where each sequence begins, and the end                          |
-| `num_trained_tokens` | int32  | [n]          | trained tokens of each, without its first: nothing predicts that |
+| dataset              | type   | shape        | contents                                                       |
+|----------------------|--------|--------------|----------------------------------------------------------------|
+| `tokens`             | uint32 | [num_tokens] | all sequences, concatenated                                    |
+| `loss_mask`          | uint8  | [num_tokens] | 1 where the token contributes to the loss                      |
+| `offsets`            | int64  | [n + 1]      | begin of each sequence, then the end of the last               |
+| `num_trained_tokens` | int32  | [n]          | loss tokens of each sequence, without its first, never a label |
 
-Attributes: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (a digest of which token has which number),
-`content` (a digest of tokens and mask), `tokenizer` (its name, for people), `source`, and what of the source was left
-out: `num_untrained_dropped` sequences without a token to learn, `num_bad_lines`; `request` (a digest of the sources,
-options, tokenizer and versions of `prepare`) and `report` (JSON of its counts). They are written last: a file without
-them was never finished.
+The group `tokenizer` contains each file of the tokenizer under its name, as a dataset of bytes, uint8 [num_bytes].
 
-The group `tokenizer` holds the files of the tokenizer, each as a dataset of its bytes, uint8 [num_bytes], under the
-file's name.
+Attributes: `format`, `version`, `vocab_size`, `max_token_id`, `vocabulary` (`vocabulary_digest`), `content` (digest of
+tokens and loss mask), `tokenizer` and `source` (names, for display), `num_untrained_dropped` and `num_bad_lines` (see
+`PrepareReport`), `request` (digest of the sources, options, tokenizer and versions of `prepare`) and `report` (its
+counts as JSON). They are written last: a file without them is unfinished.
 
-No communication. Any number of ranks may have the file open, for reading only.
+Does not use MPI. Any number of ranks may have a file open for reading.
 """
 
 import hashlib
@@ -38,29 +36,23 @@ VERSION = 1
 
 _CHUNK = 16_384  # elements; a random read fetches whole chunks, so about 80 KB for tokens and mask
 _BUFFERED_TOKENS = 1 << 20  # written at once; bounds the writer's memory
-#: What `content` covers; the rest is read, and digested, when the file is opened.
+#: Data sets covered by `content`. The others are read when the file is opened, and then `Dataset.digest` covers them.
 _DIGESTED = ("tokens", "loss_mask")
-#: The group that holds the files of the tokenizer.
 TOKENIZER_GROUP = "tokenizer"
 _TYPES = {"tokens": np.uint32, "loss_mask": np.uint8, "offsets": np.int64, "num_trained_tokens": np.int32}
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Return a digest of a vocabulary: equal if and only if tokenizers give the same tokens the same numbers."""
+    """Return the SHA-256 of a vocabulary. It is equal for tokenizers with the same tokens and token numbers only."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
 class DatasetWriter(AbstractContextManager["DatasetWriter"]):
-    """Writes sequences one after the other; memory stays bounded. A context manager.
+    """Context manager that writes a data set, sequence by sequence, in bounded memory.
 
-    Leaving the context by an exception closes the file unfinished: `Dataset` will refuse it.
-
-    Attributes:
-        num_sequences: Sequences appended so far.
-        num_tokens: Their tokens.
-        num_trained_tokens: Their trained tokens, without first ones.
-        longest: Tokens of the longest.
-        max_token_id: The largest token.
+    Leaving the context by an exception closes the file unfinished: `Dataset` rejects it. The attributes
+    `num_sequences`, `num_tokens`, `num_trained_tokens` (loss tokens without first tokens), `longest` (tokens of the
+    longest sequence) and `max_token_id` refer to the sequences appended so far.
     """
 
     def __init__(
@@ -73,26 +65,16 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         vocabulary: str = "",
         tokenizer_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Create the file.
+        """Create the file, which must not exist.
 
         Args:
-            path: A path where no file is yet.
-            vocab_size: Tokens of the tokenizer.
-            tokenizer: Name of the tokenizer, for people.
-            source: Name of the source of the text, for people.
-            vocabulary: The tokenizer's `vocabulary_digest`; empty if that is not known.
-            tokenizer_files: Content of each file of the tokenizer, by name; None to keep none in the data set.
-
-        Raises:
-            OSError: The file exists or cannot be created.
+            tokenizer: Name of the tokenizer, for display; likewise `source`.
+            vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
+            tokenizer_files: Contents of the tokenizer's files by name; None stores no tokenizer.
         """
         self.num_sequences = self.num_tokens = self.num_trained_tokens = self.longest = self.max_token_id = 0
-        self._attributes: dict[str, int | str] = {
-            "vocab_size": vocab_size,
-            "tokenizer": tokenizer,
-            "source": source,
-            "vocabulary": vocabulary,
-        }
+        self._attributes: dict[str, int | str] = {}
+        self.set_attributes(vocab_size=vocab_size, tokenizer=tokenizer, source=source, vocabulary=vocabulary)
         self._file = h5py.File(path, "x", locking=False)
         for name, dtype in _TYPES.items():
             self._file.create_dataset(name, shape=(0,), maxshape=(None,), chunks=(_CHUNK,), dtype=dtype)
@@ -104,29 +86,25 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
         self._digests = {name: hashlib.sha256() for name in _DIGESTED}
 
     def set_attributes(self, **attributes: int | str) -> None:
-        """Add attributes to the file."""
+        """Add attributes, which are written when the file is finished."""
         self._attributes.update(attributes)
 
     def append(self, tokens: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_]) -> None:
-        """Add a sequence.
+        """Append a sequence.
 
         Args:
-            tokens: uint32 [length], at least 2 long.
-            loss_mask: bool [length], True where the token is trained; at least once behind the first.
+            tokens: uint32 [length], length at least 2.
+            loss_mask: bool [length], True for loss tokens; at least one besides the first token.
         """
         num_trained = int(np.count_nonzero(loss_mask[1:]))
-        assert len(tokens) == len(loss_mask) and num_trained, "a sequence that trains nothing belongs in no data set"
+        assert len(tokens) == len(loss_mask) and num_trained, "expected a sequence with a loss token, got none"
         self.num_sequences += 1
         self.num_tokens += len(tokens)
         self.num_trained_tokens += num_trained
         self.longest = max(self.longest, len(tokens))
         self.max_token_id = max(self.max_token_id, int(tokens.max()))
-        for name, values in (
-            ("tokens", tokens),
-            ("loss_mask", loss_mask),
-            ("offsets", np.array([self.num_tokens])),
-            ("num_trained_tokens", np.array([num_trained])),
-        ):
+        arrays = tokens, loss_mask, np.array([self.num_tokens]), np.array([num_trained])
+        for name, values in zip(_TYPES, arrays, strict=True):
             self._buffers[name].append(values)
         self._num_buffered += len(tokens)
         if self._num_buffered >= _BUFFERED_TOKENS:
@@ -158,22 +136,20 @@ class DatasetWriter(AbstractContextManager["DatasetWriter"]):
 
 
 class Dataset(AbstractContextManager["Dataset"]):
-    """Tokenised sequences, read one at a time. A context manager; closes twice without harm.
+    """Data set opened for reading; sequences are read one at a time. A context manager.
 
     Attributes:
-        path: The file.
-        lengths: Tokens of each sequence, int64 [n].
-        num_trained_tokens: Trained tokens of each sequence without its first, int64 [n].
-        vocab_size: Tokens of the tokenizer.
-        max_token_id: The largest token in the file; a model needs more embeddings than this.
-        vocabulary: The tokenizer's `vocabulary_digest`; empty if the writer did not know it.
+        lengths: Number of tokens of each sequence, int64 [n].
+        num_trained_tokens: Number of loss tokens of each sequence without its first token, int64 [n].
+        max_token_id: Largest token in the file; the model's embedding must be larger.
+        vocabulary: `vocabulary_digest` of the tokenizer; empty if unknown.
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Open a file that `prepare` wrote, each rank for itself.
+        """Open a file written by `prepare`. Does not communicate; each rank opens the file independently.
 
         Raises:
-            UserError: It is missing, not ours, written by a newer version, or damaged.
+            UserError: The file is missing, damaged, written by a newer version, or not a data set.
         """
         self.path = Path(path)
         self._file = _open(self.path)
@@ -193,28 +169,18 @@ class Dataset(AbstractContextManager["Dataset"]):
             raise
 
     def _check_counts(self) -> None:
-        """Refuse impossible offsets and counts; the tokens themselves are not read."""
+        """Check offsets and counts for consistency, without reading the tokens."""
         offsets, trained = self._offsets, self.num_trained_tokens
         if offsets[0] != 0 or offsets[-1] != len(self._file["tokens"]) or (self.lengths < 2).any():
-            raise _damaged_error(self.path, "its offsets do not fit its tokens")
+            raise _damaged_error(self.path, "the offsets do not match the tokens")
         if ((trained < 1) | (trained >= self.lengths)).any():
-            raise _damaged_error(self.path, "its counts of trained tokens do not fit its lengths")
+            raise _damaged_error(self.path, "the numbers of loss tokens do not match the lengths")
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Read one sequence, and nothing else, from the file.
-
-        Args:
-            index: 0 to n - 1.
-
-        Returns:
-            Tokens, int64 [length], and loss mask, bool [length].
-
-        Raises:
-            IndexError: There is no such sequence.
-        """
+        """Read the tokens, int64 [length], and the loss mask, bool [length], of a sequence."""
         i = operator.index(index)
         if not 0 <= i < len(self):
             raise IndexError(f"expected a sequence from 0 to {len(self) - 1}, got {i}")
@@ -222,16 +188,16 @@ class Dataset(AbstractContextManager["Dataset"]):
         return self._file["tokens"][part].astype(np.int64), self._file["loss_mask"][part].astype(np.bool_)
 
     def digest(self) -> str:
-        """Return a digest of the data: ranks with equal digests make the same plans and train on the same data.
+        """Return a digest of the data: ranks with equal digests compute the same plans and train on the same data.
 
-        Tokens and mask enter by the digest that the writer stored; they are not read here.
+        Tokens and loss mask are not read; the digest that the writer stored is used.
         """
         texts = f"{self.vocabulary}{self._content}"
         parts = (self.lengths.tobytes(), self.num_trained_tokens.tobytes(), texts.encode())
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Idempotent."""
         self._file.close()
 
     def __exit__(self, *_: object) -> None:
@@ -239,27 +205,19 @@ class Dataset(AbstractContextManager["Dataset"]):
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Read the files of the tokenizer out of a data set.
-
-    Returns:
-        The content of each file by name; empty if `path` is no data set, or one that holds no tokenizer.
-    """
+    """Return the contents of the tokenizer's files in a data set by name; empty if there are none, or no data set."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             group = file.get(TOKENIZER_GROUP)
             if file.attrs.get("format") != FORMAT or not isinstance(group, h5py.Group):
                 return {}
             return {name: item[:].tobytes() for name, item in group.items() if isinstance(item, h5py.Dataset)}
-    except OSError:  # not there, or not HDF5
+    except OSError:  # missing, or not HDF5
         return {}
 
 
 def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
-    """Return the counts of `prepare`, if it wrote these data sets for the request of this digest.
-
-    Returns:
-        The counts by name; None if a data set is missing, unfinished, damaged or of another request.
-    """
+    """Return the counts of `prepare` by name, if it wrote these data sets, complete, for the request of this digest."""
     reports = set()
     for path in paths:
         try:
@@ -273,10 +231,10 @@ def find_counts(paths: Sequence[Path], request: str) -> dict[str, Any] | None:
 
 
 def _open(path: Path) -> h5py.File:
-    """Open for reading, without the lock that some network and read-only file systems do not have."""
+    """Open a file without the lock, which some network and read-only file systems do not support."""
     try:
         reason = None if path.is_file() else "no file"
-    except OSError as error:  # somebody else's directory, a name too long
+    except OSError as error:  # no permission to search the directory, or a name too long
         reason = error.strerror
     if reason is not None:
         raise UserError(f"expected a data set at {str(path)!r}, got {reason}: change data.path, or run odc-mpi prepare")
@@ -308,13 +266,13 @@ def _check_shapes(file: h5py.File, path: Path) -> None:
     for name, dtype in _TYPES.items():
         found = file.get(name)
         if not isinstance(found, h5py.Dataset) or found.dtype != dtype or found.ndim != 1:
-            raise _damaged_error(path, f"{name!r} is not there as a vector of {np.dtype(dtype).name}")
+            raise _damaged_error(path, f"{name!r} is not a vector of {np.dtype(dtype).name}")
     if missing := {"vocab_size", "max_token_id", "vocabulary", "content"} - file.attrs.keys():
         raise _damaged_error(path, f"{', '.join(sorted(missing))} is missing")
     if len(file["tokens"]) != len(file["loss_mask"]):
         raise _damaged_error(path, "tokens and loss_mask differ in length")
     if len(file["offsets"]) != len(file["num_trained_tokens"]) + 1:
-        raise _damaged_error(path, "offsets and num_trained_tokens do not fit each other")
+        raise _damaged_error(path, "the lengths of offsets and num_trained_tokens do not match")
     if len(file["offsets"]) == 1:
         raise UserError(f"the data set {str(path)!r} is empty: prepare it again, or change data.path")
 

@@ -1,7 +1,4 @@
-"""From examples to tokens and the loss mask.
-
-The tokenizer is an argument, any fast one of Hugging Face: `tokenizer` loads or trains it.
-"""
+"""Tokenizing examples, with their loss masks. Works with any fast tokenizer of transformers."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,12 +16,7 @@ CharSpan = tuple[int, int]
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tokenised sequence.
-
-    Attributes:
-        tokens: uint32 [length].
-        loss_mask: bool [length]; True where the token is to be predicted.
-    """
+    """A tokenized sequence: uint32 [length], and its loss mask, bool [length], True for loss tokens."""
 
     tokens: npt.NDArray[np.uint32]
     loss_mask: npt.NDArray[np.bool_]
@@ -32,31 +24,19 @@ class Encoded:
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation as the text that the model sees.
-
-    Attributes:
-        text: The whole conversation, through the chat template.
-        spans: First and one past the last character of each of the assistant's turns, its end token included.
-    """
+    """Text of a conversation, and character range (begin, end) of each assistant turn, including its end token."""
 
     text: str
     spans: tuple[CharSpan, ...]
 
 
 def encode(tokenizer: Any, examples: Sequence[Example]) -> list[Encoded]:
-    """Tokenise examples in one batch per shape.
-
-    Args:
-        tokenizer: A fast tokenizer of transformers.
-        examples: Pairs and conversations, mixed at will.
-
-    Returns:
-        One sequence per example, in order.
+    """Tokenize examples of any kind with a fast tokenizer of transformers, in one batch per kind.
 
     Raises:
-        UserError: The tokenizer lacks the end-of-sequence token (pairs) or the chat template (conversations), or the
-            assistant's turns cannot be found in the template's text.
-        BadLine: The template refuses the messages, or its text cannot be tokenised.
+        UserError: The tokenizer has no end-of-sequence token (for pairs) or no chat template (for conversations), or
+            the assistant's turns cannot be found in the rendered text.
+        InvalidRecordError: The template rejects the messages, or its text cannot be tokenized.
     """
     pairs = [example for example in examples if isinstance(example, PromptCompletion)]
     chats = [example for example in examples if isinstance(example, Conversation)]
@@ -66,7 +46,7 @@ def encode(tokenizer: Any, examples: Sequence[Example]) -> list[Encoded]:
 
 
 def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[Encoded]:
-    """Tokenise prompts and completions apart, so that no token straddles the border where the loss begins."""
+    """Tokenize prompts and completions separately, so that no token contains the border where the loss begins."""
     if not pairs:
         return []
     if tokenizer.eos_token_id is None:
@@ -82,18 +62,13 @@ def _encode_pairs(tokenizer: Any, pairs: list[PromptCompletion]) -> list[Encoded
 
 
 def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int]]:
-    """Tokenize prompts as training data, messages through the chat template up to the assistant's turn.
+    """Tokenize prompts as training data is tokenized; conversations end with the generation prompt.
 
-    Args:
-        tokenizer: A fast tokenizer of transformers.
-        examples: Pairs without a completion, and conversations; at least one.
-
-    Returns:
-        The tokens of each; at least one.
+    `examples` are prompts without completion, and conversations; at least one.
 
     Raises:
         UserError: There is no chat template.
-        BadLine: The template refuses the messages, or a prompt is empty.
+        InvalidRecordError: The template rejects the messages, or a prompt is empty.
     """
     texts = [render_prompt(tokenizer, each) if isinstance(each, Conversation) else each.prompt for each in examples]
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -109,13 +84,13 @@ def encode_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[list[int
 
 
 def end_of_turn_token(tokenizer: Any) -> int | None:
-    """Return the token that ends the assistant's turns, if there is one of its own."""
+    """Return the token that ends an assistant turn; None if no special token does."""
     chat = Conversation("", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     try:
         turn = render_prompt(tokenizer, chat, for_generation=False)
-    except UserError:  # told when messages are rendered
+    except UserError:  # raised again when messages are rendered
         return None
-    ids = tokenizer(turn[: end_of_turn(turn, _special(tokenizer))], add_special_tokens=False)["input_ids"]
+    ids = tokenizer(turn[: end_of_turn(turn, _special_tokens(tokenizer))], add_special_tokens=False)["input_ids"]
     return ids[-1] if ids and ids[-1] in tokenizer.get_added_vocab().values() else None
 
 
@@ -126,10 +101,10 @@ def start_tokens(tokenizer: Any) -> list[int]:
 
 
 def _encode_chats(tokenizer: Any, chats: list[Conversation]) -> list[Encoded]:
-    """Tokenise whole conversations and find the assistant's tokens by the characters that they stand for."""
+    """Tokenize conversations as a whole, and find the assistant's tokens by their character offsets."""
     if not chats:
         return []
-    special = _special(tokenizer)
+    special = _special_tokens(tokenizer)
     rendered = [render_chat(tokenizer, chat, special) for chat in chats]
     batch = tokenizer(
         [chat.text for chat in rendered],
@@ -145,15 +120,15 @@ def _encode_chats(tokenizer: Any, chats: list[Conversation]) -> list[Encoded]:
 
 
 def _mask(offsets: list[CharSpan], spans: tuple[CharSpan, ...]) -> npt.NDArray[np.bool_]:
-    """Mark the tokens that stand for at least one character of a span.
+    """Return the loss mask: True for tokens that contain at least one character of a span.
 
-    A token over a span's border counts as inside: some tokenizers glue the blank before the first word to it, others
-    the line break to the end-of-turn token, and both tokens have to be learnt.
+    This includes tokens across the border of a span: some tokenizers join the blank before the first word to it, others
+    the line break to the end-of-turn token, and both tokens must be trained.
     """
-    # np.array of a list of tuples takes twice as long.
+    # np.array takes twice as long for a list of tuples.
     bounds = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
     ends = bounds[:, 1]
-    # Byte-level tokenizers that trim blanks off their offsets give a blank alone an empty range at its end.
+    # Byte-level tokenizers that trim blanks from offsets give a single blank an empty range at its end.
     begins = np.minimum(bounds[:, 0], ends - 1)
     mask = np.zeros(len(bounds), dtype=np.bool_)
     for start, stop in spans:
@@ -162,22 +137,13 @@ def _mask(offsets: list[CharSpan], spans: tuple[CharSpan, ...]) -> npt.NDArray[n
 
 
 def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...] | None = None) -> RenderedChat:
-    """Put a conversation through the chat template and find the assistant's turns in the text.
+    """Render a conversation with the chat template, and find the assistant's turns. Errors are those of `encode`.
 
-    A turn is the text that the template adds for one more message, without the generation prompt. This works for any
-    template whose output only grows with the messages, with `{% generation %}` in it or without. An empty turn is not
-    to be learnt.
-
-    Args:
-        tokenizer: A tokenizer of transformers with a chat template.
-        chat: The conversation.
-        special: The tokenizer's special tokens, where the caller has them at hand.
-
-    Raises:
-        UserError: There is no template, or it rewrites earlier turns.
-        BadLine: The template refuses the messages, or its text cannot be tokenised.
+    A turn is the text that the template adds for one more message, without the generation prompt. This works for every
+    template whose output only grows with the messages, with or without `{% generation %}`. An empty turn has no loss.
+    The caller may pass the tokenizer's special tokens.
     """
-    special = _special(tokenizer) if special is None else special
+    special = _special_tokens(tokenizer) if special is None else special
     trained = [i for i in range(len(chat.messages)) if chat.message_has_loss(i)]
     prompts = _render(tokenizer, chat, trained, for_generation=True)
     turns = _render(tokenizer, chat, sorted({*(i + 1 for i in trained), len(chat.messages)}), for_generation=False)
@@ -185,37 +151,31 @@ def render_chat(tokenizer: Any, chat: Conversation, special: tuple[str, ...] | N
     for i, prompt, turn in zip(trained, prompts, turns, strict=False):
         if not (turn.startswith(prompt) and text.startswith(turn)):
             raise UserError(
-                f"{chat.location}: the chat template rewrites earlier text when message {i + 1} is added, so what the "
-                "assistant says cannot be found: change the tokenizer's chat_template"
+                f"{chat.location}: the chat template rewrites earlier text when message {i + 1} is added, so the "
+                "assistant's turns cannot be found: change the tokenizer's chat_template"
             )
         spans.append((len(prompt), end_of_turn(turn, special)))
     return RenderedChat(text, tuple(spans))
 
 
 def render_prompt(tokenizer: Any, chat: Conversation, *, for_generation: bool = True) -> str:
-    """Put messages through the chat template, for the assistant to go on.
+    """Render messages with the chat template, for the assistant to continue. Errors are those of `encode`.
 
-    Args:
-        tokenizer: A tokenizer of transformers.
-        chat: The messages.
-        for_generation: Whether the text ends with the beginning of the assistant's turn.
-
-    Raises:
-        UserError: There is no chat template, or it refuses the messages.
+    `for_generation` appends the generation prompt, the beginning of an assistant turn.
     """
     return _render(tokenizer, chat, [len(chat.messages)], for_generation=for_generation)[0]
 
 
 def _render(tokenizer: Any, chat: Conversation, counts: Sequence[int], *, for_generation: bool) -> list[str]:
-    """Render so many of the first messages; any exception of the template becomes an error about the conversation.
+    """Render the first `count` messages for each count. Any exception of the template becomes an InvalidRecordError.
 
-    All counts at once: each call looks at tools and special tokens anew, which takes as long as a template.
+    One call for all counts: each call converts tools and special tokens again, which takes as long as rendering.
     """
     if not counts:
         return []
     if not tokenizer.chat_template:
         raise UserError(
-            f"{chat.location}: 'messages' need a chat template, and the tokenizer has none: take another one"
+            f"{chat.location}: 'messages' need a chat template, but the tokenizer has none: use another tokenizer"
         )
     try:
         if 0 in counts:
@@ -227,20 +187,20 @@ def _render(tokenizer: Any, chat: Conversation, counts: Sequence[int], *, for_ge
             add_generation_prompt=for_generation,
         )
         for text in texts:
-            text.encode("utf-8")  # other fields than the content may have half of a surrogate pair
+            text.encode("utf-8")  # fields besides the content may contain half of a surrogate pair
     except Exception as error:
         raise InvalidRecordError(
-            f"{chat.location}: the tokenizer's chat template refuses the messages ({one_line_message(error)})"
+            f"{chat.location}: the tokenizer's chat template rejects the messages ({one_line_message(error)})"
         ) from error
     return texts
 
 
-def _special(tokenizer: Any) -> tuple[str, ...]:
-    """Return the special tokens; the tokenizer makes a dictionary of them in each call."""
+def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """Return the special tokens. Cache the result: the tokenizer builds a dictionary in each call."""
     return tuple(tokenizer.get_added_vocab())
 
 
 def end_of_turn(turn: str, special: tuple[str, ...]) -> int:
-    """Return the end of a turn: after the end token, without the line break that templates add behind it."""
+    """Return the length of a turn with its end token, but without the line break that templates append."""
     stripped = turn.rstrip()
     return len(stripped) if special and stripped.endswith(special) else len(turn)

@@ -1,7 +1,7 @@
-"""From blocks of records to tokens, in this process or in several. No MPI.
+"""Tokenizing blocks of records, in this process or in several. Does not use MPI.
 
-The processes are spawned, not forked: a fork takes neither the threads of the tokenizers library nor h5py's locks over
-in a sane state. Each has at most `_AHEAD` blocks, so memory is bounded.
+Processes are spawned, not forked: a fork would copy the threads of the tokenizers library and the locks of h5py in an
+invalid state. At most `_AHEAD` blocks per process are in flight, so memory is bounded.
 """
 
 import hashlib
@@ -27,19 +27,13 @@ from odc_mpi.data.sources import Block
 from odc_mpi.data.tokenizer import load_files, load_tokenizer
 from odc_mpi.errors import UserError
 
-_BATCH_EXAMPLES = 256  # tokenised in one call: enough for its threads, little enough for its offsets
+_BATCH_EXAMPLES = 256  # tokenized in one call: enough for its threads, little enough for the memory of offsets
 _AHEAD = 4  # blocks of each process that are submitted before the result of the first is needed
 
 
 @dataclass(frozen=True)
 class SequenceFilter:
-    """Which sequences are written, and where.
-
-    Attributes:
-        max_length: The most tokens in a sequence; None for no limit.
-        overlong: Whether to truncate or to drop longer sequences.
-        eval_fraction: About so much of the sequences is held out.
-    """
+    """Rules that select the sequences to write; see `PrepareOptions`."""
 
     max_length: int | None = None
     overlong: Literal["truncate", "drop"] = "truncate"
@@ -48,20 +42,14 @@ class SequenceFilter:
 
 @dataclass
 class FilterCounts:
-    """What became of examples.
-
-    Attributes:
-        num_truncated: Sequences written that were cut to the maximal length.
-        num_dropped: Sequences left out because they were longer than the maximal length.
-        num_untrained_dropped: Examples left out because (after cutting) no token is left to learn.
-    """
+    """Counts of truncated and dropped sequences; see `PrepareReport`."""
 
     num_truncated: int = 0
     num_dropped: int = 0
     num_untrained_dropped: int = 0
 
     def add(self, other: "FilterCounts") -> None:
-        """Add the counts of other examples."""
+        """Add other counts to these."""
         self.num_truncated += other.num_truncated
         self.num_dropped += other.num_dropped
         self.num_untrained_dropped += other.num_untrained_dropped
@@ -69,13 +57,7 @@ class FilterCounts:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """The sequences of a block, and what became of the other records.
-
-    Attributes:
-        sequences: To train on, and to hold out, in their order.
-        counts: Of the others, and of those that were cut.
-        invalid: What is wrong with each record that cannot be used, in their order.
-    """
+    """Sequences of a block for training, held-out sequences, counts of others, and messages of invalid records."""
 
     sequences: tuple[list[Encoded], list[Encoded]]
     counts: FilterCounts
@@ -83,13 +65,7 @@ class EncodedBlock:
 
 
 def encode_block(tokenizer: Any, block: Block, fields: FieldNames, sequence_filter: SequenceFilter) -> EncodedBlock:
-    """Tokenise the examples of a block, and sort out what is not to be written.
-
-    The result depends on the records alone, and not on the other blocks.
-
-    Raises:
-        UserError: The tokenizer does not serve the examples.
-    """
+    """Tokenize the examples of a block, and filter the sequences. The result is independent of other blocks."""
     counts, invalid = FilterCounts(), {}
     examples: dict[int, Example] = {}
     for i, (location, record) in enumerate(block.records()):
@@ -110,7 +86,7 @@ def encode_block(tokenizer: Any, block: Block, fields: FieldNames, sequence_filt
 
 
 def _encode_all(tokenizer: Any, examples: dict[int, Example], invalid: dict[int, str]) -> Iterator[Encoded]:
-    """Tokenise in batches; those that the chat template refuses are added to the bad ones."""
+    """Tokenize in batches. Examples that the chat template rejects are added to `invalid`."""
     indices = list(examples)
     for begin in range(0, len(indices), _BATCH_EXAMPLES):
         batch = indices[begin : begin + _BATCH_EXAMPLES]
@@ -125,15 +101,14 @@ def _encode_all(tokenizer: Any, examples: dict[int, Example], invalid: dict[int,
 
 
 def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCounts) -> Encoded | None:
-    """Return a sequence as it is to be written, or None if it is not."""
-    too_long = sequence_filter.max_length is not None and len(sequence.tokens) > sequence_filter.max_length
+    """Return a sequence, truncated if necessary, or None if it is dropped."""
+    limit = sequence_filter.max_length
+    too_long = limit is not None and len(sequence.tokens) > limit
     if too_long and sequence_filter.overlong == "drop":
         counts.num_dropped += 1
         return None
     if too_long:
-        sequence = Encoded(
-            sequence.tokens[: sequence_filter.max_length], sequence.loss_mask[: sequence_filter.max_length]
-        )
+        sequence = Encoded(sequence.tokens[:limit], sequence.loss_mask[:limit])
     if not sequence.loss_mask[1:].any():
         counts.num_untrained_dropped += 1
         return None
@@ -142,7 +117,7 @@ def _fit(sequence: Encoded, sequence_filter: SequenceFilter, counts: FilterCount
 
 
 def is_held_out(tokens: npt.NDArray[np.uint32], fraction: float) -> bool:
-    """Draw by the tokens alone: equal sequences stay together, and where they are when others come."""
+    """Return True for a pseudorandom fraction of sequences, depending on their tokens only (see `PrepareOptions`)."""
     if not fraction:
         return False
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
@@ -155,19 +130,14 @@ def encode_blocks(
     sequence_filter: SequenceFilter,
     num_proc: int,
 ) -> Generator[tuple[int, EncodedBlock], None, None]:
-    """Tokenize blocks in processes of their own, which end with the generator.
+    """Tokenize blocks in worker processes, which end with the generator, and yield the results in order.
 
     Args:
-        blocks: The index of the source, the block, and the names of its fields.
-        tokenizer_source: Directory or data set of the tokenizer, or the content of its files by name.
-        sequence_filter: Which sequences are written.
-        num_proc: Number of processes.
-
-    Yields:
-        The index of the source and the tokens, in the order of the blocks.
+        blocks: Index of the source, block, and field names of its records. The index is yielded with the result.
+        tokenizer_source: Directory or data set of the tokenizer, or contents of its files by name.
 
     Raises:
-        UserError: As of `encode_block`, at the first block for which it is raised; or a process has ended early.
+        UserError: `encode_block` raised it, for the first such block; or a process has ended early.
     """
     pool = ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (tokenizer_source, sequence_filter))
     due: deque[tuple[int, Future[EncodedBlock]]] = deque()
@@ -182,7 +152,7 @@ def encode_blocks(
             yield index, future.result()
     except BrokenProcessPool as error:
         raise UserError(
-            f"a process that tokenizes has ended early: is there enough memory for --num-proc {num_proc}?"
+            f"a tokenizing process has ended early: is there enough memory for --num-proc {num_proc}?"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -190,7 +160,7 @@ def encode_blocks(
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in the enclosed code and in the processes that it starts: Ctrl-C is for this process alone."""
+    """Block SIGINT in the enclosed code and in processes started there: only this process handles Ctrl-C."""
     resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -199,23 +169,21 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-#: Of a worker process: its tokenizer and limits.
+#: Tokenizer and filter of a worker process.
 _worker: tuple[Any, SequenceFilter]
 
 
 def _start_worker(tokenizer_source: Path | Mapping[str, bytes], sequence_filter: SequenceFilter) -> None:
     global _worker
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    # One thread for each process: they are as many as there are cores.
+    # One thread per process: there are as many processes as cores.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    _worker = (
-        (load_tokenizer(tokenizer_source) if isinstance(tokenizer_source, Path) else load_files(tokenizer_source)),
-        sequence_filter,
-    )
+    tokenizer = load_tokenizer(tokenizer_source) if isinstance(tokenizer_source, Path) else load_files(tokenizer_source)
+    _worker = tokenizer, sequence_filter
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent is killed; the pool's pipes stay open then."""
+    """End this process when its parent was killed. The pipes of the pool would keep it alive."""
     parent = parent_process()
     assert parent is not None
     parent.join()

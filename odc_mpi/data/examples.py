@@ -1,7 +1,7 @@
-"""What a line or row of a source holds: a record, as an example to learn from.
+"""Examples to train on, parsed from the records (lines or rows) of a source.
 
-A record has one of a few forms, those of published data sets; errors name file and line. Empty texts are legal: an
-example may have nothing to learn, which its `has_loss` tells. Nothing here knows tokenizers, or reads a file.
+Records may have any of the forms of published data sets. Error messages contain file and line. Texts may be empty, and
+an example may have no loss tokens (`has_loss`). This module neither tokenizes nor reads files.
 """
 
 import json
@@ -13,7 +13,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.formatting import truncate_text
 
 _ROLES = ("system", "user", "assistant", "tool")
-#: The roles of `conversations`, as ShareGPT and the sets that follow it name them.
+#: Roles in `conversations`, as in ShareGPT and similar data sets.
 _SHAREGPT_ROLES = dict.fromkeys(("human",), "user")
 _SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
 _SHAREGPT_ROLES |= dict.fromkeys(("observation", "function_response"), "tool")
@@ -22,18 +22,15 @@ _MAX_EXAMPLES = 3
 
 
 class InvalidRecordError(UserError):
-    """A line that cannot be used; the message names file and line."""
+    """A line or row cannot be used; the message contains file and line."""
 
 
 class InvalidRecords:
-    """The lines of the sources that cannot be used.
-
-    Args:
-        skip: Whether to go on without them; otherwise the first one is an error.
+    """Counter of invalid records, which are skipped, or an error.
 
     Attributes:
-        num_skipped: Lines left out so far.
-        first: What is wrong with the first three of them.
+        num_skipped: Number of records skipped so far.
+        first: Messages of the first three.
     """
 
     def __init__(self, skip: bool = False) -> None:
@@ -42,13 +39,9 @@ class InvalidRecords:
         self.first: list[str] = []
 
     def add(self, error: InvalidRecordError) -> None:
-        """Count a line.
-
-        Raises:
-            UserError: Such lines are not to be skipped.
-        """
+        """Count a skipped record, or raise a UserError."""
         if not self._skip:
-            raise UserError(f"{error}; to leave such lines out: --bad-lines skip") from error
+            raise UserError(f"{error}. To skip such lines, use --bad-lines skip") from error
         self.num_skipped += 1
         if len(self.first) < _MAX_EXAMPLES:
             self.first.append(str(error))
@@ -56,12 +49,11 @@ class InvalidRecords:
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """A prompt and the completion to learn.
+    """A prompt and its completion, which is trained.
 
     Attributes:
         location: File and line, for messages.
-        prompt: Context without loss; empty for a line with `text` only.
-        completion: Text with loss.
+        prompt: Context without loss; empty for records with only `text`.
     """
 
     location: str
@@ -70,19 +62,19 @@ class PromptCompletion:
 
     @property
     def has_loss(self) -> bool:
-        """Whether there is anything to learn."""
+        """True if there is text with loss."""
         return bool(self.completion)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Chat messages; those of the assistant are to be learnt.
+    """Chat messages, of which those of the assistant are trained.
 
     Attributes:
         location: File and line, for messages.
-        messages: As in the file, without fields that are null; each has at least `role` and `content`, both strings.
-        tools: What the assistant may call, for the chat template; None for nothing.
-        num_context: So many messages at the start are context; nothing in them is to be learnt.
+        messages: Messages of the record, without fields that are null; each has the strings `role` and `content`.
+        tools: Tools that the assistant may call, for the chat template.
+        num_context: Number of messages at the start that are context without loss, whatever their role.
     """
 
     location: str
@@ -92,16 +84,16 @@ class Conversation:
 
     @property
     def has_loss(self) -> bool:
-        """Whether there is anything to learn."""
+        """True if a message has loss."""
         return any(self.message_has_loss(i) for i in range(len(self.messages)))
 
     def message_has_loss(self, index: int) -> bool:
-        """Return whether a message is to be learnt."""
+        """Return True if a message is trained."""
         return index >= self.num_context and has_loss(self.messages[index])
 
 
 def has_loss(message: dict[str, Any]) -> bool:
-    """Return whether a message is of the assistant, which says or calls something in it."""
+    """Return True for a message in which the assistant says or calls something."""
     return message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
 
 
@@ -110,23 +102,14 @@ Example = PromptCompletion | Conversation
 
 @dataclass(frozen=True)
 class FieldNames:
-    """Names of the fields that hold prompt and completion; names other than these defaults are then required."""
+    """Names of the fields with prompt and completion. If they are not the defaults, these fields are required."""
 
     prompt: str = "prompt"
     completion: str = "completion"
 
-    @property
-    def is_custom(self) -> bool:
-        """Whether the user chose the names; then all other fields of a line are ignored."""
-        return self != FieldNames()
-
 
 def parse_json(line: bytes, location: str) -> dict[str, Any]:
-    """Decode one line into a record.
-
-    Raises:
-        BadLine: The line is no JSON object.
-    """
+    """Decode a line into a record, or raise an InvalidRecordError if it is not a JSON object."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -137,7 +120,7 @@ def parse_json(line: bytes, location: str) -> dict[str, Any]:
         raise InvalidRecordError(
             f"{location}: expected a JSON object, got invalid JSON ({error.msg}, column {error.colno})"
         ) from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists thousands deep
+    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, lists nested thousands deep
         raise InvalidRecordError(f"{location}: expected a JSON object, got invalid JSON ({error})") from error
     if not isinstance(record, dict):
         raise InvalidRecordError(f"{location}: expected a JSON object, got {_kind(record)}")
@@ -145,21 +128,16 @@ def parse_json(line: bytes, location: str) -> dict[str, Any]:
 
 
 def parse_example(record: Mapping[str, Any], location: str, fields: FieldNames) -> Example:
-    """Return the example of a record, by the first form that its fields have.
+    """Return the example in a record, by the first form whose fields are all present, or raise an InvalidRecordError.
 
-    The forms, in this order: `messages`; `prompt` and `completion`, two texts or two lists of messages; `conversations`
-    of `from` and `value`; `instruction` and `output`, with `input` or without; `text`. Conversations take `tools`, a
-    list or JSON text of one, and `system`, where they have no such message themselves.
+    The forms, in this order: `messages`; `prompt` and `completion`, both texts or both lists of messages;
+    `conversations` of `from` and `value`; `instruction` and `output`, optionally with `input`; `text`. Conversations
+    also use `tools`, a list or a list as JSON text, and `system`, if they have no system message.
 
     Args:
-        record: The fields by name.
-        location: File and line, for messages.
-        fields: Names of the prompt and completion fields; if they are renamed, all other fields are ignored.
-
-    Raises:
-        BadLine: The record has no such form.
+        fields: Names of the prompt and completion fields; custom names exclude all other fields.
     """
-    if fields.is_custom or ({fields.prompt, fields.completion} <= record.keys() and "messages" not in record):
+    if fields != FieldNames() or ({fields.prompt, fields.completion} <= record.keys() and "messages" not in record):
         return _prompt_and_completion(record, location, fields)
     if "messages" in record:
         return _conversation(record, _messages(record["messages"], "messages", location), location)
@@ -172,25 +150,18 @@ def parse_example(record: Mapping[str, Any], location: str, fields: FieldNames) 
     if "text" in record:
         return PromptCompletion(location, "", _text(record, "text", location))
     raise InvalidRecordError(
-        f"{location}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or 'instruction' "
-        f"and 'output', or 'text', got {_names(record)}: name yours with --prompt-field and --completion-field"
+        f"{location}: expected the fields 'messages', or 'prompt' and 'completion', or 'conversations', or "
+        f"'instruction' and 'output', or 'text', got {_names(record)}: name yours with --prompt-field and "
+        "--completion-field"
     )
 
 
 def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
-    """Return the prompt of a record: messages, or the text or the messages in `prompt`.
+    """Return the prompt of a record, `messages` or `prompt` (text or messages), as an example without completion.
 
-    The assistant's turn at the end of messages, as in a file to train on, is left out: it is what is to be generated.
-
-    Args:
-        record: The fields by name; others than these are ignored, but for `system` and `tools` of a conversation.
-        location: File and line, for messages.
-
-    Returns:
-        A pair without a completion, or a conversation.
-
-    Raises:
-        BadLine: The record has no such form.
+    Assistant turns at the end of messages, as in training files, are dropped: they are what the model generates. Other
+    fields are ignored, except for `system` and `tools` of a conversation. Without prompt, an InvalidRecordError is
+    raised.
     """
     for field in ("messages", "prompt"):
         if (field == "messages" and field in record) or isinstance(record.get(field), list):
@@ -204,7 +175,7 @@ def parse_prompt(record: Mapping[str, Any], location: str) -> Example:
 
 
 def _prompt_and_completion(record: Mapping[str, Any], location: str, fields: FieldNames) -> Example:
-    """Return a pair of texts, or of two lists of messages the conversation."""
+    """Return the example of prompt and completion: two texts, or two lists of messages, which form one conversation."""
     prompt, completion = record.get(fields.prompt), record.get(fields.completion)
     if not (isinstance(prompt, list) and isinstance(completion, list)):
         text = _text(record, fields.completion, location)
@@ -216,7 +187,7 @@ def _prompt_and_completion(record: Mapping[str, Any], location: str, fields: Fie
 def _conversation(
     record: Mapping[str, Any], messages: list[dict[str, Any]], location: str, num_context: int = 0
 ) -> Conversation:
-    """Add what stands beside the messages: the system prompt, and the tools."""
+    """Return a conversation with the system prompt and the tools that the record has in other fields."""
     if record.get("system") and messages and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": _text(record, "system", location)}, *messages]
         num_context += bool(num_context)
@@ -239,7 +210,7 @@ def _instruction(record: Mapping[str, Any], location: str) -> list[dict[str, Any
 
 
 def _from_sharegpt(turns: Any) -> Any:
-    """Turn `from` and `value` into `role` and `content`; messages that already have these stay as they are."""
+    """Rename `from` and `value` to `role` and `content`, if present."""
     if not isinstance(turns, list):
         return turns
     renamed = []
@@ -252,7 +223,7 @@ def _from_sharegpt(turns: Any) -> Any:
 
 
 def _tools(tools: Any, location: str) -> list[Any] | None:
-    """Return the list of tools; tables have it as JSON text, as not every row has the same fields."""
+    """Return the list of tools. Tables contain it as JSON text, since its fields differ between rows."""
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
@@ -268,7 +239,7 @@ def _tools(tools: Any, location: str) -> list[Any] | None:
 
 
 def _messages(messages: Any, field: str, location: str) -> list[dict[str, Any]]:
-    """Check a conversation down to the types of its contents; each content becomes one string."""
+    """Check the types of a conversation, and convert each content to one string."""
     if not isinstance(messages, list):
         raise InvalidRecordError(f"{location}: expected {field!r} to be a list of objects, got {_kind(messages)}")
     checked = []
@@ -280,14 +251,14 @@ def _messages(messages: Any, field: str, location: str) -> list[dict[str, Any]]:
             raise InvalidRecordError(
                 f"{location}: expected a role among {', '.join(_ROLES)}, got {_truncate(repr(role))}"
             )
-        # Tables write what a row does not have as null, and chat templates ask whether a field is there.
+        # Tables have null for missing fields, and chat templates check whether a field exists.
         present = {name: value for name, value in message.items() if value is not None}
         checked.append(present | {"content": _content(message, location)})
     return checked
 
 
 def _content(message: dict[str, Any], location: str) -> str:
-    """Return the text of a message: a string, a list of parts, or null, as where the assistant calls a tool."""
+    """Return the text of a message. Its content is a string, a list of parts, or null (if it has tool calls)."""
     content = message.get("content")
     if content is None and ("content" in message or message.get("tool_calls")):
         return ""
@@ -301,7 +272,7 @@ def _content(message: dict[str, Any], location: str) -> str:
 
 
 def _text(record: Mapping[str, Any], field: str, location: str) -> str:
-    """Return a field that must be there and must be text."""
+    """Return a required text field."""
     if field not in record:
         raise InvalidRecordError(
             f"{location}: expected the field {field!r}, got {_names(record)}: see --prompt-field and --completion-field"
@@ -311,7 +282,7 @@ def _text(record: Mapping[str, Any], field: str, location: str) -> str:
         raise InvalidRecordError(f"{location}: expected {field!r} to be a string, got {_kind(text)}")
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair; no tokenizer takes it
+    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair; tokenizers reject it
         raise InvalidRecordError(
             f"{location}: expected text in {field!r}, got a lone surrogate at {error.start}"
         ) from error
@@ -323,11 +294,11 @@ def _names(record: Mapping[str, Any]) -> str:
 
 
 def _truncate(text: str) -> str:
-    """Cut what a file may hold to what a message may hold."""
+    """Shorten text from a file for a message."""
     return truncate_text(text, 200)
 
 
 def _kind(value: Any) -> str:
-    """Name a JSON value's type in the words of JSON."""
+    """Return the JSON name of a value's type."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

@@ -1,4 +1,4 @@
-"""Reading JSON lines in blocks, plain or compressed by gzip or Zstandard. What a line holds is in `examples`."""
+"""Reading JSON lines in blocks, uncompressed or compressed by gzip or Zstandard. `examples` parses the lines."""
 
 import codecs
 import gzip
@@ -16,47 +16,35 @@ from odc_mpi.errors import UserError
 
 SUFFIXES = (".jsonl", ".ndjson")
 COMPRESSED = (".gz", ".zst")
-#: Text that becomes one block: enough for a process to be busy with it, little enough for the tokens' offsets.
+#: Text of a block: enough to keep a process busy, little enough for the memory of the tokens' offsets.
 _BLOCK_BYTES = 1 << 19
 _BLOCK_LINES = 1024
-#: Zstandard's frames are decompressed in pieces of so much.
+#: Compressed bytes that are read at a time.
 _PACKED_BYTES = 1 << 14
 
-#: How often a line or row is to be taken, asked once for each one in the order of the file.
+#: Returns how often to use a line or row. Called once for each, in the order of the file.
 RepeatFn = Callable[[], int]
 
 
 @dataclass(frozen=True)
 class LineBlock:
-    """Some lines of a file.
-
-    Attributes:
-        name: The file, for messages.
-        numbers: Of each line, from 1.
-        lines: As in the file; none is blank.
-    """
+    """Some lines of a file, none blank, with their numbers from 1."""
 
     name: str
     numbers: list[int]
     lines: list[bytes]
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield the file and line for messages, and a function that returns the record or raises BadLine."""
+        """Yield file and line for messages, and a function that returns the record or raises InvalidRecordError."""
         for number, line in zip(self.numbers, self.lines, strict=True):
             location = f"{self.name}, line {number}"
             yield location, lambda line=line, where=location: parse_json(line, where)  # type: ignore[misc]
 
 
 def read_lines(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[LineBlock]:
-    """Yield the lines of a file in blocks, in its order, without blank ones.
+    """Yield the lines of a file in blocks, in its order, without blank lines; see `DataSource.read`.
 
-    Args:
-        path: Decompressed here where its name ends in .gz or .zst.
-        num_repeats: Says how often to take each line; blank lines are not asked for.
-        on_bytes_read: Called with the bytes of the file that were read since it was last called.
-
-    Raises:
-        UserError: The file cannot be read; the message names file and line.
+    The file is decompressed if its name ends in .gz or .zst.
     """
     block, size = LineBlock(str(path), [], []), 0
     for number, line in _numbered(path, on_bytes_read):
@@ -72,22 +60,18 @@ def read_lines(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int],
 
 
 def count_lines(path: Path) -> int:
-    """Return the lines of a file that are not blank.
-
-    Raises:
-        UserError: The file cannot be read.
-    """
+    """Return the number of lines that are not blank, or raise a UserError if the file cannot be read."""
     return sum(1 for _ in _numbered(path, lambda _: None))
 
 
 def _numbered(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and content of each line that is not blank."""
+    """Yield number and content of each line that is not blank."""
     number = position = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(_decompressed(file, path), start=1):
                 if number == 1:
-                    # Editors on Windows like to begin a file with a byte order mark.
+                    # Some editors on Windows begin files with a byte order mark.
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if number % _BLOCK_LINES == 0:
                     on_bytes_read(file.tell() - position)
@@ -96,11 +80,11 @@ def _numbered(path: Path, on_bytes_read: Callable[[int], None]) -> Iterator[tupl
                     yield number, line
             on_bytes_read(file.tell() - position)
     except _decompression_errors() as error:
-        raise UserError(f"{path}, line {number + 1}: cannot be read ({error}): is SOURCE complete?") from error
+        raise UserError(f"{path}, line {number + 1}: cannot be read ({error}); the file may be truncated") from error
 
 
 def _decompressed(file: BinaryIO, path: Path) -> BinaryIO:
-    """Return the stream of a file's text."""
+    """Return a stream of the file's text."""
     if path.suffix == ".gz":
         return cast(BinaryIO, _gzip_file()(fileobj=file, mode="rb"))
     if path.suffix == ".zst":
@@ -110,14 +94,14 @@ def _decompressed(file: BinaryIO, path: Path) -> BinaryIO:
 
 def _gzip_file() -> Any:
     try:
-        from isal.igzip import GzipFile  # reads the same bytes several times as fast
+        from isal.igzip import GzipFile  # several times as fast
     except ImportError:
         return gzip.GzipFile
     return GzipFile
 
 
 def _open_zstd(file: BinaryIO, path: Path) -> Any:
-    """Open by Python's own library, of 3.14 on, or by the package zstandard."""
+    """Open a file with the standard library, from Python 3.14 on, or with the package zstandard."""
     with suppress(ImportError):
         from compression import zstd  # type: ignore[import-not-found]
 
@@ -125,14 +109,12 @@ def _open_zstd(file: BinaryIO, path: Path) -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise UserError(
-            f"expected the package zstandard, to read {str(path)!r}, got none: pip install 'odc_mpi[zstd]'"
-        ) from error
+        raise UserError(f"reading {str(path)!r} requires the package zstandard: pip install 'odc_mpi[zstd]'") from error
     return _ZstdText(file, zstandard.ZstdDecompressor())
 
 
 class _ZstdText(io.RawIOBase):
-    """The text of Zstandard frames. The package's own stream ends where a file was cut off, without a word."""
+    """Decompressed text of Zstandard frames. The stream of the package would silently end in a truncated file."""
 
     def __init__(self, file: BinaryIO, decompressor: Any) -> None:
         self._file, self._decompressor = file, decompressor
@@ -156,9 +138,9 @@ class _ZstdText(io.RawIOBase):
 
 
 def _decompression_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions for damaged data, of those libraries that are in use."""
-    found: list[type[Exception]] = [OSError, EOFError, zlib.error]
+    """Return the exceptions that the imported libraries raise for damaged data."""
+    errors: list[type[Exception]] = [OSError, EOFError, zlib.error]
     for module, name in (("isal.isal_zlib", "error"), ("zstandard", "ZstdError"), ("compression.zstd", "ZstdError")):
         if loaded := sys.modules.get(module):
-            found.append(getattr(loaded, name))
-    return tuple(found)
+            errors.append(getattr(loaded, name))
+    return tuple(errors)

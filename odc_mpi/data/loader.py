@@ -1,7 +1,7 @@
-"""An endless, resumable sequence of minibatches, and on each rank its microbatches as tensors.
+"""Loader: an endless, resumable sequence of minibatches, and the microbatches of each rank as tensors.
 
-Every rank runs the same loader with its own `rank`, draws the same minibatches in the same order and computes the same
-plan: no communication. A rank reads only its own sequences from the file, each when it is due.
+All ranks construct the same loader, except for `rank`, and get the same minibatches and plans in the same order without
+communication. A rank reads only its own sequences from the file, each when it is needed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,24 +21,24 @@ from odc_mpi.data.prompt_dataset import PromptDataset
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import did_you_mean
 
-IGNORED_LABEL = -100  # the default `ignore_index` of torch's cross entropy
+IGNORED_LABEL = -100  # the default `ignore_index` of `torch.nn.functional.cross_entropy`
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch: sequences one behind the other, without padding.
+    """Concatenated sequences without padding, or a chunk of one sequence: the data of one forward and backward.
 
     Attributes:
         inputs: Arguments of a Hugging Face causal model. `input_ids`, `position_ids` (from 0 in each sequence) and
-            `labels`, all int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], where sequences
-            begin and end; `max_length_q` and `max_length_k`, ints; `use_cache`, False: only then do attention
-            implementations without bounds keep the sequences apart, by their positions. Labels are -100 on what is not
-            trained and on each sequence's first token, so that a model that shifts them never predicts it from
-            another sequence.
-        num_tokens: Trained tokens: labels that are not -100.
+            `labels`, all int64 [1, T]; `cu_seq_lens_q` and `cu_seq_lens_k`, int32 [num_sequences + 1], the bounds of
+            the sequences; `max_length_q` and `max_length_k`, ints; `use_cache`, False: otherwise attention
+            implementations that ignore the bounds would not separate the sequences by their positions. Labels are -100
+            for tokens without loss and for the first token of each sequence, so a model that shifts labels never
+            predicts it from another sequence.
+        num_tokens: Number of loss tokens, whose labels are not -100.
         num_input_tokens: T.
-        indices: Sequences in the data set, int64 [num_sequences].
-        is_chunk: Whether it is a part of one sequence, whose other parts are on other ranks.
+        indices: Indices of the sequences in the data set, int64 [num_sequences].
+        is_chunk: True for a chunk of one sequence, whose other chunks are on other ranks.
     """
 
     inputs: dict[str, Any]
@@ -48,7 +48,7 @@ class Microbatch:
     is_chunk: bool = False
 
     def to(self, device: torch.device) -> "Microbatch":
-        """Return the batch with its tokens on a device; the bounds of sequences stay on the host."""
+        """Return the microbatch with its tensors on a device. The bounds of sequences stay on the host."""
         if device.type == "cpu":
             return self
         bounds = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -61,20 +61,19 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The sequences of one optimizer step, over all ranks; iterating reads and yields this rank's batches.
+    """The sequences of one optimizer step over all ranks. Iterating reads and yields this rank's microbatches.
 
-    A plan with a pool has microbatches that free ranks draw. Then iterating is an error, since it would leave out the
-    pool silently; use `batches`.
+    A plan with a pool has microbatches without a rank. Iterating such a minibatch is an error, since it would silently
+    skip the pool; use `microbatches`.
 
     Attributes:
-        data_epoch: Passes over the data set before this one.
-        position: Sequences of this data epoch before this minibatch.
-        indices: Sequences in the data set, over all ranks, int64 [n].
-        num_tokens: Trained tokens over all ranks, the divisor of a sum of losses.
-        num_input_tokens: Tokens over all ranks.
-        plan: Which rank computes what, as positions in `indices`.
-        rank: The rank whose batches iterating yields.
-        dataset: The data set of the sequences.
+        data_epoch: Number of complete passes over the data set before this one.
+        position: Number of sequences in this data epoch before this minibatch.
+        indices: Indices of all ranks' sequences in the data set, int64 [n].
+        num_tokens: Number of loss tokens over all ranks, the divisor for a sum of losses.
+        num_input_tokens: Number of tokens over all ranks.
+        plan: Microbatches of the ranks. They refer to sequences by positions in `indices`.
+        rank: Rank whose microbatches iterating yields.
     """
 
     data_epoch: int
@@ -90,50 +89,42 @@ class Minibatch:
     def from_indices(
         cls, dataset: Dataset, indices: npt.NDArray[np.int64], plan: Plan, rank: int, *, data_epoch: int, position: int
     ) -> "Minibatch":
-        """Return the minibatch of some sequences; nothing is read from the file yet."""
+        """Create the minibatch of some sequences, without reading them."""
         num_tokens, num_input_tokens = dataset.num_trained_tokens[indices].sum(), dataset.lengths[indices].sum()
         return cls(data_epoch, position, indices, int(num_tokens), int(num_input_tokens), plan, rank, dataset)
-
-    @property
-    def num_microbatches(self) -> tuple[int, ...]:
-        """Number of fixed microbatches of each rank, with empty ones; 0 under `dynamic`."""
-        return tuple(len(microbatches) for microbatches in self.plan.microbatches)
 
     def __iter__(self) -> Iterator[Microbatch]:
         if self.plan.splits:
             raise UserError(
-                "a minibatch with sequences in pieces needs ranks that exchange keys and values, as in odc-mpi train: "
+                "a minibatch with split sequences requires ranks that exchange keys and values, as in odc-mpi train: "
                 "set data.context_parallel to off"
             )
         if self.plan.pool:
             raise UserError(
-                "a minibatch that leaves microbatches to whoever is free needs tickets: iterate over "
-                "minibatch.batches(tickets.draw), or set data.balance to lb_mini"
+                "a minibatch with a pool of microbatches requires tickets: iterate over "
+                "minibatch.microbatches(tickets.draw), or set data.balance to lb_mini"
             )
         return self._fixed()
 
     def _fixed(self) -> Iterator[Microbatch]:
-        # Ranks do not meet in microbatches, so this rank can skip an empty one.
+        # Ranks do not synchronize in microbatches, so this rank can skip an empty one.
         for positions in filter(None, self.plan.microbatches[self.rank]):
             yield read_microbatch(self.dataset, self.indices[list(positions)])
 
     def dummy_microbatches(self) -> Iterator[Microbatch]:
-        """Yield the shortest sequence as often as another rank has more microbatches than this one.
+        """Yield the shortest sequence once for each microbatch that another rank has more than this one.
 
-        For training in which ranks meet in each microbatch; losses and gradients of the padding must not count.
+        For collectives within microbatches. The losses and gradients of these dummy microbatches must be ignored.
         """
-        turns = [sum(map(bool, microbatches)) for microbatches in self.plan.microbatches]
+        counts = [sum(map(bool, microbatches)) for microbatches in self.plan.microbatches]
         shortest = int(self.dataset.lengths[self.indices].argmin())
-        for _ in range(max(turns) - turns[self.rank]):
+        for _ in range(max(counts) - counts[self.rank]):
             yield read_microbatch(self.dataset, self.indices[shortest : shortest + 1])
 
     def microbatches(self, claim: Callable[[int], Iterable[int]]) -> Iterator[Microbatch]:
-        """Yield this rank's fixed batches, then the batches that it draws from the pool.
+        """Yield this rank's microbatches, then those that it claims from the pool, one at a time.
 
-        A position is drawn only when the batch before it has been worked through. Local, but for what `draw` does.
-
-        Args:
-            claim: Given the length of the pool, yields positions in it that no other rank gets (`Tickets.draw`).
+        `claim(length of the pool)` yields positions that no other rank gets, as `Tickets.draw` does.
         """
         yield from self._fixed()
         pool = self.plan.pool
@@ -142,15 +133,7 @@ class Minibatch:
 
 
 def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microbatch:
-    """Read sequences into one microbatch.
-
-    Args:
-        dataset: The data set.
-        indices: Sequences to read, int64 [num_sequences], at least one.
-
-    Returns:
-        The sequences in the given order.
-    """
+    """Read the sequences of these indices, int64 [num_sequences], at least one, into a microbatch."""
     sequences = [dataset[i] for i in indices]
     lengths = [len(tokens) for tokens, _ in sequences]
     labels = [np.where(loss_mask, tokens, IGNORED_LABEL) for tokens, loss_mask in sequences]
@@ -167,18 +150,11 @@ def read_microbatch(dataset: Dataset, indices: npt.NDArray[np.int64]) -> Microba
 
 
 def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch:
-    """Read a piece of a sequence into a microbatch, at its positions in the sequence.
+    """Read the tokens from `begin` to `end` of the sequence `index`, with their positions, into a microbatch.
 
-    Args:
-        dataset: The data set.
-        index: The sequence.
-        begin: First token of the piece.
-        end: Behind its last token.
-
-    Returns:
-        A batch whose `inputs` have two more arguments: `shift_labels`, int64 [1, T], the label of each token's
-        successor, so that the last token of a piece is trained to predict the first of the next one; and
-        `num_items_in_batch`, trained tokens, at least 1: a piece may have none, whose mean loss would be no number.
+    Its `inputs` have two more arguments: `shift_labels`, int64 [1, T], the label of each token's successor, so that the
+    last token of a chunk predicts the first token of the next; and `num_items_in_batch`, the number of loss tokens, at
+    least 1: a chunk may have none, and its mean loss would be NaN.
     """
     tokens, loss_mask = dataset[index]
     labels = np.append(np.where(loss_mask, tokens, IGNORED_LABEL), IGNORED_LABEL)
@@ -197,7 +173,7 @@ def read_chunk(dataset: Dataset, index: int, begin: int, end: int) -> Microbatch
 
 
 def flash_attention_kwargs(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the bounds of the sequences in a row, as transformers' FlashAttentionKwargs have them."""
+    """Return the bounds of concatenated sequences as `FlashAttentionKwargs` of transformers."""
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     longest = dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
     # With a cache, which is the default, transformers silently ignores the bounds of sequences.
@@ -205,15 +181,14 @@ def flash_attention_kwargs(lengths: Sequence[int]) -> dict[str, Any]:
 
 
 class ShuffledSampler:
-    """Which sequences or prompts each minibatch has, without end. Its state is the position of the next minibatch.
+    """Endless sampler of the sequences or prompts of minibatches. Its state is the position of the next minibatch.
 
-    Each data epoch shuffles the data set anew and goes through it once; its last minibatch may be smaller. The order
+    Each data epoch is one pass over the data set in a new random order; its last minibatch may be smaller. The order
     depends on the seed and the data epoch only, so a run resumes on another number of ranks with the same minibatches.
 
     Args:
-        dataset: The caller closes it.
-        num_samples: Sequences or prompts in a minibatch, over all ranks.
-        seed: Of the shuffle.
+        dataset: Data set; the caller closes it.
+        num_samples: Number of sequences or prompts in a minibatch, over all ranks.
     """
 
     def __init__(self, dataset: Dataset | PromptDataset, num_samples: int, seed: int) -> None:
@@ -222,32 +197,24 @@ class ShuffledSampler:
         self._move_to(0, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the next minibatch. Local; the same on every rank.
+        """Return the position of the next minibatch, the same on every rank.
 
-        Returns:
-            `data_epoch`, and `position`, the number of its sequences or prompts that were drawn already.
+        `position` is the number of sequences or prompts of the data epoch `data_epoch` that were sampled already.
         """
         return {"data_epoch": self._data_epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the position of a `state_dict`.
-
-        Args:
-            state_dict: A `state_dict` for the same data set and seed.
-
-        Raises:
-            UserError: The data set has no such position, so it is not the same.
-        """
+        """Continue at the position of a `state_dict` for the same seed and data set; a UserError if it is another."""
         data_epoch, position = state["data_epoch"], state["position"]
         if data_epoch < 0 or not 0 <= position < len(self._dataset):
             raise UserError(
                 f"expected a position from 0 to {len(self._dataset) - 1} in {str(self._dataset.path)!r}, got "
-                f"{position} of data epoch {data_epoch} from the checkpoint: set data.path to what it was trained on"
+                f"{position} of data epoch {data_epoch} from the checkpoint: set data.path to the data of that run"
             )
         self._move_to(data_epoch, position)
 
     def _next_indices(self) -> tuple[dict[str, int], npt.NDArray[np.int64]]:
-        """Move on; return the position before that, and the sequences or prompts of the minibatch there."""
+        """Return the position of the next minibatch and its sequences or prompts, and advance to the one after it."""
         position, indices = self.state_dict(), self._order[self._position : self._position + self._num_samples]
         if self._position + len(indices) < len(self._dataset):
             self._position += len(indices)
@@ -261,10 +228,10 @@ class ShuffledSampler:
 
 
 class Loader(ShuffledSampler):
-    """An endless iterator over minibatches, in the order of `ShuffledSampler`.
+    """Endless iterator over minibatches, in the order of `ShuffledSampler`.
 
     Attributes:
-        cost: Cost of a sequence; may be set, to the same on every rank, for later minibatches.
+        cost: Cost of sequences. It may be changed between minibatches, to the same on every rank.
     """
 
     def __init__(
@@ -284,23 +251,20 @@ class Loader(ShuffledSampler):
         """Check the settings against the data.
 
         Args:
-            dataset: The data set; the caller closes it.
-            minibatch_sequences: Sequences in a minibatch over all ranks.
-            max_tokens_per_microbatch: The most tokens in a microbatch.
-            strategy: A name among `BALANCE_STRATEGIES`.
-            seed: Seed of the shuffle; at least 0, the same on every rank.
-            rank: The rank whose batches the minibatches yield.
-            size: Number of ranks.
-            cost_model: Cost of a sequence.
-            context_parallel: Whether sequences may be cut into pieces; with the balance `dynamic`, and not `exact`.
-            exact: Whether microbatches are to be the same on any number of ranks, and whatever `cost` becomes.
+            minibatch_sequences: Number of sequences in a minibatch, over all ranks.
+            max_tokens_per_microbatch: Maximum number of tokens in a microbatch.
+            balance: Name of one of `BALANCE_STRATEGIES`.
+            seed: Seed of the random order, at least 0, the same on every rank.
+            rank: Rank whose microbatches the minibatches yield.
+            context_parallel: True to allow split sequences. Requires the balance `dynamic`, without `exact`.
+            exact: True for microbatches that depend neither on the number of ranks nor on later values of `cost`.
 
         Raises:
-            UserError: A setting is out of range, or a sequence fits into no microbatch.
+            UserError: A setting is out of range, or a sequence is too long.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
-        whole = rank_independent_packing(balance, cost) if exact else _find_strategy(balance)
-        self._strategy = split_longest if context_parallel else whole
+        strategy = rank_independent_packing(balance, cost) if exact else _find_strategy(balance)
+        self._strategy = split_longest if context_parallel else strategy
         for setting, value, minimum in (
             ("data.minibatch_sequences", minibatch_sequences, 1),
             ("data.max_tokens_per_microbatch", max_tokens_per_microbatch, 1),
@@ -308,7 +272,7 @@ class Loader(ShuffledSampler):
         ):
             if value < minimum:
                 raise UserError(f"expected {setting} of at least {minimum}, got {value}")
-        # Now, not in the middle of the training.
+        # Here instead of in the middle of the training.
         if context_parallel:
             check_chunks_fit(dataset.lengths, size, max_tokens_per_microbatch)
         else:
@@ -322,14 +286,13 @@ class Loader(ShuffledSampler):
         return self
 
     def __next__(self) -> Minibatch:
-        """Draw the next minibatch and plan it; nothing is read from the file yet."""
+        """Sample and plan the next minibatch, without reading its sequences."""
         position, indices = self._next_indices()
         plan = self._strategy(self._dataset.lengths[indices], self._size, self._max_tokens, self.cost)
         return Minibatch.from_indices(self._dataset, indices, plan, self._rank, **position)
 
 
 def _find_strategy(name: str) -> BalanceStrategy:
-    """Return the balance of a name."""
     if name not in BALANCE_STRATEGIES:
         hint = did_you_mean(name, BALANCE_STRATEGIES)
         raise UserError(f"expected data.balance among {', '.join(BALANCE_STRATEGIES)}, got {name!r}{hint}")

@@ -1,7 +1,6 @@
-"""Reading Parquet files in batches of rows, in bounded memory. Needs pyarrow, the extra `parquet`.
+"""Reading Parquet files in batches of rows, in bounded memory. Requires pyarrow, the extra `parquet`.
 
-Columns that a row does not have, and fields of structures that it does not have, are null in a table; here they are
-left out, as a line of JSON leaves them out.
+Missing columns and missing fields of structures are null in a table; here they are dropped, as in lines of JSON.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,35 +14,27 @@ from odc_mpi.errors import UserError, one_line_message
 
 SUFFIX = ".parquet"
 _BATCH_ROWS = 256
-#: Read ahead of a column, instead of whole row groups, which may be as large as the file.
+#: Bytes of a column to read at a time, instead of whole row groups, which may be as large as the file.
 _BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Some rows of a file.
-
-    Attributes:
-        name: The file, for messages.
-        numbers: Of each row, from 1.
-        batch: The rows, in Arrow's format for streams.
-    """
+    """Some rows of a file, in Arrow's streaming format, with their numbers from 1."""
 
     name: str
     numbers: list[int]
     batch: bytes
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield the file and row for messages, and a function that returns the record."""
+        """Yield file and row for messages, and a function that returns the record."""
         pyarrow = _library(self.name)
         try:
             with pyarrow.ipc.open_stream(self.batch) as stream:
                 rows = [_without_nulls(row) for batch in stream for row in batch.to_pylist()]
-        except (ValueError, OverflowError) as error:  # a time within a structure that Python cannot tell
-            raise UserError(
-                f"{self.name}, rows {self.numbers[0]} to {self.numbers[-1]}: cannot be read ({one_line_message(error)}): "
-                "change SOURCE"
-            ) from error
+        except (ValueError, OverflowError) as error:  # a time within a structure that Python cannot represent
+            location = f"{self.name}, rows {self.numbers[0]} to {self.numbers[-1]}"
+            raise UserError(f"{location}: cannot be read ({one_line_message(error)}): change SOURCE") from error
         for number, row in zip(self.numbers, rows, strict=True):
             yield f"{self.name}, row {number}", lambda row=row: row  # type: ignore[misc]
 
@@ -55,16 +46,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[RowBlock]:
-    """Yield the rows of a file in blocks, in its order.
-
-    Args:
-        path: The file.
-        num_repeats: Says how often to take each row.
-        on_bytes_read: Called with the bytes of the file that were read since it was last called, about.
-
-    Raises:
-        UserError: The file cannot be read, or pyarrow is missing.
-    """
+    """Yield the rows of a file in blocks, in its order; see `DataSource.read`. Numbers of bytes are approximate."""
     pyarrow = _library(str(path))
     size, done = path.stat().st_size, 0
     with _opened(path) as file:
@@ -79,28 +61,24 @@ def read_rows(path: Path, num_repeats: RepeatFn, on_bytes_read: Callable[[int], 
 
 
 def count_rows(path: Path) -> int:
-    """Return the rows of a file.
-
-    Raises:
-        UserError: The file cannot be read, or pyarrow is missing.
-    """
+    """Return the number of rows, or raise a UserError if the file cannot be read or pyarrow is missing."""
     with _opened(path) as file:
         return int(file.metadata.num_rows)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file; an error of reading it in the enclosed code becomes one about the file."""
+    """Open a file, and convert read errors in the enclosed code to errors that contain its path."""
     pyarrow = _library(str(path))
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
             yield file
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: cannot be read ({one_line_message(error)}): is SOURCE complete?") from error
+        raise UserError(f"{path}: cannot be read ({one_line_message(error)}); the file may be truncated") from error
 
 
 def _without_times(pyarrow: Any, batch: Any) -> Any:
-    """Leave out columns of times, which hold no text, and of which Python cannot tell the nanoseconds."""
+    """Drop columns of times: they contain no text, and Python cannot represent nanoseconds."""
     return batch.select([i for i, field in enumerate(batch.schema) if not pyarrow.types.is_temporal(field.type)])
 
 
@@ -117,7 +95,5 @@ def _library(name: str) -> Any:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(
-            f"expected the package pyarrow, to read {name!r}, got none: pip install 'odc_mpi[parquet]'"
-        ) from error
+        raise UserError(f"reading {name!r} requires the package pyarrow: pip install 'odc_mpi[parquet]'") from error
     return pyarrow

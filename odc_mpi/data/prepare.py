@@ -1,9 +1,9 @@
-"""From text to a file of tokens: what `odc-mpi prepare` does.
+"""`odc-mpi prepare`: tokenize text into a data set.
 
-Finds the sources (`sources`), loads the tokenizer or trains one (`tokenizer`), has blocks of examples tokenised in this
-process or in several (`blocks`), and writes a data set (`dataset`) with the tokenizer's files in it, which
-appears complete or not at all; beside it another one of sequences that are held out, if that is asked for. The files
-are the same, byte for byte, for any number of processes. No communication.
+The steps are: find the sources (`sources`), load or train the tokenizer (`tokenizer`), tokenize blocks of examples in
+one or more processes (`encode_block`), and write the data set (`dataset`) together with the tokenizer's files. A second
+data set with held-out sequences is optional. Files are written atomically, and are identical, byte for byte, for any
+number of processes. Does not use MPI.
 """
 
 import hashlib
@@ -27,39 +27,34 @@ from odc_mpi.data.encode_block import EncodedBlock, SequenceFilter, encode_block
 from odc_mpi.data.examples import FieldNames, InvalidRecordError, InvalidRecords, PromptCompletion, parse_example
 from odc_mpi.data.prepare_report import PrepareReport, PrepareStats
 from odc_mpi.data.sources import Block, DataSource, find_sources, mix
-from odc_mpi.data.tokenizer import (
-    MIN_VOCAB_SIZE,
-    load_tokenizer,
-    serialize_tokenizer,
-    tokenizer_files,
-    train_tokenizer,
-)
+from odc_mpi.data.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, serialize_tokenizer, tokenizer_files, train_tokenizer
 from odc_mpi.errors import UserError
 from odc_mpi.files import atomic_write
 from odc_mpi.formatting import truncate_text
 
-#: Of less text than this a single process has tokenised most before others have loaded their libraries.
+#: With less text, one process has tokenized most of it before others have loaded their libraries.
 _WORTH_PROCESSES = 32 << 20
 _MAX_NAMES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """How sources become a data set.
+    """Options of `prepare`.
 
     Attributes:
-        tokenizer: Directory of a tokenizer, or a data set that holds one. None trains one on the sources.
-        max_length: The most tokens in a sequence; None for no limit.
-        overlong: Whether to truncate or to drop longer sequences.
-        prompt_field: Field of a line that holds the prompt; required if it is not "prompt".
-        completion_field: Field of a line that holds the completion; required if it is not "completion".
-        vocab_size: The most tokens of a trained tokenizer.
-        bad_lines: Whether a line that cannot be used is an error, or is skipped and counted.
-        eval_fraction: About so much of the sequences is held out in a data set beside the other, `eval_output_path(out)`.
-            Which depends on their tokens alone: equal ones stay together, and where they are when others come.
-        seed: Draws which examples of sources with weights are taken.
-        stopping_strategy: Where a mixture by weights ends, see `mix`.
-        num_proc: Processes that tokenise; None for the cores that this process may use, or one for little text.
+        tokenizer: Directory of a tokenizer, or data set that contains one. None trains one on the sources.
+        max_length: Maximum number of tokens in a sequence; None for no limit.
+        overlong: Treatment of longer sequences.
+        prompt_field: Field with the prompt; required in each line unless it is "prompt".
+        completion_field: Field with the completion; required in each line unless it is "completion".
+        vocab_size: Maximum number of tokens of a trained tokenizer.
+        bad_lines: Treatment of invalid lines; skipped ones are counted.
+        eval_fraction: Approximate fraction of the sequences to hold out, in `eval_output_path(out)`. The selection
+            depends on a sequence's tokens only: equal sequences stay together, and adding others changes nothing for
+            it.
+        seed: Seed for the selection of examples from sources with weights.
+        stopping_strategy: Length of a mixture with weights, see `mix`.
+        num_proc: Number of processes. Default: the number of cores that this process may use, or one for little text.
     """
 
     tokenizer: Path | None = None
@@ -75,11 +70,7 @@ class PrepareOptions:
     num_proc: int | None = None
 
     def check(self) -> None:
-        """Refuse wrong options before anything is read.
-
-        Raises:
-            UserError: An option is out of range.
-        """
+        """Raise a UserError if an option is out of range."""
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"expected --eval-fraction of 0 or more and below 1, got {self.eval_fraction:g}")
         if self.max_length is not None and self.max_length < 2:
@@ -91,21 +82,17 @@ class PrepareOptions:
 def prepare(
     source_specs: Sequence[str], out: Path, options: PrepareOptions | None = None, console: Console | None = None
 ) -> PrepareReport:
-    """Tokenise sources into a data set, before the training. Local; starts processes and ends them.
+    """Tokenize sources into a data set. Does not communicate; starts processes and ends them.
 
-    A data set that the same call has written before, from sources that have not changed since, stays as it is.
+    A data set that the same call wrote before, from sources that have not changed since, is not written again.
 
     Args:
-        source_specs: Each a path of a file or folder or the word "stdlib", with a colon and a weight behind it or without.
-        out: File to write. If anything goes wrong, it stays as it was.
-        options: By default as `PrepareOptions` says.
+        source_specs: Sources: paths of files or folders, or "stdlib", each optionally followed by a colon and a weight.
+        out: File to write. It remains unchanged if an error occurs.
         console: Console for a progress bar; None for no bar. The caller prints the report.
 
-    Returns:
-        The counts of the data set.
-
     Raises:
-        UserError: The arguments, the sources or the tokenizer are wrong; nothing was written.
+        UserError: The arguments, the sources or the tokenizer are invalid; nothing was written.
     """
     plan = _plan(source_specs, out, options or PrepareOptions())
     if (counts := find_counts(plan.output_paths, plan.request)) is not None:
@@ -122,22 +109,19 @@ def prepare(
 
 
 def eval_output_path(out: Path) -> Path:
-    """Return where the sequences go that a data set leaves out for evaluation: chats.eval.h5 beside chats.h5."""
+    """Return the path of the held-out sequences of a data set: chats.eval.h5 for chats.h5."""
     return out.with_name(f"{out.stem}.eval{out.suffix}")
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is to be done, found and checked before anything is read.
+    """Inputs and outputs of a call of `prepare`, checked before any source is read.
 
     Attributes:
-        source_specs: The sources as the user named them.
-        sources: As they were found.
-        options: As given.
-        output_paths: The data set to write, and the one of what is held out.
-        tokenizer_path: Where the tokenizer comes from; the data set itself if one is trained.
-        files: The tokenizer's files, by name; empty if one is trained.
-        request: A digest of all that the result depends on.
+        output_paths: Data set to write, then the one with held-out sequences, if any.
+        tokenizer_path: Origin of the tokenizer; the data set itself if it is trained.
+        files: Contents of the tokenizer's files by name; empty if it is trained.
+        request: Digest of everything that determines the result.
     """
 
     source_specs: Sequence[str]
@@ -149,7 +133,6 @@ class _Plan:
     request: str
 
     def report(self, counts: Mapping[str, Any], **run: Any) -> PrepareReport:
-        """Return the report of counts."""
         return PrepareReport(
             path=self.output_paths[0],
             tokenizer=self.tokenizer_path,
@@ -167,67 +150,56 @@ def _plan(source_specs: Sequence[str], out: Path, options: PrepareOptions) -> _P
     output_paths = _output_paths(out, options, sources)
     tokenizer_path = options.tokenizer or out
     files = tokenizer_files(tokenizer_path) if options.tokenizer else {}
-    return _Plan(
-        source_specs, sources, options, output_paths, tokenizer_path, files, _request_digest(sources, options, files)
-    )
+    request = _request_digest(sources, options, files)
+    return _Plan(source_specs, sources, options, output_paths, tokenizer_path, files, request)
 
 
 def _request_digest(sources: Sequence[DataSource], options: PrepareOptions, files: Mapping[str, bytes]) -> str:
     """Return a digest of the sources (names, sizes, times), the options, the tokenizer and the versions."""
     choices = asdict(options)
     del choices["num_proc"], choices["tokenizer"]
-    known = {
+    request = {
         "sources": [[source.weight, source.stamps() or sys.version] for source in sources],
         "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())},
         "options": choices,
         "versions": [__version__, *(version(name) for name in ("tokenizers", "transformers"))],
     }
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 
 def _output_paths(out: Path, options: PrepareOptions, sources: Sequence[DataSource]) -> list[Path]:
-    """Return the files to write, `out` and that of what is held out, before anything is read.
-
-    Raises:
-        UserError: One of them is a directory, or a source.
-    """
+    """Return the files to write. A directory or a source among them is a UserError."""
     output_paths = [out, eval_output_path(out)] if options.eval_fraction else [out]
     for path in output_paths:
         if path.is_dir():
             raise UserError(f"expected a file to write as OUT, got the directory {str(path)!r}: change OUT")
         if path.exists() and any(path.samefile(file) for source in sources for file in source.files):
-            raise UserError(f"expected OUT to be another file than SOURCE, got {str(path)!r} for both: change OUT")
+            raise UserError(f"expected OUT to differ from SOURCE, got {str(path)!r} for both: change OUT")
     return output_paths
 
 
 @contextmanager
 def _new_file(out: Path) -> Iterator[Path]:
-    """Offer a path to write to, which becomes `out` at the end.
-
-    Raises:
-        UserError: The folder cannot be written.
-    """
+    """Provide a path to write to. At the end the file replaces `out`. A folder that is not writable is a UserError."""
     with ExitStack() as stack:
         try:
             path = stack.enter_context(atomic_write(out))
         except OSError as error:
-            raise UserError(
-                f"expected OUT in a folder that can be written, got {str(out)!r} ({error}): change OUT"
-            ) from error
+            raise UserError(f"expected OUT in a writable folder, got {str(out)!r} ({error}): change OUT") from error
         yield path
 
 
 def _write(
     plan: _Plan, paths: Sequence[Path], reader: "_Reader", tokenizer: Any, files: Mapping[str, bytes]
 ) -> PrepareReport:
-    """Tokenise what the reader reads, into new files."""
+    """Tokenize the sources into new files."""
     options, begin = plan.options, time.monotonic()
     num_proc = options.num_proc or _default_processes(plan.sources)
     sequence_filter = SequenceFilter(options.max_length, options.overlong, options.eval_fraction)
     stats = PrepareStats(InvalidRecords(options.bad_lines == "skip"), [source.name for source in plan.sources])
     with ExitStack() as stack:
         writers = [stack.enter_context(_writer(plan, path, tokenizer, files)) for path in paths]
-        blocks = reader.blocks("tokenising", lambda: sum(writer.num_tokens for writer in writers))
+        blocks = reader.blocks("tokenizing", lambda: sum(writer.num_tokens for writer in writers))
         results: Iterable[tuple[int, EncodedBlock]]
         if num_proc == 1:
             results = (
@@ -267,19 +239,19 @@ def _writer(plan: _Plan, path: Path, tokenizer: Any, files: Mapping[str, bytes])
 
 
 def _check_counts(counts: Sequence[int], plan: _Plan, stats: PrepareStats) -> None:
-    """Refuse a data set without a sequence."""
+    """Raise a UserError if a data set would be empty."""
     if not sum(counts):
         names = ", ".join(map(repr, plan.source_specs[:_MAX_NAMES]))
-        raise UserError(f"expected sequences to write from {names}, got none{stats.explain(plan.options.max_length)}")
+        raise UserError(f"no sequences to write from {names}{stats.explain(plan.options.max_length)}")
     if not all(counts):
         raise UserError(
-            f"expected sequences to train on and some that are held out, got {' and '.join(map(str, counts))}: change "
+            f"expected sequences for training and for evaluation, got {' and '.join(map(str, counts))}: change "
             "--eval-fraction"
         )
 
 
 class _Reader:
-    """Reads the sources, as often as it is asked to, and shows how far it is."""
+    """Reader of the sources, with a progress bar. It can read them several times."""
 
     def __init__(self, sources: Sequence[DataSource], options: PrepareOptions, progress: Progress) -> None:
         self._mixture = mix(sources, options.seed, options.stopping_strategy)
@@ -288,7 +260,7 @@ class _Reader:
         self._progress = progress
 
     def blocks(self, description: str, num_tokens: Callable[[], int]) -> Iterator[tuple[int, Block, FieldNames]]:
-        """Yield the index of the source, a block, and the names of its fields."""
+        """Yield the index of the source, a block, and the field names of its records."""
         total = self._mixture.num_bytes or None
         task, begin = self._progress.add_task(description, total=total), time.monotonic()
         for index, block in self._mixture.read(lambda num_bytes: self._progress.advance(task, num_bytes)):
@@ -299,7 +271,7 @@ class _Reader:
         self._progress.update(task, total=total or 1, completed=total or 1)
 
     def texts(self) -> Iterator[str]:
-        """Yield what a tokenizer is trained on; lines that are skipped are counted by the second reading."""
+        """Yield the texts to train a tokenizer on. Skipped lines are counted by the second reading."""
         invalid = InvalidRecords(self._bad_lines == "skip")
         for _, block, fields in self.blocks("reading for the tokenizer", lambda: 0):
             for location, record in block.records():

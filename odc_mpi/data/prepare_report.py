@@ -1,4 +1,4 @@
-"""What became of the sources: the counts of a prepared data set, in words."""
+"""Counts of a prepared data set, and their display."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,34 +12,27 @@ from odc_mpi.data.dataset import DatasetWriter
 from odc_mpi.data.encode_block import EncodedBlock, FilterCounts
 from odc_mpi.data.examples import InvalidRecordError, InvalidRecords
 
-_MAX_SHARES = 50  # sources; of more the report does not tell each one's share
+_MAX_SHARES = 50  # with more sources, the report omits their shares
 
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """The counts of a prepared data set.
+    """Counts of a prepared data set.
 
     Attributes:
-        path: The data set.
-        tokenizer: Where the tokenizer came from: a directory or a data set; `path` itself if it was trained.
-        trained_on: The source that the tokenizer was trained on; empty if it was given.
-        num_sequences: Sequences written.
-        num_tokens: Tokens in them.
-        num_trained_tokens: Tokens in them with loss, without first ones.
-        num_truncated: Sequences written that were cut to the maximal length.
-        num_dropped: Sequences left out because they were longer than the maximal length.
-        num_untrained_dropped: Sequences left out because (after cutting) no token is left to learn.
-        num_bad_lines: Lines left out because they cannot be used.
-        bad_lines: What is wrong with the first three of them.
-        longest: Tokens of the longest sequence written.
-        vocab_size: Tokens of the tokenizer.
-        eval_path: The data set of what is held out; None if nothing is.
-        num_eval_sequences: Sequences in that one.
-        num_eval_trained_tokens: Tokens with loss in that one.
-        shares: Of several sources each one's name, its sequences, those held out among them, and its trained tokens.
-        folders: What was found in each folder, a line for each.
-        elapsed_s: Seconds of tokenising and writing; None if the data set was there already.
-        num_proc: Processes that tokenised.
+        tokenizer: Directory or data set from which the tokenizer was loaded; `path` if it was trained.
+        trained_on: Sources that the tokenizer was trained on; empty if it was loaded.
+        num_trained_tokens: Number of loss tokens, without the first token of each sequence.
+        num_truncated: Number of sequences that were truncated to the maximum length and written.
+        num_dropped: Number of sequences dropped because they were longer than the maximum length.
+        num_untrained_dropped: Number of examples dropped because they have no loss tokens (after truncation).
+        num_bad_lines: Number of invalid lines skipped.
+        bad_lines: Messages of the first three of them.
+        longest: Number of tokens of the longest sequence.
+        eval_path: Data set with the held-out sequences; None if there are none.
+        shares: Name, number of sequences (with held-out ones) and number of loss tokens of each source, if several.
+        folders: Line about the files in each folder.
+        elapsed_s: Time of tokenizing and writing; None if the data set existed already.
     """
 
     path: Path
@@ -64,58 +57,53 @@ class PrepareReport:
     num_proc: int = 1
 
     def describe(self) -> str:
-        """Return the report in lines for people."""
+        """Return the report as lines of text."""
         origin = f"from {self.tokenizer}"
         if self.trained_on:
             origin = f"trained on {self.trained_on}, with a plain chat template (ChatML)"
         lines = [
             f"{self.path}: {self.num_sequences:,} sequences, {self.num_tokens:,} tokens ({self.num_trained_tokens:,} "
-            f"trained), the longest {self.longest:,}",
+            f"loss tokens), longest {self.longest:,}",
             f"tokenizer: {self.vocab_size:,} tokens, {origin}, stored in {self.path}",
         ]
         if self.elapsed_s is None:
-            lines.insert(0, f"{self.path}: done before, from the same sources with the same options; nothing to do")
+            lines.insert(0, f"{self.path}: up to date (same sources, options and versions)")
         else:
             lines.append(self._speed(self.elapsed_s))
         lines += self.folders
         if self.eval_path is not None:
-            held_out = f"{self.num_eval_sequences:,} sequences, {self.num_eval_trained_tokens:,} tokens that count"
-            lines.insert(1 + (self.elapsed_s is None), f"{self.eval_path}: held out, {held_out}")
+            held_out = f"{self.num_eval_sequences:,} sequences, {self.num_eval_trained_tokens:,} loss tokens"
+            lines.insert(1 + (self.elapsed_s is None), f"{self.eval_path}: held out {held_out}")
         lines += self._describe_shares()
-        for count, what in (
+        for count, description in (
             (self.num_truncated, "truncated to --max-length"),
             (self.num_dropped, "dropped: longer than --max-length"),
-            (self.num_untrained_dropped, "dropped: no token to learn from"),
+            (self.num_untrained_dropped, "dropped: no loss tokens"),
         ):
             if count:
-                lines.append(f"{count:,} {what}")
+                lines.append(f"{count:,} {description}")
         if self.num_bad_lines:
-            lines += [f"{self.num_bad_lines:,} skipped: cannot be used", *self.bad_lines]
+            lines += [f"{self.num_bad_lines:,} skipped: invalid", *self.bad_lines]
             if more := self.num_bad_lines - len(self.bad_lines):
-                lines.append(f"and {more:,} more")
+                lines.append(f"... and {more:,} more")
         return "\n".join(lines)
 
     def _speed(self, elapsed_s: float) -> str:
         processes = f"{self.num_proc} processes" if self.num_proc > 1 else "one process"
-        return f"tokenised in {elapsed_s:.1f} s by {processes}: {self.num_tokens / max(elapsed_s, 1e-3):,.0f} tokens/s"
+        return f"tokenized in {elapsed_s:.1f} s by {processes}: {self.num_tokens / max(elapsed_s, 1e-3):,.0f} tokens/s"
 
     def _describe_shares(self) -> list[str]:
         all_sequences = sum(num_sequences for _, num_sequences, _ in self.shares) or 1
         all_tokens = sum(num_tokens for *_, num_tokens in self.shares) or 1
         return [
             f"{source}: {num_sequences:,} sequences ({num_sequences / all_sequences:.1%}), "
-            f"{num_tokens:,} trained tokens ({num_tokens / all_tokens:.1%})"
+            f"{num_tokens:,} loss tokens ({num_tokens / all_tokens:.1%})"
             for source, num_sequences, num_tokens in self.shares
         ]
 
 
 class PrepareStats:
-    """Counts while a data set is written.
-
-    Args:
-        invalid: Takes the lines that cannot be used.
-        sources: The names of the sources.
-    """
+    """Counters of the sequences and invalid records of all sources, which are given by name."""
 
     def __init__(self, invalid: InvalidRecords, sources: Sequence[str]) -> None:
         self._invalid = invalid
@@ -123,11 +111,7 @@ class PrepareStats:
         self._shares: list[list[Any]] = [[name, 0, 0] for name in sources]
 
     def add(self, source: int, block: EncodedBlock) -> None:
-        """Count a block of a source.
-
-        Raises:
-            UserError: A line cannot be used, and such lines are not to be skipped.
-        """
+        """Count a block of a source, given by its index, or raise a UserError for an invalid record."""
         for message in block.invalid:
             self._invalid.add(InvalidRecordError(message))
         self._counts.add(block.counts)
@@ -137,7 +121,7 @@ class PrepareStats:
             share[2] += int(np.count_nonzero(sequence.loss_mask[1:]))
 
     def counts(self, writer: DatasetWriter, *held_out: DatasetWriter) -> dict[str, Any]:
-        """Return the counts of a `PrepareReport`, which JSON can hold."""
+        """Return the counts of a `PrepareReport`, which are JSON-serializable."""
         return {
             "num_sequences": writer.num_sequences,
             "num_tokens": writer.num_tokens,
@@ -152,14 +136,12 @@ class PrepareStats:
         }
 
     def explain(self, max_length: int | None) -> str:
-        """Say why nothing may be left, as the end of a sentence."""
+        """Return the reason why no sequence is left, as the end of an error message."""
         counts, invalid = self._counts, self._invalid
         if not counts.num_dropped + counts.num_untrained_dropped + invalid.num_skipped:
-            return ": SOURCE holds none"
-        unusable = (
-            f", {invalid.num_skipped} that cannot be used, the first: {invalid.first[0]}" if invalid.first else ""
-        )
+            return ": SOURCE contains no examples"
+        skipped = f", {invalid.num_skipped} invalid, the first: {invalid.first[0]}" if invalid.first else ""
         return (
-            f" ({counts.num_dropped} longer than the maximum, {counts.num_untrained_dropped} without a token to learn"
-            f"{unusable}): {f'raise --max-length (now {max_length}) or ' if max_length else ''}change SOURCE"
+            f" ({counts.num_dropped} longer than the maximum, {counts.num_untrained_dropped} without loss tokens"
+            f"{skipped}): {f'raise --max-length (now {max_length}) or ' if max_length else ''}change SOURCE"
         )

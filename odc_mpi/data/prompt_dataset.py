@@ -1,6 +1,6 @@
-"""Prompts to generate from, read from JSON lines or Parquet: tokens, text, and columns for reward functions.
+"""Prompts for generation, read from JSON lines or Parquet: tokens, text, and columns for reward functions.
 
-No communication. Each rank reads the file for itself; ranks whose `PromptDataset.digest` is the same draw the same prompts.
+Does not use MPI: each rank reads the file independently. Ranks with equal `PromptDataset.digest` have the same prompts.
 """
 
 import hashlib
@@ -18,19 +18,18 @@ from odc_mpi.data.examples import Conversation, Example, InvalidRecordError, par
 from odc_mpi.data.sources import DataSource
 from odc_mpi.errors import UserError
 
-#: Fields of a record that are no columns: the prompt itself, and what goes into it.
+#: Fields of a record that are not columns, since the prompt consists of them.
 _NO_COLUMNS = ("prompt", "messages", "system", "tools")
-#: Names of arguments that reward functions get besides columns.
+#: Names of the other arguments of reward functions, which no column may have.
 _RESERVED = ("prompts", "completions", "completion_ids")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 class PromptRecord(NamedTuple):
-    """A prompt.
+    """A prompt, as text or as messages with role and content.
 
     Attributes:
-        tokens: Not empty.
-        prompt: The text, or the messages, each with role and content.
+        tokens: Tokens of the prompt, at least one.
         columns: Arguments of reward functions, by name.
     """
 
@@ -40,7 +39,7 @@ class PromptRecord(NamedTuple):
 
     @property
     def is_chat(self) -> bool:
-        """Whether the prompt is messages."""
+        """True if the prompt consists of messages."""
         return not isinstance(self.prompt, str)
 
 
@@ -48,68 +47,58 @@ def read_prompts(path: Path, setting: str) -> Iterator[list[tuple[Example, dict[
     """Yield the prompts of a file in blocks, each prompt with all fields of its record.
 
     Args:
-        path: JSON lines (decompressed if the name ends in .gz or .zst), or Parquet if it ends in .parquet.
-        setting: The setting or option that names the file, for messages.
+        path: Parquet if the name ends in .parquet; else JSON lines (decompressed if it ends in .gz or .zst).
+        setting: Setting or option that specifies the file, for messages.
 
     Raises:
-        UserError: The file cannot be read, or has no prompt.
-        BadLine: A line or row has no prompt; the message names it.
+        UserError: The file cannot be read, contains no prompt, or has a line or row without one (InvalidRecordError).
     """
     expected = f"{setting}: expected a file of prompts, JSON lines or Parquet, got {path}, which"
     try:
         if not path.is_file():
-            raise UserError(f"{expected} is none")
+            raise UserError(f"{expected} is not a file")
         with path.open("rb") as file:
             begin = file.read(len(_HDF5))
-    except OSError as error:  # somebody else's, a name too long
+    except OSError as error:  # no permission, or a name too long
         raise UserError(f"{expected} cannot be read: {error.strerror}") from error
     if begin == _HDF5:
-        raise UserError(f"{expected} is HDF5: prompts are read directly, odc-mpi prepare is for sequences")
+        raise UserError(f"{expected} is HDF5: give the JSON lines or Parquet file itself, without odc-mpi prepare")
     empty = True
     for block in DataSource(str(path), None, (path,)).read(lambda: 1, lambda _: None):
         empty = False
         records = ((parse(), location) for location, parse in block.records())
         yield [(parse_prompt(record, location), record) for record, location in records]
     if empty:
-        raise UserError(f"{expected} has none")
+        raise UserError(f"{expected} contains no prompt")
 
 
 class PromptDataset:
-    """The prompts of a file, in memory.
+    """Prompts of a file, in memory.
 
     Attributes:
-        path: The file.
-        tokenizer: A fast tokenizer of transformers.
-        lengths: Tokens of each prompt, int64 [n].
+        lengths: Number of tokens of each prompt, int64 [n].
         locations: File and line or row of each prompt, for messages.
-        vocab_size: Tokens of the tokenizer.
-        max_token_id: The largest token.
-        vocabulary: The tokenizer's `vocabulary_digest`.
+        vocab_size: Number of tokens of the tokenizer, whose `vocabulary_digest` is `vocabulary`.
+        max_token_id: Largest token of the prompts.
     """
 
     def __init__(self, path: Path | str, tokenizer: Any, setting: str = "data.path") -> None:
-        """Read and tokenize all prompts.
-
-        Args:
-            path: See `read_prompts`.
-            tokenizer: A fast tokenizer of transformers.
-            setting: See `read_prompts`.
+        """Read and tokenize all prompts of a file with a fast tokenizer of transformers; see `read_prompts`.
 
         Raises:
-            UserError: The file, a prompt or a column cannot be used.
+            UserError: The file, a prompt or a column is invalid.
         """
         self.path, self.tokenizer = Path(path), tokenizer
         self.vocab_size, self.vocabulary = len(tokenizer), vocabulary_digest(tokenizer.get_vocab())
         self.locations: list[str] = []
         self._tokens: list[npt.NDArray[np.int64]] = []
-        self._texts: list[bytes] = []  # JSON takes less memory than its objects
+        self._texts: list[bytes] = []  # as JSON, which needs less memory than its objects
         for block in read_prompts(self.path, setting):
             self._tokens += map(np.array, encode_prompts(tokenizer, [example for example, _ in block]))
             for example, record in block:
                 prompt = example.messages if isinstance(example, Conversation) else example.prompt
-                self._texts.append(
-                    _json({"prompt": prompt, "columns": _columns(record, example.location)}, example.location)
-                )
+                content = {"prompt": prompt, "columns": _columns(record, example.location)}
+                self._texts.append(_json(content, example.location))
                 self.locations.append(example.location)
         self.lengths: npt.NDArray[np.int64] = np.array([len(tokens) for tokens in self._tokens])
         self.max_token_id = max(int(tokens.max()) for tokens in self._tokens)
@@ -129,12 +118,12 @@ class PromptDataset:
 
 
 def _columns(record: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Return the fields of a record that are arguments of reward functions."""
+    """Return the fields of a record that are passed to reward functions."""
     columns = {name: value for name, value in record.items() if name not in _NO_COLUMNS}
     reserved = next((name for name in _RESERVED if name in columns), None)
     if reserved:
         raise InvalidRecordError(
-            f"{location}: expected columns of other names than {', '.join(_RESERVED)}, got {reserved!r}"
+            f"{location}: expected columns without the names {', '.join(_RESERVED)}, got {reserved!r}: rename it"
         )
     return columns
 
@@ -142,5 +131,5 @@ def _columns(record: Mapping[str, Any], location: str) -> dict[str, Any]:
 def _json(content: Any, location: str) -> bytes:
     try:
         return json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:  # tables have times and bytes, files NaN and lone surrogates
-        raise InvalidRecordError(f"{location}: expected columns that JSON can hold, got {error}") from error
+    except (TypeError, ValueError) as error:  # times and bytes in tables, NaN and lone surrogates in text files
+        raise InvalidRecordError(f"{location}: expected columns that JSON can represent, got {error}") from error

@@ -1,8 +1,8 @@
-"""Where the text comes from: files, folders of shards and the standard library, with weights or without.
+"""Sources of text: files, folders of files and the standard library, optionally mixed by weights.
 
-Without weights every example of every source is taken once. With weights a source's weight is its share of the
-examples (lines or rows) that are taken; which ones is drawn by a seed, and no example is taken twice unless the
-strategy says so. All sources come in the order in which they were named: training shuffles.
+Without weights, each example of each source is used once. With weights, a source's weight is its share of the examples
+(lines or rows) that are used. A seed selects them, and none is used twice unless the strategy allows it. The sources
+follow one another in the order of the command line: training shuffles. Sources that cannot be read raise a UserError.
 """
 
 import random
@@ -19,16 +19,16 @@ from odc_mpi.errors import UserError
 
 STDLIB = "stdlib"
 _BLOCK_SAMPLES = 256
-_MAX_NAMES = 6  # files of a folder that are named
+_MAX_NAMES = 6  # files of a folder that the report lists
 _MAX_PASSES = 1000  # over one source
-_EXPANSION = 4  # text is about so much larger than its compressed file
+_EXPANSION = 4  # approximate ratio of text to compressed file
 
 
 class Block(Protocol):
-    """Some examples of a source, in the order of the file; goes to other processes."""
+    """Some examples of a source, in the order of the file. It is pickled for other processes."""
 
     def records(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-        """Yield the place of each for messages, and a function that returns the record or raises BadLine."""
+        """Yield location for messages, and a function that returns the record or raises InvalidRecordError."""
         ...
 
 
@@ -50,9 +50,9 @@ class DataSource:
     """A source of examples.
 
     Attributes:
-        name: As the user wrote it, without its weight.
-        weight: Its share of the examples, in proportion to the others' weights; None if none was given.
-        files: In the order in which they are read; none for the standard library.
+        name: Name as specified by the user, without weight.
+        weight: Share of the examples, relative to the other weights; None if not given.
+        files: Files in the order in which they are read; empty for the standard library.
     """
 
     name: str
@@ -61,11 +61,11 @@ class DataSource:
 
     @property
     def is_folder(self) -> bool:
-        """Whether the user named a folder."""
+        """True if the user specified a folder."""
         return bool(self.files) and self.files[0] != Path(self.name)
 
     def describe_folder(self) -> str:
-        """Say which files of a folder are read."""
+        """Return a line about the files of a folder, for display."""
         names = [file.name for file in self.files]
         if len(names) > _MAX_NAMES:
             names = [*names[: _MAX_NAMES - 1], "...", names[-1]]
@@ -77,12 +77,12 @@ class DataSource:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the files."""
+        """Size of the files."""
         return sum(file.stat().st_size for file in self.files)
 
     @property
     def num_text_bytes(self) -> int:
-        """About how many bytes of text that is."""
+        """Approximate size of the text in the files."""
         packed = (*jsonl.COMPRESSED, parquet.SUFFIX)
         return sum(file.stat().st_size * (_EXPANSION if file.suffix in packed else 1) for file in self.files)
 
@@ -91,24 +91,21 @@ class DataSource:
         return list(stdlib.functions())
 
     def fields(self, fields: FieldNames) -> FieldNames:
-        """Return the names of the fields in its records, which the user's choice of names is not for."""
+        """Return the field names of the records: `fields`, or the defaults for the standard library."""
         return fields if self.files else FieldNames()
 
     def count(self) -> int:
-        """Return how many examples there are, of which some may turn out unusable. Local; reads compressed files."""
+        """Return the number of examples, including invalid ones. Reads compressed files."""
         if not self.files:
             return len(self._samples)
         return sum(parquet.count_rows(file) if _is_parquet(file) else jsonl.count_lines(file) for file in self.files)
 
     def read(self, num_repeats: RepeatFn, on_bytes_read: Callable[[int], None]) -> Iterator[Block]:
-        """Yield its examples in blocks.
+        """Yield the examples in blocks.
 
         Args:
-            num_repeats: Says how often to take each example, asked once for each in order.
-            on_bytes_read: Called with the bytes that were read since the last call.
-
-        Raises:
-            UserError: A file cannot be read.
+            num_repeats: Called for each example in order. Returns how often to use it.
+            on_bytes_read: Called with the number of bytes read since the last call.
         """
         if not self.files:
             samples = [sample for sample in self._samples for _ in range(num_repeats())]
@@ -119,12 +116,10 @@ class DataSource:
 
 
 def find_sources(specs: Sequence[str]) -> list[DataSource]:
-    """Find the sources that a user named, each as a path, or as a path, a colon and a weight.
+    """Find the sources that a user specified, each by a path, or by a path, a colon and a weight.
 
-    A file or folder whose name is the whole word, colon and all, comes before a weight.
-
-    Raises:
-        UserError: There is no such file, a folder holds none that is known, or only some sources have a weight.
+    If a file or folder has the complete specification as its name, including the colon, there is no weight. All sources
+    must have a weight, or none.
     """
     sources = [_find(spec) for spec in specs]
     without = [source.name for source in sources if source.weight is None]
@@ -144,14 +139,14 @@ def _find(spec: str) -> DataSource:
         return DataSource(name, weight, _data_files(path))
     if not path.is_file():
         raise UserError(
-            f"expected JSONL or Parquet files, folders of them or the word {STDLIB} as SOURCE, got {spec!r}, "
-            "which is no file"
+            f"SOURCE {spec!r} is not a file or folder: give a JSONL or Parquet file, a folder of such files, or "
+            f"{STDLIB}"
         )
     return DataSource(name, weight, (path,))
 
 
 def _split_weight(spec: str) -> tuple[str, float | None]:
-    """Return the name of a source, and its weight if it ends in one."""
+    """Return the name of a source, and its weight if the specification ends in one."""
     name, colon, number = spec.rpartition(":")
     if not colon or Path(spec).exists():
         return spec, None
@@ -165,13 +160,13 @@ def _split_weight(spec: str) -> tuple[str, float | None]:
 
 
 def _data_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files of a folder that are known by their names, sorted."""
+    """Return the files of a folder with a supported suffix, sorted."""
     files = tuple(sorted(path for path in folder.iterdir() if _is_supported(path) and path.is_file()))
     if not files:
-        known = ", ".join((*jsonl.SUFFIXES, parquet.SUFFIX))
+        suffixes = ", ".join((*jsonl.SUFFIXES, parquet.SUFFIX))
         raise UserError(
-            f"expected files that end in {known}, or .gz or .zst behind one of the first two, in the folder "
-            f"{str(folder)!r}, got none: change SOURCE"
+            f"no file in the folder {str(folder)!r} ends in {suffixes} (the first two also with .gz or .zst): "
+            "change SOURCE"
         )
     return files
 
@@ -189,12 +184,11 @@ def _is_parquet(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources, and how many examples of each are taken.
+    """Sources, and the number of examples to use from each.
 
     Attributes:
-        sources: In their order.
-        counts: The examples that each source has, and those that are taken; None without weights: all are, once.
-        seed: Draws which examples of a source are taken.
+        counts: Number of examples in each source, and number of those to use; None without weights: each example once.
+        seed: Seed for the selection of examples.
     """
 
     sources: Sequence[DataSource]
@@ -203,51 +197,42 @@ class Mixture:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the files, as often as they are read."""
+        """Bytes that are read, counting repeated reads."""
         return sum(source.num_bytes * len(self._passes(index)) for index, source in enumerate(self.sources))
 
     def read(self, on_bytes_read: Callable[[int], None]) -> Iterator[tuple[int, Block]]:
-        """Yield the examples that are taken, in blocks: the index of the source, and the block.
-
-        Args:
-            on_bytes_read: Called with the bytes that were read since the last call.
-
-        Raises:
-            UserError: A file cannot be read.
-        """
+        """Yield the index of the source and a block of its examples, for all examples to use; see `DataSource.read`."""
         for index, source in enumerate(self.sources):
             for num_repeats in self._passes(index):
                 for block in source.read(num_repeats, on_bytes_read):
                     yield index, block
 
     def _passes(self, index: int) -> list[RepeatFn]:
-        """Return, for each time that the files of a source are read, which examples to take."""
+        """Return, for each pass over a source, the function that selects the examples."""
         if self.counts is None:
             return [_once]
         count, num_taken = self.counts[index]
-        whole, rest = divmod(num_taken, count)
-        return [_once] * whole + ([_sample_without_replacement(count, rest, f"{self.seed} {index}")] if rest else [])
+        complete, rest = divmod(num_taken, count)
+        sample = [_sample_without_replacement(count, rest, f"{self.seed} {index}")] if rest else []
+        return [_once] * complete + sample
 
 
 def mix(sources: Sequence[DataSource], seed: int, strategy: str) -> Mixture:
-    """Decide how many examples of each source are taken. Local; with weights the sources are read to count them.
+    """Compute how many examples of each source to use. With weights, the sources are read to count their examples.
 
     Args:
-        sources: All with a weight, or none.
-        seed: Draws which examples are taken.
-        strategy: As datasets.interleave_datasets names it. "first_exhausted": as many as there are without taking an
-            example twice; the source that has fewest for its weight is taken whole. "all_exhausted": as many as it
-            takes until each source is taken whole, the others several times.
-
-    Raises:
-        UserError: A file cannot be read, a source has no example, or one would be taken too often.
+        sources: Sources, all with a weight or all without.
+        seed: Seed for the selection of examples.
+        strategy: Strategy of `datasets.interleave_datasets`. "first_exhausted": no example is used twice; the source
+            with the fewest examples for its weight is used completely, the others in part. "all_exhausted": each source
+            is used completely; the one with the most examples for its weight once, the others repeatedly.
     """
     if any(source.weight is None for source in sources):
         return Mixture(sources, None, seed)
     counts = [source.count() for source in sources]
     for source, count in zip(sources, counts, strict=True):
         if not count:
-            raise UserError(f"expected examples in {source.name!r}, which has a weight, got none: change SOURCE")
+            raise UserError(f"{source.name!r} contains no examples but has a weight: change SOURCE")
     weights = [source.weight or 0.0 for source in sources]
     choose = min if strategy == "first_exhausted" else max
     ratios = [count / weight for count, weight in zip(counts, weights, strict=True)]
@@ -272,7 +257,7 @@ def _once() -> int:
 
 
 def _sample_without_replacement(count: int, num_samples: int, seed: str) -> RepeatFn:
-    """Draw so many of `count` examples, each equally likely, one after the other (Knuth, TAOCP 2, algorithm S)."""
+    """Select `num_samples` of `count` examples with equal probability (Knuth, TAOCP 2, algorithm S)."""
     uniform = random.Random(seed).random  # the same on every version of Python
     left = [count, num_samples]
 

@@ -1,7 +1,7 @@
-"""The functions of the running interpreter's standard library, as prompts and completions.
+"""Functions of the Python standard library, as prompts and completions.
 
-A data set that is on every machine, needs no download, and has what the project is about: sequences whose lengths are
-heavy-tailed. This module finds and cuts the functions; it does not tokenise them.
+This data set is on every machine and needs no download, and its sequence lengths are heavy-tailed, which is what the
+project is about.
 """
 
 import ast
@@ -12,37 +12,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-MIN_COMPLETION_CHARS = 15  # below this there is a `pass` or a `return self`, which teach nothing
-MAX_CHARS = 13_000  # prompt and completion together; a handful of functions are longer
+MIN_COMPLETION_CHARS = 15  # excludes `pass` and `return self`
+MAX_CHARS = 13_000  # prompt and completion together; only a few functions are longer
 
-# Installed packages differ from machine to machine, and tests are long and alike.
+# Installed packages differ between machines, and tests are long and repetitive.
 _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class StdlibFunction:
-    """A function in two parts.
-
-    Attributes:
-        prompt: Decorators, signature and docstring, ending in a newline.
-        completion: What follows the docstring, without a newline at its end.
-    """
+    """A function in two parts: decorators, signature and docstring, ending in a newline, and the code after them."""
 
     prompt: str
     completion: str
 
 
 def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
-    """Yield the functions and methods with a docstring of all Python files below a folder.
+    """Yield the functions and methods that have a docstring, from all Python files in a folder, without duplicates.
 
-    The order is that of the sorted paths, and within a file that of the source. A sample that came before (backports
-    and generated code) does not come again; files that do not parse are skipped.
-
-    Args:
-        root: Folder to search; the running interpreter's standard library when None.
-
-    Yields:
-        Samples with a completion of at least `MIN_COMPLETION_CHARS` and at most `MAX_CHARS` characters in all.
+    The order is that of the sorted paths, and within a file that of the source. Duplicates occur in backports and
+    generated code. Files that do not parse are skipped. A completion has at least `MIN_COMPLETION_CHARS`, a function at
+    most `MAX_CHARS` characters. The default folder is the standard library of the running interpreter.
     """
     seen: set[StdlibFunction] = set()
     for path in _python_files(Path(sysconfig.get_path("stdlib")) if root is None else root):
@@ -54,7 +44,7 @@ def functions(root: Path | None = None) -> Iterator[StdlibFunction]:
 
 
 def _python_files(folder: Path) -> Iterator[Path]:
-    """Walk a folder in sorted order, without entering the excluded ones (site-packages alone can be huge)."""
+    """Yield the Python files in sorted order, without visiting excluded folders (site-packages can be huge)."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             if path.name not in _EXCLUDED_FOLDERS:
@@ -64,12 +54,12 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def _parse_functions(path: Path) -> Iterator[StdlibFunction]:
-    """Cut the functions out of one file; a file that does not parse has none."""
+    """Yield the functions of a file; none if it does not parse."""
     try:
-        with tokenize.open(path) as file:  # honours the coding line
+        with tokenize.open(path) as file:  # respects the encoding declaration
             source = file.read()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's invalid escapes
+            warnings.simplefilter("ignore")  # for invalid escapes in those files
             tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):
         return
@@ -82,7 +72,7 @@ def _parse_functions(path: Path) -> Iterator[StdlibFunction]:
 
 
 def _split_function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> StdlibFunction | None:
-    """Cut a function behind its docstring; None where there is no docstring, nothing after it, or all on one line."""
+    """Split a function after its docstring; None if it has no docstring, or no code on later lines."""
     if ast.get_docstring(node, clean=False) is None or len(node.body) < 2:
         return None
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])

@@ -1,10 +1,10 @@
-"""Tokenizers: trained, loaded, and as files.
+"""Tokenizers: training, loading, and reading their files.
 
-A tokenizer comes from a directory that `save_pretrained` wrote, or out of a data set, which holds a copy of the files
-of its tokenizer (`dataset`). Never from the network, and no code of a tokenizer runs. No communication.
+A tokenizer is loaded from a directory that `save_pretrained` wrote, or from a data set, which contains a copy of its
+tokenizer's files (`dataset`). Nothing is downloaded, and no code of a tokenizer is executed.
 
-transformers and tokenizers are imported where they are used: they take seconds to load, and a mistake in the arguments
-should not.
+transformers and tokenizers take seconds to import, so they are imported where they are used: an error in the arguments
+is reported without that delay.
 """
 
 import tempfile
@@ -23,7 +23,7 @@ _FILES = (
 
 END_OF_TEXT, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 _SPECIAL_TOKENS = [END_OF_TEXT, PAD, TURN_START, TURN_END]
-MIN_VOCAB_SIZE = 256 + len(_SPECIAL_TOKENS)  # every byte is a token, so that nothing is unknown
+MIN_VOCAB_SIZE = 256 + len(_SPECIAL_TOKENS)  # every byte is a token, so no text is unknown
 
 # ChatML: https://github.com/openai/openai-python/blob/v0.27.8/chatml.md
 _CHAT_TEMPLATE = (
@@ -35,17 +35,7 @@ _CHAT_TEMPLATE = (
 
 
 def tokenizer_files(location: Path) -> dict[str, bytes]:
-    """Read the files of a tokenizer.
-
-    Args:
-        location: The tokenizer's directory, or a data set.
-
-    Returns:
-        The content of each file under its name; empty if there is no tokenizer.
-
-    Raises:
-        OSError: A file of the directory cannot be read.
-    """
+    """Return the contents of a tokenizer's files in a directory or data set, by name; empty if there are none."""
     if not location.is_dir():
         return {name: content for name, content in read_tokenizer_files(location).items() if _is_tokenizer_file(name)}
     paths = [path for path in sorted(location.iterdir()) if _is_tokenizer_file(path.name) and path.is_file()]
@@ -57,20 +47,16 @@ def _is_tokenizer_file(name: str) -> bool:
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Write the files of a tokenizer into a directory, for transformers."""
+    """Write the files of a tokenizer into a directory."""
     for name, content in files.items():
         (directory / name).write_bytes(content)
 
 
 def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
-    """Load a tokenizer from a local directory or out of a data set.
+    """Load a fast tokenizer of transformers from a directory that `save_pretrained` wrote, or from a data set.
 
     Args:
-        location: A directory that `save_pretrained` wrote, or a data set that holds a tokenizer.
-        setting: The setting or option that names it, for messages.
-
-    Returns:
-        A fast tokenizer of transformers.
+        setting: Setting or option that specifies `location`, for messages.
 
     Raises:
         UserError: There is no tokenizer, its files do not load, or it has no fast implementation.
@@ -80,23 +66,14 @@ def load_tokenizer(location: Path, setting: str = "--tokenizer") -> Any:
     files = tokenizer_files(location)
     if not files:
         raise UserError(
-            f"expected a tokenizer's directory or a data set with a tokenizer, got {str(location)!r}, which is none: "
+            f"expected the directory of a tokenizer, or a data set with a tokenizer, got {str(location)!r}: "
             f"change {setting}"
         )
     return load_files(files, location, setting)
 
 
 def load_files(files: Mapping[str, bytes], location: Path = Path(), setting: str = "--tokenizer") -> Any:
-    """Load a tokenizer from the content of its files.
-
-    Args:
-        files: Content by name.
-        location: Where they come from, for messages.
-        setting: The setting or option that names it, for messages.
-
-    Raises:
-        UserError: The files do not load, or there is no fast implementation.
-    """
+    """Load a tokenizer from the contents of its files, by name. Otherwise as `load_tokenizer`."""
     with tempfile.TemporaryDirectory() as name:  # transformers reads directories only
         write_files(files, Path(name))
         return _load(Path(name), location, setting)
@@ -107,7 +84,7 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises anything, down to bare Exception, for files it cannot use
+    except Exception as error:  # for invalid files, the library raises even bare Exception
         raise UserError(
             f"expected a tokenizer in {str(location)!r}, got files that do not load ({' '.join(str(error).split())}): "
             f"change {setting}"
@@ -118,15 +95,7 @@ def _load(directory: Path, location: Path, setting: str) -> Any:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer with a chat template.
-
-    Args:
-        texts: The training texts.
-        vocab_size: The most tokens of the vocabulary, at least `MIN_VOCAB_SIZE`.
-
-    Returns:
-        A fast tokenizer of transformers.
-    """
+    """Train a byte-level BPE tokenizer with at most `vocab_size` tokens, and with the ChatML chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -149,7 +118,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def serialize_tokenizer(tokenizer: Any) -> dict[str, bytes]:
-    """Return the files that `save_pretrained` writes for a tokenizer."""
+    """Return the contents of the files that `save_pretrained` writes for a tokenizer, by name."""
     with tempfile.TemporaryDirectory() as name:
         tokenizer.save_pretrained(name)
         return tokenizer_files(Path(name))

@@ -1,1 +1,1 @@
-"""What `odc-mpi generate` does: completions of prompts by a model on disk, on one rank or many."""
+"""`odc-mpi generate`: completions of prompts by a model on disk, on one or several ranks."""

@@ -1,8 +1,8 @@
-"""One prompt in, one completion out: `generate`, by transformers. Local, or one-sided on a sharded model.
+"""Generation of one completion for one prompt with transformers.
 
-The function is all that others know of generation (`GenerateFn`), so that an inference engine can take its place. A
-prompt has the same completion on any rank, whatever else the rank generates: sampling is seeded by the seed and the
-prompt's number, and each prompt is decoded by itself.
+Callers depend only on `GenerateFn`, so an inference engine can replace `generate`. The completion of a prompt does not
+depend on the rank or on other prompts: sampling is seeded by the seed and the prompt number, and each prompt is decoded
+separately.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,12 @@ from odc_mpi.models.decoding import Prompt, generation_mode
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen.
+    """Sampling settings.
 
     Attributes:
-        max_new_tokens: The most tokens of a completion; fewer where the model has no more positions.
-        temperature: Of the softmax; 0 takes the most likely token.
-        top_p: Of the most likely tokens those that together have this probability are drawn from.
-        seed: Of what is drawn.
+        max_new_tokens: Limit on the tokens of a completion. The positions of the model may limit it further.
+        temperature: Softmax temperature; 0 selects the most likely token.
+        top_p: Nucleus sampling threshold in (0, 1].
 
     Raises:
         UserError: A value is out of its range.
@@ -48,12 +47,12 @@ class SamplingParams:
 
 
 class CompletionOutput(NamedTuple):
-    """What a model made of a prompt.
+    """The completion of a prompt.
 
     Attributes:
-        number: That of the prompt.
-        tokens: Without those of the prompt; the last may be a stop token.
-        finish_reason: stop, or length.
+        number: Number of the prompt.
+        tokens: New tokens, including a stop token at the end.
+        finish_reason: "stop" or "length".
     """
 
     number: int
@@ -61,23 +60,21 @@ class CompletionOutput(NamedTuple):
     finish_reason: str
 
 
-#: What generates: `generate`, or an inference engine; takes the arguments of `generate`.
+#: `generate`, or an inference engine with the same arguments.
 GenerateFn = Callable[[Any, Prompt, SamplingParams, Any], CompletionOutput]
 
 
 def generate(
     module: transformers.PreTrainedModel, prompt: Prompt, sampling: SamplingParams, streamer: Any = None
 ) -> CompletionOutput:
-    """Continue a prompt. Local; one-sided if the module is that of a sharded model.
+    """Generate a completion. One-sided if the model is sharded.
 
     Args:
-        module: A causal language model of transformers; of a sharded model its `module`.
-        prompt: To continue.
-        sampling: How.
-        streamer: A streamer of transformers, which gets the tokens as they come.
+        module: A causal language model of transformers, or the `module` of a sharded model.
+        streamer: A transformers streamer, which receives each token when it is generated.
 
     Raises:
-        UserError: The prompt is empty, longer than the model's positions, or has tokens that the model does not know.
+        UserError: The prompt is empty, too long for the model, or has a token outside its vocabulary.
     """
     max_new_tokens = max_new_tokens_for(module, prompt)
     tokens = torch.tensor([list(prompt.tokens)])
@@ -91,16 +88,16 @@ def generate(
         "pad_token_id": next(iter(prompt.stop), 0),
     }
     with generation_mode(module, prompt_seed(sampling.seed, prompt.number)) as decode:
-        found = decode(tokens, torch.ones_like(tokens), settings, streamer=streamer)
-    new: list[int] = found[0, len(prompt.tokens) :].tolist()
+        decoded = decode(tokens, torch.ones_like(tokens), settings, streamer=streamer)
+    new: list[int] = decoded[0, len(prompt.tokens) :].tolist()
     return CompletionOutput(prompt.number, new, "stop" if new[-1] in prompt.stop else "length")
 
 
 def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> int:
-    """Return how many tokens the model can add to a prompt.
+    """Return the number of tokens that the model can generate after a prompt.
 
     Raises:
-        UserError: None, or the prompt is no sequence of the model's tokens.
+        UserError: The prompt is empty, too long for the model, or has a token outside its vocabulary.
     """
     config = module.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
@@ -108,8 +105,8 @@ def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> 
         raise UserError(f"prompt {prompt.number}: expected at least one token, got none")
     if max(prompt.tokens) >= config.vocab_size:
         raise UserError(
-            f"prompt {prompt.number}: the token {max(prompt.tokens)} is beyond the model's {config.vocab_size}: the "
-            "tokenizer is not the model's"
+            f"prompt {prompt.number}: expected tokens below the model's vocab_size, {config.vocab_size}, got "
+            f"{max(prompt.tokens)}: use the tokenizer of the model"
         )
     if positions is not None and len(prompt.tokens) >= positions:
         raise UserError(
@@ -120,5 +117,5 @@ def max_new_tokens_for(module: transformers.PreTrainedModel, prompt: Prompt) -> 
 
 
 def prompt_seed(seed: int, number: int) -> int:
-    """Return the seed of what is drawn for a prompt."""
+    """Return the sampling seed of a prompt."""
     return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 1)

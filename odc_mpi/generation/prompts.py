@@ -1,4 +1,4 @@
-"""Prompts: from text or JSONL to tokens, and from tokens back to text."""
+"""Prompts of `odc-mpi generate`: reading and tokenizing, and the lines of the output file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +13,10 @@ from odc_mpi.models.decoding import Prompt
 
 
 class Request(NamedTuple):
-    """A prompt as its author wrote it, and as tokens.
+    """A prompt as text and as tokens.
 
     Attributes:
-        example: A pair without a completion, or a conversation.
-        prompt: The tokens.
+        example: A `PromptCompletion` with an empty completion, or a `Conversation`.
     """
 
     example: Example
@@ -25,32 +24,31 @@ class Request(NamedTuple):
 
 
 def read_examples(text: str | None, path: Path | None) -> list[Example]:
-    """Return the one prompt of the command line, or those of a file.
+    """Return the prompt of the command line, or the prompts of a file.
 
     Raises:
-        UserError: Neither or both are given, the file cannot be read, or has no prompt or a line that is none.
+        UserError: Neither or both are given, the file cannot be read, has no prompts, or has an invalid line.
     """
     if (text is None) == (path is None):
         got = "neither" if text is None else "both"
         raise UserError(f"expected one of --prompt TEXT and --prompts FILE, got {got}")
     if text is not None:
         if not text:
-            raise UserError("--prompt: expected a text, got an empty one")
+            raise UserError("--prompt: expected a text, got an empty string")
         return [PromptCompletion("--prompt", text, "")]
     assert path is not None
     return [example for block in read_prompts(path, "--prompts") for example, _ in block]
 
 
 def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -> list[Request]:
-    """Tokenise prompts as training data, messages through the chat template up to the assistant's turn.
+    """Tokenize prompts as in training data: messages by the chat template, up to the assistant turn.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
-        examples: The prompts.
-        stop: Tokens that end any completion; those of messages also end with the assistant's turn.
+        stop: Tokens that end any completion. After messages, the end-of-turn token also ends it.
 
     Raises:
-        UserError: There is no chat template, or it refuses the messages; the message names the line.
+        UserError: There is no chat template, or it refuses the messages of a line.
     """
     turn = end_of_turn_token(tokenizer) if any(isinstance(example, Conversation) for example in examples) else None
     ends = stop if turn is None else (*stop, turn)
@@ -62,7 +60,7 @@ def tokenize(tokenizer: Any, examples: Sequence[Example], stop: Sequence[int]) -
 
 
 def output_record(tokenizer: Any, request: Request, completion: CompletionOutput) -> dict[str, Any]:
-    """Return the content of a line of the output file: the prompt, and the text without its stop token."""
+    """Return a line of the output file as a dict; the completion has no stop token."""
     text = tokenizer.decode(completion.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     example = request.example
     prompt = {"messages": example.messages} if isinstance(example, Conversation) else {"prompt": example.prompt}

@@ -1,8 +1,8 @@
 """Generation on all ranks of a job.
 
-set up     collective: all ranks agree on model and prompts, and allocate windows
-generate   one-sided: each rank draws the next prompt when it is done with one, and waits for nobody
-finish     collective: rank 0 gets the completions of all, and writes them
+set up     load the model and the prompts on all ranks, compare them, allocate windows         collective
+generate   each rank claims prompts one after another, without waiting for other ranks         one-sided
+finish     gather the completions; rank 0 writes them                                          collective
 """
 
 import errno
@@ -30,18 +30,13 @@ from odc_mpi.runtime.world import World
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """What is to be generated.
+    """Options of `odc-mpi generate`; see also the arguments of `load_generation_model`.
 
     Attributes:
-        source: See `load_generation_model`, as `step` and `tokenizer`.
-        step: Of a run.
-        tokenizer: Place of a tokenizer, or None.
-        prompt: The only prompt, or None.
-        prompts: File of prompts, or None.
-        sampling: How tokens are chosen.
-        out: JSONL file to write; None: the text goes to the terminal.
-        device: cpu or cuda.
-        attn_implementation: See `load_generation_model`, as `base`.
+        prompt: Text of the only prompt; None if `prompts` is given.
+        prompts: JSONL or Parquet file of prompts; None if `prompt` is given.
+        out: JSONL file to write; None: print the completions.
+        device: "cpu" or "cuda".
     """
 
     source: Path
@@ -57,13 +52,13 @@ class GenerateArguments:
 
 
 def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn = generate) -> list[CompletionOutput]:
-    """Generate, and write or show the completions. Collective.
+    """Generate completions, and write or print them. Collective.
 
     Returns:
         The completions of all prompts in their order, on every rank.
 
     Raises:
-        AgreedError: SOURCE, a prompt or the output cannot be used; raised on every rank.
+        AllRanksUserError: SOURCE, a prompt or the output cannot be used.
     """
     world.run_on_all(lambda: _check_out(arguments.out) if world.rank == 0 else None)
     examples = world.run_on_all(lambda: read_examples(arguments.prompt, arguments.prompts))
@@ -83,7 +78,7 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
     )
     tickets = Tickets(world)
     terminal = _Terminal(source.tokenizer) if arguments.out is None else None
-    # One voice: where several ranks generate, texts appear whole, in their order, at the end.
+    # If several ranks generate, rank 0 prints all completions in order at the end.
     streams = terminal is not None and (world.size == 1 or len(requests) == 1)
     outputs = []
     with unsharded_if_fits(model), model.activity("generating") as note:
@@ -91,7 +86,7 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
             note(f"generating from prompt {index + 1:,} of {len(requests):,}")
             streamer = terminal.print_prompt(requests[index], len(requests)) if terminal and streams else None
             outputs.append(engine(model.module, requests[index].prompt, arguments.sampling, streamer))
-    completions = sorted(output for of_rank in world.gather_objects(outputs) for output in of_rank)
+    completions = sorted(output for rank_outputs in world.gather_objects(outputs) for output in rank_outputs)
     if arguments.out is not None:
         out = arguments.out
         world.run_on_all(lambda: _write(out, source, requests, completions) if world.rank == 0 else None)
@@ -103,15 +98,9 @@ def generate_all(arguments: GenerateArguments, world: World, engine: GenerateFn 
     return completions
 
 
-def _load(arguments: GenerateArguments, world: World) -> GenerationModel:
+def _load(args: GenerateArguments, world: World) -> GenerationModel:
     return load_generation_model(
-        arguments.source,
-        arguments.step,
-        arguments.tokenizer,
-        world.rank,
-        world.size,
-        arguments.attn_implementation,
-        arguments.base,
+        args.source, args.step, args.tokenizer, world.rank, world.size, args.attn_implementation, args.base
     )
 
 
@@ -126,7 +115,7 @@ def _requests(source: GenerationModel, examples: Sequence[Example]) -> list[Requ
 
 
 def _check_out(out: Path | None) -> None:
-    """Refuse a place where no file can be, before anything is generated."""
+    """Refuse a path that cannot be written, before anything is generated."""
     if out is None:
         return
     folder = next(parent for parent in out.absolute().parents if parent.exists())
@@ -140,7 +129,7 @@ def _check_out(out: Path | None) -> None:
 
 
 def _write_error(out: Path, error: OSError) -> UserError:
-    return UserError(f"--out: expected a file that can be written, got {out}: {error.strerror}")
+    return UserError(f"--out: cannot write {out}: {error.strerror}")
 
 
 def _write(out: Path, source: GenerationModel, requests: list[Request], completions: list[CompletionOutput]) -> None:
@@ -151,17 +140,17 @@ def _write(out: Path, source: GenerationModel, requests: list[Request], completi
             new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     except OSError as error:
         raise _write_error(out, error) from error
-    print(f"{out}: {len(lines):,} completions", flush=True)
+    print(f"wrote {len(lines):,} completions to {out}", flush=True)
 
 
 class _Terminal:
-    """Shows prompts and completions."""
+    """Prints prompts and completions."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def print_prompt(self, request: Request, count: int) -> TextStreamer:
-        """Show a prompt, and return what shows its completion as it comes."""
+        """Print a prompt, and return a streamer that prints its completion."""
         if count > 1:
             print(f"[{request.prompt.number + 1} of {count}]", flush=True)
         if isinstance(request.example, PromptCompletion):
@@ -169,6 +158,6 @@ class _Terminal:
         return TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def print_completion(self, request: Request, completion: CompletionOutput, count: int) -> None:
-        """Show a prompt and its completion."""
+        """Print a prompt and its completion."""
         self.print_prompt(request, count)
         print(output_record(self._tokenizer, request, completion)["completion"], flush=True)

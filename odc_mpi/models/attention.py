@@ -1,10 +1,10 @@
-"""Attention over packed sequences, each by itself: the cost grows with the square of each length, not of the pack's.
+"""Attention within each of several packed sequences: the cost grows with the square of each length, not of their sum.
 
-A microbatch is one row of several sequences end to end. With padding-free inputs Hugging Face's models hand the
-boundaries (`cu_seq_lens_q`) down to the attention function; `packed_attention` computes each sequence for itself.
+A microbatch is one row of concatenated sequences. With padding-free inputs Hugging Face models pass the boundaries
+(`cu_seq_lens_q`) to the attention function; `packed_attention` attends within each sequence separately.
 
-Some models pass the sliding window to a layer, others only draw it into the layer's mask. So in place of a mask with a
-window `_window_as_mask` makes a mask of a single number, the window.
+Some models pass the sliding window to the layer, others only apply it to the attention mask. Therefore
+`_window_as_mask` replaces a mask with a window by a tensor that holds only the size of the window.
 """
 
 import itertools
@@ -16,29 +16,32 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-#: The names of this attention in transformers (`attn_implementation`), by the one that each sequence gets. sdpa is
-#: torch's, which chooses a kernel for the device; eager computes the scores, and serves soft caps on them.
+#: Names under which transformers knows this attention (`attn_implementation`), by the implementation for one sequence.
+#: sdpa chooses a kernel for the device; eager computes the scores explicitly and supports soft caps.
 IMPLEMENTATIONS = {"sdpa": "odc_packed", "eager": "odc_packed_eager"}
-#: Kinds of layers whose state does not run across sequences, so that packing is safe with this attention.
+#: Layer types that carry no state across packed sequences.
 PACKABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-#: The most tokens of several sequences that one call attends within. With more, a call costs less than its work, and
-#: the scores of eager attention would take memory.
+#: Limit on the tokens of sequences of equal length that are batched into one call. Above it, the overhead of a call is
+#: less than its work, and the scores of eager attention would need too much memory.
 _MAX_TOKENS = 4096
+_PACKED_SUPPORT = "packed attention supports only plain causal layers without padding"
+#: Attention arguments of some models that change the result and are not supported.
+_UNSUPPORTED = ("s_aux", "position_bias")
 
 
 class PackingUnsupportedError(ValueError):
-    """A model asks for attention that packed sequences cannot be given."""
+    """The model needs attention that is not supported for packed sequences."""
 
 
 class ContextParallelUnsupportedError(ValueError):
-    """A model asks for what a piece of a sequence cannot be given."""
+    """The model needs an operation that is not supported for a chunk of a sequence."""
 
 
 class SequenceChunk(Protocol):
-    """The piece of a sequence that a microbatch is.
+    """The chunk of a sequence that a microbatch consists of, with the attention across chunks.
 
     Attributes:
-        num_tokens: Of the whole sequence.
+        num_tokens: Length of the full sequence.
     """
 
     num_tokens: int
@@ -46,11 +49,7 @@ class SequenceChunk(Protocol):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Attend causally to all tokens of the sequence up to the piece's own. One-sided, waits for other pieces."""
-
-
-#: Arguments of other models' attention that would change the result and are not served here.
-_UNSUPPORTED = ("s_aux", "position_bias")
+        """Attend causally from the tokens of this chunk to the full sequence. One-sided; waits for earlier chunks."""
 
 
 def packed_attention(
@@ -68,36 +67,34 @@ def packed_attention(
     chunk: SequenceChunk | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally within each sequence; the signature is that of transformers' attention functions.
+    """Attend causally within each packed sequence, with the signature of an attention function of transformers.
 
     Args:
-        module: The layer.
+        module: The attention layer.
         query: `[batch, heads, tokens, head_dim]`.
-        key: `[batch, key_value_heads, tokens, head_dim]`.
-        value: Like `key`.
-        attention_mask: None, or from `_window_as_mask`: inputs have no padding.
-        dropout: Probability to drop an attention weight.
-        scaling: Factor of the scores; by default one over the root of `head_dim`.
-        sliding_window: How many tokens back a token sees, itself included; None for all.
-        cu_seq_lens_q: `[sequences + 1]` int32, on the host, boundaries in a batch of one row.
-        softcap: Most that a score can be, by a tangent; only with `eager`.
-        eager: Whether to compute the scores of each sequence; else torch's kernels do.
-        chunk: Given if the tokens are one piece of a sequence: attends to the earlier pieces, too.
-        **kwargs: Other arguments that transformers passes on.
+        key: `[batch, key_value_heads, tokens, head_dim]`, as `value`.
+        attention_mask: None, or the result of `_window_as_mask`. Inputs have no padding.
+        scaling: Factor of the scores; None for `head_dim ** -0.5`.
+        sliding_window: Number of latest tokens that a token attends to, itself included; None for all.
+        cu_seq_lens_q: Sequence boundaries in a batch of one row, int32 `[sequences + 1]` in host memory.
+        softcap: Limit of the scores, applied by a tanh; requires `eager`.
+        eager: Compute the scores explicitly instead of calling a PyTorch kernel.
+        chunk: The chunk if the tokens are one chunk of a split sequence: they attend to the earlier chunks, too.
 
     Returns:
-        `[batch, tokens, heads, head_dim]` and no attention weights.
+        The output, `[batch, tokens, heads, head_dim]`, and None in place of attention weights.
 
     Raises:
-        UnpackableError: The layer asks for more than causal attention, or the model does not pass the boundaries.
+        PackingUnsupportedError: The layer needs more than causal attention, or the model passes no boundaries.
+        ContextParallelUnsupportedError: The layer needs attention that is not supported for a chunk.
     """
     unsupported = {name: kwargs.get(name) is not None for name in _UNSUPPORTED} | {
         "a layer that is not causal": not kwargs.get("is_causal", getattr(module, "is_causal", True)),
         "an attention mask": attention_mask is not None and attention_mask.ndim > 0,
-        "softcap, which takes attn_implementation eager": softcap is not None and not eager,
-        "no boundaries of sequences (cu_seq_lens_q)": cu_seq_lens_q is None,
+        "softcap, which requires attn_implementation eager": softcap is not None and not eager,
+        "no sequence boundaries (cu_seq_lens_q)": cu_seq_lens_q is None,
     }
-    _refuse(PackingUnsupportedError, "packed attention serves plain causal layers without padding", unsupported)
+    _refuse(PackingUnsupportedError, _PACKED_SUPPORT, unsupported)
     assert cu_seq_lens_q is not None, "refused"
     if attention_mask is not None:
         sliding_window = min(int(attention_mask), sliding_window or int(attention_mask))
@@ -106,27 +103,29 @@ def packed_attention(
             "attn_implementation eager": eager,
             "dropout of attention weights": dropout > 0,
             f"a window of {sliding_window} tokens": sliding_window is not None and sliding_window < chunk.num_tokens,
-            "values of another size than keys": key.shape != value.shape,
+            "values and keys of different sizes": key.shape != value.shape,
         }
-        _refuse(ContextParallelUnsupportedError, "attention of a piece serves plain causal layers", unsupported)
-        return chunk.attend(query, key, value, scaling, _layer_index(module)).transpose(1, 2).contiguous(), None
-    lengths = [stop - start for start, stop in itertools.pairwise(cu_seq_lens_q.tolist())]
-    attend = partial(_eager, softcap) if eager else _causal
-    one = partial(attend, dropout=dropout, scaling=scaling, window=sliding_window)
-    return _attend_per_sequence(one, lengths, query, key, value).transpose(1, 2).contiguous(), None
+        _refuse(ContextParallelUnsupportedError, "attention of a chunk supports only plain causal layers", unsupported)
+        output = chunk.attend(query, key, value, scaling, _layer_index(module))
+    else:
+        lengths = [stop - start for start, stop in itertools.pairwise(cu_seq_lens_q.tolist())]
+        kernel = partial(_eager, softcap) if eager else _causal
+        attend = partial(kernel, dropout=dropout, scaling=scaling, window=sliding_window)
+        output = _attend_per_sequence(attend, lengths, query, key, value)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _attend_per_sequence(
     attend: Callable[..., torch.Tensor], lengths: list[int], *states: torch.Tensor
 ) -> torch.Tensor:
-    """Attend within each sequence, those of one length in one call; states are `[1, heads, tokens, head_dim]`."""
+    """Attend within each sequence; states are `[1, heads, tokens, head_dim]`."""
     split = [state.split(lengths, 2) for state in states]
-    parts = list(split[0])
-    for same in _group_by_length(lengths):
-        found = attend(*(_rows([sequences[i] for i in same]) for sequences in split))
-        for i, part in zip(same, found.split(1), strict=True):
-            parts[i] = part
-    return torch.cat(parts, 2)
+    outputs = list(split[0])
+    for positions in _group_by_length(lengths):
+        rows = attend(*(_rows([sequences[i] for i in positions]) for sequences in split))
+        for i, output in zip(positions, rows.split(1), strict=True):
+            outputs[i] = output
+    return torch.cat(outputs, 2)
 
 
 def _rows(sequences: list[torch.Tensor]) -> torch.Tensor:
@@ -134,9 +133,9 @@ def _rows(sequences: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _group_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield positions of sequences of the same length, to attend in one call: a call costs more than a short sequence.
+    """Yield positions of sequences of equal length, which one call computes.
 
-    Many short sequences in a microbatch are the rule where completions are trained.
+    A call costs more than a short sequence, and training on completions has many short sequences in a microbatch.
     """
     positions_by_length: dict[int, list[int]] = {}
     for i, length in enumerate(lengths):
@@ -148,7 +147,7 @@ def _group_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _refuse(kind: type[ValueError], supported: str, refused: Mapping[str, bool]) -> None:
-    unsupported = [what for what, is_given in refused.items() if is_given]
+    unsupported = [feature for feature, is_used in refused.items() if is_used]
     if unsupported:
         raise kind(f"{supported}, got {', '.join(unsupported)}")
 
@@ -157,7 +156,7 @@ def _layer_index(module: torch.nn.Module) -> int:
     layer: int | None = getattr(module, "layer_idx", None)
     if layer is None:
         raise ContextParallelUnsupportedError(
-            f"attention of a piece needs the number of the layer, {type(module).__name__} has none"
+            f"attention of a chunk needs the layer index: {type(module).__name__} has no layer_idx"
         )
     return layer
 
@@ -169,7 +168,7 @@ def _causal(
     grouped = q.shape[1] != k.shape[1]
     if window is None or num_tokens <= window:
         return F.scaled_dot_product_attention(q, k, v, None, dropout, True, scale=scaling, enable_gqa=grouped)
-    mask = _visible(num_tokens, window, q.device)
+    mask = _causal_mask(num_tokens, window, q.device)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scaling, enable_gqa=grouped)
 
 
@@ -186,34 +185,32 @@ def _eager(
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_visible(q.shape[2], window, q.device), -torch.inf)
+    scores = scores.masked_fill(~_causal_mask(q.shape[2], window, q.device), -torch.inf)
     weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)  # in fp32, as transformers does
     return F.dropout(weights, dropout) @ v
 
 
-def _visible(num_tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return the mask of a sequence, bool [num_tokens, num_tokens]: True where a row sees a column."""
+def _causal_mask(num_tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return a mask, bool `[num_tokens, num_tokens]`: True where the token of the row attends to that of the column."""
     tokens = torch.arange(num_tokens, device=device)
     distance = tokens[:, None] - tokens[None, :]
     return (distance >= 0) & (distance < (num_tokens if window is None else window))
 
 
 def register() -> None:
-    """Make the functions known to transformers. Local; a second call does nothing."""
+    """Register the attention functions with transformers. Idempotent."""
     for name, attend in (("sdpa", packed_attention), ("eager", partial(packed_attention, eager=True))):
-        if IMPLEMENTATIONS[name] not in AttentionInterface():  # it may have become one that Dynamo leaves out
+        if IMPLEMENTATIONS[name] not in AttentionInterface():  # `compile_layers` may have replaced the function
             AttentionInterface.register(IMPLEMENTATIONS[name], attend)
             AttentionMaskInterface.register(IMPLEMENTATIONS[name], _window_as_mask)
 
 
 def _window_as_mask(*args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Any:
-    """Return the window that transformers would draw into a mask, `[]` int64 on the host, or None if it has none.
+    """Return the sliding window of a mask, int64 `[]` in host memory, or None for a mask without a window.
 
-    Causality is in the function itself; a whole mask would cost the square of the pack. With `use_vmap` the model adds
-    a rule of its own to the mask.
+    `packed_attention` is causal without a mask; a full mask would cost the square of the number of packed tokens. With
+    `use_vmap` the model adds its own rule to the mask.
     """
     if use_vmap:
-        raise PackingUnsupportedError(
-            "packed attention serves plain causal layers without padding, got a mask of its own"
-        )
+        raise PackingUnsupportedError(f"{_PACKED_SUPPORT}, got a model-specific mask")
     return None if local_size is None else torch.tensor(local_size, device="cpu")

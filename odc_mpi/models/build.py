@@ -1,11 +1,12 @@
-"""transformers models: built without memory for their parameters, which are read slice by slice.
+"""transformers models on the meta device, each with a source of its weights.
 
-A model comes from a configuration (`model.config`; parameters drawn from the seed) or from a local directory with
-safetensors (`model.path`). In both cases the module is built on the meta device, and this rank's slices are read later
-through a `shard.local_shards.WeightSource`: no rank ever holds the whole model.
+A model comes from a configuration (`model.config`; random weights) or from a local directory with safetensors files
+(`model.path`). Each rank later reads only its slices of the parameters from the `shard.local_shards.WeightSource`, so
+no rank holds the full model. `attn_implementation`, "sdpa" or "eager", is the attention within each packed sequence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,25 +20,23 @@ from odc_mpi.models import attention
 from odc_mpi.models.weights import HashedWeights, RandomInitWeights, SafetensorsWeights
 from odc_mpi.shard.local_shards import WeightSource
 
-#: transformers' own file name.
+#: File name that transformers uses.
 _CONFIG = "config.json"
-#: Configurations of models that were tried on packed sequences: a trial takes longer than making the model.
+#: Configurations that passed `_require_packing`, a trial that takes longer than building the model.
 _TRIED: set[str] = set()
 
 
 @dataclass
 class MetaModel:
-    """A causal language model with parameters on the meta device, and the source of their values.
+    """A causal language model with parameters on the meta device, and the source of its weights.
 
     Attributes:
-        module: The model; its buffers are real.
-        weights: Source of the parameters' values.
-        vocab_size: Tokens that its embedding knows.
-        num_matmul_params: Parameters that a token is multiplied with: all but an embedding that only looks up.
-        num_layers: Layers with attention.
-        attention_dim: Attention heads times their dimension.
-        adapter: The content of peft's adapter_config.json; None for a model without adapters.
-        base: Source of the values of the model without its adapters; None for a model without adapters.
+        module: The model. Its buffers are in host memory.
+        vocab_size: Rows of the embedding.
+        num_matmul_params: Number of parameters in matrix multiplications: all except an embedding that is not tied.
+        attention_dim: Number of attention heads times their dimension.
+        adapter: The content of adapter_config.json; None for a model without adapters.
+        base: Source of the weights of the base model; None for a model without adapters.
     """
 
     module: transformers.PreTrainedModel
@@ -51,68 +50,60 @@ class MetaModel:
 
 
 def from_config(settings: Mapping[str, Any], seed: int, attn_implementation: str = "sdpa") -> MetaModel:
-    """Build a model with random weights, the same for a seed on any number of ranks.
-
-    Args:
-        settings: A transformers configuration, `model_type` included.
-        seed: Seed of the random weights.
-        attn_implementation: Attention within each packed sequence, "sdpa" or "eager".
+    """Build a model with random weights that depend on the seed but not on the number of ranks.
 
     Raises:
-        UserError: Unknown `model_type` or setting, or a model that cannot work on packed sequences.
+        UserError: `model_type` or a setting is unknown, or the model does not support packed sequences.
     """
-    module = _on_meta(_make_config(settings), "model.config", attn_implementation)
-    weights = RandomInitWeights(module, seed)
-    weights.init_buffers()
-    return _to_meta_model(module, weights)
+    return _with_random_weights(_on_meta(_make_config(settings), "model.config", attn_implementation), seed)
 
 
 def from_saved_config(content: Mapping[str, Any], attn_implementation: str = "sdpa") -> MetaModel:
-    """Build the model of a checkpoint; its weights are meant to be replaced.
-
-    Args:
-        content: What `to_json_string` of a transformers configuration has.
-        attn_implementation: Attention within each packed sequence, "sdpa" or "eager".
+    """Build the model of a checkpoint from its saved `full_configuration`; the caller replaces the weights.
 
     Raises:
-        UserError: This version of transformers does not take it.
+        UserError: The installed version of transformers does not accept the configuration.
     """
     settings = {key: value for key, value in content.items() if not key.startswith("_") and key != "model_type"}
-    try:
+    with _user_errors("the checkpoint's configuration is not usable"):
         config = transformers.AutoConfig.for_model(content["model_type"], **settings)
-    except Exception as error:  # transformers validates with exceptions of many kinds
-        raise UserError(f"the checkpoint's configuration is not usable: {one_line_message(error)}") from error
-    module = _on_meta(config, "the checkpoint", attn_implementation)
-    weights = RandomInitWeights(module, seed=0)
-    weights.init_buffers()
-    return _to_meta_model(module, weights)
+    return _with_random_weights(_on_meta(config, "the checkpoint", attn_implementation), seed=0)
 
 
 def is_model_directory(path: Path) -> bool:
-    """Return whether a path is a Hugging Face directory of a model."""
+    """Return True if a path is a Hugging Face model directory."""
     return (path / _CONFIG).is_file()
 
 
 def from_directory(path: Path, attn_implementation: str = "sdpa") -> MetaModel:
     """Build a model with the weights of a Hugging Face directory.
 
-    Args:
-        path: Directory with config.json and safetensors files.
-        attn_implementation: Attention within each packed sequence, "sdpa" or "eager".
-
     Raises:
-        UserError: A file or parameter is missing, or a parameter has another shape than in the configuration.
+        UserError: A file or parameter is missing, or the shape of a parameter differs from the configuration.
     """
     if not is_model_directory(path):
         raise UserError(f"model.path: expected a Hugging Face model directory with {_CONFIG}, {path} has none")
-    try:
+    with _user_errors(f"model.path: {path / _CONFIG} is not usable"):
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers validates with exceptions of many kinds
-        raise UserError(f"model.path: {path / _CONFIG} is not usable: {one_line_message(error)}") from error
     module = _on_meta(config, "model.path", attn_implementation)
     weights = SafetensorsWeights(path, module)
     RandomInitWeights(module, seed=0).init_buffers()
     weights.load_buffers(module)
+    return _to_meta_model(module, weights)
+
+
+@contextmanager
+def _user_errors(prefix: str) -> Iterator[None]:
+    """Raise a `UserError` for any exception: transformers raises many kinds for an invalid configuration."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{prefix}: {one_line_message(error)}") from error
+
+
+def _with_random_weights(module: transformers.PreTrainedModel, seed: int) -> MetaModel:
+    weights = RandomInitWeights(module, seed)
+    weights.init_buffers()
     return _to_meta_model(module, weights)
 
 
@@ -128,7 +119,7 @@ def _to_meta_model(module: transformers.PreTrainedModel, weights: WeightSource) 
 
 
 def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
-    """Make a configuration; refuse unknown keys, which transformers itself would keep silently."""
+    """Create a configuration. Refuse unknown keys, which transformers would keep silently."""
     settings = dict(settings)
     kind = settings.pop("model_type", None)
     if kind is None:
@@ -138,21 +129,15 @@ def _make_config(settings: Mapping[str, Any]) -> transformers.PreTrainedConfig:
             f"model.config.model_type: transformers knows no {kind!r}"
             + did_you_mean(str(kind), transformers.CONFIG_MAPPING, ": {}")
         )
-    try:
+    with _user_errors(f"model.config.model_type: transformers has no default {kind} configuration"):
         default = transformers.AutoConfig.for_model(kind)
-    except Exception as error:  # some families have no default configuration
-        raise UserError(
-            f"model.config.model_type: transformers makes no {kind} alone: {one_line_message(error)}"
-        ) from error
     known = [*default.to_dict(), *default.attribute_map]
     unknown = next((key for key in settings if key not in known), None)
     if unknown is not None:
         hint = did_you_mean(str(unknown), known, ": {}")
         raise UserError(f"unknown setting model.config.{unknown} for model_type {kind}{hint}")
-    try:
+    with _user_errors("model.config: transformers does not accept it"):
         return transformers.AutoConfig.for_model(kind, **settings)
-    except Exception as error:  # transformers validates with exceptions of many kinds
-        raise UserError(f"model.config: transformers does not take it: {one_line_message(error)}") from error
 
 
 def _on_meta(
@@ -160,65 +145,49 @@ def _on_meta(
 ) -> transformers.PreTrainedModel:
     attention.register()
     config.use_cache = False
-    foreign = set(getattr(config, "layer_types", None) or ()) - attention.PACKABLE_LAYER_TYPES
-    if foreign:
-        raise UserError(f"{setting}: layers of type {', '.join(sorted(foreign))} carry state across packed sequences")
-    try:
-        with torch.device("meta"):
-            module = transformers.AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=attention.IMPLEMENTATIONS[attn_implementation],
-                trust_remote_code=False,
-                dtype=torch.float32,
-            )
-    except Exception as error:  # a wrong configuration shows in a constructor, as any kind of exception
-        raise UserError(
-            f"{setting}: transformers cannot build a causal model from it: {one_line_message(error)}"
-        ) from error
+    unpackable = set(getattr(config, "layer_types", None) or ()) - attention.PACKABLE_LAYER_TYPES
+    if unpackable:
+        raise UserError(f"{setting}: {', '.join(sorted(unpackable))} layers carry state across packed sequences")
+    with torch.device("meta"), _user_errors(f"{setting}: transformers cannot build a causal model from it"):
+        module = transformers.AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=attention.IMPLEMENTATIONS[attn_implementation],
+            trust_remote_code=False,
+            dtype=torch.float32,
+        )
     if not module._supports_attention_backend:
         raise UserError(
-            f"{setting}: {type(module).__name__} takes no attention function, by which packed sequences are kept apart"
+            f"{setting}: {type(module).__name__} accepts no attention function, so packed sequences cannot be separated"
         )
     if getattr(config, "quantization_config", None):
-        raise UserError(f"{setting}: the weights are quantised, expected float32, bfloat16 or float16")
-    attempt_key = f"{attn_implementation} {config.to_json_string(use_diff=False)}"
-    if attempt_key not in _TRIED:
+        raise UserError(f"{setting}: the weights are quantized, expected float32, bfloat16 or float16")
+    key = f"{attn_implementation} {config.to_json_string(use_diff=False)}"
+    if key not in _TRIED:
         _require_packing(module, setting)
-        _TRIED.add(attempt_key)
+        _TRIED.add(key)
     return module
 
 
 def _require_packing(module: transformers.PreTrainedModel, setting: str) -> None:
-    try:
-        _try_packed(module)
-    except attention.PackingUnsupportedError as error:
-        raise UserError(f"{setting}: {type(module).__name__} cannot keep packed sequences apart: {error}") from error
-    except Exception as error:  # a wrong configuration shows in a forward, as any kind of exception
-        if not _is_trial_artifact(error):
-            raise UserError(
-                f"{setting}: {type(module).__name__} is built from it and cannot run: {one_line_message(error)}"
-            ) from error
-
-
-def _try_packed(module: transformers.PreTrainedModel) -> None:
-    """Run two sequences of two tokens through a model on the meta device, which computes nothing but shapes.
-
-    Raises:
-        UnpackableError: The model asks for attention that packed sequences cannot be given.
-        Exception: Any other, if the model's parts do not fit each other, or if the meta device is not enough.
-    """
+    """Run two sequences of two tokens through a model on the meta device, which computes only shapes."""
     tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
-    # The mask of ones keeps transformers from looking for sequences in the positions, which have no values here.
+    # Without the mask of ones transformers searches the positions for sequences, and meta tensors have no values.
     inputs = {"input_ids": tokens, "position_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    module(**inputs, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
+    try:
+        module(**inputs, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, use_cache=False)
+    except attention.PackingUnsupportedError as error:
+        raise UserError(f"{setting}: {type(module).__name__} cannot separate packed sequences: {error}") from error
+    except Exception as error:  # a forward raises exceptions of many kinds for an invalid configuration
+        if not _is_trial_artifact(error):
+            raise UserError(f"{setting}: {type(module).__name__} cannot run: {one_line_message(error)}") from error
 
 
 def _is_trial_artifact(error: Exception) -> bool:
-    """Return whether a model that failed on the meta device may still work on a real one.
+    """Return True if a model that failed on the meta device may still work on another device.
 
-    A router of experts reads values, which the meta device does not have, and torch's grouped matrix product refuses
-    types there that it takes on a processor.
+    A router of experts reads values, which meta tensors do not have. The grouped matrix product of PyTorch refuses
+    types on the meta device that it supports on a CPU.
     """
     words = ("meta tensor", "meta device", "'meta'", "data-dependent", "dtype")
     return isinstance(error, NotImplementedError) or any(word in str(error).lower() for word in words)

@@ -1,11 +1,12 @@
-"""Layers compiled by torch.compile: one graph for all layers of a class, with their parameters as arguments.
+"""Layers compiled by torch.compile: all layers of a class share their graphs, which get the parameters as inputs.
 
-A layer of a sharded model looks its parameters up on demand, which Dynamo does not trace. So each layer gets a twin:
-modules that share everything with the layer's own but the parameters. These are looked up before the forward, outside
-of the graph, and put into the twin: inputs of the graph, like the hidden states, whose number of tokens may change.
+A layer of a sharded model fetches its parameters on demand, which Dynamo cannot trace. So each layer has a twin:
+copies of its modules that share everything with the originals except the parameters. Before each forward, outside of
+the graph, the parameters are fetched and put into the twin. In the graph they are inputs, like the hidden states,
+whose number of tokens may change.
 
-Attention over packed sequences reads their boundaries from a tensor, which a graph cannot. Dynamo leaves it out, so a
-layer is four graphs: around attention, and around the module that calls it.
+Attention over packed sequences reads their boundaries from a tensor, which a graph cannot do. Dynamo excludes it, so a
+layer has four graphs: before and after attention, and before and after the module that calls it.
 """
 
 import copy
@@ -25,24 +26,23 @@ from transformers import AttentionInterface, Cache
 from odc_mpi.errors import UserError
 from odc_mpi.models.attention import IMPLEMENTATIONS
 
-#: The backend of torch.compile.
 BACKEND = "inductor"
 
 
 def compile_layers(module: nn.Module) -> None:
-    """Give the layers of a transformers model, those of its `_no_split_modules`, a compiled forward.
+    """Compile the forward of the layers of a transformers model, as listed in its `_no_split_modules`.
 
-    To be called before `shard_model`. Compiled is what comes without a cache of keys and values; the first forward and
-    backward take a minute or more.
+    Call it before `shard_model`. A forward with a key/value cache is not compiled. The first forward and backward take
+    a minute or more.
 
     Raises:
-        UserError: The model has no such layers; there is no C++ compiler.
+        UserError: The model has no such layers, or there is no C++ compiler.
     """
     names = set(getattr(module, "_no_split_modules", None) or ())
     layers = [submodule for submodule in module.modules() if type(submodule).__name__ in names]
     if not layers:
         raise UserError(
-            f"model.compile: expected a model with layers, {type(module).__name__} has none: set it to false"
+            f"model.compile: expected a model with layers, got {type(module).__name__} without any: set it to false"
         )
     if BACKEND == "inductor":
         _require_compiler()
@@ -53,11 +53,7 @@ def compile_layers(module: nn.Module) -> None:
 
 
 class CompiledForward:
-    """The forward of a layer, compiled.
-
-    Args:
-        layer: Its parameters may become others after this, in the same modules.
-    """
+    """The compiled forward of a layer, whose parameters may be replaced later in the same modules."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer, self._twin = layer, _twin(layer)
@@ -67,18 +63,12 @@ class CompiledForward:
             if module._parameters
         ]
         self._plain = layer.forward
-        # Of the class: with all layers of a class the same code, for which Dynamo keeps its graphs.
+        # The function of the class, so that Dynamo reuses its graphs for all layers of the class.
         self._compiled = torch.compile(type(layer).forward, backend=BACKEND)
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the layer. One-sided, if its parameters are sharded.
-
-        Args:
-            hidden_states: `[batch, tokens, hidden_size]`.
-            *args: Passed on to the layer's forward.
-            **kwargs: Passed on as well. With a `Cache` among them the forward is not compiled.
-        """
-        # A key/value cache grows with every token and differs by layer: each call would be compiled anew.
+        """Run the forward of the layer on hidden states `[batch, tokens, hidden_size]`. One-sided if it is sharded."""
+        # A key/value cache grows with every token and differs by layer, so each call would be compiled again.
         if any(isinstance(value, Cache) for value in kwargs.values()):
             return self._plain(hidden_states, *args, **kwargs)
         if self._twin.training != self._layer.training:
@@ -89,14 +79,14 @@ class CompiledForward:
 
     @contextmanager
     def _parameters(self) -> Iterator[None]:
-        """Put the parameters of this call into the twin, which must not keep them from being released."""
-        for held, module in self._parameter_sources:
-            held.update((key, module._parameters[key]) for key in held)
+        """Put the parameters into the twin; remove them at the end, so that their memory can be released."""
+        for twin_parameters, module in self._parameter_sources:
+            twin_parameters.update((key, module._parameters[key]) for key in twin_parameters)
         try:
             yield
         finally:
-            for held, _ in self._parameter_sources:
-                held.update(dict.fromkeys(held))
+            for twin_parameters, _ in self._parameter_sources:
+                twin_parameters.update(dict.fromkeys(twin_parameters))
 
 
 def _twin(module: nn.Module) -> nn.Module:
@@ -108,7 +98,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _mark_tokens(arguments: Any, num_tokens: int) -> None:
-    """Let Dynamo know which dimensions change, before it has made a graph for one length."""
+    """Mark the dimensions of tokens as dynamic, before Dynamo traces a graph for a single length."""
     for tensor in tree_leaves(arguments):
         if isinstance(tensor, torch.Tensor) and num_tokens > 1:
             for dim, size in enumerate(tensor.shape):
@@ -117,15 +107,15 @@ def _mark_tokens(arguments: Any, num_tokens: int) -> None:
 
 
 def _require_compiler() -> None:
-    """Refuse a machine on which inductor cannot compile for the CPU, or start kernels on a GPU."""
+    """Refuse a machine without the compiler and headers with which inductor builds CPU kernels and GPU launchers."""
     compiler, headers = os.environ.get("CXX", "g++"), Path(sysconfig.get_path("include"), "Python.h")
     if shutil.which(compiler) is None:
         raise UserError(
-            f"model.compile: expected a C++ compiler, as torch.compile needs one, found no {compiler}: install g++, "
-            "name another in CXX, or set model.compile to false"
+            f"model.compile: torch.compile needs a C++ compiler, found no {compiler}: install g++, set CXX to another "
+            "compiler, or set model.compile to false"
         )
     if not headers.is_file():
         raise UserError(
-            f"model.compile: expected Python's headers, as torch.compile needs them, found no {headers}: install "
-            "python3-dev, or set model.compile to false"
+            f"model.compile: torch.compile needs the Python headers, found no {headers}: install python3-dev, or set "
+            "model.compile to false"
         )

@@ -1,16 +1,17 @@
-"""Attention of a piece of a sequence whose other pieces are on other ranks.
+"""Attention of one chunk of a sequence whose other chunks are on other ranks (context parallelism).
 
-A piece's tokens attend to the keys and values of all earlier pieces, without a mask, and causally to its own. Each part
-is one call of a kernel, which returns the log-sum-exp of its scores beside its output. The parts are joined by these,
-as blocks are within FlashAttention (arXiv 2205.14135, section 3.1) and between ranks in Ring Attention (arXiv
-2310.01889); so no mask of tokens by tokens exists.
+The tokens of a chunk attend causally to its own keys and values, and without a mask to those of all earlier chunks.
+Each of these parts is one kernel call, which returns an output and the log-sum-exp of its scores. The log-sum-exps
+weight the outputs when they are merged, as for blocks in FlashAttention (arXiv 2205.14135, section 3.1) and for ranks
+in Ring Attention (arXiv 2310.01889). So there is no mask of tokens by tokens.
 
-    forward    show own keys and values; own part; then a part for each earlier piece, as soon as that one has shown
-    backward   gradients of the earlier pieces' keys and values, which are given; own part; then what later pieces give
-               is added to the gradients of this piece's keys and values
+    forward    publish the keys and values of this chunk; attend to them; then attend to each earlier chunk as soon as
+               its keys and values are published
+    backward   compute the gradients of the earlier chunks' keys and values, and send them; compute those of this chunk;
+               add the gradients that the later chunks sent
 
-Given the joined output and log-sum-exp, the kernel's backward of a part yields exactly that part's gradients.
-Keys and values keep their heads: with grouped queries only these travel. Who moves them is an `Exchange`.
+Given the merged output and log-sum-exp, the backward kernel yields the exact gradients of each part. With grouped-query
+attention only the key and value heads are transferred, by a `KVExchange`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,28 +23,28 @@ from torch.autograd.function import once_differentiable
 _aten = torch.ops.aten
 
 
-#: Keys and values of a piece in one layer, or their gradients: each `[1, key_value_heads, tokens, head_dim]`.
+#: Keys and values of a chunk in one layer, or their gradients: each `[1, key_value_heads, tokens, head_dim]`.
 KeyValue: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class KVExchange(Protocol):
-    """What one piece tells and hears of the others of its sequence. A layer is named by its number, from 0."""
+    """Transfers of keys, values and their gradients between one chunk and the others of its sequence."""
 
     def publish_kv(self, layer: int, kv: KeyValue) -> None:
-        """Let later pieces read keys and values. One-sided; a second call for a layer does nothing."""
+        """Let later chunks read the keys and values of a layer. One-sided. Idempotent for each layer."""
 
     def earlier_kv(self, layer: int) -> Iterable[KeyValue]:
-        """Yield keys and values of each earlier piece, in order, as soon as they are shown. One-sided, waits."""
+        """Yield the keys and values of each earlier chunk, in order. One-sided; waits until they are published."""
 
     def send_kv_grads(self, layer: int, grads: Sequence[KeyValue]) -> None:
-        """Hand each earlier piece, in order, what this one adds to its gradients. One-sided, may wait."""
+        """Send each earlier chunk, in order, its gradients. One-sided; may wait for memory."""
 
     def accumulate_kv_grads(self, layer: int, grads: KeyValue) -> KeyValue:
-        """Return gradients with what all later pieces have given added to them. One-sided, waits."""
+        """Return the gradients of this chunk plus those that all later chunks send. One-sided; waits for them."""
 
 
 class ContextParallelAttention(torch.autograd.Function):
-    """Causal attention of a piece over all tokens of the sequence up to its own."""
+    """Causal attention of one chunk over the sequence up to its last token."""
 
     @staticmethod
     def forward(
@@ -55,25 +56,22 @@ class ContextParallelAttention(torch.autograd.Function):
         layer: int,
         exchange: KVExchange,
     ) -> torch.Tensor:
-        """Return the piece's output, like `query`. One-sided, waits for earlier pieces.
+        """Return the output of the chunk, shaped like `query`. One-sided; waits for earlier chunks.
 
         Args:
-            ctx: Autograd's.
             query: `[1, heads, tokens, head_dim]`.
-            key: `[1, key_value_heads, tokens, head_dim]`.
-            value: Like `key`.
-            scaling: Factor of the scores; None for one over the root of `head_dim`.
-            layer: Number of the layer.
-            exchange: Of this piece.
+            key: `[1, key_value_heads, tokens, head_dim]`, as `value`.
+            scaling: Factor of the scores; None for `head_dim ** -0.5`.
+            layer: Index of the layer, from 0.
         """
         exchange.publish_kv(layer, (key, value))
         output, lse = _attend(query, key, value, scaling, causal=True)
-        joined = output.to(lse.dtype)
+        merged = output.to(lse.dtype)
         earlier: list[torch.Tensor] = []
-        for part in exchange.earlier_kv(layer):
-            earlier += part
-            joined, lse = _join(joined, lse, *_attend(query, *part, scaling, causal=False))
-        output = joined.to(query.dtype)
+        for kv in exchange.earlier_kv(layer):
+            earlier += kv
+            merged, lse = _merge(merged, lse, *_attend(query, *kv, scaling, causal=False))
+        output = merged.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse, *earlier)
         ctx.scaling, ctx.layer, ctx.exchange = scaling, layer, exchange
         return output
@@ -81,38 +79,35 @@ class ContextParallelAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of query, key and value. One-sided, waits for later pieces."""
-        query, key, value, output, lse, *flat = ctx.saved_tensors
+        """Return the gradients of query, key and value. One-sided; waits for later chunks."""
+        query, key, value, output, lse, *earlier = ctx.saved_tensors
         upstream = upstream.contiguous()
-        earlier = zip(flat[::2], flat[1::2], strict=True)
-        total = torch.zeros_like(query, dtype=lse.dtype)
-        gradients: list[KeyValue] = []
-        for part in earlier:
-            of_query, of_key, of_value = _attend_backward(
-                upstream, query, *part, output, lse, ctx.scaling, causal=False
-            )
-            total += of_query
-            gradients.append((of_key, of_value))
-        kv_needs_grad = any(ctx.needs_input_grad[1:3])  # else keys and values depend on nothing that is trained
+        query_grad = torch.zeros_like(query, dtype=lse.dtype)
+        earlier_grads: list[KeyValue] = []
+        for kv in zip(earlier[::2], earlier[1::2], strict=True):
+            part, *kv_grads = _attend_backward(upstream, query, *kv, output, lse, ctx.scaling, causal=False)
+            query_grad += part
+            earlier_grads.append((kv_grads[0], kv_grads[1]))
+        kv_needs_grad = any(ctx.needs_input_grad[1:3])  # else keys and values depend on no trainable parameter
+        exchange = cast(KVExchange, ctx.exchange)
         if kv_needs_grad:
-            ctx.exchange.send_kv_grads(ctx.layer, gradients)
-        of_query, of_key, of_value = _attend_backward(
-            upstream, query, key, value, output, lse, ctx.scaling, causal=True
-        )
-        total += of_query
+            exchange.send_kv_grads(ctx.layer, earlier_grads)
+        part, *kv_grads = _attend_backward(upstream, query, key, value, output, lse, ctx.scaling, causal=True)
+        query_grad += part
+        grads = (kv_grads[0], kv_grads[1])
         if kv_needs_grad:
-            of_key, of_value = ctx.exchange.accumulate_kv_grads(ctx.layer, (of_key, of_value))
-        return total.to(query.dtype), of_key, of_value, None, None, None
+            grads = exchange.accumulate_kv_grads(ctx.layer, grads)
+        return query_grad.to(query.dtype), *grads, None, None, None
 
 
-#: Attend from a piece's tokens to all tokens of the sequence up to their own; see `ContextParallelAttention.forward`. One-sided.
+#: See `ContextParallelAttention.forward`. One-sided.
 context_parallel_attention: Callable[..., torch.Tensor] = ContextParallelAttention.apply
 
 
-def _join(
+def _merge(
     output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join the outputs over two sets of keys, the first of them in the type of the log-sum-exps."""
+    """Merge the outputs over two sets of keys. The first has the type of the log-sum-exps."""
     both = torch.logaddexp(lse, other_lse)
     first, second = ((each - both).exp()[..., None] for each in (lse, other_lse))
     return output * first + other.to(lse.dtype) * second, both
@@ -121,7 +116,7 @@ def _join(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the log-sum-exp of the scores, `[1, heads, tokens]`, in fp32 or wider."""
+    """Return the output and the log-sum-exp of the scores, fp32 or fp64 `[1, heads, tokens]`."""
     output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
     return output, lse
 
@@ -137,7 +132,7 @@ def _attend_backward(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the part of these keys in the gradients of query, key and value."""
+    """Return the contributions of these keys to the gradients of query, key and value."""
     gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         upstream, query, key, value, output, lse, 0.0, causal, scale=scaling
     )

@@ -1,8 +1,8 @@
-"""Whether the sequences of a model can be cut into pieces, and what its attention then moves.
+"""Check of a model for context parallelism, which also finds the size of its keys and values.
 
-A piece has to come to the same as the part of the whole sequence that it is. That needs causal attention by our
-function in every layer, over the whole sequence; a loss that is a sum over tokens, with labels that are shifted before
-the cut; and nothing else that looks at other tokens, or at how many there are.
+The results for a chunk must be the same as in the unsplit sequence. Therefore every layer must attend causally to the
+full sequence through `packed_attention`; the loss must be a sum over tokens, with labels that were shifted before the
+split; and nothing else may depend on other tokens or on their number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,18 +12,19 @@ from typing import Any
 import torch
 import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
+from typing_extensions import override
 
 from odc_mpi.data.loader import flash_attention_kwargs
 from odc_mpi.errors import one_line_message
-from odc_mpi.models.attention import ContextParallelUnsupportedError
+from odc_mpi.models.attention import ContextParallelUnsupportedError, SequenceChunk
 
-#: Rotary frequencies that depend on the length of what is computed.
+#: Rotary embeddings whose frequencies depend on the number of tokens in the input.
 _LENGTH_ROPES = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of a model whose sequences can be cut.
+    """The attention of a model that supports context parallelism.
 
     Attributes:
         num_layers: Layers with attention.
@@ -35,66 +36,60 @@ class AttentionShape:
 
 
 def attention_shape(module: transformers.PreTrainedModel, num_tokens: int) -> AttentionShape:
-    """Try a piece on a model on the meta device, which computes nothing but shapes.
+    """Run a chunk through a model without adapters on the meta device, which computes only shapes.
 
     Args:
-        module: Without adapters; its parameters are on the meta device.
-        num_tokens: Of the longest sequence.
+        num_tokens: Length of the longest sequence.
 
     Raises:
-        UncuttableError: Its sequences cannot be cut; the message says why.
+        ContextParallelUnsupportedError: The model does not support context parallelism; the message gives the reason.
     """
     config = module.config.get_text_config()
-    ropes = set(_rope_types(config.to_dict())) & set(_LENGTH_ROPES)
-    if ropes:
-        raise ContextParallelUnsupportedError(
-            f"its rotary frequencies depend on the length: {', '.join(sorted(ropes))}"
-        )
+    if ropes := sorted(set(_rope_types(config.to_dict())) & set(_LENGTH_ROPES)):
+        raise ContextParallelUnsupportedError(f"its rotary frequencies depend on the length: {', '.join(ropes)}")
     if getattr(config, "output_router_logits", False):
-        raise ContextParallelUnsupportedError(
-            "its loss has a part for the balance of experts, which is no sum over tokens"
-        )
+        raise ContextParallelUnsupportedError("its loss has a term for the balance of experts")
     loss_function = module.loss_function
     if loss_function is not ForCausalLMLoss:
         raise ContextParallelUnsupportedError("its loss is not the cross entropy of the next token")
-    survey, loss = _Survey(num_tokens), _RecordingLoss()
+    recorder, loss = _AttentionRecorder(num_tokens), _RecordingLoss()
     training = module.training
     module.loss_function = loss
     try:
         module.train()
-        output = module(**_inputs(), chunk=survey)
+        output = module(**_inputs(), chunk=recorder)
     except ContextParallelUnsupportedError:
         raise
-    except Exception as error:  # as `build` has it: what reads values cannot run on the meta device
+    except Exception as error:  # for example a module that reads values, see `build`
         raise ContextParallelUnsupportedError(
-            f"{type(module).__name__} cannot be tried without values: {one_line_message(error)}"
+            f"{type(module).__name__} cannot run on the meta device: {one_line_message(error)}"
         ) from error
     finally:
         module.loss_function = loss_function
         module.train(training)
     if not loss.is_exact(output.loss):
-        raise ContextParallelUnsupportedError("it does not hand shifted labels to its loss, or adds to it")
-    return survey.shape()
+        raise ContextParallelUnsupportedError("it does not pass shifted labels to its loss, or adds to it")
+    return recorder.shape()
 
 
-class _Survey:
-    """A piece that notes what attention it is asked for."""
+class _AttentionRecorder(SequenceChunk):
+    """A chunk that records the calls of its attention."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self._layers: list[int] = []
         self._sizes: list[int] = []
 
+    @override
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Note a call."""
         self._layers.append(layer)
         self._sizes.append((key.numel() + value.numel()) // key.shape[2])
         return torch.empty_like(query)
 
     def shape(self) -> AttentionShape:
-        """Return the shape of the attention that was asked for."""
+        """Return the shape of the recorded attention."""
         if not self._layers or self._layers != list(range(len(self._layers))):
             raise ContextParallelUnsupportedError(
                 f"expected one attention in each layer, in order, got layers {self._layers}"
@@ -103,36 +98,32 @@ class _Survey:
 
 
 class _RecordingLoss:
-    """A loss function that notes its arguments."""
+    """A loss function that records its result and the form of its labels."""
 
-    def __init__(self) -> None:
-        self._kwargs: Mapping[str, Any] = {}
-        self._value: torch.Tensor | None = None
+    _value: torch.Tensor | None = None
+    _labels_shifted = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._kwargs = kwargs
+        self._labels_shifted = all(kwargs.get(name) is not None for name in ("shift_labels", "num_items_in_batch"))
         self._value = torch.zeros((), device="meta")
         return self._value
 
     def is_exact(self, loss: torch.Tensor | None) -> bool:
-        """Return whether a model's loss is this one's, with labels that were shifted before."""
-        value = self._value
-        if value is None or loss is not value or value._version:
-            return False
-        return self._kwargs.get("shift_labels") is not None and self._kwargs.get("num_items_in_batch") is not None
+        """Return True if `loss` is the unchanged result of this function, called with shifted labels."""
+        return self._labels_shifted and loss is not None and loss is self._value and not loss._version
 
 
 def _inputs() -> dict[str, Any]:
-    """Return a piece of three tokens: the arguments of `data.loader.read_piece`."""
+    """Return the arguments of a model for a chunk of three tokens, as in `data.loader.read_chunk`."""
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
     inputs = dict.fromkeys(("input_ids", "position_ids", "labels", "shift_labels"), tokens)
-    # The mask of ones keeps transformers from looking for sequences in the positions, which have no values here.
+    # Without the mask of ones transformers searches the positions for sequences, and meta tensors have no values.
     inputs["attention_mask"] = torch.ones_like(tokens)
     return {**inputs, **flash_attention_kwargs([3]), "num_items_in_batch": 3}
 
 
 def _rope_types(content: Any) -> Iterator[str]:
-    """Yield the types of rotary embeddings in a configuration, which may have them by kinds of layers."""
+    """Yield the types of rotary embeddings in a configuration, which may nest them by layer type."""
     if isinstance(content, Mapping):
         for key, value in content.items():
             if key in ("rope_type", "type") and isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What `generate` and `sample` have in common: a model that may be in training decodes, and is afterwards as it was."""
+"""Decoding with a model that may be in training, which is restored afterwards; shared by `generate` and `sample`."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -11,18 +11,17 @@ import transformers
 from odc_mpi.models.attention import IMPLEMENTATIONS
 from odc_mpi.shard.model import ShardedModel
 
-#: A call of the model's `generate`. Arguments: tokens and their attention mask, int64 [rows, tokens], a dict of
-#: `GenerationConfig` settings, a `Cache` or None, and further arguments of `generate`. Returns the tokens followed by
-#: the new ones.
+#: Calls `generate` of the model. Arguments: tokens and their attention mask, int64 `[rows, tokens]`; a dict of
+#: `GenerationConfig` settings; a `Cache` or None; and other arguments of `generate`. Returns all tokens, old and new.
 DecodeFn = Callable[..., torch.Tensor]
 
 
 class Prompt(NamedTuple):
-    """What a completion continues.
+    """A tokenized prompt.
 
     Attributes:
-        number: Of the prompt, which seeds its sampling.
-        tokens: Not empty.
+        number: Index of the prompt, which seeds its sampling.
+        tokens: At least one token.
         stop: Tokens that end a completion.
     """
 
@@ -33,17 +32,16 @@ class Prompt(NamedTuple):
 
 @contextmanager
 def generation_mode(module: transformers.PreTrainedModel, seed: int | None = None) -> Iterator[DecodeFn]:
-    """Make a model ready to decode, with a cache of keys and values, and undo that at the end.
+    """Put a model into evaluation mode with a key/value cache. Restore the model and the random state at the end.
 
-    The attention over packed sequences, which knows no cache, gives way to transformers' own. Modes and settings of the
-    module and torch's random state are afterwards what they were before.
+    `packed_attention` supports no cache, so the model uses an attention implementation of transformers.
 
     Args:
-        module: A causal language model of transformers; of a sharded model its `module`.
-        seed: Of torch's random numbers in the enclosed code; None: they go on.
+        module: A causal language model of transformers, or the `module` of a sharded model.
+        seed: Seed of the random numbers of PyTorch in the enclosed code; None: unchanged.
 
     Yields:
-        What decodes; one-sided if the module is that of a sharded model.
+        The function that decodes. It is one-sided if the model is sharded.
     """
     cache_name = _cache_name(module)
 
@@ -56,13 +54,13 @@ def generation_mode(module: transformers.PreTrainedModel, seed: int | None = Non
     ) -> torch.Tensor:
         if cache is not None:
             arguments[cache_name] = cache
-        found: torch.Tensor = cast(Any, module).generate(
+        decoded: torch.Tensor = cast(Any, module).generate(
             tokens.to(module.device),
             attention_mask=mask.to(module.device),
             generation_config=transformers.GenerationConfig(use_cache=True, **settings),
             **arguments,
         )
-        return found
+        return decoded
 
     devices = [module.device] if module.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _with_cache(module):
@@ -72,7 +70,7 @@ def generation_mode(module: transformers.PreTrainedModel, seed: int | None = Non
 
 
 def _cache_name(module: transformers.PreTrainedModel) -> str:
-    """Return the name under which the model takes its key/value cache: `cache` from transformers 5.24 on."""
+    """Return the argument name of the key/value cache in the forward: `cache` from transformers 5.24 on."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
@@ -86,7 +84,7 @@ def _with_cache(module: transformers.PreTrainedModel) -> Iterator[None]:
         module.eval()
         eager = module.config._attn_implementation in ("eager", IMPLEMENTATIONS["eager"]) or not module._supports_sdpa
         module.set_attn_implementation("eager" if eager else "sdpa")
-        # Whatever a model's own file proposes: `SamplingParams` says it all.
+        # Ignore defaults from the model's generation_config.json: `SamplingParams` has all settings.
         module.generation_config = transformers.GenerationConfig()
         for config in configs:
             config.use_cache = True
@@ -101,6 +99,6 @@ def _with_cache(module: transformers.PreTrainedModel) -> Iterator[None]:
 
 
 def unsharded_if_fits(model: ShardedModel) -> AbstractContextManager[None]:
-    """Have the whole model on this rank while it decodes, if its budget holds it. One-sided."""
+    """Unshard the full model for decoding, if it fits into the parameter cache of this rank. One-sided."""
     fits = model.cache_needs.maximum.parameters <= model.cache_bytes.parameters
     return model.unsharded(gradients=False) if fits else nullcontext()

@@ -1,6 +1,6 @@
-"""What `odc-mpi checkpoint export` writes of a checkpoint of adapters: the adapters for peft, or the merged model.
+"""Export of an adapter checkpoint by `odc-mpi checkpoint export`: the adapters for peft, or the merged model.
 
-One tensor of the base is read at a time, and a file's tensors are in memory until the file is written.
+Tensors of the base are read one at a time. The tensors of one output file are in memory until it is written.
 """
 
 import math
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from odc_mpi.checkpoint.export import Exporter, model_config, read_whole
 from odc_mpi.checkpoint.reader import Checkpoint
@@ -18,14 +19,14 @@ from odc_mpi.shard.partition import replicated_persistent_tensors
 
 
 class AdapterExporter(Exporter):
-    """Adapters, as `PeftModel.from_pretrained(base, out)` loads them.
+    """Exports adapters to a directory that `PeftModel.from_pretrained(base, out)` can load.
 
     Args:
-        checkpoint: Of adapters.
-        base: Where their base is now, to be named in the configuration; None: it is named as the run had it.
+        checkpoint: An adapter checkpoint.
+        base: Directory of the base model, for the exported configuration; None: as in the run.
 
     Raises:
-        UserError: There is no base in that place, or another.
+        UserError: There is no base model in `base`, or it is a different one.
     """
 
     stem, config_name, dtype = "adapter_model", "adapter_config.json", "float32"
@@ -37,31 +38,31 @@ class AdapterExporter(Exporter):
         self._base = str(base or "") or checkpoint.manifest.metadata["base"]["path"]
         self._names = {peft_name(name): name for name in _trained(checkpoint)}
 
+    @override
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """See `Exporter`. All in one file, as peft reads no others."""
         return {
             exported_name: math.prod(self._checkpoint.record(f"{MODEL}/{name}").shape) * dtype.itemsize
             for exported_name, name in self._names.items()
         }
 
+    @override
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """See `Exporter`."""
         return read_whole(self._checkpoint, self._names[name]).to(dtype)
 
+    @override
     def config(self, dtype: str) -> dict[str, Any]:
-        """See `Exporter`."""
         return {**self._checkpoint.manifest.metadata["adapter"], "base_model_name_or_path": self._base}
 
 
 class MergedExporter(Exporter):
-    """The base with its adapters added: W + B A alpha / r, computed in float32.
+    """Exports the base model with its adapters merged: W + B A alpha / r, computed in float32.
 
     Args:
-        checkpoint: Of adapters.
-        base: Where their base is; None: where it was when the checkpoint was saved.
+        checkpoint: An adapter checkpoint.
+        base: Directory of the base model; None: as in the run.
 
     Raises:
-        UserError: The base is not there, or another.
+        UserError: There is no base model in `base`, or it is a different one.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: Path | None = None) -> None:
@@ -75,35 +76,29 @@ class MergedExporter(Exporter):
         self._scale = metadata["adapter"]["lora_alpha"] / metadata["adapter"]["r"]
         trained = _trained(checkpoint)
         self._replaced = {base_name(name): name for name in trained if not is_adapter(name)}
-        # The two matrices of an adapter belong to the weight of their layer.
-        self._added: dict[str, str] = {}
-        for name in trained:
-            if is_adapter(name):
-                layer = name.rpartition(".lora_")[0]
-                self._added[f"{base_name(layer)}.weight"] = layer
+        layers = {name.rpartition(".lora_")[0] for name in trained if is_adapter(name)}
+        self._adapted_layers = {f"{base_name(layer)}.weight": layer for layer in layers}
 
+    @override
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """See `Exporter`."""
         sizes = {name: shape.numel() * dtype.itemsize for name, shape in self._shapes.items()}
         return sizes | {name: buffer.nbytes for name, buffer in self._buffers.items()}
 
+    @override
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """See `Exporter`."""
         if name in self._buffers:
             return self._buffers[name]
         if name in self._replaced:
             return read_whole(self._checkpoint, self._replaced[name]).to(dtype)
         shape = self._shapes[name]
         weight = self._base.read(name, 0, shape.numel()).reshape(shape)
-        if name not in self._added:
+        if (layer := self._adapted_layers.get(name)) is None:
             return weight.to(dtype)
-        a, b = (
-            read_whole(self._checkpoint, f"{self._added[name]}.lora_{side}.{ADAPTER}.weight").float() for side in "AB"
-        )
+        a, b = (read_whole(self._checkpoint, f"{layer}.lora_{side}.{ADAPTER}.weight").float() for side in "AB")
         return torch.addmm(weight.float(), b, a, alpha=self._scale).to(dtype)
 
+    @override
     def config(self, dtype: str) -> dict[str, Any]:
-        """See `Exporter`."""
         return model_config(self._checkpoint, dtype)
 
 

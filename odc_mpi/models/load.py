@@ -1,9 +1,9 @@
-"""From a directory on disk to a model: a Hugging Face directory, one of peft, a run, or one of its checkpoints.
+"""Models from a Hugging Face directory, a peft directory, a run or a checkpoint, for any number of ranks.
 
-Parameters stay on the meta device, and their values are read slice by slice, on any number of ranks:
+Parameters stay on the meta device, and each rank reads its slices of their values when the model is sharded:
 
-    built = load_model(path, world.rank, world.size)
-    model = shard_model(built.module, world, weights=built.weights)
+    meta_model = load_model(path, world.rank, world.size)
+    model = shard_model(meta_model.module, world, weights=meta_model.weights)
 """
 
 from collections.abc import Mapping
@@ -27,24 +27,23 @@ from odc_mpi.models.weights import HashedWeights, check_base, describe_base
 def load_model(
     path: Path, rank: int = 0, size: int = 1, attn_implementation: str | None = None, base: Path | None = None
 ) -> build.MetaModel:
-    """Build a model, without memory for its parameters.
+    """Build a model on the meta device.
 
     Args:
-        path: A Hugging Face directory; or a directory of adapters as peft writes it; or a run directory, of which the
-            newest checkpoint counts; or a checkpoint.
-        rank: Of the base of adapters, each rank checks a share.
+        path: A Hugging Face directory, a peft directory, a checkpoint, or a run directory with its newest checkpoint.
+        rank: This rank. If the model has adapters, each of `size` ranks verifies a share of their base.
         size: Number of ranks that load the model.
-        attn_implementation: Attention within each packed sequence, "sdpa" or "eager"; None: that of the run, else sdpa.
-        base: Hugging Face directory of the base of adapters; None: where it was when they were saved.
+        attn_implementation: Attention within each packed sequence, "sdpa" or "eager"; None: as in the run, else sdpa.
+        base: Hugging Face directory of the base of adapters; None: the directory at the time of saving.
 
     Returns:
-        The model; of a checkpoint its parameters are of the types in which the run computed, adapters of peft are in
-        float32 over a base of the type in its config.json. A checkpoint stays open as long as the weights.
+        The model. Parameters of a checkpoint have the type in which the run computed. Adapters of peft are float32,
+        with a base of the type in its config.json. A checkpoint stays open until the weights are garbage collected.
 
     Raises:
-        UserError: There is no model, it is damaged, or the base of its adapters is not there or another.
+        UserError: There is no model, it is damaged, or the base of its adapters is missing or a different one.
     """
-    if is_peft_directory(path):  # first, as transformers does where both are there
+    if is_peft_directory(path):  # first, as in transformers, if the directory also has config.json
         return from_peft_directory(path, attn_implementation or "sdpa", base)
     if build.is_model_directory(path):
         _refuse_base(path, base)
@@ -59,7 +58,7 @@ def load_checkpoint(
     attn_implementation: str | None = None,
     base: Path | None = None,
 ) -> build.MetaModel:
-    """Build the model of a checkpoint, as `load_model` does."""
+    """Build the model of a checkpoint. The arguments are those of `load_model`."""
     metadata = checkpoint.manifest.metadata
     if "transformers_config" not in metadata:
         raise UserError(f"{checkpoint.directory} is not of a transformers model: read it with h5py, see index.h5")
@@ -86,33 +85,26 @@ def load_base(
     attn_implementation: str | None = None,
     base: Path | None = None,
 ) -> build.MetaModel:
-    """Build the base of a checkpoint of adapters, and check that it is that base.
-
-    Args:
-        checkpoint: Of adapters.
-        rank: Each rank checks a share.
-        size: Number of ranks that check the base.
-        attn_implementation: As of `load_model`.
-        base: Its Hugging Face directory; None: where it was when the checkpoint was saved.
+    """Build and verify the base model of an adapter checkpoint. The arguments are those of `load_model`.
 
     Raises:
-        UserError: The base is not there, or another.
+        UserError: The base is missing or a different one.
     """
     record: Mapping[str, Any] = checkpoint.manifest.metadata["base"]
     attention = attn_implementation or checkpoint.manifest.metadata["config"]["model"]["attn_implementation"]
     if record["path"] is None:
         if base is not None:
             raise UserError(
-                f"--base: {checkpoint.directory} holds adapters over {describe_base(record)}, which no directory has: leave "
-                "--base out"
+                f"--base: the base of the LoRA adapter {checkpoint.directory} is {describe_base(record)}, which is not "
+                "on disk: omit --base"
             )
         meta_model = build.from_config(record["config"], record["seed"], attention)
     else:
         base_path = base or Path(record["path"])
         if not build.is_model_directory(base_path):
             raise UserError(
-                f"{checkpoint.directory} holds adapters, expected their base in {base_path}, where there is no Hugging "
-                "Face directory: say where it is with --base"
+                f"{checkpoint.directory} is a LoRA adapter, but its base model is not in {base_path} (no config.json "
+                "there). Pass --base DIR"
             )
         meta_model = build.from_directory(base_path, attention)
         _require_configuration(checkpoint, meta_model, base_path)
@@ -122,13 +114,13 @@ def load_base(
 
 def _refuse_base(path: Path, base: Path | None) -> None:
     if base is not None:
-        raise UserError(f"--base goes with adapters, {path} holds a whole model: leave --base out")
+        raise UserError(f"--base requires a LoRA adapter, {path} holds a full model: omit --base")
 
 
 def _require_configuration(checkpoint: Checkpoint, meta_model: build.MetaModel, base_path: Path) -> None:
     if difference := first_difference(checkpoint.manifest.metadata, full_configuration(meta_model.module)):
         key, theirs, ours = difference
         raise UserError(
-            f"{checkpoint.directory} holds adapters over a base with {key} {theirs!r}, got {ours!r} in {base_path}: name "
-            "their base with --base"
+            f"{checkpoint.directory} is a LoRA adapter of a base with {key} {theirs!r}, got {ours!r} in {base_path}: "
+            "pass the directory of its base with --base"
         )

@@ -1,7 +1,6 @@
-"""Adapters in a directory as peft writes it: adapter_config.json, adapter_model.safetensors; the base lies elsewhere.
+"""Adapters in a peft directory: adapter_config.json and adapter_model.safetensors, without the base model.
 
-The base is read slice by slice. The adapters themselves, and modules that were trained whole, are read whole on every
-rank. No communication.
+The base is read slice by slice. Every rank reads all adapters and trained copies of modules.
 """
 
 import json
@@ -13,67 +12,61 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
+from typing_extensions import override
 
 from odc_mpi.errors import UserError, one_line_message
 from odc_mpi.models import build
 from odc_mpi.models.adapters import SETTINGS, add_adapters, base_name, is_trained, peft_name
 from odc_mpi.shard.local_shards import WeightSource
 
-#: peft's own file names.
+#: File names that peft uses.
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-#: Entries of adapter_config.json that change nothing of what trained adapters compute, whatever their value.
+#: Entries of adapter_config.json that may have any value: those in `SETTINGS`, and those without effect after training.
 _NEUTRAL = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
     *("ensure_weight_tying", "megatron_core", "qalora_group_size", "runtime_config"),
     *SETTINGS,
 }
-#: Entries with the values that are served; of all others only what is empty is.
+#: Supported values of other entries. An entry that is not listed must be empty.
 _SUPPORTED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
 
 
 def is_peft_directory(path: Path) -> bool:
-    """Return whether a path is a directory of adapters."""
+    """Return True if a path is a peft directory."""
     return (path / _CONFIG).is_file()
 
 
 def base_model_path(path: Path, base: Path | None = None) -> Path:
-    """Return the directory of the base of a directory of adapters.
-
-    Args:
-        path: Directory with adapter_config.json.
-        base: Where the base is; None: where adapter_config.json says.
+    """Return the directory of the base model of a peft directory: `base`, else as in adapter_config.json.
 
     Raises:
-        UserError: adapter_config.json cannot be read, or there is no model in that place.
+        UserError: adapter_config.json cannot be read, or the base directory has no model.
     """
     name = base or _read_config(path).get("base_model_name_or_path")
     if not name:
         raise UserError(
-            f"{path / _CONFIG}: expected base_model_name_or_path, the directory of the base, got none: a base that was "
-            "drawn at random is not on disk, give the run in place of the exported adapters"
+            f"{path / _CONFIG}: base_model_name_or_path, the directory of the base, is missing. A randomly initialized "
+            "base is not on disk: use the run instead of the exported adapter"
         )
     if not build.is_model_directory(Path(name)):
         raise UserError(
-            f"{path} holds adapters, expected their base in {name}, where there is no Hugging Face directory: say "
-            f"where it is with --base, or change base_model_name_or_path in {_CONFIG}"
+            f"{path} is a LoRA adapter, but its base model is not in {name} (no config.json there). Pass --base DIR, "
+            f"or change base_model_name_or_path in {_CONFIG}"
         )
     return Path(name)
 
 
 def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Path | None = None) -> build.MetaModel:
-    """Build a model with the adapters of a directory, as `PeftModel.from_pretrained` does.
+    """Build a model with the adapters of a peft directory, as `PeftModel.from_pretrained` does.
+
+    Base parameters have the type of `stored_dtype`; adapters are float32. peft stores no digests to verify the base.
 
     Args:
-        path: Directory with adapter_config.json and adapter_model.safetensors.
-        attn_implementation: Attention within each packed sequence, "sdpa" or "eager".
-        base: Directory of the base; None: where adapter_config.json says. It has no digest to compare with.
-
-    Returns:
-        The model. The parameters of the base are of the type that its config.json names, adapters are float32.
+        path: The peft directory.
+        base: Directory of the base model; None: as in adapter_config.json.
 
     Raises:
-        UserError: The base is not there, a file is missing or damaged, or these are not the adapters of that base, or
-            not plain LoRA.
+        UserError: The base or a file is missing or damaged, the adapters do not fit the base, or are not plain LoRA.
     """
     base = base_model_path(path, base)
     config = _read_config(path)
@@ -84,14 +77,14 @@ def from_peft_directory(path: Path, attn_implementation: str = "sdpa", base: Pat
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the type that config.json of a model names, if ranks can compute in it, else float32."""
+    """Return the type in the config.json of a model directory if it is bfloat16, else float32."""
     content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     name = content.get("dtype") or content.get("torch_dtype")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
-class _StoredAdapters:
-    """Parameters of a base, and over it those of a file of adapters: a `shard.local_shards.WeightSource`."""
+class _StoredAdapters(WeightSource):
+    """Weights of a base model with the adapters of a peft directory, which are in memory."""
 
     def __init__(self, path: Path, module: nn.Module, base: WeightSource) -> None:
         file = path / _WEIGHTS
@@ -105,17 +98,17 @@ class _StoredAdapters:
         shapes = {peft_name(name): p.shape for name, p in module.named_parameters() if is_trained(name)}
         differing = sorted(shapes.keys() ^ self._stored.keys())
         if differing:
-            location = "is missing" if differing[0] in shapes else "is not of the model"
-            raise UserError(f"{file}: {differing[0]} {location}: expected what {_CONFIG} and the base together name")
+            problem = "is missing" if differing[0] in shapes else "is not in the model"
+            raise UserError(f"{file}: {differing[0]} {problem}: expected the tensors of {_CONFIG} and the base model")
         for name, shape in shapes.items():
             if self._stored[name].shape != shape:
                 raise UserError(
                     f"{file}: expected {name} of the shape {list(shape)}, got {list(self._stored[name].shape)}: the "
-                    "base is another than that of the adapters"
+                    "adapter was trained with a different base"
                 )
 
+    @override
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `WeightSource`."""
         if is_trained(name):
             return self._stored[peft_name(name)].reshape(-1)[start:stop]
         return self._base.read(base_name(name), start, stop)
@@ -125,18 +118,18 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         content = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path / _CONFIG}: expected the JSON of a configuration of peft, got {error}") from error
-    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
-        kind = content.get("peft_type") if isinstance(content, dict) else content
-        raise UserError(f"{path / _CONFIG}: expected peft_type LORA, got {kind!r}: no other adapters are served")
+        raise UserError(f"{path / _CONFIG}: expected a peft configuration in JSON, got {error}") from error
+    kind = content.get("peft_type") if isinstance(content, dict) else content
+    if not isinstance(content, dict) or kind != "LORA":
+        raise UserError(f"{path / _CONFIG}: expected peft_type LORA, got {kind!r}: other adapters are not supported")
     return content
 
 
 def _require_supported(path: Path, config: dict[str, Any]) -> None:
-    """Refuse whatever would change the computation and is not served: DoRA, rsLoRA, patterns of ranks and the like."""
+    """Refuse unsupported settings that change the computation, such as DoRA, rsLoRA and rank patterns."""
     missing = sorted(set(SETTINGS) - config.keys())
     if missing:
-        raise UserError(f"{path / _CONFIG}: expected the entry {missing[0]}, got none")
+        raise UserError(f"{path / _CONFIG}: the entry {missing[0]} is missing")
     for name, value in config.items():
         if name not in _NEUTRAL and value not in _SUPPORTED.get(name, (None, False, {}, [])):
-            raise UserError(f"{path / _CONFIG}: expected plain LoRA, got {name} {value!r}, which is not served")
+            raise UserError(f"{path / _CONFIG}: expected plain LoRA, got {name} {value!r}, which is not supported")

@@ -1,10 +1,10 @@
-"""Where a transformers model's initial weights come from: a seeded draw, or safetensors files.
+"""Initial weights of a transformers model: random initialization, or safetensors files.
 
-Both are a `shard.local_shards.WeightSource`: they give slices of parameters, and never hold the whole model. As the base of
-adapters they also tell whether they are that base: a checkpoint of adapters does not hold their base. It holds where
-the base comes from (a directory; or a configuration and a seed) and a SHA-256 of each part of it: of each 256 MiB of
-the safetensors files, or of each drawn parameter. The ranks share the parts out: each reads its share of the base to
-make the digests, and again to check them.
+Both return slices of parameters and never hold the full model. Both can also be verified as the base of adapters,
+because a checkpoint of adapters does not contain their base. It contains the origin of the base (a directory, or a
+configuration and a seed) and SHA-256 digests of its parts: of each 256 MiB of the safetensors files, or of each
+randomly initialized parameter. The parts are distributed over the ranks: each rank reads its share to compute the
+digests, and again to verify them.
 """
 
 import copy
@@ -19,41 +19,49 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from typing_extensions import override
 
 from odc_mpi.errors import UserError, one_line_message
+from odc_mpi.shard.local_shards import WeightSource
 
-#: transformers' own file names.
+#: File names that transformers uses.
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-#: Stored types that are read as they are, in the names of safetensors.
+#: Supported types of stored parameters, by their names in safetensors.
 _FLOATS = ("F64", "F32", "F16", "BF16")
-#: Bytes of a file that one digest covers, and that are read at a time.
+#: Bytes of a file in one digest, and bytes of one read.
 _BLOCK_BYTES, _READ_BYTES = 256 << 20, 4 << 20
 
 
-class RandomInitWeights:
-    """Parameters as the model's own initialisation draws them, module by module.
+class HashedWeights(WeightSource, Protocol):
+    """Weights that consist of named parts with digests."""
 
-    Changes that a family's initialisation makes afterwards from a parent module (GPT-2 scales its residual projections
-    by depth) are left out.
+    def parts(self) -> list[str]:
+        """Return the names of the parts."""
 
-    Every module is seeded by its name, so a value depends neither on the number of ranks nor on the order of reading.
-    The last module is kept, since its parameters are read in turn.
+    def digest(self, part: str) -> str:
+        """Read a part, and return the SHA-256 of its content in hexadecimal."""
 
-    Args:
-        module: On the meta device.
-        seed: Seed of the run.
+
+class RandomInitWeights(HashedWeights):
+    """Parameters as the `_init_weights` of the model initializes them, module by module.
+
+    Adjustments that `_init_weights` makes to submodules of the module that it is called for are not applied: GPT-2
+    scales its residual projections by depth.
+
+    Each module is seeded by its name, so values depend neither on the number of ranks nor on the order of reading. The
+    module that was initialized last is cached, since its parameters are read consecutively. The model must be on the
+    meta device.
     """
 
     def __init__(self, module: transformers.PreTrainedModel, seed: int) -> None:
         self._model = module
-        # A copy of the tree: the module's own parameters are about to be replaced by placeholders. It is on the meta
-        # device and costs no memory.
+        # A copy, as sharding replaces the parameters of the module by placeholders. Meta tensors cost no memory.
         self._modules = dict(copy.deepcopy(module).named_modules())
         self._seed = seed
         self._initialized: tuple[str, nn.Module] | None = None
 
+    @override
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `WeightSource`."""
         owner, _, key = name.rpartition(".")
         if self._initialized is None or self._initialized[0] != owner:
             self._initialized = owner, self._init_module(owner)
@@ -61,35 +69,25 @@ class RandomInitWeights:
         assert parameter is not None
         part = parameter.detach().view(-1)[start:stop]
         if part.isnan().any():
-            raise UserError(
-                f"model.config: {type(self._model).__name__} gives {name} no initial values; use model.path"
-            )
+            raise UserError(f"model.config: {type(self._model).__name__} does not initialize {name}: use model.path")
         return part
 
+    @override
     def parts(self) -> list[str]:
-        """Return the names of what `digest` takes."""
-        return [name for name, _ in self._names()]
+        return [name for name, _ in self._modules[""].named_parameters()]
 
+    @override
     def digest(self, part: str) -> str:
-        """Return the SHA-256 of a parameter's values, in hexadecimal. Local; draws the parameter."""
-        numel = dict(self._names())[part]
-        return hashlib.sha256(self.read(part, 0, numel).contiguous().numpy().tobytes()).hexdigest()
-
-    def _names(self) -> list[tuple[str, int]]:
-        seen: dict[int, tuple[str, int]] = {}
-        for owner, module in self._modules.items():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    seen.setdefault(id(parameter), (f"{owner}.{key}", parameter.numel()))
-        return list(seen.values())
+        parameter = self.read(part, 0, self._modules[""].get_parameter(part).numel())
+        return hashlib.sha256(parameter.contiguous().numpy().tobytes()).hexdigest()
 
     def init_buffers(self) -> None:
-        """Give the model's buffers, such as rotary frequencies, real memory and their initial values."""
+        """Allocate and initialize the buffers of the model, such as rotary frequencies, in host memory."""
         for name, submodule in self._model.named_modules():
             if any(buffer is not None and buffer.is_meta for buffer in submodule._buffers.values()):
                 initialized = self._init_module(name)
                 submodule._buffers.update(initialized._buffers)
-                # Some modules keep a buffer a second time under another attribute's name.
+                # Some modules keep a second reference to a buffer in an attribute of another name.
                 submodule.__dict__.update(
                     {k: v for k, v in initialized.__dict__.items() if isinstance(v, torch.Tensor)}
                 )
@@ -101,21 +99,17 @@ class RandomInitWeights:
         module._buffers = {k: _real(b) for k, b in module._buffers.items()}
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
-            # Of the CPU only, where all is drawn. `torch.manual_seed` would note a traceback for each kind of device.
+            # Weights are initialized on the CPU. `torch.manual_seed` would record a traceback for each device type.
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
             self._model._init_weights(module)
         return module
 
 
-class SafetensorsWeights:
-    """Parameters in safetensors files; only the requested slices are read.
-
-    Args:
-        path: A Hugging Face model directory.
-        module: The model of the parameters.
+class SafetensorsWeights(HashedWeights):
+    """Parameters in the safetensors files of a Hugging Face directory; only the requested slices are read.
 
     Raises:
-        UserError: Files are missing or damaged; a parameter is missing or has another shape.
+        UserError: A file or parameter is missing or damaged, or the shape of a parameter differs from the module.
     """
 
     def __init__(self, path: Path, module: transformers.PreTrainedModel) -> None:
@@ -130,17 +124,17 @@ class SafetensorsWeights:
             if stored.get_dtype() not in _FLOATS:
                 raise UserError(
                     f"model.path: {self._path} stores {name} as {stored.get_dtype()}, expected one of "
-                    f"{', '.join(_FLOATS)}: quantised weights cannot be trained"
+                    f"{', '.join(_FLOATS)}: quantized weights cannot be trained"
                 )
             shape = list(stored.get_shape())
             if shape != list(parameter.shape):
                 raise UserError(
-                    f"model.path: the configuration gives {name} the shape {list(parameter.shape)}, "
-                    f"{self._path} stores {shape}"
+                    f"model.path: {name} has the shape {list(parameter.shape)} in the configuration, but {self._path} "
+                    f"stores {shape}"
                 )
 
+    @override
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `WeightSource`. Local; reads the rows that the slice touches."""
         stored = self._slice(self._stored[name])
         shape = stored.get_shape()
         if start >= stop:
@@ -150,16 +144,16 @@ class SafetensorsWeights:
         rows = stored[first : -(-stop // row_numel)] if shape else stored[...]
         return rows.reshape(-1)[start - first * row_numel : stop - first * row_numel]
 
+    @override
     def parts(self) -> list[str]:
-        """Return the names of what `digest` takes: blocks of the files, each its file and its number."""
         return [
             f"{file}:{block}"
             for file in sorted({self._file_of[stored] for stored in self._stored.values()})
             for block in range(-(-(self._path / file).stat().st_size // _BLOCK_BYTES))
         ]
 
+    @override
     def digest(self, part: str) -> str:
-        """Return the SHA-256 of a block of a file, in hexadecimal. Local; reads the block."""
         file, _, block = part.rpartition(":")
         digest = hashlib.sha256()
         try:
@@ -174,7 +168,7 @@ class SafetensorsWeights:
         return digest.hexdigest()
 
     def load_buffers(self, module: nn.Module) -> None:
-        """Fill the persistent buffers that are in the files."""
+        """Copy the persistent buffers that are in the files into the module."""
         for name, buffer in module.named_buffers():
             if name in self._file_of:
                 buffer.copy_(self._slice(name)[...])
@@ -190,14 +184,14 @@ class SafetensorsWeights:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"model.path: {self._path / _INDEX} is not an index of weights: {one_line_message(error)}"
+                f"model.path: {self._path / _INDEX} is not an index of safetensors files: {one_line_message(error)}"
             ) from error
         raise UserError(
             f"model.path: expected {_WEIGHTS} or {_INDEX} in {self._path}, found neither (pickled weights are not read)"
         )
 
     def _find(self, name: str, prefix: str) -> str:
-        # A file saved from the bare base model leaves its prefix out.
+        # Files that were saved from the model without its head lack the prefix.
         for candidate in (name, name.removeprefix(f"{prefix}.")):
             if candidate in self._file_of:
                 return candidate
@@ -228,30 +222,22 @@ def _real(buffer: torch.Tensor | None) -> torch.Tensor | None:
     return torch.empty_like(buffer, device="cpu") if buffer is not None and buffer.is_meta else buffer
 
 
-class HashedWeights(Protocol):
-    """Weights of a base, a `shard.local_shards.WeightSource` of which parts have digests."""
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor: ...
-    def parts(self) -> list[str]: ...
-    def digest(self, part: str) -> str: ...
-
-
 def part_digests(weights: HashedWeights, rank: int = 0, size: int = 1) -> dict[str, str]:
-    """Return the SHA-256 of this rank's share of the parts, by part. Local; reads them."""
+    """Read this rank's share of the parts, and return their SHA-256 digests by part. Does not communicate."""
     return {part: weights.digest(part) for part in weights.parts()[rank::size]}
 
 
 def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
-    """Check that a base is the one of a checkpoint of adapters, this rank's share of its parts.
+    """Verify this rank's share of the base model of adapters. Does not communicate.
 
     Args:
-        weights: Of the base that is there.
-        record: The reference in the checkpoint: `path`, or `config` and `seed`; `sha256` by part.
+        weights: The base model to verify.
+        record: The base in the checkpoint of the adapters: `path`, or `config` and `seed`; and `sha256` by part.
         rank: This rank.
-        size: Number of ranks that share the parts out.
+        size: Number of ranks over which the parts are distributed.
 
     Raises:
-        UserError: It is another base.
+        UserError: The base differs.
     """
     expected: Mapping[str, str] = record["sha256"]
     differing = sorted(expected.keys() ^ weights.parts()) or [
@@ -259,13 +245,13 @@ def check_base(weights: HashedWeights, record: Mapping[str, Any], rank: int = 0,
     ]
     if differing:
         raise UserError(
-            f"model: expected the base that the adapters were trained over, {describe_base(record)}, got another: "
-            f"{differing[0].rpartition(':')[0] or differing[0]} differs: name that base with model.path, or --base"
+            f"model: expected the base model of the adapters, {describe_base(record)}, got a different one: "
+            f"{differing[0].rpartition(':')[0] or differing[0]} differs: set model.path or --base to the right base"
         )
 
 
 def describe_base(record: Mapping[str, Any]) -> str:
-    """Say in words where a base comes from."""
+    """Return the origin of a base model as text for messages."""
     if record["path"] is not None:
-        return f"of {Path(record['path'])}"
-    return f"a {record['config'].get('model_type')} drawn with seed {record['seed']}"
+        return f"from {Path(record['path'])}"
+    return f"a {record['config'].get('model_type')} randomly initialized with seed {record['seed']}"

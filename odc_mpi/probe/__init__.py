@@ -1,1 +1,1 @@
-"""The abilities of this MPI library: trials of its operations, the decision that follows from them, and a cache."""
+"""Probe of the MPI library: trials of its one-sided operations, a cache of the results, and the decision from them."""

@@ -1,7 +1,4 @@
-"""The cache of probe reports, in private files. Local; knows no MPI.
-
-The cache is a convenience: if a file is damaged or cannot be read, a run goes on and probes.
-"""
+"""Cache of probe reports, in private files. A report that is damaged or cannot be read is ignored."""
 
 import hashlib
 import json
@@ -16,17 +13,17 @@ import mpi4py
 from odc_mpi.files import write_text_atomic
 from odc_mpi.probe.report import ProbeReport
 
-#: Seconds that a report is valid: kernels, drivers and networks change, and the key does not show it.
+#: Seconds that a report is valid. The key does not cover changes of kernels, drivers and networks.
 MAX_AGE_S = 7 * 24 * 3600.0
-#: Raised when the probe measures something else, so that reports of older versions are not read.
-FORMAT = 2
-#: Settings of the libraries, but not what launchers add for each job.
+#: Part of the key. Increased when the probe or the report changes, so that older reports are not read.
+FORMAT = 3
+#: Prefixes of libraries' environment variables, and of those among them that launchers set for each job.
 _SETTINGS = ("MPIR_CVAR_", "MPIR_PARAM_", "MPICH_", "OMPI_MCA_", "UCX_", "FI_", "PMIX_MCA_")
 _JOB_VARIABLES = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_PREFIXES")
 
 
 def settings() -> dict[str, str]:
-    """Return the environment variables that change the behaviour of an MPI library."""
+    """Return the environment variables that configure MPI libraries."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -35,43 +32,34 @@ def settings() -> dict[str, str]:
 
 
 def stack_key(library: str) -> dict[str, Any]:
-    """Return the part of a cache key that is the software.
-
-    Args:
-        library: The MPI library's name and version.
-    """
+    """Return the software's part of a cache key, for an MPI library with this name and version."""
     return {"library": library, "mpi4py": mpi4py.__version__, "settings": settings()}
 
 
 def folder() -> Path:
-    """Return the directory of the cache: under $XDG_CACHE_HOME or ~/.cache."""
+    """Return the cache directory, in $XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     return Path(home) / "odc_mpi"
 
 
 def load(key: dict[str, Any], max_age_s: float = MAX_AGE_S) -> ProbeReport | None:
-    """Return the cached report of a key, None if there is no readable one.
-
-    Args:
-        key: The key with which the report was stored.
-        max_age_s: The greatest age of the report in seconds; a week by default.
-    """
+    """Return the cached report of a key; None if there is none, or it is too old or not readable."""
     try:
-        kept = json.loads(_path(key).read_text())
-        fresh = 0 <= time.time() - kept["time_s"] < max_age_s
-        # The whole key is compared too: its digest only names the file.
-        return ProbeReport.from_dict(kept["report"]) if fresh and kept["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # also without a home, or nested too deeply
+        cached = json.loads(_path(key).read_text())
+        fresh = 0 <= time.time() - cached["time_s"] < max_age_s
+        # Compare the complete key, since the file's name only has a part of its digest.
+        return ProbeReport.from_dict(cached["report"]) if fresh and cached["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # also no home directory, or too deeply nested
         return None
 
 
 def store(key: dict[str, Any], report: ProbeReport) -> None:
-    """Store a report, readable for this user only, completely or not at all."""
-    kept = json.dumps({"key": key, "time_s": time.time(), "report": report.to_dict()})
-    with suppress(OSError, RuntimeError):  # a user without an entry in passwd has no home
+    """Store a report atomically, readable only by this user. Errors are ignored."""
+    content = json.dumps({"key": key, "time_s": time.time(), "report": report.to_dict()})
+    with suppress(OSError, RuntimeError):  # a user without an entry in passwd has no home directory
         path = _path(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_text_atomic(path, kept, private=True)
+        write_text_atomic(path, content, private=True)
 
 
 def _path(key: dict[str, Any]) -> Path:

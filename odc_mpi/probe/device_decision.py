@@ -1,8 +1,8 @@
-"""Whether windows on devices are usable, by the findings of a doctor. Pure: no MPI, the same on every rank.
+"""Objections to windows on devices, from the results of `odc-mpi doctor`. Does not use MPI; equal on all ranks.
 
-Every MPI supports windows on the host. Windows on devices are used only where each operation that they need was seen to
-work: Get from the owners, and Accumulate, or Put for a mailbox, each with device memory at the origin and with every
-kind of peer in the job.
+Every MPI supports windows on the host. Windows on devices are used only if `odc-mpi doctor` has seen each operation
+that they need work: Get from the owners, and Accumulate, or Put for a mailbox, each with device memory at the origin
+and with every kind of peer in the job.
 """
 
 from collections.abc import Mapping
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 from odc_mpi.probe.report import LOCATIONS, OPERATION_NAMES, DeviceWindows, Peer, ProbeReport
 
-#: The least bandwidth of a Get between devices, relative to one between hosts; below it staging on the host is faster.
+#: Minimum bandwidth of Get between devices relative to hosts. With less, staging on the host is faster.
 MIN_SHARE_OF_HOST = 0.25
-#: The advice where nothing was proved.
-RUN_DOCTOR = "run odc-mpi doctor once in this layout to have them tried"
+#: Advice if windows on devices were not tried.
+RUN_DOCTOR = "run odc-mpi doctor once in this layout to test them"
 
 _REDUCED_BY = {"accumulate": "accumulate", "mailbox": "put"}
 
 
 @dataclass(frozen=True)
 class DeviceFindings:
-    """The findings about windows on devices.
+    """Objections to windows on devices.
 
     Attributes:
-        objection: The reason not to use them; None if there is none.
-        peers: The operations from device memory, for each kind of peer in the job.
-        reduction_objections: For each reduction that is not to be used, the reason.
+        objection: Reason not to use such windows at all; None if there is none.
+        peers: Results of operations with device memory at the origin, for each kind of peer in the job.
+        reduction_objections: Reasons not to use a reduction, by its name.
     """
 
     objection: str | None
@@ -34,52 +34,45 @@ class DeviceFindings:
 
 
 def summarize(report: ProbeReport) -> DeviceFindings:
-    """Sum up the findings of a report about windows on devices.
-
-    Args:
-        report: Report of a probe, with the findings of a doctor about devices if there are any.
-    """
+    """Summarize the results in a report about windows on devices."""
     device = report.device
-    peers = {kind: _peer(device, kind) for kind in report.kinds}
     if device is None:
-        nothing = f"windows on GPUs were not tried: {RUN_DOCTOR}"
-        return DeviceFindings(nothing, peers, dict.fromkeys(_REDUCED_BY, "it was not tried on windows on GPUs"))
+        not_tried = f"windows on GPUs were not tried: {RUN_DOCTOR}"
+        reductions = dict.fromkeys(_REDUCED_BY, "it was not tried on windows on GPUs")
+        return DeviceFindings(not_tried, dict.fromkeys(report.kinds, Peer()), reductions)
+    peers = {kind: getattr(device.from_device, kind) or Peer() for kind in report.kinds}
     reductions = {
-        name: why
+        name: objection
         for name, operation in _REDUCED_BY.items()
-        if (why := _untested_operations(report, peers, operation)) is not None
+        if (objection := _operation_objection(report, peers, operation)) is not None
     }
     if not device.own_accumulate:
-        reductions.setdefault("accumulate", "Accumulate into the own window, on GPUs, is not proved")
-    against = [_window_objection(report, device), _untested_operations(report, peers, "get")]
+        reductions.setdefault("accumulate", "Accumulate to a rank's own window on a GPU was not shown to work")
+    objections = [_window_objection(report, device), _operation_objection(report, peers, "get")]
     if len(reductions) == len(_REDUCED_BY):
-        against.append(reductions["mailbox"])
-    against += [_slow(report, kind, peer) for kind, peer in peers.items()]
-    return DeviceFindings(next((why for why in against if why is not None), None), peers, reductions)
-
-
-def _peer(device: DeviceWindows | None, kind: str) -> Peer:
-    found = getattr(device.from_device, kind) if device is not None else None
-    return found or Peer()
+        objections.append(reductions["mailbox"])
+    objections += [_speed_objection(report, kind, peer) for kind, peer in peers.items()]
+    return DeviceFindings(next((each for each in objections if each is not None), None), peers, reductions)
 
 
 def _window_objection(report: ProbeReport, device: DeviceWindows) -> str | None:
     if device.window:
         return None
     problem = report.problem("device", "memory") or report.problem("device", "window")
-    return f"no window on a GPU could be made ({problem or 'no answer'})"
+    return f"windows on GPUs cannot be created ({problem or 'no answer'})"
 
 
-def _untested_operations(report: ProbeReport, peers: Mapping[str, Peer], name: str) -> str | None:
-    """Say with which peers an operation was not seen to work, and its problem there; None if it worked with all."""
+def _operation_objection(report: ProbeReport, peers: Mapping[str, Peer], name: str) -> str | None:
+    """Return the first kind of peer with which an operation was not seen to work, and the problem."""
     for kind, peer in peers.items():
         if getattr(peer, name).idle_s is None:
             problem = report.problem("from_device", kind, name)
-            return f"{OPERATION_NAMES[name]} with a peer {LOCATIONS[kind]}, on GPUs: {problem.what if problem else 'not tried'}"
+            what = problem.what if problem else "not tried"
+            return f"{OPERATION_NAMES[name]} with a peer {LOCATIONS[kind]}, on GPUs: {what}"
     return None
 
 
-def _slow(report: ProbeReport, kind: str, peer: Peer) -> str | None:
+def _speed_objection(report: ProbeReport, kind: str, peer: Peer) -> str | None:
     host = getattr(report.peers, kind)
     between, by_host = peer.get.gb_per_s, host.get.gb_per_s if host is not None else None
     if between is None or by_host is None or between >= MIN_SHARE_OF_HOST * by_host:

@@ -1,10 +1,10 @@
-"""Trials of this MPI stack: MPI does not say which operations are one-sided (a proposal for it: MPI Forum, 635).
+"""Probe of this MPI stack. MPI does not report which operations are one-sided (proposal: MPI Forum, 635), so try them.
 
-Communication: the ranks gather their hosts; the ranks of each node try shared memory; then one pair for each kind of
-peer tries the operations in turn (trial.py). All ranks have the same report at every moment.
+All ranks gather their nodes. The ranks of each node try shared memory. Then one pair of ranks for each kind of peer
+tries the operations one by one (`probe.trial`). All ranks always have the same report.
 
-As a program this is one rank of the probe, a child of `odc-mpi doctor` (`runtime.start.launch`). Rank 0 tells the
-report so far before each operation and at the end.
+As a program, this module is one rank of the probe, a child of `odc-mpi doctor` (`runtime.start.launch`). Rank 0 sends
+the present report to its parent before each operation and at the end.
 """
 
 import shutil
@@ -23,7 +23,7 @@ from odc_mpi.probe import cache
 from odc_mpi.probe.gpu import has_gpu
 from odc_mpi.probe.operations import COUNTER_BYTES
 from odc_mpi.probe.repeat import timed
-from odc_mpi.probe.report import OPERATIONS, ProbeReport, Problem, SharedMemory
+from odc_mpi.probe.report import OPERATIONS, OnMessage, ProbeReport, SharedMemory
 from odc_mpi.probe.trial import LARGE_BYTES, TrialBudget, Trials, allocate, allocate_shared
 from odc_mpi.runtime.library import thread_level
 from odc_mpi.runtime.start.launch import ChildMessage, child_main
@@ -32,15 +32,12 @@ from odc_mpi.runtime.world import World
 if TYPE_CHECKING:
     from odc_mpi.comm.device.device import Device
 
-#: For `odc-mpi doctor`.
+#: Budget of `odc-mpi doctor`.
 FULL = TrialBudget(idle_s=0.2, busy_s=0.5, bandwidth_s=1.5)
-#: For the start of a training run.
+#: Budget at the start of a training run.
 QUICK = TrialBudget(idle_s=0.01, busy_s=0.04, bandwidth_s=0.15)
-#: Seconds after which the program ends by itself; normally the doctor ends it before and still has the answer.
+#: Timeout of the program in seconds. Usually the doctor ends it earlier and prints the report so far.
 PROGRAM_S = 150.0
-
-#: Called with the report so far and the next trial: "shared_memory", "KIND.OPERATION", or None at the end.
-OnMessage = Callable[[ProbeReport, str | None], None]
 
 
 def probe(
@@ -50,16 +47,14 @@ def probe(
     on_message: OnMessage = lambda report, doing: None,
     device: "Device | None" = None,
 ) -> ProbeReport:
-    """Try shared memory, windows and devices; return the same report on every rank. Collective.
+    """Try shared memory, windows and devices; return the report. Collective.
+
+    Raise `UserError` on every rank if /dev/shm is too small even for a small window.
 
     Args:
-        world: All of its ranks take part.
-        budget: Time to spend.
+        budget: Maximum time of each trial.
         on_message: Called on every rank before each trial.
-        device: The device of this rank, to try windows on, which may end the process. All ranks have one, or none has.
-
-    Raises:
-        UserError: /dev/shm has no room for even a small window; on every rank.
+        device: Device of this rank, on all ranks or none. A trial of windows on it may end the process.
     """
     report = replace(environment_report(world), shm_bytes=_free_shared_memory(world))
     on_message(report, "shared_memory")
@@ -69,7 +64,7 @@ def probe(
         with world.background_progress_off():
             report = _try_pairs(world, report, pairs, budget, on_message)
     if device is not None:
-        # Not at the top: it brings torch, which takes a second, to where it is of use.
+        # Imported late: it imports torch, which takes a second.
         from odc_mpi.probe.device_probe import try_device
 
         with world.background_progress_off():
@@ -90,17 +85,14 @@ def environment_report(world: World) -> ProbeReport:
 
 
 def cached_or_quick_report(world: World) -> ProbeReport:
-    """Return the cached report of this stack, at most a week old, or else that of a quick probe. Collective.
-
-    The cache is rank 0's.
-    """
+    """Return the report of this stack in the cache of rank 0, or probe quickly. Collective."""
     key = report_key(world)
-    kept = cache.load(key) if world.rank == 0 else None
-    with world.collective("hearing of the report that rank 0 kept"):
-        kept = world.comm.bcast(kept)
-    if kept is not None:
-        # What belongs to this start, not to the stack.
-        return replace(kept, thread_level=thread_level(), shm_bytes=_free_shared_memory(world))
+    cached = cache.load(key) if world.rank == 0 else None
+    with world.collective("broadcasting the cached report of a probe"):
+        cached = world.comm.bcast(cached)
+    if cached is not None:
+        # These two may differ between runs on the same stack.
+        return replace(cached, thread_level=thread_level(), shm_bytes=_free_shared_memory(world))
     report = probe(world, QUICK)
     if world.rank == 0 and not report.problems:
         cache.store(key, report)
@@ -114,14 +106,7 @@ def report_key(world: World) -> dict[str, Any]:
 
 
 def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
-    """Choose a pair of ranks for each kind of peer.
-
-    Args:
-        nodes: The node of each rank.
-
-    Returns:
-        Origin and target for each kind of peer in the job, in the order of `PEER_KINDS`.
-    """
+    """Return origin and target for each kind of peer in a job, in the order of `PEER_KINDS`, given each rank's node."""
     pairs = {}
     for origin, node in enumerate(nodes):
         if node in nodes[origin + 1 :]:
@@ -134,32 +119,32 @@ def find_pairs(nodes: list[int]) -> dict[str, tuple[int, int]]:
 
 
 def _free_shared_memory(world: World) -> int | None:
-    """Return the free bytes of /dev/shm on the node that has least. Collective."""
+    """Return the minimum over nodes of the free bytes in /dev/shm. Collective."""
     free = None
-    with suppress(OSError):  # not every system keeps shared memory there
+    with suppress(OSError):  # not every system has /dev/shm
         free = shutil.disk_usage("/dev/shm").free
     return min((value for value in world.gather_objects(free) if value is not None), default=None)
 
 
 def _try_shared_memory(world: World) -> SharedMemory:
-    """Let the ranks of each node read each other in place. Collective."""
-    num_bytes = 5000  # no multiple of a page or a cache line: a gap would show
+    """Try shared memory among the ranks of each node. Collective."""
+    num_bytes = 5000  # not a multiple of a page or a cache line, so that padding would be detected
     node = world.split("node")
     rank, size = node.rank, node.size
     with node.collective("allocating shared memory"):
         win = MPI.Win.Allocate_shared(num_bytes, 1, MPI.INFO_NULL, node.comm)
         win.Lock_all(MPI.MODE_NOCHECK)
-        pieces = [np.asarray(win.Shared_query(other)[0]) for other in range(size)]
-        pieces[rank][:] = rank % 251 + 1
+        segments = [np.asarray(win.Shared_query(other)[0]) for other in range(size)]
+        segments[rank][:] = rank % 251 + 1
         win.Sync()
     node.wait_collective(node.comm.Ibarrier(), "writing shared memory")
     win.Sync()
-    readable = all(piece.size == num_bytes and (piece == other % 251 + 1).all() for other, piece in enumerate(pieces))
-    starts = [piece.ctypes.data for piece in pieces]
+    readable = all(each.size == num_bytes and (each == other % 251 + 1).all() for other, each in enumerate(segments))
+    starts = [segment.ctypes.data for segment in segments]
     contiguous = starts == [starts[0] + i * num_bytes for i in range(size)]
-    load_s = _load_time_s(pieces[(rank + 1) % size]) if size > 1 else None
+    load_s = _load_time_s(segments[(rank + 1) % size]) if size > 1 else None
     everywhere = world.gather_objects((readable, contiguous, load_s))
-    pieces.clear()
+    segments.clear()
     with node.collective("freeing shared memory"):
         win.Unlock_all()
         win.Free()
@@ -171,9 +156,9 @@ def _try_shared_memory(world: World) -> SharedMemory:
     )
 
 
-def _load_time_s(piece: np.ndarray) -> float:
-    """Return the median seconds to copy 64 bytes out of another rank's memory, numpy's own time included."""
-    return statistics.median(timed(lambda: piece[:64].copy()) for _ in range(20))
+def _load_time_s(segment: np.ndarray) -> float:
+    """Return the median seconds to copy 64 bytes from shared memory, including the overhead of numpy."""
+    return statistics.median(timed(lambda: segment[:64].copy()) for _ in range(20))
 
 
 def _try_pairs(
@@ -181,18 +166,16 @@ def _try_pairs(
 ) -> ProbeReport:
     on_message(report, "window")
     far = {kind: pair for kind, pair in pairs.items() if kind == "other_node"}
-    most_bytes = _max_bytes(world, report, len(pairs) + len(far))
-    trials = Trials(world, pairs, budget, most_bytes, allocate)
-    # Over what a node shares: so other nodes read parameters.
-    far_reads = Trials(world, far, budget, most_bytes, allocate_shared) if far else trials
-    # An operation with all kinds of peers before the next one: should it not come back, most is known.
+    max_bytes = _max_bytes(world, report, len(pairs) + len(far))
+    trials = Trials(world, pairs, budget, max_bytes, allocate)
+    # Parameters are in shared memory of each node, so Get from other nodes is tried on such a window.
+    far_reads = Trials(world, far, budget, max_bytes, allocate_shared) if far else trials
+    # Try each operation with all kinds of peers before the next: if it never returns, most results are known.
     for name in OPERATIONS:
         for kind in pairs:
             on_message(report, f"{kind}.{name}")
             result = (far_reads if (kind, name) == ("other_node", "get") else trials).run(name, kind)
-            report = report.with_operation(kind, name, result.operation)
-            if result.problem:
-                report = report.with_problem(Problem((kind, name), result.problem))
+            report = report.with_operation((kind, name), *result)
     if far:
         far_reads.close()
     trials.close()
@@ -200,7 +183,7 @@ def _try_pairs(
 
 
 def _max_bytes(world: World, report: ProbeReport, num_targets: int) -> int:
-    """Return the largest size to try, so that half of /dev/shm stays free. Collective."""
+    """Return the largest size to try that leaves half of /dev/shm free. Collective."""
     world.require_shared_memory(LARGE_BYTES[0] + COUNTER_BYTES, "the window of a probe")
     if report.shm_bytes is None:
         return LARGE_BYTES[-1]
@@ -213,17 +196,17 @@ def device_on_all_ranks(world: World) -> "Device | None":
     if has_gpu():
         from odc_mpi.comm.device.device import find_device
 
-        with suppress(UserError):  # a GPU, but a torch that cannot use it
+        with suppress(UserError):  # torch cannot use the GPU
             device = find_device("cuda", world.host_rank)
             assert device is not None
-            device.empty_for_windows(1)  # imports CuPy and makes the GPU ready
+            device.empty_for_windows(1)  # imports CuPy and initializes the GPU
     return device if all(world.gather_objects(device is not None)) else None
 
 
-def main(arguments: Sequence[str], tell: Callable[[ChildMessage], None]) -> None:
-    """Probe, and tell the report. Collective."""
+def main(arguments: Sequence[str], send: Callable[[ChildMessage], None]) -> None:
+    """Probe the MPI stack, and send each report to the parent process. Collective."""
     with World(timeout_s=PROGRAM_S) as world:
-        # Before the first news: loading CuPy may take longer than the deadline of an operation.
+        # Before the first message: loading CuPy may take longer than the deadline of an operation.
         device = device_on_all_ranks(world)
         keys = {"host": report_key(world)}
         if device is not None:
@@ -231,10 +214,10 @@ def main(arguments: Sequence[str], tell: Callable[[ChildMessage], None]) -> None
 
             keys["device"] = device_cache_key(world, device)
 
-        def listen(report: ProbeReport, doing: str | None) -> None:
-            tell({"report": report.to_dict(), "doing": doing, "keys": keys})
+        def on_message(report: ProbeReport, doing: str | None) -> None:
+            send({"report": report.to_dict(), "doing": doing, "keys": keys})
 
-        probe(world, FULL, on_message=listen, device=device)
+        probe(world, FULL, on_message=on_message, device=device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Work done over and over for a while: to measure it, or to keep a core busy. Pure."""
+"""Repetition of a function for a given time, to measure it or to keep a core busy."""
 
 from collections.abc import Callable
 from time import perf_counter
@@ -8,16 +8,7 @@ T = TypeVar("T")
 
 
 def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None = None) -> list[T]:
-    """Take samples, at least one, until `budget_s` are over. Local, if they are.
-
-    Args:
-        budget_s: The time in seconds.
-        sample: Takes one.
-        max_repeats: Their greatest number; by default any.
-
-    Returns:
-        Their results.
-    """
+    """Call `sample` for `budget_s` seconds, at least once and at most `max_repeats` times; return the results."""
     end = perf_counter() + budget_s
     samples = [sample()]
     while perf_counter() < end and len(samples) != max_repeats:
@@ -26,7 +17,7 @@ def repeat_for(budget_s: float, sample: Callable[[], T], max_repeats: int | None
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Return the seconds that a function takes. Local, if it is."""
+    """Call a function and return its duration in seconds."""
     began = perf_counter()
     function()
     return perf_counter() - began

@@ -1,5 +1,9 @@
-"""The report of a probe of the MPI stack, as plain values that travel as JSON. Local; knows no MPI."""
+"""The report of a probe of the MPI stack, which can be converted to JSON and back. Does not use MPI.
 
+None stands for a missing result, where nothing else is said.
+"""
+
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import Enum
 from types import UnionType
@@ -9,11 +13,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 PEER_KINDS = ("same_node", "other_node")
 #: Operations, as fields of `Peer`, in the order in which a probe tries them: the one most likely to fail comes last.
 OPERATIONS = ("get", "put", "fetch_and_op", "accumulate")
-#: How both are called in sentences.
+#: Their names in messages.
 LOCATIONS = {"same_node": "on the same node", "other_node": "on the other node"}
 OPERATION_NAMES = {"get": "Get", "put": "Put", "fetch_and_op": "Fetch_and_op", "accumulate": "Accumulate"}
-#: Operations on windows on a device, and from which memory of their origin, as fields of `DeviceWindows`, in the order
-#: in which a probe tries them: what is needed first comes first, what has crashed libraries last.
+#: Operations on windows on a device and the memory of their origin, fields of `DeviceWindows`, in the order in which
+#: a probe tries them: those needed most come first, those that have crashed libraries last.
 DEVICE_OPERATIONS = (
     ("get", "from_device"),
     ("put", "from_device"),
@@ -26,13 +30,13 @@ DEVICE_OPERATIONS = (
 
 @dataclass(frozen=True)
 class OperationResult:
-    """The figures of one operation towards one kind of peer; None where there was no answer.
+    """Measurements of one operation with one kind of peer.
 
     Attributes:
-        one_sided: Whether the operation completed while its target computed.
-        idle_s: Seconds of a small operation (64 bytes; `fetch_and_op`: 8) whose target waits politely inside MPI.
-        busy_s: Seconds of the same operation whose target computes without entering MPI.
-        gb_per_s: 1e9 bytes per second with an attentive target, at the largest size that fitted the time.
+        one_sided: True if the operation completed while its target computed.
+        idle_s: Seconds of a small operation (64 bytes; `fetch_and_op`: 8) while the target waits inside MPI.
+        busy_s: Seconds of the same operation while the target computes without entering MPI.
+        gb_per_s: Bandwidth in 1e9 bytes per second while the target waits, for the largest size within the time limit.
     """
 
     one_sided: bool | None = None
@@ -43,7 +47,7 @@ class OperationResult:
 
 @dataclass(frozen=True)
 class Peer:
-    """The operations towards one kind of peer."""
+    """Measurements of the operations with one kind of peer."""
 
     get: OperationResult = OperationResult()
     put: OperationResult = OperationResult()
@@ -53,7 +57,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Peers:
-    """The operations for each kind of peer; None where no rank has such a peer."""
+    """Measurements for each kind of peer; None if no rank has such a peer."""
 
     same_node: Peer | None = None
     other_node: Peer | None = None
@@ -61,12 +65,12 @@ class Peers:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Windows from `Win.Allocate_shared`, on every node; None where there was no answer.
+    """Windows of `Win.Allocate_shared` on all nodes.
 
     Attributes:
-        readable: Every rank of a node reads in place what the others wrote.
-        contiguous: The ranks' pieces follow each other without a gap.
-        load_s: Seconds to read 64 bytes of a neighbour in place, numpy's own time included.
+        readable: True if every rank of a node can read by load instructions what the others wrote.
+        contiguous: True if the segments of the ranks follow each other without gaps.
+        load_s: Seconds to read 64 bytes of another rank by load instructions, including the overhead of numpy.
     """
 
     readable: bool | None = None
@@ -76,16 +80,16 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class DeviceWindows:
-    """Windows over the memory of the ranks' devices; None where there was no answer.
+    """Windows on the memory of the ranks' devices.
 
     Attributes:
-        names: Names of the devices, each once.
-        cuda_support: Answer of MPIX_Query_cuda_support; None where the library has no such function.
-        alloc_kinds: The kinds of memory that the library says it takes (MPI-4.1, `mpi_memory_alloc_kinds`).
-        window: Whether such a window could be made.
-        own_accumulate: Whether every rank could accumulate into its own window, from its device.
-        from_device: The operations with device memory at the origin; `fetch_and_op` is not tried.
-        from_host: The operations with host memory at the origin.
+        names: Distinct names of the devices.
+        cuda_support: Result of MPIX_Query_cuda_support; None if the library does not have the function.
+        alloc_kinds: Kinds of memory that the library supports by its own account (MPI-4.1, `mpi_memory_alloc_kinds`).
+        window: True if such a window could be created.
+        own_accumulate: True if every rank could accumulate from its device to its own window.
+        from_device: Operations with device memory at the origin, without `fetch_and_op`.
+        from_host: Operations with host memory at the origin, without `fetch_and_op`.
     """
 
     names: tuple[str, ...] = ()
@@ -98,23 +102,22 @@ class DeviceWindows:
 
 
 class Cause(Enum):
-    """The cause of a problem: the words with which its sentence begins."""
+    """The cause of a problem, as the text with which its description begins."""
 
-    WRONG = "what arrived is not what was sent"
-    INCONCLUSIVE = "the machine is too busy to tell if it waits"
+    WRONG = "received data differs from what was sent"
+    INCONCLUSIVE = "the machine is too busy to decide if it is one-sided"
     NO_ANSWER = "no answer within"
     OTHER = ""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a trial. Shown, and stored in JSON, as a sentence.
+    """A problem of a trial, printed and stored in JSON as text.
 
     Attributes:
-        where: The trial in words: ("same_node", "put"), with the origin's memory before it for windows on devices:
+        where: The trial: ("same_node", "put"); for windows on devices, preceded by the memory of the origin:
             ("from_device", "same_node", "put"); ("device", "memory"), ("device", "window"), ("closing",) and others.
-        cause: Its cause.
-        detail: More about the cause: the time limit; of other causes all there is to say.
+        detail: Time limit, or for `Cause.OTHER` the complete description.
     """
 
     where: tuple[str, ...]
@@ -123,35 +126,30 @@ class Problem:
 
     @property
     def what(self) -> str:
-        """Return the sentence without the trial."""
+        """The description without the trial."""
         return f"{self.cause.value} {self.detail}".strip()
 
     def __str__(self) -> str:
         return f"{' '.join(self.where)}: {self.what}"
 
     @classmethod
-    def read(cls, sentence: str) -> "Problem":
-        """Return the problem of a sentence, as `str` made it."""
-        where, _, what = sentence.partition(": ")
+    def read(cls, text: str) -> "Problem":
+        """Parse a problem that was formatted by `str`."""
+        where, _, what = text.partition(": ")
         cause = next(cause for cause in Cause if what.startswith(cause.value))
         return cls(tuple(where.split()), cause, what.removeprefix(cause.value).strip())
 
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """All findings of a probe.
+    """All results of a probe.
 
     Attributes:
         library: Name and version of the MPI library.
-        thread_level: The thread level that MPI granted, by its name in the standard.
-        memory_model: Memory model of the library's windows: unified or separate.
-        nodes: Number of nodes.
-        ranks_per_node: Number of ranks of each node.
-        shm_bytes: Free bytes in /dev/shm on the node with the least; None without /dev/shm.
-        shared_memory: Shared memory on all nodes together.
-        peers: The operations, for each kind of peer.
+        thread_level: Granted thread level, such as MPI_THREAD_MULTIPLE.
+        memory_model: Memory model of windows: unified or separate.
+        shm_bytes: Minimum over nodes of the free bytes in /dev/shm; None without /dev/shm.
         device: Windows on devices; None unless every rank has a device.
-        problems: What went wrong.
     """
 
     library: str | None = None
@@ -172,54 +170,48 @@ class ProbeReport:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of peers that some rank has."""
+        """Kinds of peers in the job."""
         exist = {"same_node": max(self.ranks_per_node, default=0) > 1, "other_node": self.nodes > 1}
         return tuple(kind for kind in PEER_KINDS if exist[kind])
 
-    def with_operation(self, kind: str, name: str, operation: OperationResult) -> "ProbeReport":
-        """Return the report with the figures of an operation added."""
-        return replace(self, peers=_with_operation(self.peers, kind, name, operation))
+    def with_device(self, **fields: Any) -> "ProbeReport":
+        """Return a copy with other fields of `device`."""
+        return replace(self, device=replace(self.device or DeviceWindows(), **fields))
 
-    def with_device(self, **answers: Any) -> "ProbeReport":
-        """Return the report with findings about the devices added."""
-        return replace(self, device=replace(self.device or DeviceWindows(), **answers))
-
-    def with_device_operation(self, origin: str, kind: str, name: str, operation: OperationResult) -> "ProbeReport":
-        """Return the report with the figures of an operation on windows on devices added."""
-        peers = getattr(self.device or DeviceWindows(), origin)
-        return self.with_device(**{origin: _with_operation(peers, kind, name, operation)})
+    def with_operation(self, where: tuple[str, ...], result: OperationResult, problem: Cause | None) -> "ProbeReport":
+        """Return a copy with the result of a trial (see `Problem.where`) and its problem."""
+        *origin, kind, name = where
+        peers = getattr(self.device or DeviceWindows(), origin[0]) if origin else self.peers
+        peers = replace(peers, **{kind: replace(getattr(peers, kind) or Peer(), **{name: result})})
+        report = self.with_device(**{origin[0]: peers}) if origin else replace(self, peers=peers)
+        return report.with_problem(Problem(where, problem)) if problem else report
 
     def with_problem(self, problem: Problem) -> "ProbeReport":
-        """Return the report with a problem added."""
+        """Return a copy with another problem."""
         return replace(self, problems=(*self.problems, problem))
 
     def problem(self, *where: str) -> Problem | None:
-        """Return the problem of a trial (`Problem.where`), None if it had none."""
+        """Return the problem of a trial (see `Problem.where`), if it had one."""
         return next((problem for problem in self.problems if problem.where == where), None)
 
     def is_wrong(self, *where: str) -> bool:
-        """Return whether an operation (`Problem.where`) delivered wrong data."""
+        """Return True if an operation (see `Problem.where`) delivered wrong data."""
         problem = self.problem(*where)
         return problem is not None and problem.cause is Cause.WRONG
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as values for JSON."""
+        """Convert the report to a JSON-serializable dictionary."""
         return asdict(self) | {"problems": tuple(map(str, self.problems))}
 
     @classmethod
     def from_dict(cls, data: Any) -> "ProbeReport":
-        """Return the report of values that `to_dict` made.
-
-        Raises:
-            ValueError: A field is missing, unknown or of another type.
-        """
+        """Convert the result of `to_dict`, or its JSON, to a report; raise `ValueError` if a field is invalid."""
         report: ProbeReport = _build(cls, data)
         return report
 
 
-def _with_operation(peers: Peers, kind: str, name: str, operation: OperationResult) -> Peers:
-    peer = replace(getattr(peers, kind) or Peer(), **{name: operation})
-    return replace(peers, **{kind: peer})
+#: Function of the report so far and the next trial: "shared_memory", "KIND.OPERATION" and others; None at the end.
+OnMessage = Callable[[ProbeReport, str | None], None]
 
 
 def _build(kind: Any, data: Any) -> Any:
@@ -235,8 +227,8 @@ def _value(name: str, hint: Any, value: Any) -> Any:
         return None
     if get_origin(kind) is tuple:
         item = get_args(kind)[0]
-        own = str if item is Problem else item
-        if not isinstance(value, list | tuple) or not all(type(each) is own for each in value):
+        stored = str if item is Problem else item
+        if not isinstance(value, list | tuple) or not all(type(each) is stored for each in value):
             raise ValueError(f"{name}: expected a list, got {value!r:.80}")
         return tuple(map(Problem.read, value)) if item is Problem else tuple(value)
     if is_dataclass(kind):

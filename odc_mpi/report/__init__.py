@@ -1,1 +1,1 @@
-"""Pages with pictures of runs and benchmarks. No MPI."""
+"""HTML reports with plots of runs and benchmarks. This package does not use MPI."""

@@ -1,4 +1,4 @@
-"""Reports on benchmarks, from the one object that each prints with ``--json``."""
+"""Reports on benchmarks, from the JSON object that a benchmark prints with ``--json``."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,23 +25,23 @@ from odc_mpi.simulate import rollouts
 from odc_mpi.simulate.events import merge_intervals
 from odc_mpi.simulate.simulate import BASELINE, BOUNDS, SCHEDULES
 
-#: The schedule that is set against the baseline.
+#: The schedule that is compared with the baseline.
 ON_DEMAND = "window/dynamic"
-#: The schedule that is shown below it, where it ends earlier by this much.
+#: The schedule below it, shown if it saves at least this fraction of the time.
 SPLIT, MIN_SHOWN_GAIN = "window/split", 0.02
-#: Of a workload with generation.
+#: `ON_DEMAND` for a workload with generation.
 RL_ON_DEMAND = "window/on_demand"
-#: Above each chart, to be followed by a part of the time.
+#: Headings of charts; the fraction of time in which ranks wait follows.
 HEADINGS = {
     BASELINE: f"Collectives, {BASELINE}: ranks synchronize at each layer of each microbatch, and wait",
     ON_DEMAND: f"On demand, {ON_DEMAND}: ranks synchronize once, at the end, and wait",
     SPLIT: f"The longest sequences split, {SPLIT}: ranks wait",
-    rollouts.BASELINE: f"A barrier, {rollouts.BASELINE}: ranks train when all have generated, and wait",
-    RL_ON_DEMAND: f"On demand, {RL_ON_DEMAND}: free ranks train what others have finished, and wait",
+    rollouts.BASELINE: f"Barrier, {rollouts.BASELINE}: ranks train after all have generated, and wait",
+    RL_ON_DEMAND: f"On demand, {RL_ON_DEMAND}: idle ranks train completions of other ranks, and wait",
 }
 COMPUTES, WAITS = "computes", "waits for other ranks"
 _STYLES = {COMPUTES: Style(BLUE), WAITS: Style("none", "////")}
-#: Variants by name, as curves and as heads of columns.
+#: Labels of curves and table columns, by variant.
 _FETCHES = {
     "memcpy": "memcpy",
     "fetch_copy": "fetch",
@@ -56,7 +56,7 @@ _PUSHES = {
     "mpi_reduce_scatter": "MPI_Reduce_\nscatter",
     "gloo_reduce_scatter": "gloo",
 }
-#: Look and marker of each curve, in order.
+#: Style and marker of each curve, in order.
 _LINES = (
     (Style(PURPLE, ":"), "x"),
     (Style(BLUE, "-"), "o"),
@@ -67,10 +67,10 @@ _LINES = (
 
 
 def describe(result: Mapping[str, Any]) -> ReportPage:
-    """Report on a benchmark.
+    """Create the report of a benchmark.
 
     Raises:
-        LookupError, TypeError, ValueError: No benchmark prints such an object.
+        LookupError, TypeError, ValueError: The object is not the output of a benchmark.
     """
     return KINDS[result["benchmark"]](result)
 
@@ -80,23 +80,23 @@ def _schedule(result: Mapping[str, Any]) -> ReportPage:
     measured = result["benchmark"] == "schedule"
     is_rl = result.get("workload") == "grpo"
     baseline, on_demand = (rollouts.BASELINE, RL_ON_DEMAND) if is_rl else (BASELINE, ON_DEMAND)
-    what = f"prompts each, {scenario['completions']} completions of each" if is_rl else "sequences each"
+    items = f"prompts each, {scenario['completions']} completions of each" if is_rl else "sequences each"
     subtitle = [
-        f"{scenario['ranks']} ranks, {scenario['per_rank']} {what}, lengths {scenario['lengths']}, speeds vary "
+        f"{scenario['ranks']} ranks, {scenario['per_rank']} {items}, lengths {scenario['lengths']}, speeds vary "
         f"by {scenario['speed_variation']:.0%}, costs err by {scenario['cost_error']:.0%}; "
         f"{scenario['num_minibatches']} minibatches, seed {scenario['seed']}"
     ]
     if measured:
         subtitle.append(
-            f"Measured on {result['library']}, {result['nodes']} node{'s'[: result['nodes'] != 1]}: the runtime of a "
-            f"real run, with sleeps in place of computation, {result['slept_step_s']:g} s for an even share of a "
-            "minibatch; times as if nothing had been scaled"
+            f"Measured on {result['library']}, {result['nodes']} node{'s'[: result['nodes'] != 1]}, with sleeps in "
+            f"place of computation, scaled so that an even share of a minibatch takes {result['slept_step_s']:g} s; "
+            "times are before scaling"
         )
     else:
         subtitle.append("Simulated by odc-mpi simulate, not measured")
     gain = result["speedup"][on_demand]
     best = "on demand" if measured else "on demand, as simulated"
-    title = f"{gain:.2f} times as fast {best}: {on_demand} beside {baseline}"
+    title = f"{gain:.2f} times as fast {best}: {on_demand} compared with {baseline}"
     figures = [_first_minibatch(result, baseline, on_demand), _speedups(result, baseline, on_demand)]
     return benchmark_report(result, title, subtitle, figures)
 
@@ -140,7 +140,7 @@ def _idle(ranks: Sequence[Sequence[Sequence[float]]], end_s: float) -> float:
 
 
 def _gantt_row(rank: int, busy: Sequence[Sequence[float]], end_s: float) -> GanttRow:
-    # Pauses of less than half a pixel are not to be seen.
+    # Pauses below half a pixel are invisible.
     computes = merge_intervals(((a, b) for a, b in busy), end_s / 1800)
     edges = [0.0, *(edge for span in computes for edge in span), end_s]
     return GanttRow(f"rank {rank}", {COMPUTES: computes, WAITS: list(zip(edges[::2], edges[1::2], strict=True))})
@@ -156,13 +156,13 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
     }
     columns = [
         BarColumn(f"speed-up over {baseline}", result["speedup"], ".2f", 1.0, others),
-        BarColumn("part of the ranks' time in which they wait", wait, ".0%"),
+        BarColumn("fraction of the time in which ranks wait", wait, ".0%"),
         BarColumn("s / step", result["step_s"], ".2f", in_plot=False),
     ]
     names = [*rollouts.SCHEDULES, rollouts.BOUND] if is_rl else [*SCHEDULES, *BOUNDS]
     title = f"Ranks wait {wait[baseline]:.0%} of the time with {baseline}, {wait[on_demand]:.0%} with {on_demand}"
     caption = (
-        "No schedule that generates so can exceed the bound: all work shared out evenly, or the completion that is "
+        "No schedule with this generation can exceed the bound: all work distributed evenly, or the completion that is "
         f"generated last. Generation is {result['generation_fraction']:.0%} of the work."
         if is_rl
         else _floor(result)
@@ -171,16 +171,16 @@ def _speedups(result: Mapping[str, Any], baseline: str, on_demand: str) -> Figur
 
 
 def _floor(result: Mapping[str, Any]) -> str:
-    """Say what sets the floor, and what the paper has for a scenario like this one."""
+    """Return a caption that explains the floor, with the results of the paper for a similar scenario."""
+    fraction = result["longest_sequence_bound_fraction"]
     text = (
-        "The floor is what no schedule of whole sequences can exceed: the longest sequence alone, or all work shared "
-        f"out evenly, which is the even share. It is the longest sequence in {result['longest_sequence_bound_fraction']:.0%} of the "
-        "minibatches."
+        "No schedule of unsplit sequences can exceed the floor: the longest sequence alone, or all work distributed "
+        f"evenly, which is the even share. In {fraction:.0%} of the minibatches it is the longest sequence."
     )
     paper = result["paper"]
     if paper and not paper["same"]:
         figures = ", ".join(f"{name} {value:.2f}" for name, value in paper["speedup"].items())
-        text += f" The paper has, for {paper['ranks']} ranks with {paper['per_rank']} sequences each: {figures}."
+        text += f" In the paper, with {paper['ranks']} ranks and {paper['per_rank']} sequences each: {figures}."
     return text
 
 
@@ -190,7 +190,7 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
         for name, speed in result["tokens_per_s"].items()
     }
     columns = [BarColumn("tokens per second, with quartiles", speeds, ",.0f")]
-    references = {"fsdp2": "FSDP2's", "ceiling": "the ceiling", "apart": "processes apart"}
+    references = {"fsdp2": "FSDP2", "ceiling": "the ceiling", "apart": "separate processes"}
     columns += [
         BarColumn(f"as a multiple of {title}", result[f"ratio_to_{name}"], ".2f", 1.0)
         for name, title in references.items()
@@ -199,8 +199,8 @@ def _train(result: Mapping[str, Any]) -> ReportPage:
     best = max(ours, key=lambda name: ours[name])
     title = f"{best} trains {ours[best]:.2f} times as fast as FSDP2"
     caption = (
-        "Medians over rounds. The ceiling is one process alone on all of the data, by as many as there are ranks. "
-        "Apart: as many processes at once, which exchange nothing."
+        "Medians over rounds. The ceiling is the speed of a single process, multiplied by the number of ranks. "
+        "Apart: as many concurrent processes, without communication."
     )
     figures = [bar_table("speeds", title, columns, speeds, caption)]
     losses = result["losses"]
@@ -224,21 +224,21 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
     if largest["of_gloo"] is None:
         title += f"moves {largest['gb_per_s']['median']:.2g} GB/s"
     else:
-        title += f"is {largest['of_gloo']:.3g} times as fast as gloo's all-gather"
+        title += f"is {largest['of_gloo']:.3g} times as fast as the all-gather of gloo"
     panels = {"fetch a unit, GB/s": _FETCHES, "push its gradient, GB/s": _PUSHES}
     curves = [_curves(heading, sizes, titles) for heading, titles in panels.items()]
     speeds_plot = make_plot("curves", "speeds", title, curves, "bytes of a unit", lambda x: format_size(round(x)))
     tables = [
-        _table_over_sizes(f"{heading} ± half the distance of the quartiles", sizes, "all_at_once", titles, _gb_per_s)
+        _table_over_sizes(f"{heading} ± half the interquartile range", sizes, "all_at_once", titles, _gb_per_s)
         for heading, titles in panels.items()
     ]
-    caption = "GB/s of the whole unit for each rank; medians over rounds. Where a unit is read in place nothing moves."
+    caption = "GB/s of the full unit per rank; medians over rounds. Zero-copy fetches move no data, so have no speed."
     ranks, nodes, cores = result["ranks"], result["nodes"], result["cores_per_rank"]
     subtitle = [
         f"{result['library']}, {ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]}, "
         f"{cores} core{'s'[: cores != 1]} each, {result['repeats']} rounds, all ranks at once"
     ]
-    heading = "Rank 0 alone: time while the others idle; as a multiple, while they compute"
+    heading = "Only rank 0 transfers: time while the other ranks are idle; time while they compute, as a multiple"
     alone = _table_over_sizes(heading, sizes, "one_alone", {**_FETCHES, **_PUSHES}, _idle_and_busy)
     return benchmark_report(
         result, title, subtitle, [Figure(speeds_plot, caption, tables)], [alone] if len(alone.columns) > 1 else []
@@ -246,15 +246,15 @@ def _transport(result: Mapping[str, Any]) -> ReportPage:
 
 
 def _curves(heading: str, sizes: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Panel:
-    """Return a curve of GB/s for each variant that moves bytes in some size."""
-    found = []
+    """Return the GB/s curves of all variants that move data."""
+    curves = []
     for (name, title), (style, marker) in zip(titles.items(), _LINES, strict=True):
         entries = [(size["size_bytes"], size["all_at_once"].get(name)) for size in sizes]
         points = [(x, entry["gb_per_s"]["median"]) for x, entry in entries if entry and entry["gb_per_s"]]
         if points:
             x, y = zip(*points, strict=True)
-            found.append(Curve(title.replace("\n", ""), x, y, style, marker))
-    return Panel(heading, found, "log", 3.4)
+            curves.append(Curve(title.replace("\n", ""), x, y, style, marker))
+    return Panel(heading, curves, "log", 3.4)
 
 
 def _table_over_sizes(
@@ -264,7 +264,7 @@ def _table_over_sizes(
     titles: Mapping[str, str],
     cell: Callable[[Mapping[str, Any]], str],
 ) -> Table:
-    """Return a table with a row for each size, and a column for each variant that was measured in one."""
+    """Return a table with a row for each size and a column for each measured variant."""
     names = {name: title for name, title in titles.items() if any(name in size[part] for size in sizes)}
     rows = [
         [format_size(size["size_bytes"]), *(cell(size[part][name]) if name in size[part] else "-" for name in names)]
@@ -274,7 +274,7 @@ def _table_over_sizes(
 
 
 def _gb_per_s(entry: Mapping[str, Any]) -> str:
-    """Write the median GB/s and half the distance of the quartiles; the time where nothing moves."""
+    """Format the median GB/s and half the interquartile range, or the time of a variant that moves no data."""
     speed = entry["gb_per_s"]
     if speed is None:
         return format_seconds(entry["seconds"]["median"])
@@ -286,7 +286,6 @@ def _idle_and_busy(entry: Mapping[str, Any]) -> str:
     return f"{format_seconds(entry['idle_s'])}; {entry['busy_s'] / entry['idle_s']:.2f}"
 
 
-#: By the name of the benchmark.
 KINDS: Mapping[str, Callable[[Mapping[str, Any]], ReportPage]] = {
     "schedule": _schedule,
     "simulate": _schedule,

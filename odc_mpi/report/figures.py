@@ -1,4 +1,4 @@
-"""Variants of a benchmark side by side: as a picture of bars for pages, and as a table for terminals."""
+"""Comparison of the variants of a benchmark: as a bar plot for pages, and as a table for terminals."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,26 +8,26 @@ from odc_mpi.formatting import format_size
 from odc_mpi.report.page import Figure, ReportPage, Table
 from odc_mpi.report.plot_types import ORANGE, PLAIN_STYLE, SKY, Bar, Style, make_plot
 
-#: Of bars, by the beginning of a variant's name; those of our windows have `PLAIN_STYLE`.
+#: Styles of bars by the first component of the name of a variant. Variants with windows have `PLAIN_STYLE`.
 _STYLES = {
     "collective": Style(ORANGE, "///"),
     "floor": Style("none"),
-    # What others do, and what is not ours.
+    # References that do not use this package for communication.
     **dict.fromkeys(("apart", "ceiling", "fsdp2"), Style(SKY, "\\\\\\")),
 }
 
 
 @dataclass(frozen=True)
 class BarColumn:
-    """One figure of variants side by side.
+    """One quantity of all variants.
 
     Attributes:
-        heading: The figure and its unit.
-        figures: Numbers, or their low, median and high, by variant.
-        form: Their number format.
-        line: Where the picture has a line.
-        references: The same from elsewhere, by where it comes from and by variant.
-        in_plot: Whether it is in the picture, or in the table alone.
+        heading: The quantity with its unit.
+        figures: Numbers, or mappings with `low`, `median` and `high`, by variant.
+        form: Number format.
+        line: Value at which the plot has a line.
+        references: Values of the same quantity from other sources, by source and variant.
+        in_plot: If False, the column is only in the table.
     """
 
     heading: str
@@ -38,21 +38,20 @@ class BarColumn:
     in_plot: bool = True
 
     def bars(self, names: Iterable[str]) -> list[Bar]:
-        """Return a bar for each of some variants that has a figure."""
+        """Return a bar for each named variant that has a value."""
         bars = []
         for name in names:
             if name in self.figures:
-                figure = self.figures[name]
-                value, spread = figure, None
-                if isinstance(figure, Mapping):
-                    value, spread = figure["median"], (figure["low"], figure["high"])
+                value, spread = self.figures[name], None
+                if isinstance(value, Mapping):
+                    value, spread = value["median"], (value["low"], value["high"])
                 references = {source: values[name] for source, values in self.references.items() if name in values}
                 bars.append(Bar(name, value, _STYLES.get(name.split("/")[0], PLAIN_STYLE), spread, references))
         return bars
 
 
 def bar_table(name: str, title: str, columns: Sequence[BarColumn], names: Iterable[str], caption: str = "") -> Figure:
-    """Show figures of variants side by side."""
+    """Create a bar plot and a table that compare the named variants."""
     panels = {column.heading: column.bars(names) for column in columns}
     cells: dict[str, dict[str, str]] = {}
     for column in columns:
@@ -81,11 +80,11 @@ def benchmark_report(
     figures: Sequence[Figure],
     tables: Sequence[Table] = (),
 ) -> ReportPage:
-    """Return a report with what all benchmarks' objects may have: load, what was left out, goals."""
+    """Create a report, and add the entries that any benchmark may have: node load, skipped variants, goals."""
     if "load_average" in result:
         subtitle = [*subtitle, "load of the node: {:.1f} before, {:.1f} after".format(*result["load_average"])]
-    left_out = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]
-    return ReportPage(title, subtitle, left_out, figures, [*tables, *_goals(result)])
+    skipped = [f"left out: {name}, {reason}" for name, reason in result.get("left_out", {}).items()]
+    return ReportPage(title, subtitle, skipped, figures, [*tables, *_goals(result)])
 
 
 def _goals(result: Mapping[str, Any]) -> list[Table]:

@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else: text, tables and pictures, on light and dark screens and on paper."""
+"""Self-contained HTML pages with text, tables and plots, for light mode, dark mode and print."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,11 @@ pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 35%, transpar
 
 @dataclass(frozen=True)
 class Table:
-    """Figures in rows and columns.
+    """A table.
 
     Attributes:
-        heading: Above it.
-        columns: Their headings; the first column names the rows.
-        rows: Cells, as many as there are columns.
+        columns: Column headings. The first column has the names of the rows.
+        rows: Rows of cells, one cell per column.
     """
 
     heading: str
@@ -45,12 +44,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with a text below it.
+    """A plot with a caption.
 
     Attributes:
-        plot: Shown on a page.
-        caption: The text.
-        tables: Shown on a terminal in the picture's place.
+        tables: Tables that a terminal shows instead of the plot.
     """
 
     plot: Plot
@@ -60,15 +57,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """What a page shows, from top to bottom.
+    """The content of a page, from top to bottom.
 
     Attributes:
-        title: A heading.
-        subtitle: Of what, in a few words each.
-        notes: What is missing or to be known.
-        figures: Pictures.
-        tables: Further figures.
-        collapsed: Long texts by heading, shown when asked for.
+        subtitle: Lines that describe the run or benchmark.
+        notes: Missing data and other remarks.
+        collapsed: Long texts by heading, initially hidden.
     """
 
     title: str
@@ -80,7 +74,7 @@ class ReportPage:
 
 
 def html(report: ReportPage) -> str:
-    """Return the page."""
+    """Render a page as HTML."""
     light = "; ".join(f"{name}: {color}" for color, name in _VARIABLES.items())
     dark = "; ".join(f"{name}: {color}" for name, color in _DARK.items())
     variables = f":root {{ color-scheme: light dark; {light} }}\n"
@@ -111,7 +105,7 @@ def _figure(figure: Figure) -> str:
 
 
 def _inline(plot: Plot) -> str:
-    """Return a picture as a part of a page: without the document's head, with names and colours that suit the page."""
+    """Return an SVG element without XML prolog, with unique ids and with the color variables of the page."""
     svg = plot.svg[plot.svg.index("<svg") :]
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{plot.name}-", svg)
     for color, name in _VARIABLES.items():

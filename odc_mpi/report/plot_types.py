@@ -1,40 +1,40 @@
-"""What pictures are made of: plain data, colours and hatches. Nothing here draws."""
+"""Plain data of plots, with colors and hatches; `report.plots` draws them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-#: Ink, lines and background, which a page may replace to suit a dark screen.
+#: Text, lines and background. A page replaces them in dark mode.
 INK, MUTED, LINE, PAPER = "#1f2328", "#6e7781", "#d0d7de", "#ffffff"
-#: Colours of Okabe and Ito, which people with any kind of colour vision can tell apart.
+#: Colors of Okabe and Ito, which are distinguishable with any kind of color vision.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9"
 
 
 class Style(NamedTuple):
-    """How something is drawn.
+    """Style of a bar or a line.
 
     Attributes:
-        color: Of its face; "none" for hatching alone.
-        hatch: Of its face, or the style of a line, as matplotlib has them.
+        color: Color of the face; "none" for hatching only.
+        hatch: Hatch of a bar, or line style of a line, in the notation of matplotlib.
     """
 
     color: str
     hatch: str = ""
 
 
-#: Of a bar and of a line, where nothing else is asked for.
+#: Default styles of a bar and of a line.
 PLAIN_STYLE, PLAIN_LINE_STYLE = Style(BLUE), Style(BLUE, "-")
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture, drawn when it is looked at.
+    """A plot that is drawn on first access.
 
     Attributes:
-        name: By which it is asked for.
-        title: What is to be seen; drawn into it as well.
-        draw: Returns it as an SVG document.
+        name: Identifier on the command line.
+        title: Heading in the plot: its main result.
+        draw: Returns the plot as an SVG document.
     """
 
     name: str
@@ -43,15 +43,15 @@ class Plot:
 
     @cached_property
     def svg(self) -> str:
-        """The document."""
+        """The SVG document."""
         return self.draw()
 
 
 def make_plot(kind: str, name: str, title: str, *parts: Any) -> Plot:
-    """Make a picture of one of the kinds in `report.plots`."""
+    """Create a plot, drawn by the function `kind` of `report.plots` with the arguments `parts`."""
 
     def draw() -> str:
-        from odc_mpi.report import plots  # not at the top: matplotlib takes a second, and terminals need none
+        from odc_mpi.report import plots  # Imported late: matplotlib takes a second, and terminal output needs none.
 
         return plots.draw(kind, name, title, *parts)
 
@@ -60,12 +60,11 @@ def make_plot(kind: str, name: str, title: str, *parts: Any) -> Plot:
 
 @dataclass(frozen=True)
 class GanttRow:
-    """What one rank did.
+    """The timeline of one rank.
 
     Attributes:
-        label: Its name.
-        spans: Beginnings and ends in seconds, by kind.
-        notes: Parts with a beginning, which is shown, an end and a text, which is left out where there is no room.
+        spans: Start and end times in seconds, by kind.
+        notes: Start and end times with a text, which is drawn if it fits. A line marks each start.
     """
 
     label: str
@@ -75,14 +74,11 @@ class GanttRow:
 
 @dataclass(frozen=True)
 class GanttChart:
-    """Ranks below each other.
+    """Timelines of several ranks.
 
     Attributes:
-        heading: Of the chart.
-        rows: The ranks.
-        end_s: Where it ends.
-        marks: Points in time with a text.
-        saved_s: By how much it ends earlier than the one above.
+        marks: Times in seconds with a text.
+        saved_s: Time by which this chart ends earlier than the one above it.
     """
 
     heading: str
@@ -94,14 +90,11 @@ class GanttChart:
 
 @dataclass(frozen=True)
 class Bar:
-    """A figure with a name.
+    """A labeled value.
 
     Attributes:
-        label: The name.
-        value: Of the figure.
-        style: Of the bar.
-        spread: The quartiles, where there are.
-        references: The same from elsewhere, by where it comes from.
+        spread: Lower and upper quartile, if measured.
+        references: Values of the same quantity from other sources, by source.
     """
 
     label: str
@@ -113,14 +106,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points that belong together.
+    """A curve.
 
     Attributes:
-        label: Written beside its end; "" for none.
-        x: Positions.
-        y: Values; nan where there is none.
-        style: Of the line.
-        marker: On each point.
+        label: Text at the right end; "" for none.
+        y: Values; NaN where there is none.
+        marker: matplotlib marker of each point.
     """
 
     label: str
@@ -132,13 +123,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over one axis.
+    """Curves in one pair of axes.
 
     Attributes:
-        heading: Above the axes.
-        curves: Drawn into the same axes.
-        form: Number format at the y axis; "log" for a logarithmic one.
-        height: In inches.
+        form: Number format of the y axis; "log" for a logarithmic axis.
+        height: Height in inches.
     """
 
     heading: str
@@ -149,14 +138,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Histogram:
-    """A histogram.
+    """A histogram of token counts.
 
     Attributes:
-        heading: Name of the things that are counted.
-        edges: Of the bars, in tokens.
-        counts: Between the edges.
-        style: Of the bars.
-        marks: Places with a text.
+        edges: Edges of the bins, in tokens.
+        marks: Positions in tokens with a text.
     """
 
     heading: str
@@ -166,12 +152,12 @@ class Histogram:
     marks: Sequence[tuple[float, str]]
 
 
-#: More than this many lines cannot be told apart in a picture.
+#: Limit on the lines of a plot that remain distinguishable.
 MAX_RANKS = 32
 
 
 def choose_ranks(busy_s: Sequence[float]) -> list[int]:
-    """Return the ranks that a picture shows: all, or of many the most and the least busy and some between."""
+    """Select at most `MAX_RANKS` ranks to plot, evenly spaced from the least to the most busy."""
     count = len(busy_s)
     if count <= MAX_RANKS:
         return list(range(count))

@@ -1,7 +1,6 @@
-"""The kinds of pictures that reports are made of, as SVG. Local, all of it; the only place that knows matplotlib.
+"""SVG plots of the data in `report.plot_types`, 900 pixels wide; the only module that uses matplotlib.
 
-Each function draws plain data (`report.plot_types`), 900 pixels wide.
-What is told apart by colour is told apart by hatching or by a label, too.
+Everything that differs by color also differs by hatching or by a label.
 """
 
 import re
@@ -20,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from odc_mpi.report.plot_types import INK, LINE, MUTED, PAPER, Bar, Curve, GanttChart, GanttRow, Histogram, Panel, Style
 
-#: On coloured bars, whatever the background of the page is.
+#: Text on colored bars; differs from `PAPER`, so that dark mode does not replace it.
 _ON_COLOR = "#fffffe"
 _WIDTH = 12.5  # inches of 72 points: 900 points, shown as 900 pixels
 _STYLE: dict[str, Any] = {
@@ -43,17 +42,17 @@ _STYLE: dict[str, Any] = {
 
 
 def draw(kind: str, name: str, title: str, *parts: Any) -> str:
-    """Return a picture as an SVG document.
+    """Draw a plot as an SVG document.
 
     Args:
-        kind: Name of a function of this module.
-        name: Of the picture; the same one gives the same names within the document.
-        title: Drawn above.
-        parts: Arguments of the function.
+        kind: Name of a function in `KINDS`.
+        name: Name of the plot, which determines the ids in the document.
+        title: Heading of the plot.
+        *parts: Arguments of the function.
     """
     settings: dict[Any, Any] = {**_STYLE, "svg.hashsalt": name}
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # not what somebody has set for other pictures
+        matplotlib.rcdefaults()  # ignore the matplotlib configuration of the user
         matplotlib.rcParams.update(settings)
         figure = KINDS[kind](*parts)
         figure.suptitle(textwrap.fill(title, 104), x=0.01, ha="left", size=13, weight="bold")
@@ -64,7 +63,7 @@ def draw(kind: str, name: str, title: str, *parts: Any) -> str:
 
 
 def gantt(charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> Figure:
-    """Draw spans of time in lanes, charts below each other; kinds from the back to the front."""
+    """Draw Gantt charts below each other. `styles` has the kinds of spans in drawing order."""
     heights = [0.24 * len(chart.rows) + 0.1 for chart in charts]
     figure = _figure(sum(heights) + 0.5 * len(charts) + 1.1)
     all_axes = figure.subplots(len(charts), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -87,11 +86,11 @@ def gantt(charts: Sequence[GanttChart], styles: Mapping[str, Style]) -> Figure:
 
 def _draw_row(axes: Axes, y: int, row: GanttRow, styles: Mapping[str, Style], end_s: float) -> None:
     for kind, style in styles.items():
-        # Nobody sees less than a tenth of a pixel.
+        # Spans below a tenth of a pixel are invisible.
         bars = [(b, e - b) for b, e in row.spans.get(kind, ()) if e - b > end_s / 9000]
         axes.broken_barh(bars, (y - 0.4, 0.8), **{**_face(style), "linewidth": 0})
-    parted = [began for began, ended, _ in row.notes if ended - began > end_s / 300]
-    axes.vlines(parted, y - 0.4, y + 0.4, PAPER, linewidth=1.0)
+    starts = [began for began, ended, _ in row.notes if ended - began > end_s / 300]
+    axes.vlines(starts, y - 0.4, y + 0.4, PAPER, linewidth=1.0)
     box = {"facecolor": next(iter(styles.values())).color, "edgecolor": "none", "pad": 0.6}
     for began, ended, text in row.notes:
         if ended - began > end_s * 0.009 * len(text):
@@ -118,7 +117,7 @@ def _draw_marks(axes: Axes, chart: GanttChart) -> None:
 
 
 def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Sequence[float | None]) -> Figure:
-    """Draw bars from left to right, panels beside each other, each with a format and a line."""
+    """Draw horizontal bars in panels side by side; `form` and `reference` have a number format and a line per panel."""
     rows = next(iter(panels.values()))
     figure = _figure(0.36 * len(rows) + 1.6)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -127,17 +126,9 @@ def bars(panels: Mapping[str, Sequence[Bar]], form: Sequence[str], reference: Se
         for y, bar in enumerate(bars_of_panel):
             _draw_bar(axes, y, bar, bar_form)
         _draw_references(axes, bars_of_panel)
-        axes.set_xlim(
-            0,
-            1.18
-            * max(
-                [
-                    1e-9,
-                    *(x for bar in bars_of_panel for x in (bar.value, *(bar.spread or ()), *bar.references.values())),
-                ]
-            ),
-        )
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _, own_form=bar_form: format(x, own_form)))
+        values = [x for bar in bars_of_panel for x in (bar.value, *(bar.spread or ()), *bar.references.values())]
+        axes.set_xlim(0, 1.18 * max([1e-9, *values]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _, panel_form=bar_form: format(x, panel_form)))
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.grid(axis="x")
         if line is not None:
@@ -155,7 +146,7 @@ def _draw_bar(axes: Axes, y: int, bar: Bar, form: str) -> None:
     if bar.spread is not None:
         axes.plot(bar.spread, (y, y), color=INK, linewidth=1.4, marker="|", markersize=8)
         end = max(end, bar.spread[1])
-    # Beside the bar, or at its beginning where figures from elsewhere are at its end; lines may run through it.
+    # The value is after the bar, or at its start if references are drawn at its end. The box hides lines behind it.
     box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.5}
     text, at = format(bar.value, form), 0.0 if bar.references else end
     axes.annotate(text, (at, y), (8, 0), textcoords="offset points", va="center", bbox=box)
@@ -172,7 +163,7 @@ def _draw_references(axes: Axes, bars: Sequence[Bar]) -> None:
 
 
 def curves(panels: Sequence[Panel], xlabel: str, x_form: Callable[[float], str] | None = None) -> Figure:
-    """Draw curves, panels below each other on one x axis; with `x_form` it is logarithmic."""
+    """Draw panels of curves below each other with a common x axis, which is logarithmic if `x_form` is given."""
     heights = [panel.height for panel in panels]
     figure = _figure(sum(heights) + 0.4 * len(panels) + 0.6)
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -206,7 +197,7 @@ def _scale(axes: Axes, form: str) -> None:
 
 
 def _label_ends(axes: Axes, curves: Iterable[Curve]) -> None:
-    """Write labels at the right, each at about the height of its curve's end but clear of the others."""
+    """Write labels at the right, each near the end of its curve, without overlap."""
     to_axes = axes.transData + axes.transAxes.inverted()
     ends = [(float(to_axes.transform((c.x[-1], c.y[-1]))[1]), c) for c in curves if c.label and len(c.x)]
     ends.sort(key=lambda end: end[0])
@@ -217,7 +208,7 @@ def _label_ends(axes: Axes, curves: Iterable[Curve]) -> None:
 
 
 def _spread_labels(heights: Sequence[float], min_distance: float) -> list[float]:
-    """Push rising heights apart until there is about so much room between them."""
+    """Move ascending heights apart until they are about `min_distance` from each other."""
     moved = list(heights)
     for _ in range(100):
         for i in range(len(moved) - 1):
@@ -228,7 +219,7 @@ def _spread_labels(heights: Sequence[float], min_distance: float) -> list[float]
 
 
 def histograms(panels: Sequence[Histogram]) -> Figure:
-    """Draw histograms of tokens beside each other."""
+    """Draw histograms of tokens side by side."""
     figure = _figure(3.4)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         axes.set_title(panel.heading)
@@ -241,19 +232,16 @@ def histograms(panels: Sequence[Histogram]) -> Figure:
         for at, text in panel.marks:
             right = at > 0.6 * max(panel.edges)
             axes.axvline(at, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
-            place = {
-                "xytext": (-4 if right else 4, -2),
-                "textcoords": "offset points",
-                "ha": "right" if right else "left",
-            }
-            axes.annotate(text, (at, 1.0), xycoords=("data", "axes fraction"), va="top", **place)
+            offset, side = ((-4, -2), "right") if right else ((4, -2), "left")
+            place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": side, "va": "top"}
+            axes.annotate(text, (at, 1.0), offset, **place)
     return figure
 
 
 def stack(
     x: Sequence[float], parts: Mapping[str, Sequence[float]], styles: Mapping[str, Style], xlabel: str, points: Panel
 ) -> Figure:
-    """Draw the parts of a whole as bars, below a panel of curves on the same axis."""
+    """Draw stacked bars of fractions, below a panel of curves with the same x axis."""
     figure = _figure(5.2)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.4])
     above.set_title(points.heading)
@@ -285,7 +273,7 @@ def _figure(height: float) -> Figure:
 
 
 def _face(style: Style) -> dict[str, Any]:
-    """Return a bar's colours; hatching has the colour of edges, which are otherwise those of the paper."""
+    """Return the matplotlib properties of a bar. The edge color is also the color of the hatch."""
     edge = MUTED if style.color == "none" else PAPER
     return {"facecolor": style.color, "edgecolor": edge, "hatch": style.hatch, "linewidth": 0.5}
 

@@ -1,4 +1,4 @@
-"""`odc-mpi report`: a page with pictures of a run or a benchmark, or one of its pictures. Local; no MPI."""
+"""`odc-mpi report`: writes an HTML page with plots of a run or a benchmark, or a single plot."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from odc_mpi.errors import UserError
 from odc_mpi.files import write_text_atomic
 from odc_mpi.report import bench_report, page, run_report
 
-#: Endings of names, of which one fits what is written.
+#: Suffixes that are refused if they do not match the format of the output.
 _FORMATS = {".html", ".svg", ".png", ".jpg", ".jpeg", ".pdf"}
 
 
@@ -15,21 +15,21 @@ def write(source: Path, out: Path | None = None, plot_name: str | None = None) -
     """Write a report.
 
     Args:
-        source: A run directory, or a file with the object that a benchmark or `odc-mpi simulate` printed with --json.
-        out: The file to write; by default report.html in the run directory, or the source's name with another ending.
-        plot_name: Write this picture alone, as SVG.
+        source: A run directory, or a file with the output of a benchmark or of `odc-mpi simulate` with --json.
+        out: The output file; None: report.html in the run directory, or the name of the source with a new suffix.
+        plot_name: Write only this plot, as SVG.
 
     Returns:
-        What was written.
+        The path of the output file.
 
     Raises:
-        UserError: The source is neither, or damaged; there is no such picture; the file has the name of another
-            format; it cannot be written.
+        UserError: The source is neither, or damaged; the plot does not exist; the output has the suffix of another
+            format or cannot be written.
     """
     ending = ".html" if plot_name is None else f".{plot_name}.svg"
     form = ending[ending.rindex(".") :]
     if out and out.suffix.lower() in _FORMATS - {form}:
-        raise UserError(f"--out: expected a name that ends in {form}, as {form[1:].upper()} is written, got {out}")
+        raise UserError(f"--out: expected a name that ends in {form} for {form[1:].upper()} output, got {out}")
     try:
         kind = "a run directory" if source.is_dir() else "the JSON of a benchmark or of odc-mpi simulate"
         described = run_report.describe(source) if source.is_dir() else bench_report.describe(_read(source))
@@ -57,8 +57,8 @@ def _read(source: Path) -> dict[str, object]:
     kind = content.get("benchmark") if isinstance(content, dict) else None
     if not isinstance(kind, str) or kind not in bench_report.KINDS:
         kinds = " or ".join(sorted(bench_report.KINDS))
-        got = f"that of {kind}" if isinstance(kind, str) else "JSON of something else"
-        raise UserError(f"{source}: expected what odc-mpi prints with --json for {kinds}, got {got}")
+        got = f"output of {kind}" if isinstance(kind, str) else "other JSON"
+        raise UserError(f"{source}: expected the --json output of odc-mpi for {kinds}, got {got}")
     return content
 
 
@@ -67,5 +67,6 @@ def _draw(report: page.ReportPage, name: str | None) -> str:
         return page.html(report)
     plots = {figure.plot.name: figure.plot for figure in report.figures}
     if name not in plots:
-        raise UserError(f"--picture {name}: expected one of {', '.join(plots) or 'none, as there are no pictures'}")
+        known = f"expected one of {', '.join(plots)}" if plots else "this report has no pictures"
+        raise UserError(f"--picture {name}: {known}")
     return plots[name].svg

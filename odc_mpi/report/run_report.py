@@ -1,4 +1,4 @@
-"""What a report tells of a run, from the files in its directory; of a run that was killed, what there is."""
+"""Reports on runs, from the files in a run directory, some of which are missing after a run was killed."""
 
 import json
 import math
@@ -29,33 +29,32 @@ from odc_mpi.report.plot_types import (
     make_plot,
 )
 
-#: Spans of trace.json in which a rank waits for all others.
+#: Spans of trace.json in which a rank waits for all other ranks.
 _SYNC_POINTS = ("gradients_complete", "grad_norm", "parameters_published")
 COMPUTES, FETCHES, PUSHES, WAITS = "computes", "fetches", "pushes", "waits at the boundary"
-#: In the order in which they are drawn: fetches and pushes lie within microbatches.
+#: Kinds of spans in drawing order: fetches and pushes are drawn over microbatches.
 _STYLES = {
     COMPUTES: Style(BLUE),
     FETCHES: Style(ORANGE, "\\\\\\"),
     PUSHES: Style(GREEN, "---"),
     WAITS: Style("none", "////"),
 }
-#: More bars than that next to each other are taken together.
+#: Limit on the bars of a plot; above it, steps are averaged in groups.
 _MAX_BARS = 80
 _NUM_BINS = 40
 
 
 @dataclass
 class RunData:
-    """What is left of a run.
+    """The files of a run.
 
     Attributes:
         steps: Lines of metrics.jsonl.
-        summary: Of summary.json; None if there is none.
-        trace: Of trace.json; None if there is none.
-        settings: Of config.yaml.
-        config_text: The same as it is.
-        lengths: Of the data set's sequences; None if it is not there any more, or damaged.
-        notes: What is missing.
+        summary: Content of summary.json; None if the file is missing.
+        trace: Content of trace.json; None if the file is missing.
+        settings: Content of config.yaml, also as `config_text`.
+        lengths: Lengths of the sequences of the data set, int `[sequences]`; None if it is missing or damaged.
+        notes: Sentences about missing data.
     """
 
     steps: list[dict[str, Any]]
@@ -68,11 +67,11 @@ class RunData:
 
 
 def describe(run_dir: Path) -> ReportPage:
-    """Report on a run.
+    """Create the report of a run.
 
     Raises:
-        UserError: It is no run directory.
-        LookupError, TypeError, ValueError: A file in it is not what a run writes.
+        UserError: The path is not a run directory.
+        LookupError, TypeError, ValueError: A file in it is damaged.
     """
     run = _read(run_dir)
     figures = [_gantt(run.trace)] if run.trace else []
@@ -95,11 +94,11 @@ def _read(run_dir: Path) -> RunData:
     text = config.read_text(encoding="utf-8") if config.is_file() else ""
     settings = dialect.read_file(config) if text else {}
     if not isinstance(settings, dict):
-        raise ValueError("config.yaml is no mapping")
+        raise ValueError("config.yaml is not a mapping")
     steps = _read_lines(metrics, notes)
-    summary = _read_json(run_dir / "summary.json", "the run was ended before its last step, or goes on", notes)
-    none = "it is written at the end of a run, unless run.trace_steps is 0: no picture of who did what when"
-    trace = _read_json(run_dir / "trace.json", none, notes)
+    summary = _read_json(run_dir / "summary.json", "the run is still active or ended before its last step", notes)
+    reason = "it is written at the end of a run, unless run.trace_steps is 0. Without it there is no timeline of ranks"
+    trace = _read_json(run_dir / "trace.json", reason, notes)
     return RunData(steps, summary, trace, settings, text, _read_lengths(settings, notes), notes)
 
 
@@ -109,33 +108,33 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     for line in lines:
         try:
             steps.append(json.loads(line))
-        except ValueError:  # a run that was killed may have written a part of its last line
-            notes.append(f"{path.name}: a line that is no JSON is left out, after step {len(steps)}.")
+        except ValueError:  # a run that was killed may have written only part of its last line
+            notes.append(f"{path.name}: skipped a line that is not JSON, after step {len(steps)}.")
     if not steps:
-        notes.append(f"There is no step in {path.name}: the run ended before its first step did.")
+        notes.append(f"There is no step in {path.name}: the run ended before its first step.")
     return steps
 
 
-def _read_json(path: Path, otherwise: str, notes: list[str]) -> dict[str, Any] | None:
+def _read_json(path: Path, reason: str, notes: list[str]) -> dict[str, Any] | None:
     if not path.is_file():
-        notes.append(f"There is no {path.name}: {otherwise}.")
+        notes.append(f"There is no {path.name}: {reason}.")
         return None
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise TypeError(f"{path.name} is no mapping")
+        raise TypeError(f"{path.name} is not a mapping")
     return content
 
 
 def _read_lengths(settings: Mapping[str, Any], notes: list[str]) -> np.ndarray | None:
     path = (settings.get("data") or {}).get("path")
     if path and not Path(path).exists():
-        notes.append(f"The data set {path} (data.path) is not there any more: no lengths of its sequences.")
+        notes.append(f"The data set {path} (data.path) no longer exists: the lengths of its sequences are unknown.")
     elif path:
         try:
             with Dataset(path) as dataset:
                 return np.array(dataset.lengths)
         except UserError as error:
-            notes.append(f"There are no lengths of the sequences: {error}.")
+            notes.append(f"The lengths of the sequences are unknown: {error}.")
     return None
 
 
@@ -159,25 +158,24 @@ def _gantt(trace: Mapping[str, Any]) -> Figure:
     chosen = choose_ranks(busy.tolist())
     rows = [_gantt_row(rank, [step["ranks"][rank] for step in steps], offsets) for rank in chosen]
     marks = [(at, f"step {step['step']}") for at, step in zip(offsets, steps, strict=False)]
-    steps_of_ranks = [local for step in steps for local in step["ranks"]]
-    whole = sum(offset * len(steps[0]["ranks"]) for offset in ends)
-    waits = sum(_seconds(local[point]) for local in steps_of_ranks for point in _SYNC_POINTS) / whole
-    moves = sum(_seconds(local[kind]) for local in steps_of_ranks for kind in ("fetch", "accumulate")) / whole
-    works = max(0.0, sum(_seconds(local["microbatches"]) for local in steps_of_ranks) / whole - moves)
-    which = f"steps {steps[0]['step']} to {steps[-1]['step']}" if len(steps) > 1 else f"step {steps[0]['step']}"
+    locals_ = [local for step in steps for local in step["ranks"]]
+    total_s = sum(ends) * len(steps[0]["ranks"])
+    waits = sum(_seconds(local[point]) for local in locals_ for point in _SYNC_POINTS) / total_s
+    moves = sum(_seconds(local[kind]) for local in locals_ for kind in ("fetch", "accumulate")) / total_s
+    works = max(0.0, sum(_seconds(local["microbatches"]) for local in locals_) / total_s - moves)
+    period = f"steps {steps[0]['step']} to {steps[-1]['step']}" if len(steps) > 1 else f"step {steps[0]['step']}"
     title = (
-        f"In {which} ranks compute {works:.0%} of the time, fetch and push {moves:.0%}, "
+        f"In {period} ranks compute {works:.0%} of the time, fetch and push {moves:.0%}, "
         f"wait at the boundary {waits:.0%}"
     )
     caption = (
-        "Each minibatch begins as a rank leaves point B and ends as it leaves the next. Numbers are tokens of a "
-        "microbatch. What is left blank is the optimizer's step, planning, and writing metrics."
+        "A minibatch begins when the parameters are published, and ends when they are published again. Numbers are "
+        "tokens of a microbatch. Blank time is the optimizer step, planning, and writing metrics."
     )
     if len(chosen) < len(busy):
         caption += f" {len(chosen)} of {len(busy)} ranks are shown, from least to most busy."
-    left_out = sum(sum(local["left_out_s"].values()) for local in steps_of_ranks)
-    if left_out:
-        caption += f" Short spans of {left_out:.3g} s, over all ranks, were not kept."
+    if left_out_s := sum(sum(local["left_out_s"].values()) for local in locals_):
+        caption += f" Short spans of {left_out_s:.3g} s in total were not recorded."
     return Figure(make_plot("gantt", "gantt", title, [GanttChart("", rows, offsets[-1], marks)], _STYLES), caption)
 
 
@@ -198,21 +196,21 @@ def _seconds(spans: Sequence[Sequence[float]]) -> float:
 
 
 def _time_breakdown(steps: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw where the time of each step went, or that of some steps together."""
+    """Create the plot of the time breakdown of each step, or of groups of steps."""
     at_once = math.ceil(len(steps) / _MAX_BARS)
     groups = [steps[i : i + at_once] for i in range(0, len(steps), at_once)]
     x = [float(np.mean([step["step"] for step in group])) for group in groups]
     waits = {"fetches": "fetch_wait_s", "pushes": "accumulate_wait_s", WAITS: "boundary_wait_s"}
     parts = {kind: [_share(group, name) for group in groups] for kind, name in waits.items()}
-    rest = "computes, and all else"
+    rest = "computes and everything else"
     parts = {rest: [max(0.0, 1.0 - sum(values)) for values in zip(*parts.values(), strict=True)], **parts}
     every = Curve(
         "", [step["step"] for step in steps], [step["idle_fraction"] for step in steps], Style(SKY, "none"), "."
     )
     mean = Curve("", x, [float(np.mean([step["idle_fraction"] for step in group])) for group in groups])
     idle = sum(step["idle_fraction"] * step["step_s"] for step in steps) / sum(step["step_s"] for step in steps)
-    title = f"Ranks stood idle {idle:.1%} of the time, waiting for the slowest at the boundary of each minibatch"
-    panel = Panel("part of the time in which ranks stood at the boundary", [every, mean])
+    title = f"Ranks were idle {idle:.1%} of the time, waiting for the slowest at the boundary of each minibatch"
+    panel = Panel("fraction of the time in which ranks waited at the boundary", [every, mean])
     caption = "Means over all ranks." + (f" Bars and the line are means over {at_once} steps." if at_once > 1 else "")
     styles = {**_STYLES, rest: _STYLES[COMPUTES]}
     return Figure(make_plot("stack", "time", title, x, parts, styles, "step", panel), caption)
@@ -240,12 +238,8 @@ def _histograms(run: RunData) -> list[Figure]:
         heading = f"microbatches of steps {tokens['first_step']} to {tokens['last_step']}"
         panels.append(Histogram(heading, tokens["edges"], tokens["counts"], Style(BLUE), marks))
         title.append(f"microbatches are {full:.0%} full")
-    heading_text = "; ".join(title)
-    return (
-        [Figure(make_plot("histograms", "lengths", heading_text[:1].upper() + heading_text[1:], panels))]
-        if panels
-        else []
-    )
+    text = "; ".join(title)
+    return [Figure(make_plot("histograms", "lengths", text[:1].upper() + text[1:], panels))] if panels else []
 
 
 def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
@@ -254,8 +248,8 @@ def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
     known = [value for value in loss if not math.isnan(value)]
     title = "No step has a loss"
     if known:
-        went = "fell" if known[-1] < known[0] else "went"
-        title = f"The loss {went} from {known[0]:.4g} to {known[-1]:.4g} in {len(steps):,} steps"
+        verb = "fell" if known[-1] < known[0] else "went"
+        title = f"The loss {verb} from {known[0]:.4g} to {known[-1]:.4g} in {len(steps):,} steps"
     curves, captions = [Curve("", numbers, loss)], []
     evaluated = [step for step in steps if step.get("eval_loss") is not None]
     if evaluated:
@@ -270,8 +264,7 @@ def _loss(steps: Sequence[Mapping[str, Any]]) -> Figure:
             height=1.1,
         ),
     ]
-    skipped = sum(bool(step["skipped"]) for step in steps)
-    if skipped:
+    if skipped := sum(bool(step["skipped"]) for step in steps):
         captions.append(f"{skipped} steps were skipped: their gradients were not finite.")
     return Figure(make_plot("curves", "loss", title, panels, "step"), " ".join(captions))
 

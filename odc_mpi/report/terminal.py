@@ -1,4 +1,4 @@
-"""A report on the terminal: its sentences, and tables of the figures that a page draws."""
+"""Reports on the terminal: the text of a page, with tables instead of plots."""
 
 import textwrap
 
@@ -11,7 +11,7 @@ from odc_mpi.report.page import ReportPage, Table
 
 
 def render(report: ReportPage) -> Group:
-    """Lay a report out for a terminal of 80 columns or more."""
+    """Lay out a report for a terminal of 80 columns or more."""
     parts: list[RenderableType] = [Text(line) for line in (*report.subtitle, *report.notes)]
     for figure in report.figures:
         parts += [Text(), Text(figure.plot.title, "bold"), *map(_table, figure.tables)]

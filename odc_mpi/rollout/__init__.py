@@ -1,1 +1,1 @@
-"""Rollouts to learn from: groups of completions with their rewards, as microbatches."""
+"""Rollouts: sampled completions of prompts, their rewards and advantages, and microbatches to train on."""

@@ -1,12 +1,10 @@
-r"""Rewards that come along, by the names that `rl.reward_funcs` takes.
+"""Built-in reward functions, by their names in `rl.reward_funcs`. Without the column in a prompt they return None.
 
-    exact_match    1 if the completion is the column `answer`, spaces at the ends aside
-    final_number   1 if the last number of the completion is that of the column `answer`, where it follows ``####`` or
-                   is the last one, too, as in GSM8K
-    regex          1 if the column `pattern`, a regular expression, is found in the completion
-    length         the number of tokens of the completion; of a negative weight: shorter is better
-
-A prompt without the column makes them return None.
+exact_match    1 if the completion equals the column `answer`, without leading and trailing white space
+final_number   1 if the last number of the completion equals that of the column `answer`; in both, numbers before
+               the last ``####`` are ignored, as in GSM8K
+regex          1 if the regular expression in the column `pattern` matches anywhere in the completion
+length         number of tokens of the completion; with a negative weight, shorter is better
 """
 
 import re
@@ -18,17 +16,17 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?|[-+]?\.\d+")
 
 
 def completion_text(completion: Any) -> str:
-    """Return a completion's text; of a chat that of its messages."""
+    """Return the text of a completion, or the concatenated messages of a chat completion."""
     return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
 
 
 def exact_match(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Compare with the column `answer`."""
+    """Compare the completions with the column `answer`."""
     return _each(completions, columns.get("answer"), lambda text, answer: float(text.strip() == str(answer).strip()))
 
 
 def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Compare the last number with that of the column `answer`."""
+    """Compare the last number of each completion with the last one in the column `answer`."""
 
     def compare(text: str, answer: Any) -> float | None:
         expected = last_number(str(answer))
@@ -38,20 +36,20 @@ def final_number(completions: Sequence[Any], **columns: Sequence[Any]) -> list[f
 
 
 def regex(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
-    """Look for the column `pattern`."""
+    """Search each completion for the regular expression in the column `pattern`."""
     return _each(completions, columns.get("pattern"), lambda text, pattern: float(bool(re.search(pattern, text))))
 
 
 def length(completion_ids: Sequence[Sequence[int]], **columns: Sequence[Any]) -> list[float | None]:
-    """Count tokens."""
+    """Count the tokens of each completion."""
     return [float(len(tokens)) for tokens in completion_ids]
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text, behind ``####`` if there is one; commas between digits are ignored."""
-    found = _NUMBER.findall(text.rpartition("####")[2])
+    """Return the last number in the text after the last ``####``, if any; commas between digits are ignored."""
+    numbers = _NUMBER.findall(text.rpartition("####")[2])
     try:
-        return Decimal(found[-1].replace(",", "")) if found else None
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
     except InvalidOperation:
         return None
 

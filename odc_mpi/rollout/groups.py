@@ -1,4 +1,4 @@
-"""Finished prompt groups: as bytes on their way to another rank, and as microbatches to train on."""
+"""Finished prompt groups: serialization for the transfer to another rank, and packing into microbatches."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,16 @@ from odc_mpi.data.loader import Microbatch, flash_attention_kwargs
 
 
 class RolloutGroup(NamedTuple):
-    """The completions of a prompt, and how strongly each is to be learnt.
+    """A prompt group: the completions of one prompt with their advantages.
 
     Attributes:
-        position: Of the prompt in the minibatch.
-        prompt_index: Of the prompt in the file.
-        prompt: Its tokens.
+        position: Index of the prompt in the minibatch.
+        prompt_index: Index of the prompt in the file.
+        prompt: Tokens of the prompt.
         completions: Tokens of each completion.
-        logps: Of each completion, float32 [tokens].
-        advantages: float64 [completions].
-        excluded: Of each completion, whether nothing is learnt from it; bool [completions].
+        logps: Log-probabilities of the tokens of each completion, float32 `[tokens]`.
+        advantages: float64 `[completions]`.
+        excluded: True for completions that are not trained on, bool `[completions]`.
     """
 
     position: int
@@ -34,7 +34,7 @@ class RolloutGroup(NamedTuple):
     excluded: npt.NDArray[np.bool_]
 
     def to_bytes(self) -> bytes:
-        """Return the group as bytes."""
+        """Serialize the group for `from_bytes`."""
         lengths = [len(tokens) for tokens in self.completions]
         head = np.array([self.position, self.prompt_index, len(self.prompt), len(lengths), *lengths], dtype=np.int64)
         tokens = np.array(
@@ -46,7 +46,7 @@ class RolloutGroup(NamedTuple):
 
     @staticmethod
     def from_bytes(content: bytes) -> "RolloutGroup":
-        """Return the group of `to_bytes`."""
+        """Deserialize the result of `to_bytes`."""
         rest = io.BytesIO(content)
 
         def read_array(dtype: type, count: int) -> npt.NDArray:
@@ -63,14 +63,14 @@ class RolloutGroup(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMicrobatch(Microbatch):
-    """A microbatch of completions, each behind its prompt. `inputs` has no labels.
+    """A microbatch of sequences that each consist of a prompt and a completion. `inputs` has no labels.
 
     Attributes:
-        logit_positions: Of the tokens before each token of a completion, whose logits predict it; int64 [K], rising.
-        targets: The tokens of completions, int64 [K].
-        sequence: Of each of them the number of its sequence in the microbatch, int64 [K].
-        logps: Log-probabilities when they were drawn, float32 [K].
-        advantages: Of each sequence, float64 [num_sequences].
+        logit_positions: Positions whose logits predict the targets, int64 `[K]`, ascending.
+        targets: Tokens of all completions, int64 `[K]`.
+        sequence: Index of the sequence of each target in the microbatch, int64 `[K]`.
+        logps: Log-probability of each target when it was sampled, float32 `[K]`.
+        advantages: Advantage of each sequence, float64 `[num_sequences]`.
     """
 
     logit_positions: torch.Tensor
@@ -83,12 +83,11 @@ class RolloutMicrobatch(Microbatch):
 def pack_microbatches(
     groups: Sequence[RolloutGroup], max_tokens: int, *, with_all: bool
 ) -> Iterator[RolloutMicrobatch]:
-    """Yield the completions of groups in microbatches.
+    """Pack the completions of finished groups into microbatches.
 
     Args:
-        groups: Finished.
-        max_tokens: The most in a microbatch; no prompt with a completion has more.
-        with_all: Whether completions of advantage 0 are trained on, too.
+        max_tokens: Limit on the tokens of a microbatch. No prompt with its completion may have more.
+        with_all: Include completions with an advantage of 0.
     """
     chosen: list[tuple[RolloutGroup, int]] = []
     num_tokens = 0
@@ -107,29 +106,25 @@ def pack_microbatches(
 
 
 def _pack_microbatch(chosen: Sequence[tuple[RolloutGroup, int]]) -> RolloutMicrobatch:
-    tokens, logit_positions, targets, sequence, lengths = [], [], [], [], []
-    begin = 0
-    for number, (group, i) in enumerate(chosen):
-        sequence_tokens = [*group.prompt, *group.completions[i]]
-        tokens += sequence_tokens
-        logit_positions.append(np.arange(len(group.prompt) - 1, len(sequence_tokens) - 1) + begin)
-        targets += group.completions[i]
-        sequence.append(np.full(len(group.completions[i]), number))
-        lengths.append(len(sequence_tokens))
-        begin += len(sequence_tokens)
+    completions = [group.completions[i] for group, i in chosen]
+    num_targets = [len(completion) for completion in completions]
+    lengths = [len(group.prompt) + count for (group, _), count in zip(chosen, num_targets, strict=True)]
+    ends = np.cumsum(lengths)
+    # The logits at a position predict the next token.
+    logit_positions = [np.arange(end - count - 1, end - 1) for end, count in zip(ends, num_targets, strict=True)]
     inputs = {
-        "input_ids": torch.tensor([tokens]),
+        "input_ids": torch.tensor([[token for group, i in chosen for token in (*group.prompt, *group.completions[i])]]),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         **flash_attention_kwargs(lengths),
     }
     return RolloutMicrobatch(
         inputs,
-        len(targets),
-        begin,
+        sum(num_targets),
+        sum(lengths),
         np.array(sorted({group.prompt_index for group, _ in chosen})),
         logit_positions=torch.from_numpy(np.concatenate(logit_positions)),
-        targets=torch.tensor(targets),
-        sequence=torch.from_numpy(np.concatenate(sequence)),
+        targets=torch.tensor([token for completion in completions for token in completion]),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(chosen)), num_targets)),
         logps=torch.from_numpy(np.concatenate([group.logps[i] for group, i in chosen])),
         advantages=torch.tensor([float(group.advantages[i]) for group, i in chosen], dtype=torch.float64),
     )

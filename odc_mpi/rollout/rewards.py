@@ -1,11 +1,11 @@
-"""Rewards: functions of completions, TRL's signature, called for a prompt group at a time.
+"""Reward functions with the signature of TRL, called for one prompt group at a time.
 
-    f(prompts, completions, completion_ids, **columns) -> list of a number or None for each completion
+    f(prompts, completions, completion_ids, **columns) -> list with a number or None for each completion
 
-All arguments are lists with an entry for each completion. Prompts and completions are texts; of a chat, lists of
-messages. A column that a prompt does not have is None there. A function that does not take `**kwargs` gets the
-arguments that it names. None means that the function does not apply to a completion: it counts nothing there, and a
-completion to which no function applies has no part in the mean of its group, and no advantage.
+All arguments are lists with an entry for each completion. Prompts and completions are strings, or lists of messages in
+a chat. Entries of a column are None if the prompt lacks it. A function without `**kwargs` gets only the arguments in
+its signature. None means that the function does not apply to a completion and adds nothing to its reward. A completion
+to which no function applies is not part of the mean of its group and has the advantage 0.
 """
 
 import importlib
@@ -29,19 +29,17 @@ from odc_mpi.errors import UserError, one_line_message, warn
 from odc_mpi.rollout import builtin_rewards
 
 RewardCallable = Callable[..., Sequence[float | None]]
-#: Added to the deviation of a group before dividing by it, as TRL does.
+#: Added to the standard deviation of a group before dividing by it, as in TRL.
 EPSILON = 1e-4
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function.
+    """A reward function with its weight in the sum of rewards.
 
     Attributes:
-        name: Of the function alone, for metrics.
-        spec: As the setting names it.
-        function: What it does.
-        weight: In the sum of all.
+        name: Name of the function without its module, for metrics.
+        spec: Name in the setting `rl.reward_funcs`.
     """
 
     name: str
@@ -53,15 +51,10 @@ class RewardFunction:
 class GroupRewards:
     """The rewards of a prompt group.
 
-    Args:
-        per_function: float64 [functions, completions]; NaN where a function does not apply.
-        weights: float64 [functions].
-        num_failed: Completions that were left out because a function failed.
-
     Attributes:
-        per_function: As given.
-        rewards: float64 [completions], the weighted sum; NaN where no function applies.
-        num_failed: As given.
+        per_function: float64 `[functions, completions]`; NaN where a function does not apply.
+        rewards: Weighted sum over the functions, float64 `[completions]`; NaN where no function applies.
+        num_failed: Number of completions without rewards because a function failed.
     """
 
     def __init__(
@@ -73,15 +66,15 @@ class GroupRewards:
 
     @property
     def std(self) -> float:
-        """The deviation of the rewards that there are, with Bessel's correction; 0 of fewer than two."""
+        """Standard deviation of the rewards that are not NaN, with Bessel's correction; 0 for fewer than two."""
         valid = self.rewards[~np.isnan(self.rewards)]
         return float(valid.std(ddof=1)) if len(valid) > 1 else 0.0
 
     def advantages(self, *, scaled: bool) -> npt.NDArray[np.float64]:
-        """Return the rewards less their mean, divided by their deviation if they are to be scaled.
+        """Return the rewards minus their mean, divided by their standard deviation if `scaled`.
 
         Returns:
-            float64 [completions]; 0 where there is no reward, and all 0 if all rewards are equal.
+            float64 `[completions]`; 0 where the reward is NaN; all 0 if all rewards are equal.
         """
         valid = ~np.isnan(self.rewards)
         if not valid.any() or np.ptp(self.rewards[valid]) == 0:
@@ -91,14 +84,14 @@ class GroupRewards:
 
 
 def load_reward_functions(specs: Sequence[str], weights: Sequence[float] | None) -> list[RewardFunction]:
-    """Import reward functions. Local; runs the code of their modules.
+    """Import reward functions, which runs the code of their modules.
 
     Args:
-        specs: Each ``package.module:name``, ``file.py:name`` or the name of a built-in.
-        weights: Of each; None for 1.
+        specs: Each is ``package.module:name``, ``file.py:name`` or the name of a built-in function.
+        weights: Weight of each function; None: 1.
 
     Raises:
-        UserError: There is no such function, or its module fails.
+        UserError: A function does not exist, two have the same name, or a module raises an exception.
     """
     weights = weights or [1.0] * len(specs)
     functions = [
@@ -124,12 +117,11 @@ def compute_rewards(
     """Call the reward functions for a prompt group.
 
     Args:
-        functions: The functions.
-        reward_kwargs: `prompts`, `completions`, `completion_ids` and columns; each as long as there are completions.
+        reward_kwargs: `prompts`, `completions`, `completion_ids` and columns, each with an entry per completion.
         prompt: Number of the prompt, for messages.
-        rank: Of this rank, for messages.
-        timeout_s: Seconds that a function may take.
-        skip: Whether completions of a function that fails are left out, instead of ending the run.
+        rank: This rank, for messages.
+        timeout_s: Time limit of each function, in seconds.
+        skip: If a function fails, exclude the completions and print a warning instead of raising an error.
 
     Raises:
         UserError: A function raises, takes too long, or does not return a number or None for each completion.
@@ -142,8 +134,8 @@ def compute_rewards(
         except _FailedError as error:
             message = f"reward function {reward.spec}, prompt {prompt}, rank {rank}: {error}"
             if not skip:
-                raise UserError(f"{message}; to leave such completions out: rl.skip_failed_rewards") from error
-            warn(f"WARNING: {message}: left out")
+                raise UserError(f"{message}; set rl.skip_failed_rewards to exclude such completions") from error
+            warn(f"WARNING: {message}: excluded")
             if error.values is not None:
                 per_function[row] = error.values
             failed |= True if error.failed is None else error.failed
@@ -152,7 +144,7 @@ def compute_rewards(
 
 
 class _FailedError(Exception):
-    """A function failed: for some completions alone, of which there are values for the others, or for all."""
+    """A function failed: for the completions in `failed`, with `values` for the others; for all if both are None."""
 
     def __init__(
         self, message: str, values: npt.NDArray[np.float64] | None = None, failed: npt.NDArray[np.bool_] | None = None
@@ -166,33 +158,34 @@ def _call(
 ) -> npt.NDArray[np.float64]:
     try:
         with _time_limit(timeout_s):
-            found = _to_list(reward.function(**_accepted_kwargs(reward.function, reward_kwargs)), count)
+            rewards = _to_list(reward.function(**_accepted_kwargs(reward.function, reward_kwargs)), count)
     except _ExpiredError as error:
-        raise _FailedError(f"expected an answer within rl.reward_timeout_s, {timeout_s:g} s, got none") from error
+        raise _FailedError(f"it did not return within rl.reward_timeout_s, {timeout_s:g} s") from error
     except _FailedError:
         raise
     except (Exception, SystemExit) as error:
         raise _FailedError(f"it raised {type(error).__name__}: {one_line_message(error)}") from error
-    values = np.array([_number(value) for value in found])
-    wrong = np.array([value is not None for value in found]) & ~np.isfinite(values)
-    if wrong.any():
-        first = int(wrong.argmax())
-        text = " ".join(repr(found[first]).split())
+    values = np.array([_to_float(reward) for reward in rewards])
+    invalid = np.array([reward is not None for reward in rewards]) & ~np.isfinite(values)
+    if invalid.any():
+        first = int(invalid.argmax())
+        text = " ".join(repr(rewards[first]).split())
         message = f"expected finite numbers or None, got {text} for completion {first}"
-        raise _FailedError(message, values, wrong)
+        raise _FailedError(message, values, invalid)
     return values
 
 
-def _to_list(found: Any, count: int) -> list[Any]:
-    """Return the answer of a function, a list or an array, as a list."""
-    if isinstance(found, (str, bytes, Mapping, Set)) or not hasattr(found, "__len__") or getattr(found, "ndim", 1) == 0:
-        raise _FailedError(f"expected a list of {count} numbers, got {type(found).__name__}")
-    if len(found) != count:
-        raise _FailedError(f"expected {count} rewards, one for each completion, got {len(found)}")
-    return list(found)
+def _to_list(rewards: Any, count: int) -> list[Any]:
+    """Convert the result of a function, a list or an array, to a list."""
+    is_scalar = not hasattr(rewards, "__len__") or getattr(rewards, "ndim", 1) == 0
+    if isinstance(rewards, (str, bytes, Mapping, Set)) or is_scalar:
+        raise _FailedError(f"expected a list of {count} numbers, got {type(rewards).__name__}")
+    if len(rewards) != count:
+        raise _FailedError(f"expected {count} rewards, one for each completion, got {len(rewards)}")
+    return list(rewards)
 
 
-def _number(value: Any) -> float:
+def _to_float(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -200,7 +193,7 @@ def _number(value: Any) -> float:
 
 
 def _accepted_kwargs(function: RewardCallable, reward_kwargs: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Return the arguments that a function takes; all if it cannot be asked."""
+    """Return the arguments that a function accepts; all if its signature is unknown."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -211,14 +204,14 @@ def _accepted_kwargs(function: RewardCallable, reward_kwargs: Mapping[str, Seque
 
 
 class _ExpiredError(BaseException):
-    """A function took too long; not an `Exception`, which functions catch that try again what failed."""
+    """A function took too long. Not an `Exception`, since functions with retries may catch any `Exception`."""
 
 
 @contextmanager
 def _time_limit(timeout_s: float) -> Iterator[None]:
-    """Raise _ExpiredError in the enclosed code after some seconds, where a signal may: in the main thread.
+    """Raise _ExpiredError in the enclosed code when the time has passed. Has no effect outside of the main thread.
 
-    Raised again each second, should the code catch all there is.
+    The error is raised again each second, in case the code catches it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -238,7 +231,7 @@ def _time_limit(timeout_s: float) -> Iterator[None]:
             yield
         finally:
             running = False
-    finally:  # also of a signal that comes just before `running` is False
+    finally:  # also if the signal arrives just before `running` becomes False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     if expired:
@@ -258,26 +251,26 @@ def _load_function(spec: str) -> RewardCallable:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # whatever somebody's module does
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise UserError(
             f"rl.reward_funcs: {module_name!r} cannot be imported: {type(error).__name__}: {one_line_message(error)}"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise UserError(f"rl.reward_funcs: expected a function {name!r} in {module_name!r}, got none")
+        raise UserError(f"rl.reward_funcs: there is no function {name!r} in {module_name!r}")
     return function
 
 
 def _import(name: str) -> Any:
-    # As `python -m` has it: modules beside where the run was started.
-    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - what sys.path holds are strings
+    # As with `python -m`, modules in the working directory can be imported.
+    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - sys.path contains strings
         sys.path.insert(0, here)
     return importlib.import_module(name)
 
 
 def _import_file(path: Path) -> Any:
     if not path.is_file():
-        raise UserError(f"rl.reward_funcs: expected a file of Python at {str(path)!r}, got none")
+        raise UserError(f"rl.reward_funcs: the Python file {str(path)!r} does not exist")
     spec = importlib.util.spec_from_file_location(f"odc_mpi_rewards_{path.stem}", path)
     assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)

@@ -1,14 +1,14 @@
-"""Several completions of several prompts at once: `sample`, by transformers' `generate`. Local, or one-sided.
+"""Sampling of several completions for each of several prompts in one decode batch, with `generate` of transformers.
 
-The function is all that training knows of generation (`Sample`), so that an inference engine can take its place. What
-is drawn for a completion depends on the seed, the step, the prompt and the completion's number, never on the rank or on
-what else is decoded beside it. The logits do, by rounding: so the same completions come from the same decode batches.
+Training depends only on `SampleFn`, so an inference engine can replace `sample`. The random numbers of a completion
+depend on the seed, the step, the prompt and the index of the completion, not on the rank or on other completions in the
+batch. The logits depend on the batch by rounding, so only the same decode batch yields the same completions.
 
-Each token is drawn by one uniform number from the distribution that the policy has at this temperature, and its
-log-probability under that distribution is kept. Logits are not: memory does not grow with their number times length.
+Each token is sampled with one uniform random number. Its log-probability under the distribution of the policy at this
+temperature is stored; logits are not, so memory does not grow with vocabulary size times length.
 
-A prompt goes through the model once, for all of its completions. When half of the completions have ended, the others go
-on without them: `generate` is called again, with the keys and values of those that are left.
+The prefill of a prompt is computed once for all of its completions. When half of the completions in the batch have
+ended, decoding continues without them: `generate` is called again with the keys and values of the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,28 +19,29 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from odc_mpi.models.decoding import Prompt, generation_mode
 
-#: Elements of which a distribution is summed up at once, in float64.
+#: Elements of the float64 distributions that are in memory during sampling.
 _MAX_ELEMENTS = 1 << 24
-#: With fewer rows than this a decode step takes about as long as with half of them.
+#: With fewer rows, a decode step takes about as long as with half as many.
 _MIN_ROWS = 16
 
 
 @dataclass(frozen=True)
 class RolloutSamplingParams:
-    """How the completions of prompts are drawn.
+    """Sampling settings of rollouts.
 
     Attributes:
-        num_generations: Completions of each prompt.
-        max_completion_length: The most tokens of one.
-        temperature: Of the softmax; 0 takes the most likely token.
-        top_p: Of the most likely tokens those that together have this probability are drawn from; 1: from all.
-        top_k: So many of the most likely tokens are drawn from; 0: all.
-        seed: Of the run.
-        step: Of the run, from 1.
+        num_generations: Completions per prompt.
+        max_completion_length: Limit on the tokens of a completion.
+        temperature: Softmax temperature; 0 selects the most likely token.
+        top_p: Nucleus sampling threshold; 1: off.
+        top_k: Sample from the k most likely tokens; 0: off.
+        seed: Seed of the run.
+        step: Step of the run, from 1.
     """
 
     num_generations: int
@@ -56,10 +57,10 @@ class PromptCompletions(NamedTuple):
     """The completions of a prompt.
 
     Attributes:
-        tokens: Of each, a stop token at the end included.
-        logps: Log-probability of each token when it was drawn, float32 [tokens] of each.
-        stopped: Whether each ended by a stop token, and was not cut.
-        entropy: Sum of the entropies at all tokens, in nats.
+        tokens: Tokens of each completion, including a stop token at the end.
+        logps: Log-probabilities of the tokens of each completion when they were sampled, float32 `[tokens]`.
+        stopped: True for completions that ended with a stop token, False for truncated ones.
+        entropy: Sum of the entropies of the distributions of all tokens, in nats.
     """
 
     tokens: list[list[int]]
@@ -68,11 +69,9 @@ class PromptCompletions(NamedTuple):
     entropy: float
 
 
-#: Called with the position of a prompt among those that are decoded, as soon as its last completion has ended.
+#: Called with the index of a prompt in the decode batch as soon as its last completion has ended.
 OnPromptDone = Callable[[int, PromptCompletions], None]
-
-
-#: What generates: `sample`, or an inference engine; takes the arguments of `sample`.
+#: `sample`, or an inference engine with the same arguments.
 SampleFn = Callable[[Any, Sequence[Prompt], RolloutSamplingParams, OnPromptDone, Callable[[int], None]], None]
 
 
@@ -83,29 +82,26 @@ def sample(
     on_prompt_done: OnPromptDone,
     on_token: Callable[[int], None] = lambda token: None,
 ) -> None:
-    """Draw completions of prompts in one decode batch. Local; one-sided if the module is that of a sharded model.
+    """Sample completions of one or more prompts in one decode batch. One-sided if the model is sharded.
 
     Args:
-        module: A causal language model of transformers; of a sharded model its `module`. It must have positions for
-            the longest prompt and `max_completion_length` more.
-        prompts: To continue, at least one.
-        sampling: How.
-        on_prompt_done: Gets the completions of each prompt.
-        on_token: Called with the number of each token of all completions before it is drawn, from 1.
+        module: A causal language model of transformers, or the `module` of a sharded model. It must have positions for
+            the longest prompt plus `max_completion_length`.
+        on_token: Called before each token is sampled for all rows, with the number of the token from 1.
     """
     tokens, mask = _padded(prompts)
     sampler = _TokenSampler(prompts, sampling, on_prompt_done, on_token)
     cache = transformers.DynamicCache(config=module.config.get_text_config(decoder=True))
     with generation_mode(module) as decode:
         if tokens.shape[1] > 1:
-            # Once for all completions of a prompt: all of it but the last token, with which `generate` begins.
+            # Once for all completions of a prompt, without its last token, with which `generate` begins.
             prefill_settings = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
             decode(tokens[:, :-1], mask[:, :-1], prefill_settings, cache=cache)
             cache.batch_repeat_interleave(sampling.num_generations)
         tokens, mask = (each.repeat_interleave(sampling.num_generations, 0) for each in (tokens, mask))
         while len(sampler.rows):
             num_left = sampling.max_completion_length - sampler.num_sampled
-            found = decode(
+            decoded = decode(
                 tokens,
                 mask,
                 {"max_new_tokens": num_left, "do_sample": False, "pad_token_id": 0},
@@ -115,31 +111,27 @@ def sample(
             )
             left = sampler.drop_finished_rows()
             cache.batch_select_indices(left.to(module.device))
-            added = found.shape[1] - tokens.shape[1]
-            tokens = found.cpu()[left]
+            added = decoded.shape[1] - tokens.shape[1]
+            tokens = decoded.cpu()[left]
             mask = torch.nn.functional.pad(mask[left], (0, added), value=1)
 
 
 def _padded(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens of prompts and where they are, int64 [prompts, longest], with the padding on the left."""
-    longest = max(len(prompt.tokens) for prompt in prompts)
-    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    mask = torch.zeros_like(tokens)
-    for row, prompt in enumerate(prompts):
-        tokens[row, longest - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
-        mask[row, longest - len(prompt.tokens) :] = 1
-    return tokens, mask
+    """Return the tokens of prompts, padded on the left, and their mask, each int64 `[prompts, longest]`."""
+    tokens = [torch.tensor(prompt.tokens, dtype=torch.int64) for prompt in prompts]
+    mask = [torch.ones_like(row) for row in tokens]
+    return pad_sequence(tokens, True, padding_side="left"), pad_sequence(mask, True, padding_side="left")
 
 
 class _TokenSampler(LogitsProcessor):
-    """Draws each row's next token, which it leaves as the only one that is possible.
+    """Samples the next token of each row, and sets the scores of all other tokens to minus infinity.
 
-    A row is a completion; those of a prompt are one after the other.
+    A row is a completion. The completions of a prompt are in consecutive rows.
 
     Attributes:
-        rows: That are decoded now, int64 on the host.
-        done: Of each of them, whether it has ended.
-        num_sampled: Tokens of the rows that are not done.
+        rows: Indices of the rows in the current batch, int64 in host memory.
+        done: True for each of `rows` that has ended.
+        num_sampled: Number of tokens of the rows that have not ended.
     """
 
     def __init__(
@@ -154,9 +146,8 @@ class _TokenSampler(LogitsProcessor):
         self.rows = torch.arange(count)
         self.done = torch.zeros(count, dtype=torch.bool)
         self.num_sampled = 0
-        max_length = max(len(prompt.stop) for prompt in prompts)
-        stop = torch.tensor([[*prompt.stop, *[-1] * (max_length - len(prompt.stop))] for prompt in prompts])
-        self._stop = stop.to(torch.int64).repeat_interleave(sampling.num_generations, 0)
+        stop = [torch.tensor(prompt.stop, dtype=torch.int64) for prompt in prompts]
+        self._stop = pad_sequence(stop, True, -1).repeat_interleave(sampling.num_generations, 0)
         self._tokens = torch.zeros(count, length, dtype=torch.int64)
         self._logps = torch.zeros(count, length)
         self._entropy = torch.zeros(count, dtype=torch.float64)
@@ -174,7 +165,7 @@ class _TokenSampler(LogitsProcessor):
             )
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores of which the drawn token's alone is finite."""
+        """Return scores in which only that of the sampled token is finite."""
         if not self.done.all():
             self._on_token(self.num_sampled + 1)
             sampled = self._sample_tokens(scores)
@@ -182,18 +173,18 @@ class _TokenSampler(LogitsProcessor):
         return scores
 
     def should_compact(self) -> bool:
-        """Tell whether enough rows are done to go on without them."""
+        """Return True if enough rows have ended to continue without them."""
         left = len(self.done) - int(self.done.sum())
         return 2 * left <= len(self.done) and (not left or len(self.done) >= _MIN_ROWS)
 
     def drop_finished_rows(self) -> torch.Tensor:
-        """Take rows that are done away; return the places of the others among those that were decoded."""
+        """Remove the rows that have ended. Return the indices of the others in the previous batch."""
         left = torch.nonzero(~self.done)[:, 0]
         self.rows, self.done = self.rows[left], self.done[left]
         return left
 
     def _sample_tokens(self, scores: torch.Tensor) -> torch.Tensor:
-        """Draw for all rows that are not done; others get token 0, which nobody looks at."""
+        """Sample for all rows that have not ended; the others get token 0, which is never used."""
         sampled = torch.zeros(len(self.rows), dtype=torch.int64)
         for positions in torch.nonzero(~self.done)[:, 0].split(max(1, _MAX_ELEMENTS // scores.shape[1])):
             rows = self.rows[positions]
@@ -213,7 +204,7 @@ class _TokenSampler(LogitsProcessor):
         return sampled
 
     def _sample_rows(self, scores: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens, their log-probabilities and the entropies, each [rows] on the host."""
+        """Return tokens, their log-probabilities and the entropies, each `[rows]` in host memory."""
         logps = torch.log_softmax(scores.float() / (self._sampling.temperature or 1.0), -1)
         probabilities = logps.exp()
         entropies = -(probabilities * logps.clamp(min=torch.finfo(logps.dtype).min)).sum(-1)
@@ -225,39 +216,33 @@ class _TokenSampler(LogitsProcessor):
         return tokens.cpu(), logps.gather(1, tokens[:, None])[:, 0].cpu(), entropies.cpu()
 
     def _end(self, row: int) -> None:
-        """Deliver the completions of a prompt after the last of them."""
+        """Record the end of a row. After the last row of a prompt, pass the completions to the callback."""
         count = self._sampling.num_generations
         group = row // count
         self._missing[group] -= 1
         if not self._missing[group]:
-            completion_rows = slice(group * count, (group + 1) * count)
-            lengths = self._lengths[completion_rows].tolist()
-            tokens = [
-                each[:length].tolist() for each, length in zip(self._tokens[completion_rows], lengths, strict=True)
-            ]
-            logps = [
-                each[:length].numpy().copy() for each, length in zip(self._logps[completion_rows], lengths, strict=True)
-            ]
-            stopped: list[bool] = self._stopped[completion_rows].tolist()
-            self._on_prompt_done(
-                group, PromptCompletions(tokens, logps, stopped, sum(self._entropy[completion_rows].tolist()))
-            )
+            rows = slice(group * count, (group + 1) * count)
+            lengths = self._lengths[rows].tolist()
+            tokens = [each[:length].tolist() for each, length in zip(self._tokens[rows], lengths, strict=True)]
+            logps = [each[:length].numpy().copy() for each, length in zip(self._logps[rows], lengths, strict=True)]
+            stopped: list[bool] = self._stopped[rows].tolist()
+            self._on_prompt_done(group, PromptCompletions(tokens, logps, stopped, sum(self._entropy[rows].tolist())))
 
 
 class _StopWhenCompactable(StoppingCriteria):
-    """Ends `generate` when all rows are done, or enough of them to go on without these."""
+    """Ends `generate` when all rows have ended, or enough of them to continue without them."""
 
     def __init__(self, sampler: _TokenSampler) -> None:
         self._sampler = sampler
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return of each row whether it is done."""
+        """Return True for each row that has to stop."""
         done = self._sampler.done
         return (torch.ones_like(done) if self._sampler.should_compact() else done).to(input_ids.device)
 
 
 def _truncate_distribution(probabilities: torch.Tensor, sampling: RolloutSamplingParams) -> torch.Tensor:
-    """Return the probabilities, float64, with 0 for tokens that are not to be drawn."""
+    """Return the probabilities in float64, with 0 for the tokens that top_k and top_p exclude."""
     truncated = probabilities.double()
     if 0 < sampling.top_k < truncated.shape[1]:
         truncated = truncated.masked_fill(truncated < truncated.topk(sampling.top_k).values[:, -1:], 0.0)
@@ -269,11 +254,11 @@ def _truncate_distribution(probabilities: torch.Tensor, sampling: RolloutSamplin
 
 
 def _inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return the token of each row at which the sum of probabilities passes a uniform number's share."""
+    """Return the token of each row at which the cumulative probability exceeds the uniform random number."""
     sums = probabilities.cumsum(-1)
     tokens = torch.searchsorted(sums, (uniforms * sums[:, -1])[:, None], right=True)[:, 0]
     if (tokens == probabilities.shape[1]).any():
-        # Rounding at the upper end: the last token that has any probability.
+        # Rounding at the upper end: use the last token with a nonzero probability.
         last = probabilities.shape[1] - 1 - probabilities.flip(-1).gt(0).to(torch.int8).argmax(-1)
         tokens = torch.minimum(tokens, last)
     return tokens

@@ -1,7 +1,7 @@
-"""The longest sequences of a minibatch in pieces over ranks: docs/context_parallel.md.
+"""Context parallelism: the longest sequences of a minibatch are split into chunks over ranks.
 
-Whether a run cuts sequences: what its model, settings and data allow, and what memory that takes. Then this rank's
-pieces as microbatches.
+This module decides whether a run splits sequences, computes the memory for it, and yields chunks as microbatches. See
+docs/context_parallel.md.
 """
 
 from collections.abc import Iterator
@@ -23,46 +23,36 @@ from odc_mpi.training.settings import Config
 
 @dataclass(frozen=True)
 class ContextParallelSetup:
-    """Whether and how sequences are cut.
+    """Decision of a run about context parallelism.
 
     Attributes:
-        sizes: Of the memory for pieces; None if nothing is cut.
-        reason: Why nothing is cut, to be said once; None if nobody asked for it.
+        sizes: Sizes of the key and value windows; None if context parallelism is off.
+        reason: Reason why it is off, for the start-up line; None if the settings switch it off.
     """
 
     sizes: KVSizes | None = None
     reason: str | None = None
 
     def startup_lines(self) -> dict[str, str]:
-        """Return a line for the start of a run, if there is something to say."""
+        """Return the start-up line `cp`; empty if the settings switch context parallelism off."""
         if self.sizes is None:
             return {"cp": f"off: {self.reason}"} if self.reason else {}
-        memory = f"{self.sizes.num_bytes / 2**20:,.1f} MiB per rank for their keys and values"
-        return {"cp": f"of sequences too long for an even share; {memory}"}
+        memory = f"{self.sizes.num_bytes / 2**20:,.1f} MiB per rank for keys and values"
+        return {"cp": f"on for sequences too long for an even share of the work; {memory}"}
 
 
 def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Dataset, size: int) -> ContextParallelSetup:
-    """Find out whether a run cuts sequences. Local; the same outcome on every rank.
-
-    Args:
-        config: Of the run.
-        meta_model: The model, without adapters.
-        dataset: To train on.
-        size: Number of ranks.
-
-    Raises:
-        UserError: `data.context_parallel` does not go with another setting.
-    """
+    """Decide whether a run splits sequences; the result is the same on every rank. `meta_model` has no adapters yet."""
     if config.data.context_parallel == "off":
         return ContextParallelSetup()
     if size == 1:
-        return ContextParallelSetup(reason="one rank has nobody to share a sequence with")
+        return ContextParallelSetup(reason="context parallelism needs at least 2 ranks")
     longest = int(dataset.lengths.max())
     try:
         shape = attention_shape(meta_model.module, longest)
     except ContextParallelUnsupportedError as error:
-        return ContextParallelSetup(reason=f"{type(meta_model.module).__name__} trains whole sequences: {error}")
-    # With adapters a layer may compute in their type.
+        return ContextParallelSetup(reason=f"{type(meta_model.module).__name__} does not support it: {error}")
+    # With adapters, which are float32, a layer may compute in float32.
     narrow = config.model.param_dtype == "bfloat16" and config.lora.r is None
     token_bytes = shape.token_numel * (2 if narrow else 4)
     max_chunk_tokens = min(longest, config.data.max_tokens_per_microbatch)
@@ -70,7 +60,7 @@ def plan_context_parallel(config: Config, meta_model: MetaModel, dataset: Datase
 
 
 def validate_context_parallel(config: Config) -> None:
-    """Refuse settings that do not go with `data.context_parallel`."""
+    """Raise UserError if another setting does not support `data.context_parallel`."""
     if config.data.context_parallel == "off":
         return
     for setting, value, required in (
@@ -81,23 +71,23 @@ def validate_context_parallel(config: Config) -> None:
     ):
         if value != required:
             raise UserError(
-                f"data.context_parallel: auto goes with {setting} {required}, got {value}: set {setting} to {required}, or "
-                "data.context_parallel to off"
+                f"data.context_parallel: auto requires {setting} {required}, got {value}: set {setting} to {required}, "
+                "or data.context_parallel to off"
             )
 
 
 class ChunkMicrobatches:
-    """This rank's pieces of the sequences of one minibatch after the other."""
+    """Yields this rank's chunks of the split sequences of successive minibatches."""
 
     def __init__(self, windows: KVWindows) -> None:
         self.windows = windows
         self._num_split = 0
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[tuple[Microbatch, int]]:
-        """Yield this rank's pieces, and of each its number in its sequence. One-sided.
+        """Yield this rank's chunks, each with its index in its sequence. One-sided.
 
-        Between one and the next its forward and backward have to run. To be called for every minibatch, by every rank:
-        the sequences that are cut are counted.
+        The caller must run forward and backward of a chunk before it takes the next. Every rank must call this for
+        every minibatch, since all ranks number the split sequences of the run in the same way.
         """
         first, self._num_split = self._num_split + 1, self._num_split + len(minibatch.plan.splits)
         for turn, split in enumerate(minibatch.plan.splits, first):
@@ -114,7 +104,7 @@ class ChunkMicrobatches:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A piece as `models.attention` takes it."""
+    """A chunk in the form that `models.attention` expects."""
 
     exchange: KVExchange
     num_tokens: int
@@ -122,5 +112,5 @@ class _Chunk:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, layer: int
     ) -> torch.Tensor:
-        """Attend to all tokens of the sequence up to the piece's own. One-sided, waits for earlier pieces."""
+        """Attend to all tokens of the sequence up to the end of this chunk. One-sided; waits for earlier chunks."""
         return context_parallel_attention(query, key, value, scaling, layer, self.exchange)

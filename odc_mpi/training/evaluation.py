@@ -1,11 +1,10 @@
-"""Evaluation beside the training: when it is due, and the loss over held-out sequences.
+"""Evaluation between training steps: its schedule, and the loss over held-out sequences.
 
-An evaluation comes between two steps, when parameters are published: forwards alone, without a graph. A rank fetches
-what it needs when it needs it and draws one microbatch after the other, so nobody waits for another but at the end,
-where the sums of all ranks meet.
+An evaluation runs forwards between two steps, when the parameters are published. Each rank claims one microbatch after
+another and fetches parameters on demand. Ranks synchronize only at the end, when their sums are gathered.
 
-Every trained token of the set weighs the same. (transformers' `Trainer` takes the mean over batches, each by its number
-of sequences: with sequences of different lengths that is another number.)
+All loss tokens have the same weight. (The `Trainer` of transformers averages over batches, weighted by their numbers of
+sequences, which gives another result if sequences differ in length.)
 """
 
 import math
@@ -32,7 +31,7 @@ from odc_mpi.training.settings import Config, RunConfig
 
 
 class PeriodicEvaluator(Callback, ABC):
-    """Evaluates before the first step if asked to, every `run.eval_every` steps, and after the last one."""
+    """Evaluates every `run.eval_every` steps, after the last step, and with `run.eval_on_start` before the first."""
 
     def __init__(self, run: RunConfig) -> None:
         self._run = run
@@ -40,15 +39,15 @@ class PeriodicEvaluator(Callback, ABC):
 
     @abstractmethod
     def evaluate(self) -> Mapping[str, Any]:
-        """Return the figures, the same on every rank. Collective at the end."""
+        """Return the evaluation metrics, the same on every rank. Collective."""
 
     def on_train_begin(self, completed_steps: int) -> None:
-        """Evaluate before the first step of a run, if that is asked for. Collective."""
+        """Evaluate before the first step of a new run, if `run.eval_on_start` is set. Collective."""
         if self._run.eval_on_start and not completed_steps:
             self._at_start = {f"{name}_start": value for name, value in self.evaluate().items()}
 
     def on_step_end(self, step: Step) -> None:
-        """Evaluate, if that is due. Collective."""
+        """Evaluate, if it is due. Collective."""
         step.metrics |= self._at_start
         self._at_start = {}
         every, number = self._run.eval_every, step.number
@@ -59,12 +58,7 @@ class PeriodicEvaluator(Callback, ABC):
 
 
 class LossEvaluator(PeriodicEvaluator):
-    """The loss over held-out sequences. Making one is collective.
-
-    Args:
-        dataset: Held out; closed with the run.
-        cost_model: Of a sequence.
-    """
+    """Computes the loss over held-out sequences. Construction is collective."""
 
     columns: ClassVar = (
         ProgressColumn("eval", 8, lambda line: f"{line['eval_loss']:.4f}" if "eval_loss" in line else ""),
@@ -91,7 +85,7 @@ class LossEvaluator(PeriodicEvaluator):
         self._tickets = Tickets(world)
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean loss of a trained token, and its perplexity. Collective at the end, else one-sided."""
+        """Return the mean loss per loss token, and the perplexity. Collective at the end, one-sided before."""
         local_loss, training = 0.0, self._model.module.training
         self._model.eval()
         try:
@@ -101,7 +95,7 @@ class LossEvaluator(PeriodicEvaluator):
         finally:
             self._model.train(training)
         total = sum(self._world.gather_objects(local_loss))
-        self._tickets.reset()  # all have drawn; nobody draws again before the next B
+        self._tickets.reset()  # all ranks are done, and claim again only after the next parameters are published
         loss = total / self._minibatch.num_tokens
         try:
             return {"eval_loss": loss, "eval_perplexity": math.exp(loss)}
@@ -113,6 +107,6 @@ class LossEvaluator(PeriodicEvaluator):
         self._minibatch.dataset.close()
 
     def _loss(self, microbatch: Microbatch) -> float:
-        """Return the sum of the losses of a microbatch's trained tokens. One-sided."""
+        """Return the summed loss of a microbatch. One-sided."""
         loss = float(self._model(**microbatch.to(self._model.device).inputs).loss)
         return round_for_exact_sum(loss * microbatch.num_tokens, MAX_EXACT_LOSS * self._minibatch.num_tokens)

@@ -1,4 +1,4 @@
-"""What a run is made from: the data set, the model and the loader, opened and checked against each other."""
+"""Inputs of a run: data set, model and loader, opened and checked against each other. Does not communicate."""
 
 import os
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ from odc_mpi.training.context_parallel import ContextParallelSetup, plan_context
 from odc_mpi.training.rl.prompts import PromptLoader
 from odc_mpi.training.settings import Config, DataConfig, ModelConfig
 
-#: Sequences to train on; or prompts, to learn from rewards.
+#: Sequences, or prompts with GRPO.
 TrainingData = Dataset | PromptDataset
 
 
 @dataclass
 class Inputs:
-    """What a run is made from, checked and not yet distributed."""
+    """Checked inputs of a run; the weights are not read yet."""
 
     dataset: TrainingData
     model: models.MetaModel
@@ -34,20 +34,16 @@ class Inputs:
 
     @property
     def datasets(self) -> dict[str, TrainingData]:
-        """The data sets by their settings."""
+        """The data sets by the names of their settings."""
         datasets = {"data.path": self.dataset}
         return datasets if self.evaluation is None else datasets | {"data.eval_path": self.evaluation}
 
     @property
     def sequence_loader(self) -> Loader:
-        """The loader of sequences.
-
-        Raises:
-            UserError: The data are prompts.
-        """
+        """The loader, for callers that need sequences, not prompts."""
         if isinstance(self.loader, Loader):
             return self.loader
-        raise UserError("run.objective: expected sft, to train on sequences of a data set, got grpo: change it")
+        raise UserError("run.objective: expected sft, got grpo: set it to sft")
 
     def close(self) -> None:
         """Close the data sets; prompts are in memory."""
@@ -57,15 +53,9 @@ class Inputs:
 
 
 def open_inputs(config: Config, rank: int, size: int) -> Inputs:
-    """Open the data set, build the model without its weights, and check that they fit.
+    """Open the data set, build the model without its weights, and check that they fit together.
 
-    Args:
-        config: Of the run.
-        rank: Whose microbatches the loader yields.
-        size: Number of ranks.
-
-    Raises:
-        UserError: Something is missing, damaged, or does not fit.
+    The loader yields the microbatches of `rank`, of `size` ranks.
     """
     validate_context_parallel(config)
     meta_model = build_model(config.model, config.run.seed)
@@ -90,16 +80,16 @@ def open_inputs(config: Config, rank: int, size: int) -> Inputs:
 
 
 def remove_staged_copy(path: str) -> None:
-    """Remove the data set if it is the copy that a batch script made for this job, and told so.
+    """Remove the data set if it is the copy that the batch script made for this job (ODC_MPI_STAGED_FILE).
 
-    Once all ranks of a node have it open nobody needs its name; so nothing is left however the job ends.
+    Call it when all ranks of the node have opened the file: no copy is left then, however the job ends.
     """
     if os.environ.get("ODC_MPI_STAGED_FILE") == path:
         Path(path).unlink(missing_ok=True)
 
 
 def _open_prompts(config: Config, meta_model: models.MetaModel, rank: int) -> Inputs:
-    """Open prompts to generate from, which leave room for completions in the model and in a microbatch."""
+    """Open the prompts, and check that prompt and completion fit the model and a microbatch."""
     setting, tokenizer_path = (
         ("rl.tokenizer", config.rl.tokenizer) if config.rl.tokenizer else ("model.path", config.model.path)
     )
@@ -129,8 +119,8 @@ def _validate_prompts(
     ):
         if limit is not None and longest + length > limit:
             raise UserError(
-                f"rl.max_completion_length: {prompts.locations[index]}: a prompt of {longest} tokens and a completion of "
-                f"{length} are more than {name}, {limit}: lower it, leave the prompt out, or raise the limit"
+                f"rl.max_completion_length: {prompts.locations[index]}: a prompt of {longest} tokens and a completion "
+                f"of {length} exceed {name}, {limit}: lower it, remove the prompt, or raise the limit"
             )
     return prompts
 
@@ -157,7 +147,7 @@ def _open_dataset(setting: str, path: str, model: ModelConfig, meta_model: model
 
 
 def initial_cost_model(config: DataConfig, meta_model: models.MetaModel) -> CostModel:
-    """Return the cost of a sequence before anything was measured: of `fitted` that of `flops`."""
+    """Return the cost model before any measurement; `fitted` begins with that of `flops`."""
     if config.cost == "linear":
         return CostModel()
     return flops_cost(meta_model.num_matmul_params, meta_model.num_layers, meta_model.attention_dim)
@@ -169,31 +159,31 @@ def _check_vocabulary(setting: str, dataset: TrainingData, model: ModelConfig, m
     action, remedy = "prepared", "prepare it with the model's own tokenizer"
     if isinstance(dataset, PromptDataset):
         action, remedy = "tokenized", "set rl.tokenizer to the model's own tokenizer"
-    # Without the model's tokenizer the numbers of tokens are all there is to compare. With it, a token that it lists
-    # beyond the embedding does no harm unless the data has it.
+    # Without the model's tokenizer only the vocabulary sizes can be compared. With it, tokens beyond the embedding are
+    # allowed unless the data contains them.
     if dataset.vocab_size > meta_model.vocab_size and not has_tokenizer:
         raise UserError(
             f"{setting}: {dataset.path} was {action} with a tokenizer of {dataset.vocab_size} tokens, the model "
-            f"knows {meta_model.vocab_size}: {remedy}, or raise model.config.vocab_size"
+            f"has {meta_model.vocab_size}: {remedy}, or raise model.config.vocab_size"
         )
     if dataset.max_token_id >= meta_model.vocab_size:
         raise UserError(
-            f"{setting}: {dataset.path} has a token of number {dataset.max_token_id}, the model knows "
-            f"{meta_model.vocab_size}, from 0: {remedy}, or raise model.config.vocab_size"
+            f"{setting}: {dataset.path} contains the token id {dataset.max_token_id}, the model has "
+            f"{meta_model.vocab_size} tokens: {remedy}, or raise model.config.vocab_size"
         )
     if path is None or not has_tokenizer:
         return
     if vocabulary_digest(load_tokenizer(Path(path)).get_vocab()) != dataset.vocabulary:
         raise UserError(
-            f"{setting}: {dataset.path} was {action} with another tokenizer than that in model.path, {path}: {remedy}"
+            f"{setting}: {dataset.path} was {action} with a tokenizer that differs from that in model.path, {path}: "
+            f"{remedy}"
         )
 
 
 def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaModel:
-    """Put the adapters of a configuration into a model, if it has any."""
     if config.lora.r is None:
         return meta_model
-    # peft takes a second to import.
+    # Imported late: peft takes a second.
     from odc_mpi.models.adapters import add_adapters
 
     lora = config.lora
@@ -208,7 +198,7 @@ def _with_adapters(meta_model: models.MetaModel, config: Config) -> models.MetaM
 
 
 def build_model(config: ModelConfig, seed: int) -> models.MetaModel:
-    """Build the model that a configuration names."""
+    """Build the configured model on the meta device."""
     if config.path is not None:
         return models.from_directory(Path(config.path), config.attn_implementation)
     assert config.config is not None, "config.load requires one of model.path and model.config"

@@ -1,80 +1,82 @@
-"""The loop of a training run, which knows four things and no algorithm.
+"""The training loop, independent of the algorithm.
 
-    Source        where minibatches come from, and which of their microbatches are this rank's
-    Objective     the loss of a microbatch
-    Update        from gradients to published parameters
-    Participant   whoever has something to tell at point A, or to do between steps; the three above are, too
+    MinibatchSource   yields minibatches, and this rank's microbatches of each
+    Objective         computes the loss of a microbatch
+    Update            turns summed gradients into published parameters
+    Callback          anything else with hooks in the loop; the three above are callbacks, too
 
-A step: microbatches (one-sided), A, N if gradients are clipped, optimizer (local), B. See docs/ordering.md.
+A step: microbatches (one-sided), gradients complete (collective), gradient norm if gradients are clipped (collective),
+optimizer step, parameters published (collective). See docs/ordering.md.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from odc_mpi.data.loader import Microbatch, Minibatch
 from odc_mpi.observe.callback import Callback, MicrobatchResult, Step
+from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.shard import model as sharded
 from odc_mpi.training.update import Update
 
 
 class MinibatchSource(Callback, ABC):
-    """Where minibatches come from; its `state_dict` is that of the next one."""
+    """Source of minibatches; its `state_dict` is the position of the next one. Reports tokens and tokens per second."""
+
+    columns: ClassVar[Sequence[ProgressColumn]] = (
+        ProgressColumn("tokens/s", 9, lambda line: f"{line['tokens_per_s']:,.0f}"),
+    )
+    summary: ClassVar[Mapping[str, SummaryField]] = {
+        "tokens": SummaryField("num_input_tokens", "sum"),
+        "tokens_per_s": SummaryField("tokens_per_s", "mean"),
+    }
 
     @abstractmethod
     def next_minibatch(self) -> Minibatch:
-        """Return the next minibatch, the same on every rank. Local, or one-sided."""
+        """Return the next minibatch, the same on every rank. Not collective."""
 
     @abstractmethod
     def microbatches(self, minibatch: Minibatch) -> Iterable[Microbatch]:
-        """Yield this rank's microbatches, each when the one before it is done. Local, or one-sided."""
+        """Yield this rank's microbatches; the caller trains each before it takes the next. Not collective."""
 
     def num_microbatches(self, minibatch: Minibatch) -> int | None:
-        """Return how many microbatches this rank will run; None if that is open."""
+        """Return the number of this rank's microbatches; None if it is not known in advance."""
         return None
 
 
 class Objective(Callback, ABC):
-    """What is minimized.
+    """Objective to minimize; reports the metric `loss`.
 
     Attributes:
-        loss_normalizer: Of the summed gradients of all microbatches. An objective that knows it only when all ranks have told
-            their part sets it in `hear`; the owners divide before the norm. Before the first step: the largest.
+        loss_normalizer: Divisor of the gradients summed over all microbatches; the owners divide before the norm. May
+            be set in `on_gathered`, if it depends on all ranks. Before the first step: the largest possible value.
     """
 
+    columns: ClassVar = (ProgressColumn("loss", 8, lambda line: f"{line['loss']:.4f}"),)
+    summary: ClassVar = {"loss_first": SummaryField("loss", "first"), "loss_last": SummaryField("loss", "last")}
     loss_normalizer: float = 1.0
 
     @abstractmethod
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
-        """Return the loss of a microbatch, to call backward on. One-sided.
-
-        Args:
-            model: Takes what is on its device.
-            minibatch: Of which the microbatch is a part.
-            microbatch: On the model's device.
-        """
+        """Return the scalar loss of a microbatch, whose inputs are on the model's device. One-sided."""
 
 
 class Trainer(AbstractContextManager["Trainer"]):
-    """A model in training; leaving it as a context closes the participants.
+    """Runs training steps; closes the callbacks when it is left as a context.
 
     Args:
-        model: After point B.
-        source: Of minibatches.
-        objective: Makes a loss of a microbatch.
-        update: Of the model's slices.
-        callbacks: More who take part in each step; they come to each stage of it in this order, after the three.
-        clock: Returns seconds of this rank's own work: fetches and pushes included, waits for slower ranks not.
-        completed_steps: Steps that were done before.
+        model: Model with published parameters.
+        callbacks: Further callbacks. Each hook calls objective, update and source first, then these in this order.
+        clock: Returns the seconds that this rank was busy: with fetches and pushes, without waits for slower ranks.
+        completed_steps: Number of steps that earlier runs completed.
 
     Attributes:
-        callbacks: All of them, the objective, the update and the source first; more may join.
-        update: As given.
-        completed_steps: Steps that are done.
+        callbacks: All callbacks; the caller may append more before `start`.
+        completed_steps: Number of completed steps, including those of earlier runs.
     """
 
     def __init__(
@@ -95,11 +97,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self.completed_steps = completed_steps
 
     def step(self) -> dict[str, Any]:
-        """Train on the next minibatch. Collective, at the ordering points, and as the participants' `on_step_end` is.
-
-        Returns:
-            The metrics.
-        """
+        """Train on the next minibatch and return the metrics of the step. Collective."""
         began = perf_counter()
         step = Step(self.completed_steps + 1, self._source.next_minibatch(), {"step": self.completed_steps + 1})
         finite = self._run_microbatches(step)
@@ -111,30 +109,26 @@ class Trainer(AbstractContextManager["Trainer"]):
         return step.metrics
 
     def start(self) -> None:
-        """Have all participants prepare for the steps to come. Collective, as `Callback.start` is.
-
-        Raises:
-            ValueError: Two of them tell a number of the same name, of which only one would be heard.
-        """
+        """Call `on_train_begin` of all callbacks, whose `gathered_names` must all differ. Collective."""
         callback_by_name: dict[str, Callback] = {}
         for callback in self.callbacks:
             for name in callback.gathered_names:
                 if (other := callback_by_name.setdefault(name, callback)) is not callback:
                     both = f"{type(other).__name__} and {type(callback).__name__}"
-                    raise ValueError(f"expected a name of each participant's own at point A, got {name!r} of {both}")
+                    raise ValueError(f"expected different gathered_names in all callbacks, got {name!r} of {both}")
         for callback in self.callbacks:
             callback.on_train_begin(self.completed_steps)
 
     def finish(self) -> dict[str, Any]:
-        """End all participants, the last first, and return what they tell of the run. Collective."""
+        """Call `on_train_end` of all callbacks, the last one first, and merge their summary entries. Collective."""
         return {key: value for callback in reversed(self.callbacks) for key, value in callback.on_train_end().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the run besides model and optimizer, as JSON takes it."""
+        """Return the states of all callbacks, without model and optimizer; JSON-serializable."""
         return {key: value for callback in self.callbacks for key, value in callback.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Restore the states of all callbacks."""
         for callback in self.callbacks:
             callback.load_state_dict(state_dict)
 
@@ -143,13 +137,9 @@ class Trainer(AbstractContextManager["Trainer"]):
             callback.close()
 
     def _run_microbatches(self, step: Step) -> bool:
-        """Run forward and backward of this rank's microbatches; return whether all ranks' gradients are finite.
-
-        Nobody waits until the end, which is point A.
-        """
-        with self.model.minibatch(
-            *(name for callback in self.callbacks for name in callback.gathered_names)
-        ) as gathered:
+        """Run this rank's microbatches, then complete the gradients; return whether they are finite on all ranks."""
+        names = (name for callback in self.callbacks for name in callback.gathered_names)
+        with self.model.minibatch(*names) as gathered:  # leaving it is A, until which no rank waits for another
             for callback in self.callbacks:
                 callback.on_step_begin(step)
             count = self._source.num_microbatches(step.minibatch)
@@ -167,7 +157,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         began, busy_s = perf_counter(), self._clock()
         loss = self._objective.loss(self.model, step.minibatch, microbatch.to(self.model.device))
         loss.backward()
-        value = loss.item()  # before the clock: on a GPU it waits for what has only been launched
+        value = loss.item()  # before the clock is read: on a GPU this waits for the kernels
         result = MicrobatchResult(microbatch, value, began, perf_counter(), self._clock() - busy_s)
         for callback in self.callbacks:
             callback.on_microbatch_end(result)

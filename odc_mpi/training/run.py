@@ -1,19 +1,19 @@
-"""A training run: the parts put together as the configuration says, and seen through to the end.
+"""A training run from its configuration to its summary.
 
-set up    collective: all ranks agree on configuration, data, model and checkpoint, and allocate windows
-steps     `train.loop`
-finish    collective: the last checkpoint is waited for, every rank's totals are gathered
+    set up    collective: check that all ranks have the same inputs, find the checkpoint, shard the model
+    steps     `training.loop`
+    finish    collective: wait for the last checkpoint, gather the totals of all ranks
 
-Participants of a run come to each stage of a step in this order:
+Each hook calls the callbacks in this order:
 
-Objective, Update, Source           the loop's own
-Timing, TrafficReport               report what ranks worked, waited and sent
-LearnedCost, or those of rewards    learn from the step, or evaluate and show completions
-Exponents                           of gradients in fixed point
-Evaluation                          adds to the metrics of the step
-Trace, Log, Tracking                take the metrics, now complete
-SkipLimit                           may end the run for a step, whose line is then written and which is not saved
-StopWish, Saving                    save, also when the run is to stop
+    objective, Update, source                           of the training loop
+    StepTimeMetrics, TrafficReport                      report times and bytes
+    FitCostModel, or RewardEvaluator, LogCompletions    sequences, or GRPO
+    ExponentCallback                                    fixed-point gradients
+    LossEvaluator                                       adds to the metrics of the step
+    TraceCallback, RunLogger, TrackerCallback           record the metrics, which are now complete
+    NonFiniteStepLimit                                  may end the run: the step is logged, but not saved
+    StopRequest, CheckpointCallback                     save, also before the run stops on request
 """
 
 import math
@@ -69,22 +69,15 @@ from odc_mpi.training.update import NonFiniteStepLimit, Update, make_optimizer
 
 
 def train(config: Config, world: World, stop: StopRequest | None = None) -> dict[str, Any]:
-    """Run a configuration from the first step to the last. Collective.
+    """Train from the first step to the last and return the summary, the same on all ranks except for times. Collective.
 
     Args:
-        config: As `config.load` returns it.
-        world: The ranks.
-        stop: Whether this rank was asked to stop, heard from the start of the program on; None: from here on.
-
-    Returns:
-        The summary, the same on every rank but for times.
+        stop: Handler that has listened for stop requests since the start of the program; None: listen from now on.
 
     Raises:
-        AgreedError: Settings, data and model do not fit together, or not all ranks see the same; raised on every rank
-            before anything is written.
-        TrainingError: Too many steps in a row had gradients that are not finite, or the last checkpoint could not be
-            written; raised on every rank.
-        StoppedError: The run was asked to stop, and has saved what it did; raised on every rank.
+        AllRanksUserError: Settings, data and model do not fit together, or differ between ranks. Nothing was written.
+        TrainingError: Too many steps in a row had non-finite gradients, or the last checkpoint could not be written.
+        StoppedError: The run was stopped on request and has saved a checkpoint.
     """
     with ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest())
@@ -104,38 +97,31 @@ def train(config: Config, world: World, stop: StopRequest | None = None) -> dict
         startup_text = startup_lines(config, world, inputs, trainer.model, decision, resume_point)
         tracker_callback = _build_tracker_callback(config, world, len(inputs.dataset))
         trainer.callbacks += _build_evaluators(config, world, inputs, trainer.model)
-        del inputs  # the weights that it can read have been read
+        del inputs  # all weights have been read
         _check_stop(stop, world)
-        # Not earlier: whatever is wrong has to be found before anything is written.
+        # Last of the setup: all errors must come before anything is written.
         directory_lock = world.run_on_all(partial(open_run, config, resume_point) if world.rank == 0 else lambda: None)
         stack.enter_context(directory_lock or nullcontext())
-        logger = stack.enter_context(
-            RunLogger(
-                Path(config.run.dir), config.run.steps, startup_text, trainer.callbacks, is_main_rank=world.rank == 0
-            )
-        )
+        run_dir, is_main_rank = Path(config.run.dir), world.rank == 0
+        logger = RunLogger(run_dir, config.run.steps, startup_text, trainer.callbacks, is_main_rank=is_main_rank)
+        stack.enter_context(logger)
         checkpointing = _build_checkpointing(config, world, trainer, metadata, stop, directory_lock, resume_point)
         limit = NonFiniteStepLimit(config.run.max_skipped_steps, resume_point.metadata if resume_point else None)
-        trainer.callbacks += [
-            _build_trace(config, world, trainer.model),
-            logger,
-            tracker_callback,
-            limit,
-            stop,
-            checkpointing,
-        ]
+        max_tokens = config.data.max_tokens_per_microbatch
+        trace = TraceCallback(world, run_dir, trainer.model.spans, config.run.trace_steps, max_tokens)
+        trainer.callbacks += [trace, logger, tracker_callback, limit, stop, checkpointing]
         _run_steps(trainer, config.run.steps, stop, checkpointing)
         fields = summary_fields(config, world, decision, trainer.model)
         if config.run.exact:
             fields |= {"arithmetic": metadata["arithmetic"], "parameters_digest": checkpointing.parameters_digest()}
-        # Saving comes first here: whatever becomes of the rest, the last checkpoint is not to be lost.
+        # `finish` begins with checkpointing, the last callback: an error in another must not lose the checkpoint.
         summary = logger.summarize(fields | trainer.finish())
         checkpointing.raise_if_incomplete(trainer.completed_steps)
         return summary
 
 
 def resolve_steps(config: Config, dataset: TrainingData) -> Config:
-    """Return a configuration with its number of steps, where it has passes over the data instead."""
+    """Replace `run.num_train_epochs`, if it is set, by the number of steps."""
     epochs = config.run.num_train_epochs
     if epochs is None:
         return config
@@ -144,7 +130,7 @@ def resolve_steps(config: Config, dataset: TrainingData) -> Config:
 
 
 def decide(config: Config, world: World) -> Decision:
-    """Decide how the ranks of a run reach each other, as `api.decide_for` does. Collective."""
+    """Choose the transport of a run with `api.decide_for`. Collective."""
     comm = config.comm
     return decide_for(
         world,
@@ -160,20 +146,9 @@ def decide(config: Config, world: World) -> Decision:
 def build_trainer(
     config: Config, world: World, inputs: Inputs, decision: Decision, resume_point: ResumePoint | None = None
 ) -> Trainer:
-    """Put a trainer together that trains and measures; what else a run does may join its participants. Collective.
-
-    Args:
-        config: Of the run.
-        world: The ranks.
-        inputs: What `open_inputs` returned.
-        decision: What `decide` returned.
-        resume_point: The checkpoint to begin at; it is closed.
-
-    Raises:
-        AgreedError: The checkpoint is damaged.
-    """
+    """Build a trainer, restore the checkpoint and close it; the caller may append more callbacks. Collective."""
     model = _shard(config, world, inputs, decision, resume_point)
-    # torch's other implementations divide elements among threads at places that depend on the cut of a shard.
+    # Other implementations in torch split elements among threads at positions that depend on the size of the shard.
     fused = True if config.run.exact else None
     optimizer = make_optimizer(config.optim, model.named_shard_parameters(), model.parameter_shapes(), fused=fused)
     windows: KVWindows | None = None
@@ -225,17 +200,17 @@ def _open_inputs(config: Config, world: World) -> Inputs:
 
 
 def _check_stop(stop: StopRequest, world: World) -> None:
-    """End a run that was asked to stop while it started, as long as nothing is written. Collective."""
+    """End a run that was requested to stop during start-up, when nothing is written yet. Collective."""
     stop.poll_stop_file()
     if any(world.gather_objects(stop.requested)):
-        raise StoppedError("stopped as asked before the first step: start again to go on")
+        raise StoppedError("stopped on request before the first step. Run the same command to start again")
 
 
 def _shard(
     config: Config, world: World, inputs: Inputs, decision: Decision, resume_point: ResumePoint | None
 ) -> ShardedModel:
     if config.model.compile:
-        # Here: it takes a second to import, which nobody else should wait for.
+        # Imported late: it takes a second.
         from odc_mpi.models.compiled import compile_layers
 
         world.run_on_all(lambda: compile_layers(inputs.model.module))
@@ -244,7 +219,7 @@ def _shard(
     model = shard_model(
         inputs.model.module,
         world,
-        # Adapters, in float32, and their base each have their own type.
+        # Adapters are float32; their base has its own type.
         param_dtype=None if inputs.model.adapter else getattr(torch, config.model.param_dtype),
         reduce_dtype=reduce_dtype(config),
         activation_checkpointing=config.model.gradient_checkpointing,
@@ -275,7 +250,7 @@ def _build_checkpointing(
     best = resume_point.metadata.get("best") if resume_point and resume_point.continues_this_run else None
 
     def current_metadata() -> dict[str, Any]:
-        return {**metadata, "cost": None, **trainer.state_dict()}  # None: unless a participant learns the cost
+        return {**metadata, "cost": None, **trainer.state_dict()}  # None unless `FitCostModel` is a callback
 
     return CheckpointCallback(config, world, state, current_metadata, stop, directory_lock, best)
 
@@ -286,25 +261,20 @@ def _run_steps(trainer: Trainer, steps: int, stop: StopRequest, checkpointing: C
         while trainer.completed_steps < steps and not stop.requested_on_any_rank:
             trainer.step()
     except TrainingError:
-        checkpointing.on_train_end()  # what is written and not yet published would be lost
+        checkpointing.on_train_end()  # publish a checkpoint that is still being written
         raise
 
 
 def _build_evaluators(config: Config, world: World, inputs: Inputs, model: ShardedModel) -> list[Callback]:
     if not isinstance(inputs.evaluation, Dataset):
         return []
-    # Not the fitted cost of a run that goes on: a cut by it would be another one.
+    # Not the fitted cost of a resumed run: microbatches, and so the digits of the loss, would change.
     return [LossEvaluator(config, world, model, inputs.evaluation, initial_cost_model(config.data, inputs.model))]
-
-
-def _build_trace(config: Config, world: World, model: ShardedModel) -> TraceCallback:
-    max_tokens = config.data.max_tokens_per_microbatch
-    return TraceCallback(world, Path(config.run.dir), model.spans, config.run.trace_steps, max_tokens)
 
 
 def _build_tracker_callback(config: Config, world: World, num_entries: int) -> TrackerCallback:
     names = config.run.report_to if world.rank == 0 else None
-    # The other ranks wait at the end for rank 0.
+    # The other ranks wait for rank 0 at the end.
     finish_s = min(FINISH_S, world.timeout_s / 2)
     steps_per_epoch = math.ceil(num_entries / samples_per_step(config))
     return TrackerCallback(names or (), Path(config.run.dir), flatten_config(asdict(config)), steps_per_epoch, finish_s)

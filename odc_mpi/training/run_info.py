@@ -1,4 +1,4 @@
-"""What a run tells of itself: the lines before its first step, and the facts in its summary."""
+"""Description of a run: the start-up lines, and the fields of summary.json about machine and model."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from odc_mpi.training.settings import Config
 
 
 def samples_per_step(config: Config) -> int:
-    """Return how many entries of the data a step takes: sequences, or prompts."""
+    """Return the number of sequences per step, or of prompts with GRPO."""
     sequences = config.data.minibatch_sequences
     return sequences // config.rl.num_generations if config.run.objective == "grpo" else sequences
 
@@ -25,59 +25,61 @@ def startup_lines(
     decision: Decision,
     resume_point: ResumePoint | None,
 ) -> str:
-    """Return the lines before the first step; why ranks reach each other as they do tells `odc-mpi doctor`."""
+    """Return the text to print before the first step."""
     data, dtype = config.data, config.model.param_dtype
-    unit = "prompts" if config.run.objective == "grpo" else "sequences"
-    share = f"{samples_per_step(config)} in each of {config.run.steps:,} steps"
+    unit, per_step = "sequences", f"{samples_per_step(config)} per step"
     if config.run.objective == "grpo":
-        share += f", {config.rl.num_generations} completions each"
-    trained = f"{_numel(model, True):,} parameters"
-    if _numel(model, False):
-        trained = f"{_numel(model, True):,} trained of {_numel(model):,} parameters"
+        unit, per_step = "prompts", f"{per_step} with {config.rl.num_generations} completions each"
+    num_steps = "1 step" if config.run.steps == 1 else f"{config.run.steps:,} steps"
+    num_trainable, num_parameters = _numel(model, True), _numel(model)
+    trainable = f"{num_parameters:,} parameters"
+    if num_trainable < num_parameters:
+        share = num_trainable / num_parameters
+        trainable = f"{num_trainable:,} of {num_parameters:,} parameters trainable ({share:.1%})"
     if config.lora.r is not None:
-        trained += f", adapters of rank {config.lora.r}"
+        trainable += f", LoRA r={config.lora.r}"
     lines = {
         "ranks": f"{world.size} {describe_layout(world.layout, slurm_job())}; {world.mpi_library}",
-        "model": f"{type(model.module).__name__}, {trained}, {dtype}, on {model.device}",
-        "data": f"{data.path}, {len(inputs.dataset):,} {unit}, {share}",
+        "model": f"{type(model.module).__name__}, {trainable}, {dtype}, {model.device}",
+        "data": f"{data.path}: {len(inputs.dataset):,} {unit}, {per_step}, {num_steps}",
         **inputs.context_parallel.startup_lines(),
         "comm": _describe_comm(config, world, decision),
         "caches": _describe_caches(config, model),
         "output": config.run.dir,
     }
-    beginning = f"resuming {resume_point.one_line(config)}" if resume_point else fresh_start_line(config)
-    return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [beginning])])
+    start = f"resuming {resume_point.one_line(config)}" if resume_point else fresh_start_line(config)
+    return "\n".join([*(f"{name:<8}{text}" for name, text in lines.items()), *filter(None, [start])])
 
 
 def _describe_comm(config: Config, world: World, decision: Decision) -> str:
     if world.size == 1 and decision.window_device is None:
-        return "one rank, with none to exchange with"
+        return "single rank, no communication"
     text = decision.one_line()
     if decision.reduction.value == "mailbox":
-        text += f", mailbox of {config.comm.mailbox_bytes >> 10:,} KiB per rank at most"
-    return f"{text}; why: odc-mpi doctor"
+        text += f", mailbox of at most {config.comm.mailbox_bytes >> 10:,} KiB per rank"
+    return f"{text} (reasons: odc-mpi doctor)"
 
 
 def _describe_caches(config: Config, model: ShardedModel) -> str:
-    """Tell what this rank may keep, of what there is to keep."""
     parts, needs, capacity = [], model.cache_needs.maximum, model.cache_bytes
-    for kind, setting, available, needed in (
-        ("parameters", config.comm.parameter_cache_bytes, capacity.parameters, needs.parameters),
-        ("gradients", config.comm.gradient_cache_bytes, capacity.gradients, needs.gradients),
+    for kind, setting, available, needed, not_needed in (
+        ("parameters", config.comm.parameter_cache_bytes, capacity.parameters, needs.parameters, "read in place"),
+        ("gradients", config.comm.gradient_cache_bytes, capacity.gradients, needs.gradients, "none needed"),
     ):
         part = f"{min(available, needed) / 2**20:,.1f} of {needed / 2**20:,.1f} MiB per rank"
-        parts.append(f"{kind} {part}{' (auto)' if setting == 'auto' else ''}" if needed else f"{kind} in place")
-    return ", ".join(parts)
+        text = f"{part}{' (auto)' if setting == 'auto' else ''}" if needed else not_needed
+        parts.append(f"{kind}: {text}")
+    return "; ".join(parts)
 
 
 def _numel(model: ShardedModel, trainable: bool | None = None) -> int:
-    """Return how many elements all, the trainable or the frozen parameters have."""
+    """Return the number of elements of all parameters, or of the trainable or frozen ones."""
     layouts = (layout for layout in model.layouts if trainable in (None, layout.trainable))
     return sum(slot.spec.numel for layout in layouts for slot in layout.ranges)
 
 
 def summary_fields(config: Config, world: World, decision: Decision, model: ShardedModel) -> dict[str, Any]:
-    """Return the facts of the machine and the model, for the summary."""
+    """Return the fields of summary.json about the machine and the model."""
     return {
         "world_size": world.size,
         "num_nodes": world.num_nodes,

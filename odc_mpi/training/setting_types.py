@@ -1,4 +1,4 @@
-"""Types of settings: which values fit them, conditions on values beyond types, and both in words."""
+"""Types of settings, further checks of values, and the descriptions of both in errors."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origi
 from odc_mpi.errors import UserError
 from odc_mpi.formatting import parse_size, truncate_text
 
-#: A number of bytes, also written as text such as 512M.
+#: Number of bytes; may be written as text such as 512M.
 Size = NewType("Size", int)
 
 _TYPE_NAMES: dict[Any, str] = {
@@ -25,7 +25,7 @@ _TYPE_NAMES: dict[Any, str] = {
 
 
 class Check(NamedTuple):
-    """A condition on a value beyond its type, with the words that follow "expected" when it fails."""
+    """Condition on a value beyond its type; `description` follows "expected" in the error."""
 
     description: str
     is_valid: Callable[[Any], bool]
@@ -42,21 +42,16 @@ NON_EMPTY_NAMES = Check(
 def validate_value(
     name: str, hint: Any, checks: Iterable[Check], value: Any, explain: Callable[[Any], str] | None = None
 ) -> Any:
-    """Return a value as a setting has it.
+    """Check a value from YAML and convert it to the type of its setting.
 
     Args:
-        name: Source and name of the setting, for messages.
-        hint: Its type.
-        checks: Conditions besides.
-        value: As YAML has it.
-        explain: Returns the reason to refuse a value, to end the message.
-
-    Raises:
-        UserError: The value does not fit.
+        name: Source and name of the setting, for the error.
+        hint: Type of the setting.
+        explain: Returns the reason why a value is refused, to append to the error.
     """
     members, expected = union_members(hint), f"{name}: expected {type_name(hint)}"
     if isinstance(value, str) and list[str] in members and not any(_fits(value, kind) for kind in members):
-        value = [value]  # a list of one, as transformers takes it
+        value = [value]  # transformers accepts a single name, too
     if not any(_fits(value, kind) for kind in members):
         remedy = " (put it in quotes)" if str in members and not isinstance(value, dict | list) else ""
         raise UserError(f"{expected}, got {format_value(value)}{explain(value) if explain else remedy}")
@@ -70,7 +65,7 @@ def validate_value(
 
 
 def is_verbatim(hint: Any, text: str) -> bool:
-    """Tell whether the text of an argument is the value of its setting, instead of YAML."""
+    """Return True if the text of an argument is the value itself, and False if it is YAML."""
     members = union_members(hint)
     if (list[str] in members and text.startswith("[")) or (types.NoneType in members and text == "null"):
         return False
@@ -78,14 +73,14 @@ def is_verbatim(hint: Any, text: str) -> bool:
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the types of a union, or the only one."""
+    """Return the members of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
-    if kind is float:  # true is no number, nor are nan and inf of any use in a setting
+    if kind is float:  # neither bool nor nan and inf
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if get_origin(kind) is list:
         return type(value) is list and all(any(_fits(each, member) for member in get_args(kind)) for each in value)
@@ -95,7 +90,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def type_name(hint: Any) -> str:
-    """Say a type in the words that follow "expected"."""
+    """Return the description of a type that follows "expected" in errors."""
     return " or ".join(
         " or ".join(get_args(kind)) if get_origin(kind) is Literal else _TYPE_NAMES.get(kind, "a mapping")
         for kind in union_members(hint)
@@ -103,29 +98,21 @@ def type_name(hint: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Say a value in the words that follow "got"."""
+    """Return a value as the text that follows "got" in errors."""
     return truncate_text(json.dumps(value, ensure_ascii=False, skipkeys=True, default=str), 80)
 
 
 def check_evaluation(values: Mapping[str, Any], source: str) -> None:
-    """Check settings against each other that evaluation has to do with.
-
-    Args:
-        values: Given values, by the names of settings.
-        source: Of the settings, for messages.
-
-    Raises:
-        UserError: They do not fit together.
-    """
+    """Check that the settings of evaluation, by their names, fit together; raise UserError if not."""
     if values.get("data.eval_path") is None:
         for key in ("data.eval_sequences", "run.eval_every", "run.eval_on_start", "run.keep_best"):
             if values.get(key):
-                raise UserError(f"{source}: {key} goes with data.eval_path, got none: give the data to evaluate on")
+                raise UserError(f"{source}: {key} requires data.eval_path: set it to the data to evaluate on")
     if not values.get("run.keep_best"):
         return
     saved, evaluated = (values.get(key, 0) for key in ("run.checkpoint_every", "run.eval_every"))
     if not saved or not evaluated or saved % evaluated:
         raise UserError(
-            f"{source}: run.keep_best compares checkpoints: expected run.checkpoint_every above 0 and a multiple of "
-            f"run.eval_every, so that each is evaluated, got {saved} and {evaluated}"
+            f"{source}: run.keep_best needs an evaluation of each checkpoint: expected run.checkpoint_every above 0 "
+            f"and a multiple of run.eval_every, got {saved} and {evaluated}"
         )

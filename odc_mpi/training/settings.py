@@ -1,11 +1,9 @@
-"""The settings of a training run: what there is, what it means, and how it is read.
+"""Settings of a training run: dataclasses with a help text per field, and the reader of YAML and arguments.
 
-Here live the dataclasses, one line of meaning per field, and the way from a YAML file and ``--section.key value``
-arguments to a checked `Config` and back. What a setting does lives in the module that uses it. Nothing here
-communicates: every rank reads the same file and comes to the same `Config` or to the same error.
-
-The reader is our own, over PyYAML's safe loader (`odc_mpi.yaml_dialect`), because every mistake has to become one line
-that names the source, the setting and the cure.
+`load` turns a YAML file and ``--section.key value`` arguments into a checked `Config`, `dump` turns it back into YAML.
+Does not communicate: every rank reads the same file and gets the same `Config` or the same error. The reader is our
+own, over the safe loader of PyYAML (`odc_mpi.yaml_dialect`), because each error must be one line with source, setting
+and remedy.
 """
 
 import functools
@@ -36,9 +34,9 @@ from odc_mpi.training.setting_types import (
     validate_value,
 )
 
-#: Says of a setting's value why it is refused, where that is more than what was expected.
+#: Functions that return the reason why a value of a setting is refused, appended to the error.
 _REASONS = {"model.attn_implementation": unsupported_reason}
-_COMMAND_LINE = "command line"  # the source that errors name for a `--section.key value`
+_COMMAND_LINE = "command line"  # source of `--section.key value` in errors
 
 _FRACTION = Check("0 or more and below 1", lambda value: 0 <= value < 1)
 _SEED = Check("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
@@ -50,127 +48,105 @@ _NOT_EMPTY = Check("not empty", lambda value: value != "")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model is trained, and in which precision it is stored and reduced."""
+    """The model, and the types in which parameters are stored and gradients summed."""
 
-    path: Annotated[str | None, "directory with config.json and safetensors; or give model.config", _NOT_EMPTY] = None
-    config: Annotated[dict[str, Any] | None, "transformers configuration with its model_type: a new model"] = None
-    param_dtype: Annotated[Literal["float32", "bfloat16"], "type in which parameters are held and fetched"] = "float32"
+    path: Annotated[str | None, "directory with config.json, safetensors; or set model.config", _NOT_EMPTY] = None
+    config: Annotated[dict[str, Any] | None, "configuration of transformers with model_type, for a new model"] = None
+    param_dtype: Annotated[Literal["float32", "bfloat16"], "type of stored and fetched parameters"] = "float32"
     reduce_dtype: Annotated[
-        Literal["float32", "fixed64"], "type in which gradients are summed; fixed64: in any order alike"
+        Literal["float32", "fixed64"], "type of gradient sums; fixed64: fixed point, order-independent"
     ] = "float32"
-    attn_implementation: Annotated[
-        Literal["sdpa", "eager"], "attention of each packed sequence; eager: also with soft caps"
-    ] = "sdpa"
+    attn_implementation: Annotated[Literal["sdpa", "eager"], "attention; eager: also with soft caps"] = "sdpa"
     gradient_checkpointing: Annotated[bool, "recompute activations in the backward pass to save memory"] = False
-    compile: Annotated[bool, "compile each layer by torch.compile; docs/compile.md"] = False
+    compile: Annotated[bool, "compile each layer with torch.compile; docs/compile.md"] = False
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What the model is trained on, and how a minibatch is cut and handed out."""
+    """The data, and how a minibatch is packed and assigned to ranks."""
 
-    path: Annotated[str, "data set of odc-mpi prepare; grpo: prompts as JSON lines or Parquet", _NOT_EMPTY]
+    path: Annotated[str, "data set of odc-mpi prepare; grpo: prompts as JSONL or Parquet", _NOT_EMPTY]
     balance: Annotated[
-        Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "how sequences are dealt out to ranks"
+        Literal["local_sort", "lb_micro", "lb_mini", "dynamic"], "how sequences are assigned to ranks; docs/balance.md"
     ] = "lb_mini"
-    context_parallel: Annotated[
-        Literal["auto", "off"], "with balance dynamic: cut the longest sequences over ranks"
-    ] = "off"
-    cost: Annotated[Literal["linear", "flops", "fitted"], "what balances a sequence; fitted: learned from this run"] = (
-        "flops"
-    )
-    minibatch_sequences: Annotated[int, "sequences per step, over all ranks; grpo: completions", ONE_OR_MORE] = 16
-    max_tokens_per_microbatch: Annotated[int, "tokens in one forward and backward on one rank", _TOKENS] = 4096
-    eval_path: Annotated[str | None, "data set to evaluate on, held out; as data.path", _NOT_EMPTY] = None
-    eval_sequences: Annotated[int, "at most so many of its sequences, the first; 0: all", NOT_NEGATIVE] = 0
+    context_parallel: Annotated[Literal["auto", "off"], "split the longest sequences; needs balance dynamic"] = "off"
+    cost: Annotated[Literal["linear", "flops", "fitted"], "cost of a sequence; fitted: from measured times"] = "flops"
+    minibatch_sequences: Annotated[int, "sequences per step on all ranks together; grpo: completions", ONE_OR_MORE] = 16
+    max_tokens_per_microbatch: Annotated[int, "most tokens of one forward and backward on one rank", _TOKENS] = 4096
+    eval_path: Annotated[str | None, "held-out data set, of the same kind as data.path", _NOT_EMPTY] = None
+    eval_sequences: Annotated[int, "evaluate on the first N sequences; 0: all", NOT_NEGATIVE] = 0
 
 
 @dataclass(frozen=True)
 class CommConfig:
-    """How ranks exchange parameters and gradients."""
+    """Communication of parameters and gradients."""
 
-    reduction: Annotated[ReductionSetting, "how gradients reach their owners"] = "auto"
-    mailbox_bytes: Annotated[int, "mailbox: memory for gradients on their way to this rank", ONE_OR_MORE] = 64 << 20
-    zero_copy: Annotated[ZeroCopySetting, "read parameters of the same node in place"] = "auto"
-    progress: Annotated[ProgressSetting, "serve other ranks while this one computes"] = "auto"
-    window_device: Annotated[WindowDeviceSetting, "run.device cuda: where shards are; auto: cuda if proved"] = "auto"
-    prefetch: Annotated[int, "units fetched ahead of their use, from a thread; 0: no threads", NOT_NEGATIVE] = 1
-    parameter_cache_bytes: Annotated[
-        Literal["auto"] | Size, "memory of a rank for fetched units that stay for the minibatch"
-    ] = "auto"
-    gradient_cache_bytes: Annotated[
-        Literal["auto"] | Size, "memory of a rank for gradients that are added up and pushed once"
-    ] = "auto"
+    reduction: Annotated[ReductionSetting, "how gradients reach their owners: MPI_Accumulate or mailbox"] = "auto"
+    mailbox_bytes: Annotated[int, "mailbox: bytes per rank for gradients in flight to it", ONE_OR_MORE] = 64 << 20
+    zero_copy: Annotated[ZeroCopySetting, "read parameters of ranks on the same node without a copy"] = "auto"
+    progress: Annotated[ProgressSetting, "thread that makes MPI progress while this rank computes"] = "auto"
+    window_device: Annotated[WindowDeviceSetting, "run.device cuda: window memory; auto: cuda if proved"] = "auto"
+    prefetch: Annotated[int, "number of units to fetch ahead in a thread; 0: no threads", NOT_NEGATIVE] = 1
+    parameter_cache_bytes: Annotated[Literal["auto"] | Size, "bytes per rank to keep units until the step end"] = "auto"
+    gradient_cache_bytes: Annotated[Literal["auto"] | Size, "bytes per rank to sum gradients before the push"] = "auto"
     timeout_s: Annotated[float, "seconds to wait for a rank before the run fails", ONE_OR_MORE] = 600.0
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Adapters, by peft: trained in place of the model, which is then a frozen base."""
+    """LoRA adapters of peft; the model is then a frozen base."""
 
-    r: Annotated[int | None, "rank of the adapters; null: none, the whole model is trained", ONE_OR_MORE] = None
-    alpha: Annotated[int, "adapters are scaled by alpha / r", ONE_OR_MORE] = 8
-    dropout: Annotated[float, "dropout of what goes into adapters", _FRACTION] = 0.0
-    target_modules: Annotated[
-        list[str] | Literal["all-linear"], "linear layers that get adapters, by name", NON_EMPTY_NAMES
-    ] = "all-linear"
-    modules_to_save: Annotated[list[str] | None, "modules to train whole besides, as lm_head", NON_EMPTY_NAMES] = None
+    r: Annotated[int | None, "rank of the adapters; null: no adapters, train the full model", ONE_OR_MORE] = None
+    alpha: Annotated[int, "scale of the adapters: alpha / r", ONE_OR_MORE] = 8
+    dropout: Annotated[float, "dropout of the inputs of adapters", _FRACTION] = 0.0
+    target_modules: Annotated[list[str] | Literal["all-linear"], "linear layer names", NON_EMPTY_NAMES] = "all-linear"
+    modules_to_save: Annotated[list[str] | None, "modules to train in full, such as lm_head", NON_EMPTY_NAMES] = None
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """How parameters follow from gradients."""
+    """Optimizer, learning rate and clipping."""
 
-    optimizer: Annotated[Literal["adamw", "sgd"], "the update rule"] = "adamw"
-    learning_rate: Annotated[float, "peak learning rate, reached after the warm-up", NOT_NEGATIVE] = 1e-4
-    weight_decay: Annotated[float, "weight decay of either optimizer", NOT_NEGATIVE] = 0.0
+    optimizer: Annotated[Literal["adamw", "sgd"], "optimizer"] = "adamw"
+    learning_rate: Annotated[float, "peak learning rate, reached at the end of the warm-up", NOT_NEGATIVE] = 1e-4
+    weight_decay: Annotated[float, "weight decay", NOT_NEGATIVE] = 0.0
     adam_beta1: Annotated[float, "adamw: decay of the first moment", _FRACTION] = 0.9
     adam_beta2: Annotated[float, "adamw: decay of the second moment", _FRACTION] = 0.999
     adam_epsilon: Annotated[float, "adamw: added to the denominator", POSITIVE] = 1e-8
     momentum: Annotated[float, "sgd: momentum", _FRACTION] = 0.0
-    max_grad_norm: Annotated[
-        float, "global norm that gradients are clipped to; 0 switches clipping off", NOT_NEGATIVE
-    ] = 1.0
-    lr_scheduler_type: Annotated[
-        Literal["linear", "cosine", "constant"], "course of the learning rate after the warm-up"
-    ] = "linear"
-    warmup_steps: Annotated[int, "steps in which the learning rate rises from 0", NOT_NEGATIVE] = 0
-    device: Annotated[Literal["cpu", "cuda"], "where slices are optimized; cuda needs GPU memory for their state"] = (
-        "cpu"
-    )
+    max_grad_norm: Annotated[float, "clip gradients to this global norm; 0: no clipping", NOT_NEGATIVE] = 1.0
+    lr_scheduler_type: Annotated[Literal["linear", "cosine", "constant"], "decay after the warm-up"] = "linear"
+    warmup_steps: Annotated[int, "steps of linear warm-up from 0", NOT_NEGATIVE] = 0
+    device: Annotated[Literal["cpu", "cuda"], "device of optimizer and states; cuda needs GPU memory"] = "cpu"
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What a run minimizes, how long it lasts, where it writes, and on what it runs."""
+    """Objective, length, evaluation, device, files and checkpoints of a run."""
 
-    objective: Annotated[Literal["sft", "grpo"], "learn from examples, or from rewards of own completions"] = "sft"
+    objective: Annotated[Literal["sft", "grpo"], "supervised fine-tuning, or GRPO"] = "sft"
     steps: Annotated[int, "optimizer steps, one per minibatch", ONE_OR_MORE] = 100
-    num_train_epochs: Annotated[float | None, "instead of run.steps: passes over the data, also 0.5", POSITIVE] = None
-    eval_every: Annotated[int, "steps between evaluations; one comes after the last step", NOT_NEGATIVE] = 0
-    eval_on_start: Annotated[bool, "evaluate before the first step, too"] = False
-    dir: Annotated[str, "directory for everything the run writes", _NOT_EMPTY] = "runs/run"
-    log_dir: Annotated[str | None, "directory for a small file per rank: its host and cores, warnings", _NOT_EMPTY] = (
-        None
-    )
-    seed: Annotated[int, "seed of the new model's weights and of the order of the data", _SEED] = 0
-    device: Annotated[Literal["cpu", "cuda"], "where ranks compute; cuda: a node's GPUs, by local rank"] = "cpu"
-    threads: Annotated[int, "torch threads per rank; 0: the node's cores divided by its ranks", _THREADS] = 0
-    trace_steps: Annotated[int, "last minibatches whose times go into trace.json; 0: none", NOT_NEGATIVE] = 3
-    max_skipped_steps: Annotated[
-        int, "the run ends after so many steps in a row with a non-finite gradient", ONE_OR_MORE
-    ] = 10
-    checkpoint_every: Annotated[int, "steps between checkpoints, one after the last step; 0: none", NOT_NEGATIVE] = 0
-    keep_checkpoints: Annotated[int, "how many of them to keep, the newest; 0: all", NOT_NEGATIVE] = 0
-    keep_best: Annotated[bool, "keep the checkpoint of the lowest evaluation loss besides"] = False
-    resume: Annotated[str, "auto: the newest of run.dir; never; or a checkpoint to start from", _NOT_EMPTY] = "auto"
-    exact: Annotated[bool, "the same result to the last bit on any number of ranks; docs/exact.md"] = False
-    report_to: Annotated[list[str] | None, "trackers to write to; docs/trackers.md", _TRACKERS] = None
+    num_train_epochs: Annotated[float | None, "passes over the data, instead of run.steps", POSITIVE] = None
+    eval_every: Annotated[int, "steps between evaluations; 0: only after the last step", NOT_NEGATIVE] = 0
+    eval_on_start: Annotated[bool, "also evaluate before the first step"] = False
+    dir: Annotated[str, "directory for all files of the run", _NOT_EMPTY] = "runs/run"
+    log_dir: Annotated[str | None, "directory for a log file per rank: host, cores, warnings", _NOT_EMPTY] = None
+    seed: Annotated[int, "seed of new weights and of the order of the data", _SEED] = 0
+    device: Annotated[Literal["cpu", "cuda"], "device of the model; cuda: a GPU of the node, by local rank"] = "cpu"
+    threads: Annotated[int, "torch threads per rank; 0: cores of the node divided by its ranks", _THREADS] = 0
+    trace_steps: Annotated[int, "number of last steps to record in trace.json; 0: none", NOT_NEGATIVE] = 3
+    max_skipped_steps: Annotated[int, "end after this many non-finite gradients in a row", ONE_OR_MORE] = 10
+    checkpoint_every: Annotated[int, "steps between checkpoints, and one at the end; 0: none", NOT_NEGATIVE] = 0
+    keep_checkpoints: Annotated[int, "number of newest checkpoints to keep; 0: all", NOT_NEGATIVE] = 0
+    keep_best: Annotated[bool, "also keep the checkpoint with the lowest eval loss"] = False
+    resume: Annotated[str, "auto: newest checkpoint of run.dir; never; or a checkpoint", _NOT_EMPTY] = "auto"
+    exact: Annotated[bool, "bitwise identical results on any number of ranks; docs/exact.md"] = False
+    report_to: Annotated[list[str] | None, "experiment trackers; docs/trackers.md", _TRACKERS] = None
 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run. `load` checks them; building one by hand does not."""
+    """All settings of a run. `load` checks them, the constructor does not."""
 
     model: ModelConfig
     data: DataConfig
@@ -182,7 +158,7 @@ class Config:
 
 
 class _Setting(NamedTuple):
-    """One field of one section, as the reader and the help need it."""
+    """A field of a section, with type, help text, checks and default."""
 
     type: Any
     help: str
@@ -191,18 +167,12 @@ class _Setting(NamedTuple):
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read a configuration. Local: reads one file.
+    """Read and check a configuration. An invalid one raises a UserError of one line, with source and setting.
 
     Args:
         path: YAML file, or None for defaults and overrides alone.
-        overrides: arguments ``--section.key value`` or ``--section.key=value``. They win over the file, the later over
-            the earlier. ``--model.config.hidden_size 128`` sets one key of the dictionary and keeps the others.
-
-    Returns:
-        The checked configuration, defaults filled in.
-
-    Raises:
-        UserError: anything wrong with the file or an argument, in one line that names the source and the setting.
+        overrides: Arguments ``--section.key value`` or ``--section.key=value``. They override the file, and later ones
+            earlier ones. ``--model.config.hidden_size 128`` sets one key of the dictionary and keeps the others.
     """
     values = _read_file(path) if path else {}
     for key, text in _split_arguments(overrides):
@@ -212,17 +182,17 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump(config: Config) -> str:
-    """Write a configuration as YAML, all values with the defaults, such that `load` reads an equal one."""
+    """Return a configuration as YAML with all settings; `load` reads an equal one from it."""
     return dialect.write(asdict(config))
 
 
 def defaults() -> dict[str, Any]:
-    """Return the values of settings that are not given, by their names; without those that must be."""
+    """Return the default values by setting, without settings that have none."""
     return {key: setting.default for key, setting in _settings().items() if setting.default is not MISSING}
 
 
 def help_text() -> str:
-    """Return a table of all settings for ``odc-mpi train --help``: name, type, default and meaning."""
+    """Return the table of all settings for ``odc-mpi train --help``."""
     rows = [("setting", "type", "default", "meaning")]
     for key, setting in _settings().items():
         default = "required" if setting.default is MISSING else format_value(setting.default).strip('"')
@@ -238,13 +208,13 @@ def _sections() -> dict[str, Any]:
 
 @functools.cache
 def _settings() -> dict[str, _Setting]:
-    found = {}
+    settings = {}
     for section_name, section in _sections().items():
         hints = get_type_hints(section, include_extras=True)
         for item in fields(section):
             hint, description, *checks = get_args(hints[item.name])
-            found[f"{section_name}.{item.name}"] = _Setting(hint, description, checks, item.default)
-    return found
+            settings[f"{section_name}.{item.name}"] = _Setting(hint, description, checks, item.default)
+    return settings
 
 
 def _build_section(name: str, section: Any, values: dict[str, Any]) -> Any:
@@ -293,7 +263,7 @@ def _override(values: dict[str, Any], key: str, text: str) -> None:
 
 
 def _mapping_name(key: str) -> str | None:
-    """Return the setting whose dictionary ``key`` names an entry of: model.config for model.config.hidden_size."""
+    """Return the setting whose dictionary contains the key: model.config for model.config.hidden_size."""
     mappings = (name for name, setting in _settings().items() if dict[str, Any] in union_members(setting.type))
     return next((name for name in mappings if key.startswith(f"{name}.")), None)
 
@@ -314,7 +284,7 @@ def _require_known(source: str, key: str) -> _Setting:
     if key in _settings():
         return _settings()[key]
     if key in _sections():
-        raise UserError(f"{source}: {key} is a section: expected its settings, as in {key}: {{key: value}}")
+        raise UserError(f"{source}: {key} is a section: expected a setting of it, as in {key}: {{key: value}}")
     remedy = did_you_mean(key, _settings(), ": {}") or ": odc-mpi train --help lists all"
     raise UserError(f"{source}: unknown setting {key}{remedy}")
 
@@ -333,14 +303,12 @@ def _check_together(values: dict[str, Any], source: str) -> None:
         got = "both (set one of them to null)" if present else "neither"
         raise UserError(f"{source}: expected exactly one of model.path and model.config, got {got}")
     if present == ["model.config"] and not isinstance(values["model.config"].get("model_type"), str):
-        raise UserError(
-            f"{source}: model.config: expected a model_type, as in --model.config.model_type qwen2, got none"
-        )
+        raise UserError(f"{source}: model.config: model_type is missing: set it, as in --model.config.model_type qwen2")
     if values.get("run.num_train_epochs") is not None and "run.steps" in values:
-        raise UserError(f"{source}: expected one of run.steps and run.num_train_epochs, got both: leave one out")
+        raise UserError(f"{source}: expected one of run.steps and run.num_train_epochs, got both: remove one")
     check_evaluation(values, source)
     check_rl(values, source)
     if values.get("lora.r") is None:
         present = [key for key in values if key.startswith("lora.") and key != "lora.r"]
         if any(values[key] != _settings()[key].default for key in present):
-            raise UserError(f"{source}: {present[0]} goes with lora.r, got none: set lora.r, the rank of the adapters")
+            raise UserError(f"{source}: {present[0]} requires lora.r: set lora.r, the rank of the adapters")

@@ -1,4 +1,4 @@
-"""A wish to stop, as a scheduler tells it before the time is up: SIGTERM or SIGUSR1, to any rank."""
+"""Request to stop a run: SIGTERM or SIGUSR1 to any rank, which a scheduler sends before the time limit."""
 
 import ctypes
 import os
@@ -14,20 +14,19 @@ if TYPE_CHECKING:
     from odc_mpi.shard import model as sharded
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-#: What comes so soon after the first is the same once more: a launcher passes on what ranks were told directly, too.
+#: Signals within this time after the first are duplicates: a launcher may also forward one that ranks got directly.
 REPEAT_S = 1.0
 
 
 class StopRequest(Callback):
-    """Hears the first of these signals as a wish, while it is a context; a later one ends this process.
+    """Handles `SIGNALS` while it is entered as a context: the first requests a stop, a later one ends this process.
 
-    As a participant it makes one rank's wish that of all.
-
-    Only the main thread can hear signals: in another, nothing is changed.
+    As a callback it makes the request of one rank that of all. Outside the main thread, where Python allows no signal
+    handlers, it handles no signals.
 
     Attributes:
-        requested: Whether this rank was told to stop.
-        requested_on_any_rank: Whether any rank was when all met at point A; the same on every rank.
+        requested: True after this rank received a request.
+        requested_on_any_rank: True if any rank had when the gradients were complete; the same on every rank.
     """
 
     gathered_names = ("stop",)
@@ -40,7 +39,7 @@ class StopRequest(Callback):
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            # Not in the handler: it may interrupt a start of another thread, which holds the lock for that.
+            # Not in the handler: it may interrupt the start of another thread, which holds a lock.
             self._watcher.start()
             self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
@@ -55,16 +54,16 @@ class StopRequest(Callback):
         self._previous_handlers = {}
 
     def poll_stop_file(self) -> None:
-        """Hear the wish also from the file that a batch script leaves where its signal may find no ranks yet."""
+        """Check for the file that a batch script writes because its signal may come before the ranks exist."""
         path = os.environ.get("ODC_MPI_STOP_FILE")
         self.requested = self.requested or bool(path and Path(path).exists())
 
     def local_values(self) -> tuple[float]:
-        """Return whether this rank was told to stop."""
+        """Return `requested` as a number."""
         return (float(self.requested),)
 
     def on_gathered(self, step: Step, gathered: "sharded.MinibatchStats") -> None:
-        """Learn whether any rank was."""
+        """Set `requested_on_any_rank`."""
         self.requested_on_any_rank = gathered.sum("stop") > 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -72,11 +71,11 @@ class StopRequest(Callback):
         self._received.set()
 
     def _exit_on_next_signal(self) -> None:
-        """Have the kernel end this process at the next signal, which does not wait until MPI or torch return."""
+        """Restore the default action of `SIGNALS`, which ends this process at once, even inside MPI or torch."""
         self._received.wait()
         if not self._closed.wait(REPEAT_S):
-            # Whoever tells it again does not want to wait; a launcher ends the other ranks. Python's own call for
-            # that is for the main thread only.
+            # A repeated request is urgent; the launcher ends the other ranks. `signal.signal` works in the main
+            # thread only.
             libc = ctypes.CDLL(None)
             libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
             for number in SIGNALS:

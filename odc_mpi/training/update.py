@@ -1,4 +1,4 @@
-"""From the gradients of a minibatch to published parameters: points N and B, and the optimizer between them."""
+"""Update of the parameters: gradient norm and clipping, optimizer step, publication of the parameters."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from odc_mpi.training.settings import Config, OptimConfig
 
 
 class Update(Callback):
-    """Changes this rank's slices, which its optimizer has, or skips a step whose gradient is not finite."""
+    """Updates this rank's parameter shards; skips a step whose gradient is not finite."""
 
     columns: ClassVar = (
         ProgressColumn("grad norm", 9, lambda line: "-" if line["grad_norm"] is None else f"{line['grad_norm']:.4g}"),
@@ -27,48 +27,43 @@ class Update(Callback):
         self._model, self.optimizer, self._config = model, optimizer, config
 
     def on_step_begin(self, step: Step) -> None:
-        """Set the learning rate."""
-        step.metrics["learning_rate"] = set_learning_rate(self.optimizer, self._config, step.number - 1)
+        """Set and report the learning rate."""
+        optim, steps = self._config.optim, self._config.run.steps
+        factor = schedule_factor(optim.lr_scheduler_type, step.number - 1, optim.warmup_steps, steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = optim.learning_rate * factor
+        step.metrics["learning_rate"] = optim.learning_rate * factor
 
     def run(self, step: Step, loss_normalizer: float, *, finite: bool) -> None:
-        """Divide, clip, optimize and publish. Collective: point N, if gradients are clipped, and B."""
+        """Divide and clip the gradients, run the optimizer, publish the parameters. Collective."""
         self._model.divide_gradients_(loss_normalizer)
         max_norm = self._config.optim.max_grad_norm
-        norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # of all ranks, before clipping
+        norm = self._model.clip_grad_norm_(max_norm) if max_norm else None  # N; the global norm before clipping
         finite = finite and (norm is None or math.isfinite(norm))
         if finite:
             self.optimizer.step()
-        self._model.publish()
+        self._model.publish()  # B
         step.metrics |= {"grad_norm": norm, "skipped": not finite}
 
 
 class NonFiniteStepLimit(Callback):
-    """Ends a run that goes nowhere.
-
-    Args:
-        max_skipped_steps: So many in a row.
-        metadata: Of the checkpoint that the run goes on from, if it does.
-    """
+    """Ends a run after `max_skipped_steps` skipped steps in a row; a resumed run continues the count of `metadata`."""
 
     def __init__(self, max_skipped_steps: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._max_skipped_steps = max_skipped_steps
         self._num_consecutive: int = metadata["skipped_in_a_row"] if metadata else 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many steps in a row were skipped until now."""
+        """Return the number of steps skipped in a row."""
         return {"skipped_in_a_row": self._num_consecutive}
 
     def on_step_end(self, step: Step) -> None:
-        """Count. Local, with the same outcome on every rank.
-
-        Raises:
-            TrainingError: `run.max_skipped_steps` steps in a row were skipped.
-        """
+        """Raise TrainingError, on every rank, if `run.max_skipped_steps` steps in a row were skipped."""
         self._num_consecutive = self._num_consecutive + 1 if step.metrics["skipped"] else 0
         if self._num_consecutive >= self._max_skipped_steps:
             raise TrainingError(
                 f"step {step.number}: the gradient was not finite in {self._num_consecutive} steps in a row, which is "
-                "run.max_skipped_steps: lower optim.learning_rate or look at the data"
+                "run.max_skipped_steps: lower optim.learning_rate or check the data"
             )
 
 
@@ -79,13 +74,12 @@ def make_optimizer(
     *,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """Make the optimizer that a configuration names.
+    """Build the configured optimizer with the peak learning rate.
 
     Args:
-        config: Its settings; the learning rate is the peak.
-        named_parameters: Parameters by dotted name, or this rank's slices of them.
-        shapes: Whole shapes by dotted name.
-        fused: Whether torch's fused kernel does the step; None: of AdamW.
+        named_parameters: Parameters, or this rank's shards of them, by dotted name.
+        shapes: Unsharded shapes by dotted name.
+        fused: True for the fused kernel of torch; None: only for AdamW.
     """
     settings: dict[str, dict[str, Any]] = {
         "adamw": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon},
@@ -100,18 +94,3 @@ def make_optimizer(
         fused=fused,
         **settings[config.optimizer],
     )
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
-    """Set the learning rate of a step, and return it.
-
-    Args:
-        optimizer: All its groups get the same.
-        config: Names the peak, the warm-up and the shape, and how many steps there are.
-        step: From 0.
-    """
-    optim = config.optim
-    factor = schedule_factor(optim.lr_scheduler_type, step, optim.warmup_steps, config.run.steps)
-    for group in optimizer.param_groups:
-        group["lr"] = optim.learning_rate * factor
-    return optim.learning_rate * factor

@@ -88,5 +88,5 @@ def test_tables_of_one_rank_or_several_nodes():
         del size["all_at_once"]["gloo_all_gather"]
     output = render_report(made)
     assert "left out: gloo_all_gather, for ranks of one node only" in output
-    assert "Rank 0 alone" not in output
+    assert "Only rank 0" not in output
     assert "Goals" not in output

@@ -115,7 +115,7 @@ def test_one_rank_cannot_write(tmp_path, monkeypatch):
     ranks.wait()
     assert ranks.warnings == ["rank 1 could not write its part of the checkpoint of step 2: No space left on device"]
     ranks.boundary()
-    assert "WARNING: there is no checkpoint of step 2" in ranks.warnings[1]
+    assert "WARNING: checkpoint of step 2 not saved" in ranks.warnings[1]
     assert ranks.steps() == [1]
     assert not list(tmp_path.glob(".*")), "the half-written one is gone"
     assert (ranks.savers[0].num_saved, ranks.savers[0].num_failed, ranks.savers[0].last_failed) == (1, 1, True)
@@ -201,10 +201,10 @@ def test_a_manifest_that_is_missing_damaged_or_newer(tmp_path, monkeypatch):
     intact = path.read_text()
     for text in (intact[:-20], intact.replace('"step": 1', '"step": 2'), "[]", "", "\0" * 100):
         path.write_text(text)
-        with pytest.raises(UserError, match=r"damaged|no manifest"):
+        with pytest.raises(UserError, match=r"damaged|not the manifest"):
             read_manifest(directory)
     path.unlink()
-    with pytest.raises(UserError, match="no complete checkpoint"):
+    with pytest.raises(UserError, match="not a complete checkpoint"):
         read_manifest(directory)
     path.write_text(intact)
     monkeypatch.setattr(manifests, "VERSION", 7)
@@ -301,10 +301,10 @@ def test_which_checkpoints_a_path_means(tmp_path):
     assert open_newest(tmp_path / "run").step == 2
     (both[1] / "manifest.json").unlink()
     assert open_newest(tmp_path / "run").step == 1
-    assert ["NOT USABLE" in line for line in list_lines(tmp_path / "run")] == [False, True]
-    with pytest.raises(UserError, match="no complete checkpoint"):
+    assert ["INVALID" in line for line in list_lines(tmp_path / "run")] == [False, True]
+    with pytest.raises(UserError, match="not a complete checkpoint"):
         open_newest(both[1])
-    with pytest.raises(UserError, match="where there are none"):
+    with pytest.raises(UserError, match="no checkpoint in"):
         checkpoint_directories(tmp_path)
 
 
@@ -335,9 +335,9 @@ def test_who_may_not_write_any_more(tmp_path, monkeypatch):
     assert ranks.steps() == [1]
     ranks.save(3)
     assert ranks.steps() == [1]
-    assert [line.partition(",")[0] for line in ranks.warnings] == [
-        "WARNING: there is no checkpoint of step 2",
+    assert [line.removesuffix("; training continues") for line in ranks.warnings] == [
+        "WARNING: checkpoint of step 2 not saved: another run has taken over",
         "rank 0 could not write its part of the checkpoint of step 3: another run has taken over",
-        "WARNING: there is no checkpoint of step 3",
+        "WARNING: checkpoint of step 3 not saved: rank 0 could not write",
     ]
     assert not list(tmp_path.glob(".step*"))

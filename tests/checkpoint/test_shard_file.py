@@ -101,7 +101,7 @@ def test_damage_names_file_and_tensor(tmp_path, entries):
         position = file["model/b"].id.get_offset()
     flip(path, position + 5)
     with ShardFile(path, record) as file:
-        assert list(file.verify()) == [f"{path} is damaged: the checksum of model/b does not fit"]
+        assert list(file.verify()) == [f"{path} is damaged: the checksum of model/b does not match"]
         with pytest.raises(UserError, match="model/b"):
             file.read("model/b", 100, 600)
         file.read("model/a.weight", 0, 33)

@@ -197,5 +197,5 @@ def test_state_that_is_not_of_elements_is_refused(tmp_path):
                 for p in group["params"]:
                     self.state[p]["rows"] = torch.zeros(p.numel() + 1)
 
-    with pytest.raises(UserError, match="keeps rows of shape"):
+    with pytest.raises(UserError, match="has state rows of shape"):
         save(tmp_path, 1, make=lambda p: Rows(p, lr=0.1))

@@ -146,7 +146,7 @@ def test_output_that_nobody_reads(size):
 )
 def test_how_a_stopped_run_ends(tmp_path, monkeypatch, capsys, note, rank, code):
     def stopped():
-        raise StoppedError("stopped as asked after step 3")
+        raise StoppedError("stopped on request after step 3")
 
     monkeypatch.delenv("ODC_MPI_STOPPED_FILE", raising=False)
     if note:
@@ -156,7 +156,7 @@ def test_how_a_stopped_run_ends(tmp_path, monkeypatch, capsys, note, rank, code)
     assert ranks.run_on_all_ranks(world, stopped) == code
     assert closed == [rank]
     errors = capsys.readouterr().err.splitlines()
-    assert errors[:1] == ["odc-mpi: stopped as asked after step 3"] * (rank == 0)
+    assert errors[:1] == ["odc-mpi: stopped on request after step 3"] * (rank == 0)
     assert errors[1:] == [
         f"odc-mpi: cannot write ODC_MPI_STOPPED_FILE={tmp_path / 'no/note'}: No such file or directory"
     ] * (note == "no/note" and rank == 0)

@@ -23,7 +23,11 @@ def test_prepare_says_what_it_did(tmp_path, capsys):
     assert cli.main(["prepare", str(source), str(out), "--tokenizer", str(tmp_path / "std.h5")]) == 0
     with Dataset(out) as dataset:
         assert len(dataset) == 3
-    for lines, words in (('{"text": "a"}\n{"text": \n', "line 2"), ('{"txt": "a"}\n', "line 1"), ("", "holds none")):
+    for lines, words in (
+        ('{"text": "a"}\n{"text": \n', "line 2"),
+        ('{"txt": "a"}\n', "line 1"),
+        ("", "contains no examples"),
+    ):
         source.write_text(lines)
         capsys.readouterr()
         new = tmp_path / "new" / "lines.h5"
@@ -35,9 +39,7 @@ def test_prepare_says_what_it_did(tmp_path, capsys):
     source.write_text('{"text": "a"}\n{"text": \n{"text": ""}\n')
     assert cli.main(["prepare", str(source), str(out), "--vocab-size", "270", "--bad-lines", "skip"]) == 0
     errors = capsys.readouterr().out
-    assert (
-        f"trained on {source}" in errors and "1 dropped: no token to learn from\n1 skipped: cannot be used\n" in errors
-    )
+    assert f"trained on {source}" in errors and "1 dropped: no loss tokens\n1 skipped: invalid\n" in errors
 
 
 def test_a_preparation_that_is_told_to_end_leaves_nothing(tmp_path, monkeypatch):
@@ -71,5 +73,5 @@ def test_a_model_and_data_with_different_tokenizers(tmp_path, capsys):
     assert cli.main([*arguments, "--data.path", str(tmp_path / "two.h5")]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
-    assert "another tokenizer" in errors[0]
+    assert "with a tokenizer that differs" in errors[0]
     assert cli.main([*arguments, "--data.path", str(tmp_path / "one.h5")]) == 0

@@ -53,12 +53,12 @@ def test_an_empty_turn_of_the_assistant_is_context(tokenizer: Any) -> None:
 
 def test_text_of_a_template_that_no_tokenizer_takes(tokenizer: Any) -> None:
     named = with_template(tokenizer, "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}")
-    with pytest.raises(InvalidRecordError, match=r"^here: .* refuses the messages .*surrogates"):
+    with pytest.raises(InvalidRecordError, match=r"^here: .* rejects the messages .*surrogates"):
         encode(named, [Conversation("here", [{**message, "name": "\ud800"} for message in CHAT])])
 
 
 def test_a_prompt_without_a_message_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(InvalidRecordError, match=r"^here: .* refuses the messages \(expected a message, got none\)"):
+    with pytest.raises(InvalidRecordError, match=r"^here: .* rejects the messages \(expected a message, got none\)"):
         render_prompt(tokenizer, Conversation("here", []))
 
 
@@ -102,8 +102,8 @@ def test_a_template_without_end_token_keeps_the_whole_turn(tokenizer: Any) -> No
     ("template", "expected"),
     [
         (None, "need a chat template"),
-        ("{{ raise_exception('roles must\nalternate') }}", "refuses the messages (roles must alternate)"),
-        ("{{ messages[99].content }}", "refuses the messages"),
+        ("{{ raise_exception('roles must\nalternate') }}", "rejects the messages (roles must alternate)"),
+        ("{{ messages[99].content }}", "rejects the messages"),
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "rewrites earlier text"),
         # As reasoning models do: the last turn shows what earlier ones hide.
         (

@@ -55,7 +55,7 @@ def test_the_same_bytes_from_any_number_of_processes(chats: Path, tokenizer_plac
     assert written[0] == written[1]
     [chat, functions] = report.shares
     assert chat[1] + functions[1] == report.num_sequences + report.num_eval_sequences
-    assert "trained tokens (" in report.describe() and f"{chats}: {chat[1]:,} sequences (" in report.describe()
+    assert "loss tokens (" in report.describe() and f"{chats}: {chat[1]:,} sequences (" in report.describe()
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_a_second_call_finds_the_result(
     before = out.stat()
     again = prepare([str(source)], out, replace(options, num_proc=2))
     assert again == replace(first, elapsed_s=None) and out.stat() == before
-    assert again.describe().startswith(f"{out}: done before, from the same sources with the same options")
+    assert again.describe().startswith(f"{out}: up to date (same sources, options and versions)")
     assert replace(again, elapsed_s=1.0).describe().splitlines()[1:3] == first.describe().splitlines()[1:3]
     for change in ({"max_length": 8}, {"eval_fraction": 0.3}, {"seed": 1}, {"tokenizer": None, "vocab_size": 270}):
         assert prepare([str(source)], out, replace(options, **change)).elapsed_s is not None, change

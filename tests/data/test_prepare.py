@@ -157,7 +157,7 @@ def test_truncation_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> 
         whole, cut = dataset[1], dataset[3]
         assert (whole[0][:9] == cut[0][:9]).all() and whole[0][9] != cut[0][9]
         assert cut[1].tolist() == [False] * 2 + [True] * 8
-    assert "2 truncated to --max-length\n1 dropped: no token" in report.describe()
+    assert "2 truncated to --max-length\n1 dropped: no loss" in report.describe()
 
 
 def test_dropping_is_counted(stdlib_report: PrepareReport, tmp_path: Path) -> None:
@@ -183,13 +183,13 @@ def test_examples_that_train_nothing_are_counted(stdlib_report: PrepareReport, t
     source = write_lines(tmp_path / "a.jsonl", *records, {"prompt": "x", "completion": ""}, {"text": ""})
     report = prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
     assert (report.num_sequences, report.num_untrained_dropped) == (1, 5)
-    assert report.describe().endswith("\n5 dropped: no token to learn from")
+    assert report.describe().endswith("\n5 dropped: no loss tokens")
     with h5py.File(report.path) as file:
         assert (file.attrs["num_untrained_dropped"], file.attrs["num_bad_lines"]) == (5, 0)
 
 
 def test_bad_lines_are_skipped_on_request(stdlib_report: PrepareReport, tmp_path: Path) -> None:
-    # The template shows the name, which cannot be tokenised: that is found long after the line was read.
+    # The template shows the name, which cannot be tokenized: that is found long after the line was read.
     tokenizer = load_tokenizer(stdlib_report.tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "t")
@@ -203,13 +203,13 @@ def test_bad_lines_are_skipped_on_request(stdlib_report: PrepareReport, tmp_path
     report = prepare(source, out, tokenizer=tmp_path / "t", bad_lines="skip")
     assert (report.num_sequences, report.num_bad_lines) == (2, 4)
     *_, head, first, second, third, rest = report.describe().splitlines()
-    assert (head, rest) == ("4 skipped: cannot be used", "and 1 more")
+    assert (head, rest) == ("4 skipped: invalid", "... and 1 more")
     assert [", line 2" in first, ", line 3" in second, ", line 4" in third] == [True] * 3
     with h5py.File(out) as file:
         assert file.attrs["num_bad_lines"] == 4
     source = write_lines(tmp_path / "a.jsonl", *records[1:4])
     message = refused(source, out, tokenizer=tmp_path / "t", bad_lines="skip")
-    assert "3 that cannot be used, the first: " in message and "a.jsonl, line 1: " in message
+    assert "3 invalid, the first: " in message and "a.jsonl, line 1: " in message
     assert message.endswith(": change SOURCE")
 
 
@@ -218,7 +218,7 @@ def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     message = refused(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, max_length=9, overlong="drop")
     assert "2 longer" in message and "--max-length (now 9)" in message
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    assert "SOURCE holds none" in refused(
+    assert "SOURCE contains no examples" in refused(
         str(tmp_path / "empty.jsonl"), tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "empty.jsonl"]
@@ -227,15 +227,17 @@ def test_nothing_left(stdlib_report: PrepareReport, tmp_path: Path) -> None:
 def test_mistakes_in_the_arguments(stdlib_report: PrepareReport, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", *pairs(10))
     out, tokenizer = tmp_path / "a.h5", stdlib_report.tokenizer
-    assert "no file" in refused(str(tmp_path / "none"), out, tokenizer=tokenizer)
+    assert "not a file" in refused(str(tmp_path / "none"), out, tokenizer=tokenizer)
     assert "the directory" in refused(source, tmp_path, tokenizer=tokenizer)
-    assert "another file than SOURCE" in refused(source, Path(source), tokenizer=tokenizer)
-    assert "folder that can be written" in refused(source, Path(source) / "a.h5", tokenizer=tokenizer)
+    assert "OUT to differ from SOURCE" in refused(source, Path(source), tokenizer=tokenizer)
+    assert "writable folder" in refused(source, Path(source) / "a.h5", tokenizer=tokenizer)
     assert "--max-length" in refused(source, out, tokenizer=tokenizer, max_length=1)
     for of in ("stdlib", source):
         assert "--vocab-size of at least 260" in refused(of, out, vocab_size=259)
     (tmp_path / "empty.jsonl").touch()
-    assert "SOURCE holds none" in refused(str(tmp_path / "empty.jsonl"), tmp_path / "new" / "a.h5", tokenizer=tokenizer)
+    assert "SOURCE contains no examples" in refused(
+        str(tmp_path / "empty.jsonl"), tmp_path / "new" / "a.h5", tokenizer=tokenizer
+    )
     (tmp_path / "empty.jsonl").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
@@ -265,7 +267,7 @@ def test_tokenizers_that_do_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("socket.getaddrinfo", no_network)
     source = write_lines(tmp_path / "a.jsonl", *pairs(10))
     # A name that a hub would know.
-    assert "which is none" in refused(source, tmp_path / "a.h5", tokenizer=Path("gpt2"))
+    assert "data set with a tokenizer, got 'gpt2'" in refused(source, tmp_path / "a.h5", tokenizer=Path("gpt2"))
     (tmp_path / "t").mkdir()
     assert "do not load" in refused(source, tmp_path / "a.h5", tokenizer=tmp_path / "t")
     (tmp_path / "t" / "tokenizer.json").write_text("{}")
@@ -309,7 +311,7 @@ def test_shows_progress_only_on_a_console(
     source = write_lines(tmp_path / "a.jsonl", *pairs(10))
     written = io.StringIO()
     prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer, console=Console(file=written))
-    assert "tokenising" in written.getvalue() and "100%" in written.getvalue()
+    assert "tokenizing" in written.getvalue() and "100%" in written.getvalue()
     prepare(source, tmp_path / "a.h5", tokenizer=stdlib_report.tokenizer)
     assert capsys.readouterr() == ("", "")
 
@@ -330,7 +332,7 @@ def test_a_part_is_held_out_and_stays_so_when_lines_are_added(tmp_path: Path, st
         assert len(train) + len(held_out) == len(lines) and not set(train) & set(held_out)
         assert (report.num_sequences, report.num_eval_sequences) == (len(train), len(held_out))
         assert 0.1 < len(held_out) / len(lines) < 0.3
-        assert f"{report.eval_path}: held out, {len(held_out)} sequences" in report.describe()
+        assert f"{report.eval_path}: held out {len(held_out)} sequences" in report.describe()
         both.append((set(train), set(held_out)))
     assert both[0][0] <= both[1][0] and both[0][1] <= both[1][1]
 

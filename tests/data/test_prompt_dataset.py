@@ -61,9 +61,9 @@ def test_parquet(tmp_path, tokenizer):
     [
         ({"text": "1"}, "line 1: expected the field 'prompt' or 'messages'"),
         ({"prompt": ""}, "line 1: expected a prompt of at least one token"),
-        ({"prompt": "1", "prompts": 2}, "line 1: expected columns of other names"),
-        ({"prompt": "1", "a": float("nan")}, "line 1: expected columns that JSON can hold"),
-        ({"prompt": "1", "a": "\ud800"}, "line 1: expected columns that JSON can hold"),
+        ({"prompt": "1", "prompts": 2}, "line 1: expected columns without the names"),
+        ({"prompt": "1", "a": float("nan")}, "line 1: expected columns that JSON can represent"),
+        ({"prompt": "1", "a": "\ud800"}, "line 1: expected columns that JSON can represent"),
     ],
 )
 def test_what_is_wrong_with_a_line(tmp_path, tokenizer, record, words):
@@ -75,10 +75,10 @@ def test_what_is_no_file_of_prompts(tmp_path, tokenizer):
     with DatasetWriter(tmp_path / "d.h5", vocab_size=4, tokenizer="", source=""):
         pass
     for path, words in (
-        (tmp_path / "none.jsonl", "none.jsonl, which is none"),
-        (tmp_path, "which is none"),
+        (tmp_path / "none.jsonl", "none.jsonl, which is not a file"),
+        (tmp_path, "which is not a file"),
         (tmp_path / ("x" * 300), "which cannot be read: File name too long"),
-        (lines(tmp_path / "empty.jsonl"), "which has none"),
+        (lines(tmp_path / "empty.jsonl"), "which contains no prompt"),
         (tmp_path / "d.h5", "data.eval_path: expected a file of prompts, JSON lines or Parquet, .*which is HDF5"),
     ):
         with pytest.raises(UserError, match=words) as raised:

@@ -68,8 +68,8 @@ def test_files_and_folders_in_order() -> None:
     _, folder = find_sources(["alone.txt", "d"])
     assert folder.describe_folder() == "d: 4 files, 10.jsonl, 2.jsonl.gz, 30.ndjson.zst, 4.parquet"
     Path("empty").mkdir()
-    assert "in the folder 'empty', got none" in refused("empty")
-    assert "which is no file" in refused("missing.jsonl")
+    assert "no file in the folder 'empty'" in refused("empty")
+    assert "is not a file or folder" in refused("missing.jsonl")
 
 
 def test_a_colon_in_a_name_is_no_weight() -> None:
@@ -79,7 +79,7 @@ def test_a_colon_in_a_name_is_no_weight() -> None:
     assert [source.weight for source in find_sources(["a:0.5", "b"])] == [None, None]
     assert "weight above 0" in refused("b:0") and "weight above 0" in refused("b:-1", "b:nan")
     assert "got none for 'b': write b:WEIGHT" in refused("a:0.5:1", "b")
-    assert "'b:x', which is no file" in refused("b:x")
+    assert "'b:x' is not a file or folder" in refused("b:x")
 
 
 def test_weights_are_shares_drawn_by_the_seed() -> None:
@@ -99,7 +99,7 @@ def test_weights_are_shares_drawn_by_the_seed() -> None:
     assert {f"{n}{i}" for n, count in (("a", 100), ("b", 1000), ("c", 1000)) for i in range(count)} == set(every)
     assert {every.count(f"a{i}") for i in range(100)} == {6, 7}
     write("none.jsonl", [])
-    assert "expected examples in 'none.jsonl'" in refused("none.jsonl:1", "a.jsonl:1")
+    assert "'none.jsonl' contains no examples" in refused("none.jsonl:1", "a.jsonl:1")
     for little in ("1e-9", "1e-320"):
         with pytest.raises(UserError, match=r"more than 1,000 times.*'b.jsonl.gz'"):
             mix(find_sources([f"a.jsonl:{little}", "b.jsonl.gz:1"]), 0, "all_exhausted")
@@ -142,10 +142,10 @@ def test_damaged_zstandard() -> None:
         assert "it ends within a Zstandard frame" in refused("c.jsonl.zst")
     write("a.jsonl.zst", ["abc" * 1000] * 1000)
     Path("a.jsonl.zst").write_bytes(Path("a.jsonl.zst").read_bytes()[:20] + bytes(50))
-    assert "SOURCE complete?" in refused("a.jsonl.zst")
+    assert "the file may be truncated" in refused("a.jsonl.zst")
     write("b.jsonl", ["x"])
     Path("b.zst").write_bytes(Path("b.jsonl").read_bytes())
-    assert "SOURCE complete?" in refused("b.zst")
+    assert "the file may be truncated" in refused("b.zst")
 
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_a_completion_fills_the_positions_and_no_more():
     [
         ((), "expected at least one token, got none"),
         (tuple(range(40)), "max_position_embeddings, 40, got 40: shorten it"),
-        ((61,), "the token 61 is beyond the model's 61"),
+        ((61,), "expected tokens below the model's vocab_size, 61, got 61"),
     ],
 )
 def test_prompts_that_do_not_fit(tokens, words):

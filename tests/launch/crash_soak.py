@@ -52,7 +52,7 @@ def crash(directory, kills, seed, early_share=EARLY):
         os.kill(draw.choice(pids), signal.SIGKILL)
         finished = mpi_launch.finish(process)
         assert finished.code != 0
-        assert early or newest == 0 or f"resuming after step {newest}," in said, (newest, said, finished.err)
+        assert early or newest == 0 or f"resuming from step {newest}:" in said, (newest, said, finished.err)
         seen = _last_step(directory / "run")
         before, newest = newest, max(steps_in(checkpoints), default=0)
         assert newest >= before

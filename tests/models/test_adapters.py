@@ -105,5 +105,7 @@ def test_the_digest_of_a_drawn_base(size):
     record = {"path": None, "config": UNTIED, "seed": 0, "sha256": {k: v for share in shares for k, v in share.items()}}
     for rank in range(size):
         check_base(weights[0], record, rank, size)
-        with pytest.raises(UserError, match=r"a qwen2 drawn with seed 0, got another: .* differs"):
+        with pytest.raises(
+            UserError, match=r"a qwen2 randomly initialized with seed 0, got a different one: .* differs"
+        ):
             check_base(weights[1], record, rank, size)

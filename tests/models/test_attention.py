@@ -65,7 +65,7 @@ def test_sequences_of_one_length_are_one_call(monkeypatch, most, calls):
 
 
 def test_a_model_that_loses_the_bounds_is_refused():
-    with pytest.raises(PackingUnsupportedError, match="no boundaries"):
+    with pytest.raises(PackingUnsupportedError, match="no sequence boundaries"):
         packed_attention(None, *draw(6), None)
 
 
@@ -86,7 +86,7 @@ def test_the_cost_grows_with_the_squares_of_the_sequences(monkeypatch):
 
 @pytest.mark.parametrize("given", [{"softcap": 30.0}, {"s_aux": torch.ones(HEADS)}, {"is_causal": False}])
 def test_what_would_change_the_result_is_refused(given):
-    with pytest.raises(ValueError, match="packed attention serves plain causal layers"):
+    with pytest.raises(ValueError, match="packed attention supports only plain causal layers"):
         packed_attention(None, *draw(4), None, cu_seq_lens_q=torch.tensor([0, 4]), **given)
 
 
@@ -98,7 +98,7 @@ def test_a_window_in_the_mask_counts(output):
     actual, _ = packed_attention(None, *inputs, mask, sliding_window=output, cu_seq_lens_q=bounds)
     torch.testing.assert_close(actual, written_out(*inputs, boundaries, 3))
     assert _window_as_mask() is None
-    with pytest.raises(PackingUnsupportedError, match="a mask of its own"):
+    with pytest.raises(PackingUnsupportedError, match="a model-specific mask"):
         _window_as_mask(use_vmap=True)
 
 

@@ -167,11 +167,11 @@ class TestFromConfig:
             ({"model_type": "mamba", "num_hidden_layers": 1}, "packed sequences"),
             ({"model_type": "vit"}, "model.config"),
             (LLAMA | {"num_attention_heads": 5}, "model.config"),
-            (LLAMA | {"model_type": "nemotron"}, "no boundaries"),
+            (LLAMA | {"model_type": "nemotron"}, "no sequence boundaries"),
             (LLAMA | {"model_type": "gemma2"}, "softcap"),
             ({"model_type": "bert", "num_hidden_layers": 1}, "not causal"),
-            (QWEN2 | {"num_key_value_heads": 3}, "model.config: Qwen2ForCausalLM is built from it and cannot run"),
-            (QWEN2 | {"hidden_size": 36}, "model.config: Qwen2ForCausalLM is built from it and cannot run"),
+            (QWEN2 | {"num_key_value_heads": 3}, "model.config: Qwen2ForCausalLM cannot run"),
+            (QWEN2 | {"hidden_size": 36}, "model.config: Qwen2ForCausalLM cannot run"),
             ({"model_type": "qwen2", 3: 4}, "unknown setting model.config.3"),
             ({"model_type": ["qwen2"]}, "model.config.model_type: transformers knows no ['qwen2']"),
         ],
@@ -257,7 +257,7 @@ class TestFromDirectory:
         save_file({name: t for name, t in stored.items() if "norm" not in name}, file, {"format": "pt"})
         refused("no weights for model.layers.0.input_layernorm.weight")
         save_file(stored | {"model.norm.weight": torch.ones(32, dtype=torch.int8)}, file, {"format": "pt"})
-        refused("quantised")
+        refused("quantized")
         save_file(stored | {"model.norm.weight": torch.ones(31)}, file, {"format": "pt"})
         refused("stores [31]")
         file.write_bytes(file.read_bytes()[:5000])

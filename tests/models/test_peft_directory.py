@@ -64,14 +64,14 @@ def test_logits_are_those_of_peft(saved):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"base_model_name_or_path": "not/there"}, "expected their base in not/there, where there is no Hugging Face"),
-        ({"base_model_name_or_path": None}, "expected base_model_name_or_path, the directory of the base, got none"),
+        ({"base_model_name_or_path": "not/there"}, r"base model is not in not/there \(no config.json there\)"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path, the directory of the base, is missing"),
         ({"use_dora": True}, "expected plain LoRA, got use_dora True"),
         ({"rank_pattern": {"q_proj": 8}}, "expected plain LoRA, got rank_pattern"),
         ({"init_lora_weights": "pissa"}, "expected plain LoRA, got init_lora_weights 'pissa'"),
         ({"peft_type": "IA3"}, "expected peft_type LORA, got 'IA3'"),
         ({"r": 2}, r"expected .*lora_A.weight of the shape \[2, 32\], got \[4, 32\]"),
-        ({"target_modules": ["q_proj"]}, "down_proj.lora_A.weight is not of the model"),
+        ({"target_modules": ["q_proj"]}, "down_proj.lora_A.weight is not in the model"),
     ],
 )
 def test_other_configurations_are_refused(adapters, changes, words):
@@ -94,5 +94,5 @@ def test_missing_and_damaged_files_are_refused(adapters):
     with pytest.raises(UserError, match=r"expected adapter_model.safetensors in .*, found none"):
         load_model(adapters)
     (adapters / "adapter_config.json").write_text("{")
-    with pytest.raises(UserError, match="expected the JSON of a configuration of peft"):
+    with pytest.raises(UserError, match="expected a peft configuration in JSON"):
         load_model(adapters)

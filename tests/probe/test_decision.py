@@ -117,7 +117,7 @@ def test_a_peer_that_gave_no_answer_at_all_is_still_there():
     [
         (SharedMemory(), "no answer"),
         (SharedMemory(readable=False, contiguous=True), "read"),
-        (SharedMemory(readable=True, contiguous=False), "side by side"),
+        (SharedMemory(readable=True, contiguous=False), "not contiguous"),
     ],
 )
 def test_without_shared_memory_there_is_no_zero_copy(shared, words):
@@ -150,7 +150,7 @@ def test_a_thread_needs_to_be_allowed():
     made = decide(single).progress
     assert made.value == "off"
     assert "warning" in made.reason and "MPI_THREAD_MULTIPLE" in made.reason and "SERIALIZED" in made.reason
-    with pytest.raises(UserError, match=r"comm\.progress: thread needs MPI_THREAD_MULTIPLE"):
+    with pytest.raises(UserError, match=r"comm\.progress: thread requires MPI_THREAD_MULTIPLE"):
         decide(single, CommSettings(progress="thread"))
 
 
@@ -179,7 +179,7 @@ def test_a_report_travels_as_json():
     ("sentence", "problem"),
     [
         (
-            "other_node get: what arrived is not what was sent",
+            "other_node get: received data differs from what was sent",
             Problem(("other_node", "get"), Cause.WRONG),
         ),
         (
@@ -187,7 +187,7 @@ def test_a_report_travels_as_json():
             Problem(("from_device", "same_node", "put"), Cause.NO_ANSWER, "12 s"),
         ),
         (
-            "same_node accumulate: the machine is too busy to tell if it waits",
+            "same_node accumulate: the machine is too busy to decide if it is one-sided",
             Problem(("same_node", "accumulate"), Cause.INCONCLUSIVE),
         ),
         (

@@ -66,10 +66,10 @@ def test_functions_from_a_file_and_a_module(tmp_path, monkeypatch):
     ("places", "words"),
     [
         (["exact"], "one of exact_match"),
-        (["none.py:f"], "a file of Python"),
+        (["none.py:f"], "the Python file 'none.py' does not exist"),
         (["no.such.module:f"], "cannot be imported"),
-        (["math:nothing"], "expected a function 'nothing'"),
-        (["length", "math:length"], "expected a function 'length'"),
+        (["math:nothing"], "there is no function 'nothing'"),
+        (["length", "math:length"], "there is no function 'length'"),
         (["length", "length"], "different names"),
     ],
 )
@@ -127,9 +127,9 @@ def by_completion(completions):
     ("function", "words", "num_failed"),
     [
         (fails, "it raised KeyError: 'answer'", 4),
-        (hangs, "expected an answer within rl.reward_timeout_s, 0.2 s", 4),
-        (tries_again, "expected an answer within rl.reward_timeout_s, 0.2 s", 4),
-        (catches_all, "expected an answer within rl.reward_timeout_s, 0.2 s", 4),
+        (hangs, "it did not return within rl.reward_timeout_s, 0.2 s", 4),
+        (tries_again, "it did not return within rl.reward_timeout_s, 0.2 s", 4),
+        (catches_all, "it did not return within rl.reward_timeout_s, 0.2 s", 4),
         (leaves, "it raised SystemExit: no model", 4),
         (too_few, "expected 4 rewards, one for each completion, got 1", 4),
         (not_a_number, "got nan for completion 1", 2),

@@ -165,11 +165,11 @@ def test_ranks_of_a_node_have_cores_of_their_own(place, jobs):
 def test_a_job_told_to_stop_goes_on_by_itself(place, jobs):
     assert jobs["stopping"].result().code == 0
     output = place.finish(jobs["stopped"])
-    saved = re.search(r"stopped as asked after step (\d+), which is saved", output)
+    saved = re.search(r"stopped on request after step (\d+); checkpoint saved", output)
     assert saved, output
     after = int(saved.group(1))
     assert 10 <= after < STEPS
-    assert f"resuming after step {after}" in output
+    assert f"resuming from step {after}:" in output
     assert place.summary("stopped")["slurm_restarts"] == 2, "once for being told at its start"
     assert f"Slurm job {jobs['stopped']}, start 3" in output
     place.finish(jobs["rendered"])
@@ -181,7 +181,7 @@ def test_a_job_told_to_stop_goes_on_by_itself(place, jobs):
 def test_a_lost_rank_fails_the_job_at_once_which_then_resumes(place, jobs):
     assert jobs["losing"].result() < 20
     output = place.finish(jobs["lost"])
-    assert re.search(r"resuming after step \d+0,", output)
+    assert re.search(r"resuming from step \d+0:", output)
     place.finish(jobs["rendered"])
     assert place.losses("lost") == pytest.approx(place.losses("rendered"), rel=1e-3)
 

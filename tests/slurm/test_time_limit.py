@@ -47,8 +47,8 @@ def train_slowly(place):
 
 def test_slurm_itself_tells_a_job_to_stop(place):
     output = place.finish(train_slowly(place))
-    after = [int(step) for step in re.findall(r"stopped as asked after step (\d+), which is saved", output)]
+    after = [int(step) for step in re.findall(r"stopped on request after step (\d+); checkpoint saved", output)]
     assert after and place.summary("slow-run")["slurm_restarts"] >= len(after)
-    assert all(f"resuming after step {step}" in output for step in after)
+    assert all(f"resuming from step {step}:" in output for step in after)
     assert [line["step"] for line in place.steps("slow-run")] == list(range(1, SLOW_STEPS + 1))
     assert not list((place.path / "slow-run").glob("earlier-*")), "never means the first start"

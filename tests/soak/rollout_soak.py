@@ -55,14 +55,14 @@ class _NoModel:
     """What `RolloutSource` asks of a model."""
 
     module = None
-    cache_needs = SimpleNamespace(all=SimpleNamespace(parameters=0))
+    cache_needs = SimpleNamespace(maximum=SimpleNamespace(parameters=0))
     cache_bytes = SimpleNamespace(parameters=0)
 
     @contextmanager
-    def doing(self, what):
+    def activity(self, what):
         yield lambda told: None
 
-    def resident(self, **how):
+    def unsharded(self, **how):
         return nullcontext()
 
 
@@ -117,7 +117,7 @@ class Rollouts:
         report = gathered.report(trained.ravel(), [False])
         gathered.receive_reports(np.array(self._world.gather_objects(report)))  # point A
         self._check(minibatch.indices.tolist(), gathered.sums.reshape(trained.shape), step, gathered)
-        self._world.meet(self._world.comm.Ibarrier(), "meeting at point B of a soak")
+        self._world.wait_collective(self._world.comm.Ibarrier(), "meeting at point B of a soak")
 
     def close(self):
         """Free windows. Collective."""

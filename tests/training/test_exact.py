@@ -37,8 +37,8 @@ def test_it_goes_with_rewards() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "words"),
     [
-        ("rl.skip_failed_rewards", "true", "expected false with run.exact, got true: which completions"),
-        ("run.device", "cuda", "expected cpu with run.exact, got cuda: tokens are drawn by"),
+        ("rl.skip_failed_rewards", "true", "expected false with run.exact, got true: the dropped completions"),
+        ("run.device", "cuda", "expected cpu with run.exact, got cuda: tokens are sampled with"),
     ],
 )
 def test_what_breaks_it_with_rewards_is_refused(setting: str, value: str, words: str) -> None:

@@ -68,9 +68,9 @@ def test_costs_have_names():
 
 def test_tokens_that_the_model_does_not_know(tmp_path):
     write(tmp_path / "used.h5", 60, 60)
-    refused(tmp_path / "used.h5", MODEL, "has a token of number 60, the model knows 60, from 0: prepare it with the")
+    refused(tmp_path / "used.h5", MODEL, "contains the token id 60, the model has 60 tokens: prepare it with the")
     write(tmp_path / "listed.h5", 59, 64)
-    refused(tmp_path / "listed.h5", MODEL, "was prepared with a tokenizer of 64 tokens, the model knows 60: prepare it")
+    refused(tmp_path / "listed.h5", MODEL, "was prepared with a tokenizer of 64 tokens, the model has 60: prepare it")
     write(tmp_path / "good.h5", 59, 60)
     check(tmp_path / "good.h5", MODEL)
 
@@ -80,8 +80,8 @@ def test_the_model_s_own_tokenizer_may_list_tokens_that_the_data_does_not_have(t
     write(tmp_path / "listed.h5", 59, 64, vocabulary)
     check(tmp_path / "listed.h5", directory)
     write(tmp_path / "used.h5", 60, 64, vocabulary)
-    refused(tmp_path / "used.h5", directory, "has a token of number 60, the model knows 60")
+    refused(tmp_path / "used.h5", directory, "contains the token id 60, the model has 60")
     write(tmp_path / "foreign.h5", 59, 64, vocabulary[::-1])
-    refused(tmp_path / "foreign.h5", directory, "another tokenizer than that in model.path")
+    refused(tmp_path / "foreign.h5", directory, "with a tokenizer that differs from that in model.path")
     bare = shutil.copytree(directory, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     refused(tmp_path / "listed.h5", bare, "was prepared with a tokenizer of 64 tokens")

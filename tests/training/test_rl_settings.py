@@ -30,10 +30,10 @@ def test_a_run_without_rewards_has_the_section_too(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"run__objective": "sft"}, "rl.reward_funcs goes with run.objective grpo"),
-        ({"rl__reward_funcs": None}, "expected rl.reward_funcs"),
-        ({"model__path": None, "model__config__model_type": "qwen2"}, "expected the tokenizer of the prompts"),
-        ({"rl__reward_weights": "[1, 2]"}, "a weight for each of rl.reward_funcs, 1, got 2"),
+        ({"run__objective": "sft"}, "rl.reward_funcs requires run.objective grpo"),
+        ({"rl__reward_funcs": None}, "requires rl.reward_funcs"),
+        ({"model__path": None, "model__config__model_type": "qwen2"}, "requires a tokenizer"),
+        ({"rl__reward_weights": "[1, 2]"}, "expected 1, a weight for each of rl.reward_funcs, got 2"),
         ({"rl__reward_weights": "abc"}, "expected a list of numbers"),
         ({"rl__num_iterations": 2}, "strictly on-policy"),
         ({"rl__num_generations": 5}, "a multiple of rl.num_generations, 5, got 16"),
@@ -41,8 +41,8 @@ def test_a_run_without_rewards_has_the_section_too(tmp_path):
         ({"rl__temperature": 0}, "above 0"),
         ({"rl__loss_type": "bnpo"}, "dapo or grpo or dr_grpo"),
         ({"lora__r": 4, "lora__dropout": 0.1}, "lora.dropout: expected 0"),
-        ({"data__balance": "dynamic"}, "data.balance deals out"),
-        ({"run__num_train_epochs": 2}, "give run.steps"),
+        ({"data__balance": "dynamic"}, "data.balance is not supported with run.objective grpo"),
+        ({"run__num_train_epochs": 2}, "set run.steps instead"),
     ],
 )
 def test_what_does_not_fit_is_said(changes, words):

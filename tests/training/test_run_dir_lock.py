@@ -60,7 +60,7 @@ def test_a_run_that_is_alive_is_left_alone(tmp_path, another):
     before = (tmp_path / LOCK_FILE).read_text()
     (tmp_path / "link").symlink_to(tmp_path)
     for path in (tmp_path, tmp_path / "link"):
-        with pytest.raises(UserError, match=rf"no other run writes, got .* another run \(process {another.pid} on"):
+        with pytest.raises(UserError, match=rf"in use by another run \(process {another.pid} on"):
             lock_run_directory(path, TIMEOUT_S)
     assert (tmp_path / LOCK_FILE).read_text() == before
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_that_another_run_is_about_to_replace_is_left_alone(tmp_pat
     hidden = tmp_path / "checkpoints" / ".retired_step_00000004.17"
     hidden.mkdir(parents=True)
     (hidden / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="no other run writes"):
+    with pytest.raises(UserError, match="in use by another run"):
         _list_checkpoints(tmp_path, 0, TIMEOUT_S)
     assert hidden.exists()
     another.kill()

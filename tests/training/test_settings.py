@@ -212,7 +212,7 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("optimizer: {learning_rate: 1}", "job.yaml: unknown setting optimizer.learning_rate: did you mean optim."),
         ("zzz: {}", "job.yaml: unknown setting zzz: odc-mpi train --help lists all"),
         ("1: {}", "job.yaml: unknown setting 1: "),
-        ("data: 3", "job.yaml: data is a section: expected its settings"),
+        ("data: 3", "job.yaml: data is a section: expected a setting of it"),
         ("run: {steps: true}", "job.yaml: run.steps: expected an integer, got true"),
         ("run: {steps: 3.0}", "job.yaml: run.steps: expected an integer, got 3.0"),
         ("run: {steps: '3'}", 'job.yaml: run.steps: expected an integer, got "3"'),
@@ -294,34 +294,34 @@ SIZE = "expected auto or a size such as 512M or 0"
         ("data: {path: d}", "job.yaml: expected exactly one of model.path and model.config, got neither"),
         (
             "data: {path: d}\nmodel: {path: m}\nrun: {steps: 9, num_train_epochs: 0.5}",
-            "job.yaml: expected one of run.steps and run.num_train_epochs, got both: leave one out",
+            "job.yaml: expected one of run.steps and run.num_train_epochs, got both: remove one",
         ),
         ("run: {num_train_epochs: 0}", "job.yaml: run.num_train_epochs: expected a finite number or null, above 0"),
         (
             "data: {path: d}\nmodel: {path: m}\nrun: {eval_every: 5}",
-            "job.yaml: run.eval_every goes with data.eval_path, got none",
+            "job.yaml: run.eval_every requires data.eval_path",
         ),
         (
             "data: {path: d, eval_path: e}\nmodel: {path: m}\n"
             "run: {eval_every: 4, checkpoint_every: 6, keep_best: true}",
-            "job.yaml: run.keep_best compares checkpoints: expected run.checkpoint_every above 0 and a multiple of "
-            "run.eval_every, so that each is evaluated, got 6 and 4",
+            "job.yaml: run.keep_best needs an evaluation of each checkpoint: expected run.checkpoint_every above 0 and "
+            "a multiple of run.eval_every, got 6 and 4",
         ),
         (
             "data: {path: d}\nmodel: {path: m, config: {model_type: a}}",
             "job.yaml: expected exactly one of model.path and model.config, got both",
         ),
-        ("data: {path: d}\nmodel: {config: {hidden_size: 3}}", "job.yaml: model.config: expected a model_type"),
+        ("data: {path: d}\nmodel: {config: {hidden_size: 3}}", "job.yaml: model.config: model_type is missing"),
         ("data: {path: d}\nmodel: {path: m}\nlora: {r: 0}", "job.yaml: lora.r: expected an integer or null, 1 or more"),
         (
             "data: {path: d}\nmodel: {path: m}\nlora: {target_modules: q_proj}",
-            "job.yaml: lora.target_modules goes with lora.r, got none",
+            "job.yaml: lora.target_modules requires lora.r",
         ),
         (
             "data: {path: d}\nmodel: {path: m}\nlora: {r: 4, target_modules: []}",
             "job.yaml: lora.target_modules: expected a list of names or all-linear, not empty, got []",
         ),
-        ("data: {path: d}\nmodel: {path: m}\nlora: {alpha: 16}", "job.yaml: lora.alpha goes with lora.r, got none"),
+        ("data: {path: d}\nmodel: {path: m}\nlora: {alpha: 16}", "job.yaml: lora.alpha requires lora.r"),
     ],
 )
 def test_mistakes_in_a_file(write, text, expected):
@@ -336,7 +336,7 @@ def test_mistakes_in_a_file(write, text, expected):
             ["--optim.learning-rate=1"],
             "command line: unknown setting optim.learning-rate: did you mean optim.learning_",
         ),
-        (["--data", "x"], "command line: data is a section: expected its settings"),
+        (["--data", "x"], "command line: data is a section: expected a setting of it"),
         (["--run.steps"], "command line: --run.steps expected an integer after it, got nothing"),
         (["--run.steps", "--run.dir", "x"], "command line: --run.steps expected an integer after it, got nothing"),
         (["--run.steps="], 'command line: run.steps: expected an integer, got ""'),

@@ -1,1 +1,1 @@
-"""Plans of a minibatch: the cost of sequences, their balance over ranks, and cutting into microbatches."""
+"""Plans of minibatches: cost of sequences, balance over ranks, packing into microbatches, and split sequences."""

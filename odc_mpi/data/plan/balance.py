@@ -1,12 +1,12 @@
-"""Balance: which sequences of a minibatch form which microbatch, on which rank.
+"""Balance strategies: assign the sequences of a minibatch to microbatches, and microbatches to ranks.
 
-Pure planning. A plan depends on nothing that differs between ranks, and ties are broken by index, so every rank
-computes the same plan and nothing is communicated. All functions have one signature and are listed in `BALANCE_STRATEGIES`.
+    local_sort   no balance: for comparison
+    lb_micro     equal numbers of microbatches on all ranks, balanced k by k: for collectives
+    lb_mini      equal total cost on all ranks, any number of microbatches: for windows
+    dynamic      microbatches that idle ranks claim: for windows
 
-    local_sort   no balance: what LongAlign does, a point of comparison
-    lb_micro     equal numbers of microbatches, even in each turn: for collectives
-    lb_mini      equal work for each rank in any number of microbatches: for windows
-    dynamic      microbatches that ranks draw when they are free: for windows
+Does not use MPI. A plan depends on nothing that differs between ranks, and ties are broken by index, so every rank
+computes the same plan. All strategies have the signature `BalanceStrategy`.
 """
 
 import math
@@ -24,26 +24,26 @@ from odc_mpi.errors import UserError
 
 Lengths = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.float64]
-#: Plans a minibatch, given
+#: Function that plans a minibatch, given
 #:     the length in tokens of each of its sequences, int64 [n],
-#:     the number of ranks, also more than there are sequences,
-#:     the most tokens in a microbatch,
+#:     the number of ranks, which may exceed the number of sequences,
+#:     the maximum number of tokens in a microbatch,
 #:     the cost to balance.
-#: Local. Raises a `UserError` if a sequence is longer than a microbatch may be.
+#: Raises a `UserError` if a sequence is longer than a microbatch may be.
 BalanceStrategy = Callable[[Lengths, int, int, CostModel], "Plan"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The microbatches of a minibatch, and the ranks that run them.
+    """Microbatches of a minibatch, and the ranks that run them.
 
     Attributes:
-        microbatches: For each rank its microbatches in order, each a tuple of positions in the minibatch. Ranks may
-            have different numbers of microbatches, also none. An empty microbatch is skipped where ranks do not meet
-            in microbatches, and run as padding where they do.
-        pool: Microbatches without a rank: a free rank draws the next. None of them is empty.
-        splits: Sequences cut into pieces, each for a rank of its own, in the order in which every rank runs its pieces;
-            before all microbatches. They are in no microbatch. See `data.plan.context_parallel`.
+        microbatches: Microbatches of each rank in order, each a tuple of positions in the minibatch. Ranks may have
+            different numbers of microbatches, or none. An empty microbatch is skipped, or, where ranks synchronize in
+            each microbatch, replaced by a dummy microbatch.
+        pool: Microbatches without a rank: idle ranks claim the next. None is empty.
+        splits: Split sequences, in the order in which every rank runs its chunks, before all microbatches. They are not
+            in any microbatch. See `data.plan.context_parallel`.
     """
 
     microbatches: tuple[tuple[SequenceIndices, ...], ...]
@@ -52,12 +52,10 @@ class Plan:
 
 
 def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Deal sequences to ranks in turn; each rank runs its own by falling length, one per microbatch.
+    """Assign sequences to ranks round robin, one per microbatch, the longest first.
 
-    The LocalSort of ODC (arXiv 2601.19362), which takes it from LongAlign (arXiv 2401.18058): no balance between
-    ranks, but the first microbatch shows the highest need of memory.
-
-    Local; see `BalanceStrategy`. The cost is unused: the sort is by length.
+    This is LocalSort of ODC (arXiv 2601.19362), taken from LongAlign (arXiv 2401.18058): no balance between ranks, but
+    the first microbatch shows the maximum memory. The cost is unused.
     """
     check_fit(lengths, max_tokens)
     microbatches: list[list[SequenceIndices]] = [[] for _ in range(size)]
@@ -67,18 +65,14 @@ def local_sort(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) ->
 
 
 def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Give every rank as many sequences and as many microbatches as any other, of even cost in each turn.
+    """Assign equal numbers of sequences and of microbatches to all ranks, the k-th microbatches of about equal cost.
 
-    The LB-Micro of ODC (arXiv 2601.19362), which is verl's balanced batching, for collectives: all ranks run their k-th
-    microbatches together and wait for the costliest. Sequences are dealt out by differencing
-    with equal counts; each rank splits its own by differencing, too, into the number of microbatches that the rank
-    with the most of them needs, and runs them by falling cost. Where differencing overfills a microbatch verl tries one
-    more of them; here the split falls back to packing, which keeps their number at the least that packing finds.
-
-    Local; see `BalanceStrategy`.
-
-    Returns:
-        The same number of microbatches for each rank; a rank with fewer sequences than that ends with empty ones.
+    This is LB-Micro of ODC (arXiv 2601.19362), which is verl's balanced batching, for collectives: all ranks run their
+    k-th microbatches together and wait for the costliest. Sequences are assigned by differencing with equal counts.
+    Each rank also splits its own by differencing, into the largest number of microbatches that a rank needs, and runs
+    them by decreasing cost; a rank with fewer sequences ends with empty ones. Where differencing overfills a
+    microbatch, verl tries one more of them; here the split falls back to packing, which keeps their number at the
+    minimum that packing finds.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -91,13 +85,12 @@ def lb_micro(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> P
 
 
 def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Give every rank the same total cost, then let each pack its own sequences into few microbatches.
+    """Assign equal total cost to all ranks, and pack the sequences of each rank into few microbatches.
 
-    The LB-Mini of ODC (arXiv 2601.19362): ranks that need not meet between microbatches need no equal number of them.
-    Ranks are balanced with the largest differencing method, microbatches are packed first-fit decreasing and run by
-    falling cost, so that memory peaks at once and the last, shortest work evens out.
-
-    Local; see `BalanceStrategy`.
+    This is LB-Mini of ODC (arXiv 2601.19362): ranks that do not synchronize between microbatches may have different
+    numbers of them. Ranks are balanced with the largest differencing method. Microbatches are packed first-fit
+    decreasing and run by decreasing cost, so memory peaks at once, and the last microbatches, the shortest, even out
+    the ends.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -106,16 +99,11 @@ def lb_mini(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Pl
 
 
 def dynamic(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
-    """Cut microbatches for free ranks to draw, the costliest first.
+    """Pack microbatches for idle ranks to claim, the costliest first.
 
-    List scheduling by falling cost (Graham, "Bounds on multiprocessing timing anomalies", 1969), done while the
-    minibatch runs: a rank that is slow, or whose work was estimated too low, draws less. `data.plan.dynamic_packing` says how the
-    microbatches are made: large ones, and a tail of small ones.
-
-    Local; see `BalanceStrategy`.
-
-    Returns:
-        All microbatches in the pool, none fixed to a rank.
+    This is list scheduling by decreasing cost (Graham, "Bounds on multiprocessing timing anomalies", 1969) while the
+    minibatch runs: a rank that is slow, or whose work was estimated too low, claims less. See
+    `data.plan.dynamic_packing`.
     """
     check_fit(lengths, max_tokens)
     costs = cost.sequence(lengths)
@@ -131,11 +119,7 @@ BALANCE_STRATEGIES: dict[str, BalanceStrategy] = {
 
 
 def check_fit(lengths: Lengths, max_tokens: int) -> None:
-    """Refuse sequences that fit into no microbatch.
-
-    Raises:
-        UserError: A sequence is longer than `max_tokens`; the message names the first.
-    """
+    """Raise a UserError if a sequence is longer than `max_tokens`."""
     too_long = np.flatnonzero(lengths > max_tokens)
     if len(too_long):
         index = too_long[0]
@@ -149,7 +133,7 @@ def check_fit(lengths: Lengths, max_tokens: int) -> None:
 def _split(
     part: list[int], packed: list[list[int]], count: int, lengths: Lengths, max_tokens: int, costs: Costs
 ) -> tuple[SequenceIndices, ...]:
-    """Split a rank's sequences into so many microbatches of even cost, costliest first; `packed` is known to fit."""
+    """Split a rank's sequences into `count` microbatches of even cost, costliest first. `packed` is known to fit."""
     part_lengths, part_costs = lengths[part], costs[part]
     bins = partition(part_costs.tolist(), count)
     tokens = part_lengths.tolist()
@@ -157,14 +141,14 @@ def _split(
         bins = _spread(part_lengths, part_costs, max_tokens, count) or packed
     bins = [indices for indices in bins if indices]
     while len(bins) < min(count, len(part)):
-        # Nothing stays empty while somebody has two: the costliest gives up its cheapest.
-        fullest = max((indices for indices in bins if len(indices) > 1), key=lambda own: float(part_costs[own].sum()))
+        # Fill an empty microbatch with the cheapest sequence of the costliest microbatch that has several.
+        fullest = max((indices for indices in bins if len(indices) > 1), key=lambda bin_: float(part_costs[bin_].sum()))
         bins.append([fullest.pop(int(np.argmin(part_costs[fullest])))])
     return _to_positions(part, bins, costs) + ((),) * (count - len(bins))
 
 
 def _spread(lengths: Lengths, costs: Costs, max_tokens: int, count: int) -> list[list[int]] | None:
-    """Give each sequence, costliest first, to the cheapest of so many microbatches that has room; None if none has."""
+    """Assign each sequence, costliest first, to the cheapest microbatch with enough space; None if none has."""
     free_tokens, load = np.full(count, max_tokens), np.zeros(count)
     bins: list[list[int]] = [[] for _ in range(count)]
     for i in argsort_descending(costs):
@@ -178,7 +162,7 @@ def _spread(lengths: Lengths, costs: Costs, max_tokens: int, count: int) -> list
 
 
 def _to_positions(part: list[int], bins: list[list[int]], costs: Costs) -> tuple[SequenceIndices, ...]:
-    """Name bins of positions in `part` by what stands there, costliest first, equal ones by their lowest position."""
+    """Convert bins of indices in `part` to bins of positions, costliest first, equal ones by their lowest position."""
     each = costs[part].tolist()
-    found = [(-math.fsum([each[i] for i in indices]), tuple([part[i] for i in indices])) for indices in bins]
-    return tuple(indices for _, indices in sorted(found, key=lambda bin_: (bin_[0], min(bin_[1]))))
+    pairs = [(-math.fsum([each[i] for i in indices]), tuple([part[i] for i in indices])) for indices in bins]
+    return tuple(indices for _, indices in sorted(pairs, key=lambda pair: (pair[0], min(pair[1]))))

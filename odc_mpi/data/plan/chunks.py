@@ -1,9 +1,9 @@
-"""Pieces of a sequence: where to cut it so that under causal attention all pieces cost the same. Pure.
+"""Splitting a sequence into chunks of equal cost under causal attention. Does not use MPI.
 
-A token attends to all tokens before it, so later tokens cost more and the first piece is the longest. Ring attention
-(arXiv 2310.01889) cuts into equal numbers of tokens, and Striped Attention (arXiv 2311.09431) and Llama 3 (arXiv
-2407.21783, section 3.3.2) even that out by giving each rank tokens from several places. Here a piece stays one range
-of tokens, and the ranges differ in length.
+A token attends to all earlier tokens, so later tokens cost more, and the first chunk is the longest. Ring attention
+(arXiv 2310.01889) splits into equal numbers of tokens. Striped Attention (arXiv 2311.09431) and Llama 3 (arXiv
+2407.21783, section 3.3.2) balance the cost by giving each rank tokens from several parts of the sequence. Here a chunk
+is a single range of tokens, and the ranges differ in length.
 """
 
 import math
@@ -12,18 +12,18 @@ from itertools import pairwise
 
 from odc_mpi.data.plan.cost import CostModel
 
-#: Halvings of the interval in which the cost of the costliest piece is searched, at first that of one token.
+#: Number of bisections in the search for the cost of the costliest chunk. The first interval is the cost of one token.
 NUM_BISECTIONS = 20
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """A sequence that is cut into pieces, each for another rank. The piece `i` has the tokens bounds[i]:bounds[i + 1].
+    """A sequence split into chunks on different ranks. Chunk `i` contains the tokens bounds[i]:bounds[i + 1].
 
     Attributes:
         sequence: Position of the sequence in the minibatch.
-        bounds: Where pieces begin and end, in tokens: rising, from 0 to the length of the sequence, [pieces + 1].
-        ranks: The rank of each piece, all different, [pieces].
+        bounds: Bounds of the chunks, in tokens: increasing, from 0 to the length of the sequence, [chunks + 1].
+        ranks: Rank of each chunk, all different, [chunks].
     """
 
     sequence: int
@@ -31,47 +31,42 @@ class SequenceSplit:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.bounds) == len(self.ranks) + 1, f"{self.ranks} ranks for pieces between {self.bounds}"
-        assert len(set(self.ranks)) == len(self.ranks), f"two pieces of one sequence on a rank: {self.ranks}"
+        assert len(self.bounds) == len(self.ranks) + 1, f"ranks {self.ranks} for chunks between {self.bounds}"
+        assert len(set(self.ranks)) == len(self.ranks), f"two chunks of one sequence on a rank: {self.ranks}"
         assert self.bounds[0] == 0 and all(a < b for a, b in pairwise(self.bounds)), f"bounds {self.bounds}"
 
 
 def even_bounds(length: int, count: int, max_tokens: int, cost: CostModel) -> tuple[int, ...]:
-    """Return bounds of at most so many pieces of a sequence, whose costliest piece is as cheap as can be.
+    """Return the bounds of at most `count` chunks of a sequence that minimize the cost of the costliest chunk.
 
-    The least cost is found by bisection: for a cost that no piece may exceed, pieces as long as possible, from the
-    first token on, are the fewest.
+    The minimum is found by bisection: for a given maximum cost, the fewest chunks result from making each chunk as long
+    as possible, beginning at the first token. There are fewer than `count` only if more would make none cheaper.
 
     Args:
-        length: Tokens of the sequence, at least 1.
-        count: The most pieces.
-        max_tokens: The most tokens in a piece; `count` times this is at least `length`.
-        cost: Says what a piece costs.
-
-    Returns:
-        Rising, from 0 to `length`; fewer pieces than `count` only if more of them would make none cheaper.
+        length: Number of tokens of the sequence, at least 1.
+        max_tokens: Maximum number of tokens in a chunk; `count` times this is at least `length`.
     """
-    assert count * max_tokens >= length, f"{count} pieces of {max_tokens} tokens for {length}"
-    # All pieces together cost at least what they would without tokens before them; the costliest, its share of that.
+    assert count * max_tokens >= length, f"{count} chunks of {max_tokens} tokens for {length}"
+    # The costliest chunk costs at least an equal share of the cost without `earlier`.
     low = cost.chunk(0, length) / count
     margin = cost.chunk(length - 1, length)
-    while (found := _longest_first(length, count, max_tokens, cost, low + margin)) is None:
+    while (bounds := _longest_first(length, count, max_tokens, cost, low + margin)) is None:
         low, margin = low + margin, 4 * margin
     high = low + margin
     for _ in range(NUM_BISECTIONS):
         middle = (low + high) / 2
-        tried = _longest_first(length, count, max_tokens, cost, middle)
-        if tried is None:
+        cheaper = _longest_first(length, count, max_tokens, cost, middle)
+        if cheaper is None:
             low = middle
         else:
-            found, high = tried, middle
-    return found
+            bounds, high = cheaper, middle
+    return bounds
 
 
 def _longest_first(
     length: int, count: int, max_tokens: int, cost: CostModel, max_cost: float
 ) -> tuple[int, ...] | None:
-    """Cut into pieces as long as a cost allows, from the first token on; None if they would be too many."""
+    """Return bounds of chunks as long as `max_cost` allows, from the first token on; None if over `count`."""
     bounds = [0]
     while bounds[-1] < length and len(bounds) <= count:
         end = min(_reach(bounds[-1], cost, max_cost, length), bounds[-1] + max_tokens)
@@ -82,15 +77,15 @@ def _longest_first(
 
 
 def _reach(begin: int, cost: CostModel, max_cost: float, length: int) -> int:
-    """Return the largest end, at most `length`, of a piece from `begin` that costs at most so much."""
-    # piece_factor * (linear * (e - b) + quadratic * (e² - b²)) + earlier * b = most, solved for e without cancellation.
+    """Return the largest end, at most `length`, of a chunk from `begin` that costs at most `max_cost`."""
+    # piece_factor * (linear * (e - b) + quadratic * (e² - b²)) + earlier * b = max_cost, for e, without cancellation.
     part = (max_cost - cost.earlier * begin) / cost.piece_factor
     total = part + cost.linear * begin + cost.quadratic * begin * begin
     if part <= 0:
         return begin
     root = math.sqrt(cost.linear * cost.linear + 4 * cost.quadratic * total)
     end = min(int(2 * total / (cost.linear + root)), length)
-    # The root is rounded: the cost itself decides.
+    # The root is rounded, so correct it by the cost itself.
     while end > begin and cost.chunk(begin, end) > max_cost:
         end -= 1
     while end < length and cost.chunk(begin, end + 1) <= max_cost:

@@ -1,12 +1,13 @@
-"""Cuts a minibatch into the microbatches that ranks draw, costliest first. Pure.
+"""Packing a minibatch into the microbatches that ranks claim, costliest first.
 
-Ranks end up to one microbatch apart, so the last ones have to be small; each microbatch costs a constant besides its
-sequences, so there should be few. Hence large ones first, about as many for each rank, and a tail of small ones made
-from the shortest sequences, as in factoring (Hummel, Schonberg and Flynn, "Factoring: a method for scheduling parallel
-loops", 1992). Several numbers for each rank and sizes of the tail are tried: the best cut ends earliest on equal ranks
-and on ranks whose speeds differ, since costs are estimates.
+The ends of ranks differ by up to one microbatch, so the last ones must be small; each microbatch has a constant cost in
+addition to its sequences, so there should be few. Hence large ones first, about equally many for each rank, and a tail
+of small ones made of the shortest sequences, as in factoring (Hummel, Schonberg and Flynn, "Factoring: a method for
+scheduling parallel loops", 1992). Several numbers per rank and sizes of the tail are tried. The packing that ends
+earliest on equal ranks and on ranks whose speeds differ is used, since costs are estimates.
 
-Only comparisons, plain sums in a fixed order and `math.fsum` decide: every process gets the same cut.
+Does not use MPI: decisions depend only on comparisons, plain sums in a fixed order and `math.fsum`, so every process
+computes the same packing.
 """
 
 import math
@@ -22,16 +23,16 @@ from odc_mpi.data.plan.partition import argsort_descending, even_fit, partition
 
 SequenceIndices = tuple[int, ...]
 
-#: Large microbatches for each rank, or as many as tokens ask for.
+#: Numbers of large microbatches per rank, unless max_tokens requires more.
 PER_RANK = (1, 2, 3, 4, 8)
-#: Part of the cost that is left for the tail.
+#: Parts of the cost in the tail.
 TAILS = (0.0, 0.1, 0.2, 0.3)
-#: The cost of a large microbatch to one of the tail.
+#: Ratios of the cost of a large microbatch to one of the tail.
 FRACTIONS = (2, 4)
-#: Relative differences of the slowest and the fastest rank from the mean, for which a cut is tried.
+#: Relative differences of the slowest and the fastest rank from the mean, for which packings are evaluated.
 SPREADS = (0.0, 0.1)
-#: With so many sequences for each microbatch, costs come out even without the differencing method; with so many in all,
-#: it takes too long.
+#: With this many sequences per microbatch, costs are even without the differencing method; with this many in total, it
+#: takes too long.
 MANY_EACH, MANY = 16, 2048
 
 
@@ -43,18 +44,14 @@ def pack_pool(
     size: int,
     available_at: Sequence[npt.NDArray[np.float64]] | None = None,
 ) -> tuple[SequenceIndices, ...]:
-    """Cut a minibatch.
+    """Pack a minibatch into microbatches of positions in `lengths`, costliest first.
 
     Args:
-        lengths: Tokens of each sequence, int64 [n], each at most `max_tokens`, at least one.
+        lengths: Number of tokens of each sequence, int64 [n], n at least 1, each at most `max_tokens`.
         costs: Cost of each sequence, float64 [n].
-        max_tokens: The most tokens in a microbatch.
         constant: Constant cost of a microbatch.
-        size: Number of ranks.
-        available_at: For each of `SPREADS`, the cost after which each rank begins to draw, float64 [size]; None: all at once.
-
-    Returns:
-        Microbatches of positions in `lengths`, costliest first; a position is in exactly one.
+        available_at: Time, in units of cost, at which each rank begins to claim, float64 [size], for each of `SPREADS`.
+            Default: 0.
     """
     starts = [np.zeros(size)] * len(SPREADS) if available_at is None else available_at
     best: tuple[Bins, npt.NDArray[np.intp]] | None = None
@@ -65,7 +62,7 @@ def pack_pool(
         work = constant + totals[order]
         end = 0.0
         for spread, free in zip(SPREADS, starts, strict=True):
-            if end < earliest:  # else it can only come later still
+            if end < earliest:  # else this packing is already worse
                 end += makespan(work, size, spread, free)
         if end < earliest:
             best, earliest = (bins, order), end
@@ -77,26 +74,25 @@ def pack_pool(
 def makespan(
     work: npt.ArrayLike, size: int, spread: float = 0.0, available_at: npt.NDArray[np.float64] | None = None
 ) -> float:
-    """Return the time at which the last rank ends, if ranks draw pieces of work in this order.
+    """Return the time at which the last rank ends, if ranks claim items of work in this order.
 
     Args:
-        work: Cost of each piece, float64 [n].
-        size: Number of ranks.
-        spread: Ranks take from 1 - spread to 1 + spread times the cost, evenly spaced.
-        available_at: When each rank begins to draw, float64 [size]; None: all at 0.
+        work: Cost of each item, float64 [n].
+        spread: Spread of speeds: ranks take from 1 - spread to 1 + spread times the cost, evenly spaced.
+        available_at: Time at which each rank begins to claim, float64 [size]. Default: 0.
     """
     left = np.asarray(work, dtype=np.float64)
     ranks = np.arange(size)
     slowness = 1 + spread * (2 * ranks / (size - 1) - 1 if size > 1 else 0 * ranks)
     free = np.zeros(size) if available_at is None else available_at.copy()
     while len(left):
-        # So many ranks draw, each once, before one of them is free again.
-        drawing = np.argsort(free, kind="stable")[: len(left)]
-        began = free[drawing]
-        ended = began + left[: len(drawing)] * slowness[drawing]
+        # `count` ranks claim one item each before one of them is idle again.
+        claiming = np.argsort(free, kind="stable")[: len(left)]
+        began = free[claiming]
+        ended = began + left[: len(claiming)] * slowness[claiming]
         waits = began[1:] >= np.minimum.accumulate(ended)[:-1]
-        count = int(waits.argmax()) + 1 if waits.any() else len(drawing)
-        free[drawing[:count]] = ended[:count]
+        count = int(waits.argmax()) + 1 if waits.any() else len(claiming)
+        free[claiming[:count]] = ended[:count]
         left = left[count:]
     return float(free.max())
 
@@ -105,8 +101,8 @@ class Bins:
     """Bins of positions in the minibatch.
 
     Args:
-        members: Positions, those of a bin side by side, int64 [n].
-        sizes: How many are in each bin, at least 1, int64 [bins].
+        members: Positions, grouped by bin, int64 [n].
+        sizes: Number of positions in each bin, at least 1, int64 [bins].
     """
 
     def __init__(self, members: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
@@ -115,7 +111,7 @@ class Bins:
 
     @classmethod
     def from_lists(cls, part: npt.NDArray[np.int64], bins: Sequence[Sequence[int]]) -> "Bins":
-        """Take bins of indices in a part of the positions."""
+        """Create bins from lists of indices into an array of positions."""
         members = part[np.fromiter(chain.from_iterable(bins), np.int64, len(part))]
         return cls(members, np.fromiter(map(len, bins), np.int64, len(bins)))
 
@@ -123,8 +119,8 @@ class Bins:
         return Bins(np.concatenate([self._members, other._members]), np.concatenate([self._sizes, other._sizes]))
 
     def sums(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the rounded exact sum of each bin, of one value for each position."""
-        sums = np.add.reduceat(values[self._members], self._begins)  # of one or two it is exact
+        """Return the sum of each bin, of one value per position, exact before rounding."""
+        sums = np.add.reduceat(values[self._members], self._begins)  # correctly rounded for one or two values
         many = np.flatnonzero(self._sizes > 2)
         flat, begins, ends = values[self._members].tolist(), self._begins[many], (self._begins + self._sizes)[many]
         sums[many] = [math.fsum(flat[begin:end]) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
@@ -142,14 +138,14 @@ class Bins:
 
 @dataclass(frozen=True)
 class _PoolPacker:
-    """Makes bins of the sequences of a minibatch, none with more than so many tokens."""
+    """Packs the sequences of a minibatch into bins of at most `max_tokens`."""
 
     lengths: npt.NDArray[np.int64]
     costs: npt.NDArray[np.float64]
     max_tokens: int
 
     def candidates(self, size: int) -> Iterator[Bins]:
-        """Yield cuts for so many ranks."""
+        """Yield packings for `size` ranks."""
         rising = np.array(argsort_descending(self.costs))[::-1]
         up_to = np.cumsum(self.costs[rising])
         minimum = -(-int(self.lengths.sum()) // (size * self.max_tokens))
@@ -168,7 +164,7 @@ class _PoolPacker:
                     yield heads + self._pack(small, max_cost / fraction)
 
     def _pack_evenly(self, part: npt.NDArray[np.int64], count: int) -> Bins:
-        """Split a part of the minibatch into about so many bins of about equal cost, more where tokens ask for it."""
+        """Pack some sequences into about `count` bins of about equal cost, or more if `max_tokens` requires it."""
         costs = self.costs[part].tolist()
         if len(part) < min(MANY_EACH * count, MANY):
             bins = Bins.from_lists(part, [indices for indices in partition(costs, count) if indices])

@@ -1,16 +1,17 @@
-"""A cost that is learned from the times of this run's own microbatches.
+"""A cost model fitted to the times of the run's own microbatches.
 
-The model is seconds = speed of the rank * (constant + linear * tokens + quadratic * sum of squared lengths), and for a
-piece of a sequence a factor on its part of that besides (`CostModel.piece`). Every rank observes its own microbatches and
-boils them down to a row of sums; the rows travel with what the ranks exchange at the minibatch boundary anyway, and
-every rank fits the same cost to the same rows.
+The model is seconds = slowness of the rank * (constant + linear * tokens + quadratic * sum of squared lengths). The
+time of a chunk is its part of this, times a factor (`CostModel.chunk`). Every rank observes its own microbatches and
+sums them up in a row of numbers. The rows are gathered with the other values that ranks exchange at the end of a
+minibatch, and every rank fits the same cost to the same rows.
 
-    observe   local      after each microbatch
-    report    local      before the boundary: this rank's row
-    update    local      after the boundary, with the rows of all ranks: the same arithmetic on every rank
+    observe   after each microbatch
+    report    before the exchange: this rank's row
+    update    after the exchange, with the rows of all ranks
 
-`update` uses plain additions and multiplications in a fixed order only, no library's matrix product, so that ranks on
-different processors agree to the last bit; else their plans would differ, and sequences be lost or trained twice.
+None of these communicates. `update` uses only additions and multiplications in a fixed order, no matrix products of a
+library, so ranks on different processors get bitwise identical costs. Otherwise their plans would differ, and sequences
+would be lost or trained twice.
 """
 
 import math
@@ -28,36 +29,36 @@ from odc_mpi.data.plan.cost import CostModel
 ReportRows = npt.NDArray[np.float64]
 _Vector = tuple[float, float, float]
 
-#: A row: the upper triangle of the features' products, the features times the seconds, how many microbatches; then of
-#: pieces what each took to its part, added up, and how many pieces.
+#: A row contains the upper triangle of the products of features, the features times the seconds, and the number of
+#: microbatches; then the sum of the factors of chunks, and the number of chunks.
 ROW_LENGTH = 12
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
-#: Factor on the weight of an observation after each minibatch: a half after 30 of them, long enough to average noise
-#: out, short enough to follow lasting changes. Written out, since a library's power may differ in a bit.
+#: Factor on the weight of an observation after each minibatch. It is a half after 30 of them: enough to average noise,
+#: and short enough to follow lasting changes. A literal, since powers of different libraries may differ in a bit.
 DECAY = 0.97716
-#: With fewer microbatches, over all ranks, the prior stands.
+#: With fewer microbatches, over all ranks, the prior is used.
 MIN_OBSERVATIONS = 16
-#: Number of own microbatches for the median ratio.
+#: Number of this rank's microbatches for the median ratio.
 HISTORY = 256
-#: How much of an observation the prior weighs: times scatter by a tenth, the prior by its own size, and the squares of
-#: these are what Bayes' rule compares.
+#: Weight of the prior, relative to an observation. Times scatter by a tenth, the prior by its own size, and Bayes' rule
+#: compares the squares of these.
 PRIOR_WEIGHT = 0.01
-#: So many pieces the prior's factor weighs, and what a piece took counts as at most so many times its part.
+#: Weight of the prior factor, as a number of chunks, and maximum factor of a single chunk.
 PRIOR_CHUNKS, MAX_CHUNK_FACTOR = 8, 3.0
-#: Speeds and coefficients take turns; they start from the last fit, so few turns are enough.
+#: Speeds and coefficients are fitted alternately, starting from the last fit, so few iterations are enough.
 NUM_ALTERNATIONS = 4
 
 
 class FittedCostModel:
-    """Learns the coefficients of a `CostModel` while a run goes on.
+    """Fit of the coefficients of a `CostModel` while a run continues.
 
-    Robust against outliers: each time is compared to the present cost times this rank's median ratio, and weighs less
-    the more it exceeds this product. Relative errors count, not seconds, so that short microbatches matter too. Ranks
-    may be of different speed. Where the data does not determine the coefficients, as when all lengths are equal, they
-    keep the ratios of the prior.
+    It is robust against outliers: a time is compared to the current cost times this rank's median ratio, and the more
+    it exceeds this product, the less it weighs. Relative errors are minimized, not seconds, so that short microbatches
+    matter, too. Ranks may have different speeds. If the data does not determine the coefficients, for example if all
+    lengths are equal, they keep the ratios of the prior.
 
     Args:
-        prior: The cost until there is enough data, in any unit.
+        prior: Cost until there is enough data, in any unit.
     """
 
     def __init__(self, prior: CostModel) -> None:
@@ -70,15 +71,13 @@ class FittedCostModel:
 
     @property
     def cost(self) -> CostModel:
-        """The present cost, the same on every rank: the prior at first, then in seconds on a rank of mean speed."""
+        """Current cost, the same on every rank: first the prior, then seconds on a rank of mean speed."""
         return self._cost
 
     def observe(self, lengths: npt.ArrayLike, seconds: float) -> None:
-        """Record the time of a microbatch of this rank.
+        """Record the time of a microbatch of this rank, with sequences of these lengths in tokens.
 
-        Args:
-            lengths: Lengths of its sequences in tokens, [n]. An empty microbatch is ignored.
-            seconds: Its time; ignored unless finite and above 0.
+        An empty microbatch is ignored, and `seconds` unless finite and above 0.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         if tokens.size and math.isfinite(seconds) and seconds > 0:
@@ -87,38 +86,31 @@ class FittedCostModel:
             self._new.append(observation)
 
     def observe_chunk(self, begin: int, end: int, seconds: float) -> None:
-        """Record the time of a piece of a sequence on this rank, without waits for other pieces.
+        """Record the time of a chunk, the tokens from `begin` to `end`, on this rank, without waits for other chunks.
 
-        Args:
-            begin: First token of the piece.
-            end: First token behind it.
-            seconds: Its time; ignored unless finite and above 0.
+        `seconds` is ignored unless finite and above 0.
         """
         if begin < end and math.isfinite(seconds) and seconds > 0:
             self._new_chunks.append((begin, end, float(seconds)))
 
     def report(self) -> ReportRows:
-        """Return this rank's sums over its observations since the last update.
-
-        Returns:
-            float64 [ROW_LENGTH]; zeros if there was nothing.
-        """
+        """Return sums over this rank's observations since the last update, float64 [ROW_LENGTH]."""
         row = np.zeros(ROW_LENGTH)
         self._num_reported = len(self._new)
         if self._new:
             usual = self._usual()
             for tokens, squares, seconds in self._new:
-                # In multiples of what is expected, so that each microbatch weighs the same; but of the time itself
-                # where that is longer. Then a hiccup of 100 times weighs 1 / 10,000, none pulls more than one of twice
-                # the expected time does, and where it is the present cost that is far too low, as a prior may be, short
-                # sequences do not outweigh all others.
+                # The unit is the expected time, so that each microbatch has the same weight, or the time itself if that
+                # is longer. Then an outlier of 100 times the expected time has the weight 1 / 10,000, and none has more
+                # influence than one of twice the expected time. And if the current cost is far too low, as a prior may
+                # be, short sequences do not outweigh all others.
                 unit = max(usual * self._estimate(tokens, squares), seconds)
                 time, features = seconds / unit, (1.0 / unit, tokens / unit, squares / unit)
                 row[:6] += [features[i] * features[j] for i, j in _PAIRS]
                 row[6:9] += [feature * time for feature in features]
                 row[9] += 1.0
         self._num_reported_chunks = len(self._new_chunks)
-        if self._observations:  # else nothing tells how fast this rank is
+        if self._observations:  # else the speed of this rank is unknown
             usual = self._usual()
             for begin, end, seconds in self._new_chunks:
                 part = usual * replace(self._cost, piece_factor=1.0, earlier=0.0).chunk(begin, end)
@@ -129,12 +121,7 @@ class FittedCostModel:
         return row
 
     def update(self, reports: npt.ArrayLike) -> None:
-        """Fit the cost to the reports of all ranks; earlier minibatches count less.
-
-        Args:
-            reports: The `report` of each rank, float64 [size, ROW_LENGTH]; the same on every rank, so that the costs
-                are.
-        """
+        """Fit the cost to the reports of all ranks, float64 [size, ROW_LENGTH], with decayed sums of earlier ones."""
         rows = np.asarray(reports, dtype=np.float64)
         assert rows.ndim == 2 and rows.shape[1] == ROW_LENGTH, f"reports of shape {rows.shape}"
         del self._new[: self._num_reported]
@@ -148,7 +135,7 @@ class FittedCostModel:
         self._fit_chunks()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fit as plain floats and lists. Local; the same on every rank."""
+        """Return the fit as floats and lists, the same on every rank."""
         return {"cost": _numbers(self._cost), "rows": self._rows.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -162,7 +149,7 @@ class FittedCostModel:
         self._new_chunks.clear()
 
     def _fit_chunks(self) -> None:
-        """Take the mean of what pieces took to their parts, drawn to the prior."""
+        """Set the factor of chunks to the mean of the observations and the prior."""
         total, count = (math.fsum(self._rows[:, column].tolist()) for column in (10, 11))
         if count > 0:
             factor = (PRIOR_CHUNKS * self._prior.piece_factor + total) / (PRIOR_CHUNKS + count)
@@ -180,7 +167,7 @@ class FittedCostModel:
         return estimate if estimate > 0 else 1.0
 
     def _spread(self, size: int) -> ReportRows:
-        """Return the sums for another number of ranks: all of them at mean speed, a share for each."""
+        """Return the sums for another number of ranks: all scaled to mean speed, with an equal share for each rank."""
         total = _at_mean_speed(self._rows, _numbers(self._cost)).sum(axis=0) if len(self._rows) else 0.0
         return np.zeros((size, ROW_LENGTH)) + total / size
 
@@ -190,7 +177,7 @@ def _numbers(cost: CostModel) -> _Vector:
 
 
 def _fit(rows: ReportRows, start: CostModel, prior: CostModel) -> CostModel:
-    """Fit coefficients and the ranks' speeds in turns."""
+    """Fit coefficients and the ranks' speeds alternately."""
     coefficients, before = _numbers(start), _numbers(prior)
     for _ in range(NUM_ALTERNATIONS):
         even = _at_mean_speed(rows, coefficients)
@@ -203,7 +190,7 @@ def _fit(rows: ReportRows, start: CostModel, prior: CostModel) -> CostModel:
 
 def _at_mean_speed(rows: ReportRows, coefficients: _Vector) -> ReportRows:
     """Divide each row by its rank's slowness under these coefficients."""
-    # The least squares estimate of a factor on all times; column by column, see the module's docstring.
+    # Least squares estimate of a factor on all times, without matrix products (see the module's docstring).
     moment = _times(rows[:, 6:9].T, coefficients)
     power = _quadratic_form(rows[:, :6].T, coefficients)
     known = (moment > 0) & (power > 0)
@@ -211,7 +198,7 @@ def _at_mean_speed(rows: ReportRows, coefficients: _Vector) -> ReportRows:
     weights = np.where(known, rows[:, 9], 0.0)
     if not known.any():
         return rows
-    # Its mean is one: only then does the cost keep its unit, seconds.
+    # The mean slowness is 1, so that the unit of the cost is seconds.
     slowness = slowness * (math.fsum(weights.tolist()) / math.fsum((weights * slowness).tolist()))
     scaled = rows.copy()
     scaled[:, :6] *= (slowness * slowness)[:, None]
@@ -220,7 +207,7 @@ def _at_mean_speed(rows: ReportRows, coefficients: _Vector) -> ReportRows:
 
 
 def _solve(sums: Sequence[float], prior: _Vector) -> _Vector:
-    """Return the non-negative least squares solution, drawn to the prior a little."""
+    """Return the non-negative least squares solution, with the prior as a weak regularization."""
     products, moments, count = np.zeros((3, 3)).tolist(), list(sums[6:9]), sums[9]
     for value, (i, j) in zip(sums[:6], _PAIRS, strict=True):
         products[i][j] = products[j][i] = value
@@ -231,16 +218,16 @@ def _solve(sums: Sequence[float], prior: _Vector) -> _Vector:
         products[i][i] += ridge
         moments[i] += ridge * scale * prior[i]
     best, least = prior, math.inf
-    # Three unknowns have seven sets of those that are not zero: the best of the allowed solutions is the exact one.
+    # Try all seven sets of nonzero unknowns: the best of the non-negative solutions is the exact one.
     for free in (chosen for size in (1, 2, 3) for chosen in combinations(range(3), size)):
         solution = _eliminate([[products[i][j] for j in free] + [moments[i]] for i in free])
         if solution is None or min(solution) < 0:
             continue
-        # At a stationary point the objective is minus the moments times the solution.
+        # At a stationary point, the objective is minus the moments times the solution.
         value = -sum(moments[i] * x for i, x in zip(free, solution, strict=True))
         if value < least:
-            found = dict(zip(free, solution, strict=True))
-            best, least = (found.get(0, 0.0), found.get(1, 0.0), found.get(2, 0.0)), value
+            nonzero = dict(zip(free, solution, strict=True))
+            best, least = (nonzero.get(0, 0.0), nonzero.get(1, 0.0), nonzero.get(2, 0.0)), value
     return best
 
 

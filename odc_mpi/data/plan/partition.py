@@ -1,7 +1,7 @@
-"""Number partitioning and bin packing: numbers in, lists of indices out.
+"""Number partitioning and bin packing. The functions take numbers and return lists of indices; `balance` builds plans.
 
-`balance` builds plans with these functions; nothing here knows of ranks. Ties are broken by index, and only
-comparisons and additions in a fixed order decide, so every process that has the same numbers gets the same result.
+Ties are broken by index, and decisions depend only on comparisons and additions in a fixed order, so every process with
+the same numbers gets the same result.
 """
 
 import heapq
@@ -13,32 +13,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: So many times fewer bins are put in their places one by one, instead of sorting all.
+#: If changed bins are fewer than the others by this factor, they are inserted one by one, instead of sorting all.
 FEW = 16
-#: So many pairs of items are looked at all at once.
+#: Maximum number of pairs of items that are compared in one matrix.
 FEW_PAIRS = 4096
 
 # A bin of the differencing method: (minus its cost, its lowest index, its contents as nested pairs of indices). As
-# tuples they sort by falling cost, and the index, unique to the bin, keeps the contents from ever being compared.
+# tuples they sort by decreasing cost. The index is unique to the bin, so the contents are never compared.
 _Bin = tuple[float, int, Any]
-# A split waits in the heap under (smallest minus largest bin, serial number).
+# A split in the heap: (smallest minus largest bin, serial number, bins).
 _Split = tuple[float, int, list[_Bin]]
 
 
 def partition(costs: Sequence[float], size: int) -> list[list[int]]:
-    """Split indices into parts of nearly equal cost with the largest differencing method.
+    """Split indices into `size` parts of nearly equal cost with the largest differencing method.
 
     Karmarkar and Karp, "The differencing method of set partitioning" (Berkeley report UCB/CSD 82/113, 1982), for any
     number of parts: start with one partial split per item, and keep joining the two whose largest and smallest bins
     differ most, the largest bin of one to the smallest of the other, until one split is left. Bins without items are
-    not stored, which keeps the first joins short.
-
-    Args:
-        costs: Cost of each item, at least 0.
-        size: Number of parts.
-
-    Returns:
-        `size` lists of sorted indices, the list of the largest cost first; an index is in exactly one.
+    not stored, which keeps the first joins short. Costs are at least 0. Indices in a part are sorted, and the part with
+    the largest cost is the first.
     """
     if size == 1 or not len(costs):
         return [list(range(len(costs)))] + [[] for _ in range(size - 1)]
@@ -49,16 +43,16 @@ def partition(costs: Sequence[float], size: int) -> list[list[int]]:
 def partition_evenly(costs: Sequence[float], size: int) -> list[list[int]]:
     """Split indices into parts of nearly equal cost whose numbers of items differ by at most one.
 
-    The balanced form of the largest differencing method, as verl's `get_seqlen_balanced_partitions(equal_size=True)`
-    has it: a first split is not one item but `size` neighbours in the order of their costs, one per bin, and joins
-    keep the numbers equal. Where they do not divide, items without cost fill the cheapest split. This gives each
-    part one of the costliest items, which equal counts do not demand; so exchanges between the costliest and the
-    cheapest part follow: 256 log-normal costs in 8 parts go from 9 % above the mean to less than 0.1 %. Arguments and result are those of `partition`.
+    This is the balanced form of the largest differencing method, as in verl's
+    `get_seqlen_balanced_partitions(equal_size=True)`: an initial split is not one item but `size` neighbors in the
+    order of their costs, one per bin, and joins keep the numbers equal. If `size` does not divide the number of items,
+    items without cost fill the cheapest split. Each part then has one of the costliest items, which equal counts do not
+    require. So swaps between the costliest and the cheapest part follow: for 256 log-normal costs in 8 parts they
+    reduce the excess over the mean from 9 % to less than 0.1 %. Arguments and result are those of `partition`.
     """
     num_items = len(costs)
-    order = argsort_descending(np.asarray(costs, dtype=np.float64)) + list(
-        range(num_items, -(-num_items // size) * size)
-    )
+    order = argsort_descending(np.asarray(costs, dtype=np.float64))
+    order += range(num_items, -(-num_items // size) * size)
     splits: list[_Split] = []
     for begin in range(0, len(order), size):
         bins: list[_Bin] = [(-costs[i] if i < num_items else 0.0, i, i) for i in order[begin : begin + size]]
@@ -82,9 +76,9 @@ def _difference_out(splits: list[_Split], size: int) -> list[list[int]]:
 
 
 def _swap(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[int]]:
-    """Exchange single items of the costliest and the cheapest part, as long as that brings both closer."""
+    """Swap single items of the costliest and the cheapest part, as long as that brings both closer."""
     loads = np.array([costs[part].sum() for part in parts])
-    for _ in range(4 * len(parts)):  # few are needed; the bound keeps the time short
+    for _ in range(4 * len(parts)):  # few are needed; the bound limits the time
         high, low = int(loads.argmax()), int(loads.argmin())
         if high == low or not parts[low]:
             break
@@ -103,31 +97,31 @@ def _swap(parts: list[list[int]], costs: npt.NDArray[np.float64]) -> list[list[i
 def _halving(high: npt.NDArray[np.float64], low: npt.NDArray[np.float64], gap: float) -> tuple[int, int]:
     """Return the first pair of a high and a low item whose difference is closest to half of a gap.
 
-    For each high item the low items next to the wanted value are looked up: many pairs would take quadratic memory.
+    For each high item, only the low items next to the target value are examined: all pairs would need quadratic memory.
     """
     if len(high) * len(low) <= FEW_PAIRS:
         return divmod(int(np.abs(high[:, None] - low - gap / 2).argmin()), len(low))
     order = np.argsort(low, kind="stable")
     rising = low[order]
     above = np.searchsorted(rising, high - gap / 2)
-    # Of equal ones the first, as the search finds it, too.
+    # The first of equal items, as above.
     below = np.searchsorted(rising, rising[np.maximum(above - 1, 0)])
     partners = order[np.stack([below, np.minimum(above, len(low) - 1)])]
     misses = np.abs(high - low[partners] - gap / 2)
-    # Both are as close: the first.
+    # If both are equally close, the first.
     partner = np.where(misses[0] == misses[1], partners.min(axis=0), np.where(misses[0] < misses[1], *partners))
     a = int(misses.min(axis=0).argmin())
     return a, int(partner[a])
 
 
 def _join(one: list[_Bin], other: list[_Bin], size: int) -> list[_Bin]:
-    """Join two splits, largest bins to smallest; empty bins, not stored, are the smallest."""
+    """Join two splits, largest bins to smallest. Empty bins, which are not stored, are the smallest."""
     num_shared = max(0, len(one) + len(other) - size)  # pairs of bins where neither is empty
     separate = len(one) - num_shared
     changed = other[: len(other) - num_shared]
     for a, b in zip(one[separate:], reversed(other), strict=False):
         changed.append((a[0] + b[0], min(a[1], b[1]), (a[2], b[2])))
-    del one[separate:]  # nobody else has this split any more
+    del one[separate:]  # in place: this split has no other user
     if len(changed) * FEW < len(one):
         for new in changed:
             insort(one, new)
@@ -144,7 +138,7 @@ def _difference(bins: list[_Bin], size: int) -> float:
 
 
 def _flatten(contents: Any) -> list[int]:
-    """Return the indices in nested pairs, sorted; without recursion, since the nesting can be thousands deep."""
+    """Return the indices in nested pairs, sorted, without recursion, since the nesting can be thousands deep."""
     stack, indices = [contents], []
     while stack:
         item = stack.pop()
@@ -158,18 +152,14 @@ def _flatten(contents: Any) -> list[int]:
 def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Pack items first-fit decreasing: at most 11/9 of the fewest bins, plus 6/9 (Dósa 2007).
 
-    Args:
-        sizes: Size of each item, int64 [n], at most `capacity`.
-        capacity: Capacity of a bin.
-
-    Returns:
-        Bins of indices, each by falling size, in the order in which they were opened.
+    `sizes` is int64 [n], at most `capacity`. The result is bins of indices, each by decreasing size, in the order in
+    which they were opened.
     """
     bins: list[list[int]] = []
     free: list[int] = []
-    usable: list[int] = []  # bins with room for the smallest item, in the order in which they were opened
+    usable: list[int] = []  # bins with enough space for the smallest item, in the order in which they were opened
     each = sizes.tolist()
-    order = sorted(range(len(each)), key=each.__getitem__, reverse=True)  # stable; numpy's takes longer for a few
+    order = sorted(range(len(each)), key=each.__getitem__, reverse=True)  # stable; numpy is slower for a few items
     for i in order:
         size = each[i]
         for slot in usable:
@@ -190,24 +180,20 @@ def first_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 def even_fit(
     sizes: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], capacity: int, max_cost: float
 ) -> list[list[int]]:
-    """Pack items by falling cost, each into the bin of the least cost, or into a new one where it does not fit there.
+    """Pack items by decreasing cost, each into the cheapest bin, or into a new one if it does not fit there.
 
-    Bins come out about equally costly; only a single item may exceed `most`. O(n log n).
+    Bins have about equal costs, and only a single item may exceed `max_cost`. They are returned in the order in which
+    they were opened. O(n log n).
 
     Args:
         sizes: Size of each item, int64 [n], at most `capacity`.
         costs: Cost of each item, float64 [n], at least 0.
-        capacity: The largest size of a bin.
-        max_cost: The largest cost of a bin of several items.
-
-    Returns:
-        Bins of indices in the order in which they were opened.
     """
     order = argsort_descending(costs)
     falling = costs[order]
     fitting = np.flatnonzero(falling[:-1] + falling[1:] <= max_cost)
-    alone = int(fitting[0]) + 1 if len(fitting) else len(order)  # so many open a bin each, whatever the sizes are
-    free_sizes = (capacity - sizes[order]).tolist()  # what each leaves in a bin of its own
+    alone = int(fitting[0]) + 1 if len(fitting) else len(order)  # number of items that open a bin, for any sizes
+    free_sizes = (capacity - sizes[order]).tolist()  # free space in a bin with only this item
     bins = [[i] for i in order[:alone]]
     others = list(zip(falling[:alone].tolist(), range(alone), free_sizes[:alone], strict=True))
     heapq.heapify(others)
@@ -229,5 +215,5 @@ def even_fit(
 
 
 def argsort_descending(values: npt.NDArray[Any]) -> list[int]:
-    """Return the indices by falling value, equal ones by index."""
+    """Return the indices by decreasing value, equal ones by index."""
     return np.argsort(-values, kind="stable").tolist()

@@ -1,8 +1,8 @@
-"""Balances whose microbatches do not depend on the number of ranks: which rank runs one does. Pure planning.
+"""Balance strategies whose microbatches do not depend on the number of ranks; only the rank of a microbatch does.
 
-The last bits of a microbatch's loss and gradient depend on the sequences in it: other shapes, other orders of summing.
-So here a minibatch is cut by its sequences alone, and whole microbatches are dealt out. They are cut by a cost that
-never changes, and dealt out by one that may, such as a fitted one.
+The last bits of a microbatch's loss and gradient depend on the sequences in it, through shapes and orders of summation.
+So the minibatch is packed by its sequences alone, and complete microbatches are assigned to ranks. Packing uses a cost
+that never changes; assignment may use one that does, such as a fitted cost. Does not use MPI.
 """
 
 import math
@@ -15,22 +15,14 @@ from odc_mpi.data.plan.dynamic_packing import SequenceIndices, pack_pool
 from odc_mpi.data.plan.partition import argsort_descending, partition
 from odc_mpi.errors import UserError
 
-#: A minibatch is cut as `dynamic` would cut it for one rank per so many sequences, rounded up.
+#: A minibatch is packed as by `dynamic` for one rank per this number of sequences, rounded up.
 SEQUENCES_PER_RANK = 4
 
 
 def rank_independent_packing(name: str, packing_cost: CostModel) -> BalanceStrategy:
-    """Return the balance of a name, with microbatches that are the same on any number of ranks.
+    """Return a balance strategy whose microbatches are the same on any number of ranks, or raise a UserError.
 
-    Args:
-        name: One of `data.plan.balance.BALANCE_STRATEGIES`.
-        packing_cost: Cost by which minibatches are cut.
-
-    Returns:
-        A balance; the cost that it is called with deals the microbatches out.
-
-    Raises:
-        UserError: Under this balance microbatches depend on the number of ranks.
+    `packing_cost` is used for packing. The cost passed to the strategy is used for the assignment to ranks only.
     """
 
     def assign(lengths: Lengths, size: int, max_tokens: int, cost: CostModel) -> Plan:
@@ -44,12 +36,12 @@ def rank_independent_packing(name: str, packing_cost: CostModel) -> BalanceStrat
         order = argsort_descending(_costs(microbatches, lengths, cost))
         return Plan(((),) * size, tuple(microbatches[i] for i in order))
 
-    # With one sequence in each microbatch there is nothing to cut.
+    # `local_sort` has one sequence in each microbatch, on any number of ranks.
     strategies = {"lb_mini": assign, "dynamic": pool, "local_sort": local_sort}
     if name not in strategies:
         raise UserError(
-            f"data.balance: {name} cuts microbatches for the number of ranks, which run.exact excludes: set it to "
-            "lb_mini or dynamic, or run.exact to false"
+            f"data.balance: the microbatches of {name} depend on the number of ranks, which run.exact excludes: set it "
+            "to lb_mini or dynamic, or run.exact to false"
         )
     return strategies[name]
 

@@ -1,4 +1,4 @@
-"""The digest of a run's parameters, as of a checkpoint of them. Collective."""
+"""Digest of the parameters of a run, equal to the digest of a checkpoint of them."""
 
 from collections.abc import Iterator
 
@@ -13,12 +13,9 @@ from odc_mpi.runtime.world import World
 
 
 def parameters_digest(state: TrainingState, world: World) -> str:
-    """Return the digest that `odc-mpi checkpoint digest` would give of a checkpoint of this state. Collective.
+    """Compute the digest that `odc-mpi checkpoint digest` prints for a checkpoint of this state. Collective.
 
-    All elements go to rank 0, a block at a time.
-
-    Returns:
-        64 hexadecimal digits, on every rank.
+    All elements are sent to rank 0, a block at a time; all ranks return the digest.
     """
     manifest, parts, description = state.describe(0, {}), state.parts(), "sending parameters to rank 0 for their digest"
 
@@ -36,5 +33,5 @@ def parameters_digest(state: TrainingState, world: World) -> str:
                     world.wait(world.comm.Irecv(block.view(np.uint8), source=rank), description)
                     yield block
 
-    # The other ranks go through the tensors in the same order; only rank 0 knows all that every rank has whole.
+    # All ranks visit the tensors in the same order; rank 0 alone has all blocks, so its digest is the right one.
     return world.gather_objects(compute_digest(manifest, read))[0]

@@ -1,4 +1,4 @@
-"""The exponents of fixed-point gradients, from one step and one checkpoint to the next."""
+"""Exponents of fixed-point gradients in checkpoints, and their rounding error in metrics."""
 
 import math
 from collections.abc import Mapping
@@ -12,35 +12,30 @@ from odc_mpi.shard.gradient_format.fixed_point import FixedPointGradients
 
 
 class ExponentCallback(Callback):
-    """Keeps the exponents of fixed-point gradients in checkpoints, and tells what rounding lost.
+    """Saves and restores the exponents of fixed-point gradients, and reports their rounding error.
 
     Args:
-        gradient_format: Of the model.
-        loss_normalizer: What gradients are divided by after they have been added up, at most: by so much larger ones than
-            usual does a run begin with.
+        gradient_format: Gradient format of the model. Its initial exponents are lowered by log2 of `loss_normalizer`.
+        loss_normalizer: Largest divisor of the summed gradients, which are larger than usual by this factor.
     """
 
     summary: ClassVar = {"fixed64_relative_error": SummaryField("fixed64_relative_error", "last")}
 
     def __init__(self, gradient_format: FixedPointGradients, loss_normalizer: float = 1.0) -> None:
         self._gradient_format = gradient_format
-        larger = math.ceil(math.log2(loss_normalizer))
-        gradient_format.exponents = {index: exponent - larger for index, exponent in gradient_format.exponents.items()}
+        shift = math.ceil(math.log2(loss_normalizer))
+        gradient_format.exponents = {index: exponent - shift for index, exponent in gradient_format.exponents.items()}
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report the error."""
+        """Report the relative rounding error."""
         step.metrics["fixed64_relative_error"] = self._gradient_format.relative_error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the exponents of the next minibatch."""
+        """Return the exponents for the next minibatch."""
         return {"fixed64_exponents": list(self._gradient_format.exponents.values())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with the exponents of a checkpoint, if it has any.
-
-        Raises:
-            UserError: The checkpoint is of a model with other arrays.
-        """
+        """Restore the exponents, if the checkpoint has any."""
         exponents = state_dict.get("fixed64_exponents")
         if exponents is None:
             return

@@ -1,7 +1,8 @@
-"""The arithmetic of a run: processor, libraries, threads and whatever else decides the last bits of a computation.
+"""Numerics fingerprint: processor, libraries, threads and all else that affects the last bits of a result.
 
-An exact run tells its arithmetic in summary.json and in its checkpoints. If ranks differed in it, bits would depend on
-which rank runs which microbatch; and a run that goes on under another arithmetic has other bits from there on.
+An exact run records its fingerprint in summary.json and in checkpoints (key `arithmetic`). If ranks had different
+fingerprints, bits would depend on the rank that runs a microbatch. A run that resumes with another fingerprint has
+other bits from there on.
 """
 
 import os
@@ -14,7 +15,7 @@ from odc_mpi.errors import AllRanksUserError, UserError, warn
 from odc_mpi.runtime.world import World
 from odc_mpi.training.rundir.resume import ResumePoint
 
-#: Environment variables by which libraries below torch are told what instructions to use.
+#: Environment variables that select the instructions of libraries below torch.
 NUMERICS_ENV_VARS = (
     *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
     *("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
@@ -23,15 +24,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def check_numerics(device: str, world: World, resume_point: ResumePoint | None) -> dict[str, str]:
-    """Return the arithmetic of this run, compared between ranks and with the checkpoint; may warn. Collective.
+    """Compare the fingerprint between ranks, and with the checkpoint of a resumed run, and return it. Collective.
 
-    Args:
-        device: On which the model computes, cpu or cuda.
-        world: The ranks.
-        resume_point: The checkpoint that the run begins at. If it goes on with a run of its own, it is compared with that.
-
-    Raises:
-        AgreedError: Ranks, or the checkpoint's run and this one, are to compute in other ways.
+    Warns if only the last bits of results may differ; a different `run.threads` or library is an error.
     """
     current = numerics_fingerprint(device)
     require_same_numerics(current, world)
@@ -41,16 +36,12 @@ def check_numerics(device: str, world: World, resume_point: ResumePoint | None) 
             lambda: numerics_differences(current, previous, str(resume_point.checkpoint.directory))
         )
         if changes and world.rank == 0:
-            warn(f"WARNING: run.exact: {', '.join(changes)} since the checkpoint: last bits may be others from here on")
+            warn(f"WARNING: run.exact: {', '.join(changes)} since the checkpoint: last bits may differ from here on")
     return current
 
 
 def numerics_fingerprint(device: str) -> dict[str, str]:
-    """Return the facts that decide the last bits of a computation, by their names.
-
-    Args:
-        device: On which the model computes, cpu or cuda.
-    """
+    """Return all that affects the last bits of a result on a device, cpu or cuda, as text by name."""
     fingerprint = {
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -63,11 +54,7 @@ def numerics_fingerprint(device: str) -> dict[str, str]:
 
 
 def require_same_numerics(fingerprint: Mapping[str, str], world: World) -> None:
-    """Check that all ranks have the same arithmetic; warn of processors of several names. Collective.
-
-    Raises:
-        AgreedError: They do not; on every rank.
-    """
+    """Require the same fingerprint on all ranks; different processors only cause a warning. Collective."""
     fingerprints = world.gather_objects(dict(fingerprint))
     for name, first in fingerprints[0].items():
         rank = next((rank for rank, each in enumerate(fingerprints) if each.get(name) != first), None)
@@ -81,34 +68,23 @@ def require_same_numerics(fingerprint: Mapping[str, str], world: World) -> None:
 
 
 def numerics_differences(current: Mapping[str, str], previous: Mapping[str, str], checkpoint: str) -> list[str]:
-    """Return the facts that differ from those of a run before, in words.
-
-    Args:
-        current: Of this run.
-        previous: Of the run that saved the checkpoint.
-        checkpoint: The checkpoint.
-
-    Raises:
-        UserError: The number of threads does, which is a setting.
-    """
+    """Describe the differences to the fingerprint in a checkpoint; raise UserError if `run.threads` differs."""
     changed = {name: (old, current.get(name, "none")) for name, old in previous.items() if current.get(name) != old}
     if "run.threads" in changed:
         old, new = changed["run.threads"]
         raise UserError(
-            f"run.threads: expected {old} with run.exact, as in the checkpoint {checkpoint}, got {new}: set run.threads to "
-            f"{old}, or begin a run of its own there: run.resume {checkpoint} with another run.dir"
+            f"run.threads: expected {old} with run.exact, as in the checkpoint {checkpoint}, got {new}: set it so, "
+            f"or start a new run: run.resume {checkpoint} with another run.dir"
         )
     return [f"{name} {old} -> {new}" for name, (old, new) in changed.items()]
 
 
 def _processor() -> str:
-    """Return the name of the processor with its numbers, as Linux has them; empty where there are none."""
+    """Return name and model numbers of the processor from /proc/cpuinfo; empty if they are not available."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
     except OSError:
         return ""
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     names = ("model name", "cpu family", "model", "stepping")
-    return ", ".join(
-        f"{name} {fields[name]}" if name != "model name" else fields[name] for name in names if name in fields
-    )
+    return ", ".join(f"{name} {fields[name]}" for name in names if name in fields).removeprefix("model name ")

@@ -1,4 +1,4 @@
-"""What an exact run sets, and which settings it refuses."""
+"""Settings that an exact run forces, and settings that it refuses."""
 
 import os
 from collections.abc import Iterator
@@ -14,16 +14,12 @@ from odc_mpi.training.settings import Config
 
 
 def reduce_dtype(config: Config) -> torch.dtype:
-    """Return the type in which gradients of a run are pushed and added up."""
+    """Return the type in which gradients are pushed and summed."""
     return {"float32": torch.float32, "fixed64": torch.int64}[config.model.reduce_dtype]
 
 
 def apply_exact_settings(config: Config) -> Config:
-    """Return a configuration with all that `run.exact` takes; as it is without that.
-
-    Raises:
-        UserError: A setting breaks it; names the setting.
-    """
+    """Set what `run.exact` requires, if it is true, and raise UserError if it does not support another setting."""
     if not config.run.exact:
         return config
     for setting, value, unsupported, supported in (
@@ -43,23 +39,23 @@ def apply_exact_settings(config: Config) -> Config:
 
 
 _REASONS = {
-    "data.balance": "it cuts microbatches for the number of ranks",
-    "model.compile": "kernels for one number of tokens, which each rank makes first, may round in another way",
-    "data.context_parallel": "it cuts sequences for the number of ranks",
-    "run.device": "tokens are drawn by cumulative sums, for which torch has no deterministic algorithm on a GPU",
-    "rl.skip_failed_rewards": "which completions are left out may depend on how long their rewards take",
+    "data.balance": "its microbatches depend on the number of ranks",
+    "model.compile": "the first kernels of a rank are compiled for one number of tokens and may round differently",
+    "data.context_parallel": "its chunks depend on the number of ranks",
+    "run.device": "tokens are sampled with cumulative sums, for which torch has no deterministic algorithm on a GPU",
+    "rl.skip_failed_rewards": "the dropped completions may depend on how long their rewards take",
 }
 
 
 @contextmanager
 def deterministic_algorithms(config: Config) -> Iterator[None]:
-    """Have torch choose deterministic algorithms in an exact run, and as before afterwards."""
+    """Select deterministic algorithms of torch in an exact run, and restore the previous choice on exit."""
     if not config.run.exact:
         yield
         return
     filling: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
-    # Asked for by cuBLAS, which reads it when it starts.
+    # Required by cuBLAS, which reads it when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     filling.fill_uninitialized_memory = False

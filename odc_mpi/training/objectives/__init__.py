@@ -1,1 +1,1 @@
-"""What a model is trained for: one file per objective."""
+"""Objectives, one per file."""

@@ -1,24 +1,23 @@
-"""GRPO, strictly on-policy: advantages of a prompt's completions against each other (arXiv 2402.03300).
+"""GRPO, strictly on-policy (arXiv 2402.03300): advantages compare the completions of a prompt with each other.
 
-The loss of a token is that of TRL's `GRPOTrainer` with one update per rollout, where the ratio is 1 and clipping does
-nothing: the gradient is that of -advantage * log-probability, plus beta times the KL divergence from a reference. What
-sums of it are divided by is known only at A, where all groups have been generated; owners divide before the norm:
+The loss of a token is that of `GRPOTrainer` in TRL with one update per rollout, where the ratio is 1 and clipping has
+no effect: its gradient is that of -advantage * log-probability, plus beta times the KL divergence from a reference.
+The normalizer of the sum is known only when all groups are generated, so owners divide the gradients before the norm:
 
-    dapo       all tokens that are learnt from                              arXiv 2503.14476
-    grpo       all completions, each of which is the mean over its tokens
-    dr_grpo    all completions, times rl.max_completion_length              arXiv 2503.20783
+    dapo       number of loss tokens                                        arXiv 2503.14476
+    grpo       number of completions; the loss of each is the mean over its tokens
+    dr_grpo    number of completions, times rl.max_completion_length        arXiv 2503.20783
 
-Groups of equal rewards have no gradient and are not trained, but they count in the divisor.
+Groups with equal rewards have no gradient and are not trained, but they count in the normalizer.
 """
 
 from collections.abc import Callable
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 
 from odc_mpi.data.loader import Microbatch, Minibatch
 from odc_mpi.observe.callback import MicrobatchResult, Step
-from odc_mpi.observe.metrics import ProgressColumn, SummaryField
 from odc_mpi.rollout.groups import RolloutMicrobatch
 from odc_mpi.rollout.logps import token_logps
 from odc_mpi.shard import model as sharded
@@ -26,21 +25,17 @@ from odc_mpi.training.loop import Objective
 from odc_mpi.training.rl.group_sums import GroupSums
 from odc_mpi.training.rl.settings import GRPOConfig
 
-#: Log-probabilities of a microbatch's tokens under the reference policy, float32 [K].
+#: Returns the log-probabilities of the tokens of a microbatch under the reference policy, float32 [K].
 ReferenceLogpsFn = Callable[[RolloutMicrobatch], torch.Tensor]
 
 
 class GRPOObjective(Objective):
-    """Learns from rewards; the source tells what there is to divide by.
+    """Loss of GRPO. `RolloutSource` gathers the counts for its normalizer.
 
     Args:
-        rl: The section of the settings.
-        num_groups: The most prompt groups of a minibatch.
-        reference_logps: Needed with beta.
+        num_groups: Most prompt groups of a minibatch.
+        reference_logps: Computes log-probabilities of the reference policy; required if `rl.beta` is not 0.
     """
-
-    columns: ClassVar = (ProgressColumn("loss", 8, lambda line: f"{line['loss']:.4f}"),)
-    summary: ClassVar = {"loss_first": SummaryField("loss", "first"), "loss_last": SummaryField("loss", "last")}
 
     def __init__(self, rl: GRPOConfig, num_groups: int, reference_logps: ReferenceLogpsFn | None = None) -> None:
         self._rl, self._reference_logps = rl, reference_logps
@@ -54,13 +49,13 @@ class GRPOObjective(Objective):
         )
 
     def on_step_begin(self, step: Step) -> None:
-        """Start at zero."""
+        """Reset all sums."""
         self._sums.reset()
         self._positions = {index: position for position, index in enumerate(step.minibatch.indices.tolist())}
         self._largest_difference, self._num_tokens = 0.0, 0
 
     def loss(self, model: sharded.ShardedModel, minibatch: Minibatch, microbatch: Microbatch) -> torch.Tensor:
-        """Return a microbatch's part of the loss, not yet divided. One-sided."""
+        """Return the loss of a microbatch before normalization. One-sided."""
         microbatch = cast(RolloutMicrobatch, microbatch)
         device = model.device
         logit_positions, targets = microbatch.logit_positions.to(device), microbatch.targets.to(device)
@@ -77,7 +72,7 @@ class GRPOObjective(Objective):
         return per_token.sum()
 
     def on_microbatch_end(self, result: MicrobatchResult) -> None:
-        """Add its loss."""
+        """Add the loss of a microbatch."""
         self._add("grpo_loss", result.microbatch, result.loss)
 
     def local_values(self) -> tuple[float, ...]:
@@ -85,7 +80,7 @@ class GRPOObjective(Objective):
         return float(self._num_tokens), self._largest_difference, *self._sums.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Learn the divisor, and report."""
+        """Set the normalizer and report the metrics."""
         loss_tokens, completions = gathered.sum("loss_tokens"), gathered.sum("completions")
         self.loss_normalizer = loss_normalizer(self._rl, num_tokens=loss_tokens, num_completions=completions)
         tokens = max(1.0, gathered.sum("trained_tokens"))
@@ -98,11 +93,11 @@ class GRPOObjective(Objective):
             step.metrics["kl"] = self._sums.total(gathered, "grpo_kl") / tokens
 
     def _add(self, name: str, microbatch: Microbatch, value: float) -> None:
-        """Add a number of a microbatch to the part of its first prompt, of a whole group in an exact run."""
+        """Add a value of a microbatch to the sum of its first prompt, which is its only one in an exact run."""
         self._sums.add(name, self._positions[int(microbatch.indices[0])], value)
 
     def _compare(self, logps: torch.Tensor, microbatch: RolloutMicrobatch) -> None:
-        """Compare log-probabilities with those of sampling, which are the same policy's."""
+        """Compare the log-probabilities with those of sampling, which is done by the same policy."""
         differences = (logps.cpu() - microbatch.logps).abs()
         self._num_tokens += len(differences)
         self._add("logp_difference", microbatch, float(differences.sum()))
@@ -110,27 +105,22 @@ class GRPOObjective(Objective):
 
 
 def policy_loss(logps: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each token, of the same shape: a value of -advantage, and its gradient."""
+    """Return the loss of each token: its value is -advantage, its gradient that of -advantage * log-probability."""
     return -torch.exp(logps - logps.detach()) * advantages
 
 
 def kl_k3(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the estimate k3 of the KL divergence at each token (http://joschu.net/blog/kl-approx.html)."""
+    """Return the k3 estimate of the KL divergence of each token (http://joschu.net/blog/kl-approx.html)."""
     difference = reference - logps
-    return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise where policies are alike
+    return torch.expm1(difference) - difference  # exp(x) - 1 - x would be noise if the policies are similar
 
 
 def loss_normalizer(rl: GRPOConfig, *, num_tokens: float, num_completions: float) -> float:
-    """Return the divisor of the sum over a minibatch, at least 1.
+    """Return the divisor of the loss summed over a minibatch, at least 1.
 
     Args:
-        rl: The section of the settings.
-        num_tokens: Of completions that are learnt from, over all ranks.
-        num_completions: Over all ranks.
+        num_tokens: Number of loss tokens on all ranks.
+        num_completions: Number of completions on all ranks.
     """
-    normalizers = {
-        "dapo": num_tokens,
-        "grpo": num_completions,
-        "dr_grpo": num_completions * rl.max_completion_length,
-    }
+    normalizers = {"dapo": num_tokens, "grpo": num_completions, "dr_grpo": num_completions * rl.max_completion_length}
     return max(1.0, float(normalizers[rl.loss_type]))

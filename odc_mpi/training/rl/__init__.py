@@ -1,1 +1,1 @@
-"""Training from rewards: its settings, its minibatches of prompts, its evaluation, its records."""
+"""GRPO: settings, rollouts as microbatches, evaluation and metrics."""

@@ -1,4 +1,4 @@
-"""The parts of a run that learns from rewards, put together. Collective."""
+"""Construction of the source, objective and callbacks of GRPO."""
 
 from pathlib import Path
 
@@ -22,17 +22,9 @@ from odc_mpi.training.settings import Config
 def build_grpo(
     config: Config, world: World, model: ShardedModel, inputs: Inputs, decision: Decision
 ) -> tuple[RolloutSource, GRPOObjective, list[Callback]]:
-    """Put source, objective and further participants together. Collective.
+    """Build source, objective and further callbacks. Collective.
 
-    Args:
-        config: Of the run.
-        world: The ranks.
-        model: Before its first minibatch; dropout is off from now on, so that what generates is what is trained.
-        inputs: With prompts.
-        decision: How ranks reach each other.
-
-    Raises:
-        AgreedError: A reward function is not there, or its module fails.
+    Switches dropout in the model off, so that the policy that generates is the one that is trained.
     """
     rl = config.rl
     assert isinstance(inputs.loader, PromptLoader) and isinstance(inputs.dataset, PromptDataset) and rl.reward_funcs
@@ -40,8 +32,8 @@ def build_grpo(
     reward_functions = world.run_on_all(lambda: load_reward_functions(specs, rl.reward_weights))
     if world.rank == 0 and (rl.top_p < 1 or rl.top_k):
         warn(
-            f"WARNING: rl.top_p {rl.top_p:g} and rl.top_k {rl.top_k}: completions are drawn from other distributions "
-            "than the policy's own, which is trained: not strictly on-policy"
+            f"WARNING: rl.top_p {rl.top_p:g} and rl.top_k {rl.top_k}: completions are sampled from a truncated "
+            "distribution, so training is not strictly on-policy"
         )
     model.eval()
     reference_logps = make_reference_logps(config, world, model, decision) if rl.beta else None

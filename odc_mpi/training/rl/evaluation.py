@@ -1,5 +1,6 @@
-"""Rewards of held-out prompts, beside the training: greedy completions, by tickets, between two steps."""
+"""Evaluation of GRPO between training steps: rewards of greedy completions of held-out prompts."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
@@ -18,12 +19,12 @@ from odc_mpi.training.evaluation import PeriodicEvaluator
 from odc_mpi.training.rl.prompts import PromptCodec
 from odc_mpi.training.settings import Config
 
-#: In an exact run prompts are decoded together as if there were so many ranks.
+#: Number of ranks assumed in an exact run to choose the sizes of decode batches.
 _EXACT_SHARES = 16
 
 
 class RewardEvaluator(PeriodicEvaluator):
-    """The rewards of held-out prompts. Making one is collective."""
+    """Computes rewards of held-out prompts; ranks claim decode batches. Construction is collective."""
 
     columns: ClassVar = (
         ProgressColumn(
@@ -58,7 +59,7 @@ class RewardEvaluator(PeriodicEvaluator):
         self._note: Callable[[str], None] = world.set_status
 
     def evaluate(self) -> dict[str, Any]:
-        """Return mean reward, exact match and mean length, the same on every rank. Collective at the end."""
+        """Return the means of reward, exact match and length. Collective at the end, one-sided before."""
         sampling = RolloutSamplingParams(1, self._rl.max_completion_length, temperature=0.0)
         results: list[tuple[int, float, float, int]] = []
         with self._model.activity("evaluating") as self._note, unsharded_if_fits(self._model):
@@ -70,25 +71,19 @@ class RewardEvaluator(PeriodicEvaluator):
                     results.append(self._evaluate_completion(indices[i], completions))
 
                 sample(cast(Any, self._model.module), prompts, sampling, on_prompt_done, self._report_token)
-        # In the order of prompts, so that sums are the same whoever generated what.
-        all_results = sorted(
-            result for results_of_rank in self._world.gather_objects(results) for result in results_of_rank
-        )
-        self._tickets.reset()  # all have drawn; nobody draws again before the next B
+        # In the order of prompts, so that sums do not depend on the ranks that generated.
+        all_results = sorted(itertools.chain.from_iterable(self._world.gather_objects(results)))
+        self._tickets.reset()  # all ranks are done, and claim again only after the next parameters are published
         rewards, matches, lengths = (
             np.array([result[i] for result in all_results], dtype=np.float64) for i in (1, 2, 3)
         )
-        return {
-            "eval_reward": _mean(rewards),
-            "eval_exact_match": _mean(matches),
-            "eval_mean_length": _mean(lengths),
-        }
+        return {"eval_reward": _mean(rewards), "eval_exact_match": _mean(matches), "eval_mean_length": _mean(lengths)}
 
     def _report_token(self, token: int) -> None:
         self._note(f"evaluating, token {token:,} of {self._rl.max_completion_length:,}")
 
     def _evaluate_completion(self, index: int, completions: PromptCompletions) -> tuple[int, float, float, int]:
-        """Return the number of a prompt, reward, exact match (NaN without an answer) and length of its completion."""
+        """Return index of a prompt, and reward, exact match (NaN without an answer) and length of its completion."""
         record = self._prompts[index]
         reward_kwargs = self._codec.reward_kwargs(record, completions.tokens)
         self._note(f"computing rewards of prompt {index}")

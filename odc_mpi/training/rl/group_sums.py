@@ -1,7 +1,7 @@
-"""Sums over the prompt groups of a minibatch that do not depend on which rank had which group.
+"""Sums over the prompt groups of a minibatch that do not depend on the ranks that had the groups.
 
-A sum of floating-point numbers depends on its order. So the part of each group is told by itself at point A, where one
-rank alone has it, and all ranks add the parts up in the order of the prompts.
+A floating-point sum depends on its order. So the value of each group is gathered separately (one rank has it, the
+others have 0), and all ranks add the values in the order of the prompts.
 """
 
 import math
@@ -11,15 +11,7 @@ from odc_mpi.shard import model as sharded
 
 
 class GroupSums:
-    """Sums of a step, by prompt group.
-
-    Args:
-        sums: Names of the sums.
-        num_groups: The most prompt groups of a minibatch.
-
-    Attributes:
-        gathered_names: Of the numbers that a rank tells: of each sum the parts of all groups.
-    """
+    """Named sums of a step, kept by prompt group; `gathered_names` has a name for each sum and group."""
 
     def __init__(self, sums: Sequence[str], num_groups: int) -> None:
         self._num_groups = num_groups
@@ -27,23 +19,23 @@ class GroupSums:
         self.reset()
 
     def reset(self) -> None:
-        """Start at zero."""
+        """Set all values to 0."""
         self._values = dict.fromkeys(self.gathered_names, 0.0)
 
     def add(self, name: str, position: int, value: float) -> None:
-        """Add a number to the part of the group at a position of the minibatch."""
+        """Add to the value of the group at a position of the minibatch."""
         self._values[_name(name, position)] += value
 
     def local_values(self) -> list[float]:
-        """Return the parts of this rank, in the order of the names."""
+        """Return the values of this rank, in the order of `gathered_names`."""
         return list(self._values.values())
 
     def part(self, gathered: sharded.MinibatchStats, name: str, position: int) -> float:
-        """Return the part of the group at a position. Local, after point A."""
+        """Return the value of the group at a position."""
         return gathered.sum(_name(name, position))
 
     def total(self, gathered: sharded.MinibatchStats, name: str) -> float:
-        """Return a sum over all groups, rounded once. Local, after point A."""
+        """Return the sum over all groups, rounded once."""
         return math.fsum(self.part(gathered, name, position) for position in range(self._num_groups))
 
 

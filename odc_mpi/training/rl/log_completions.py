@@ -1,6 +1,7 @@
-"""A few completions of a run with their rewards, for people: on the terminal and in completions.jsonl."""
+"""Log of some completions with their rewards, on the terminal and in completions.jsonl."""
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,17 @@ from odc_mpi.training.rundir.records import COMPLETIONS
 
 
 class LogCompletions(Callback):
-    """Writes and shows every `every` steps the completions that the source has kept."""
+    """Records and prints `logged_completions` of the source every `every` steps."""
 
     def __init__(self, world: World, source: RolloutSource, run_dir: Path, every: int) -> None:
         self._world, self._source, self._every = world, source, every
         self._path = run_dir / COMPLETIONS
 
     def on_step_end(self, step: Step) -> None:
-        """Gather and write completions. Collective, in the steps in which they are due."""
+        """Gather and record the completions, if it is due. Collective."""
         if step.number % self._every:
             return
-        lines = [
-            line
-            for lines_of_rank in self._world.gather_objects(self._source.logged_completions)
-            for line in lines_of_rank
-        ]
+        lines = list(chain.from_iterable(self._world.gather_objects(self._source.logged_completions)))
         if self._world.rank == 0:
             self._write(lines)
             for line in lines[:2]:

@@ -1,4 +1,4 @@
-"""Which prompts a step generates from: the same on every rank, without communication."""
+"""Minibatches of prompts, the same on every rank, and the tokenizer of prompts. Does not communicate."""
 
 from typing import Any, cast
 
@@ -12,14 +12,14 @@ from odc_mpi.models.decoding import Prompt
 
 
 class PromptLoader(ShuffledSampler):
-    """An endless, resumable sequence of minibatches of prompts."""
+    """Endless, resumable iterator over minibatches of prompts."""
 
     def __init__(self, prompts: PromptDataset, num_prompts: int, seed: int, rank: int) -> None:
         super().__init__(prompts, num_prompts, seed)
         self._rank = rank
 
     def __next__(self) -> Minibatch:
-        """Return the next minibatch; its plan is empty, as ranks draw what they do."""
+        """Return the next minibatch; its plan is empty, since ranks claim prompts."""
         position, indices = self._next_indices()
         return Minibatch(
             indices=indices,
@@ -33,14 +33,7 @@ class PromptLoader(ShuffledSampler):
 
 
 class PromptCodec:
-    """The tokenizer of prompts: what ends a completion, and what a completion reads.
-
-    Args:
-        prompts: With their tokenizer.
-
-    Raises:
-        UserError: No token ends a completion.
-    """
+    """Encodes prompts with their stop tokens, and decodes completions."""
 
     def __init__(self, prompts: PromptDataset) -> None:
         self._tokenizer: Any = prompts.tokenizer
@@ -50,11 +43,11 @@ class PromptCodec:
         if not self._stop_of_chat:
             raise UserError(
                 f"{prompts.path}: expected a tokenizer with an end-of-sequence token (eos_token), got none: every "
-                "completion would be cut"
+                "completion would be truncated"
             )
 
     def encode(self, index: int, record: PromptRecord) -> Prompt:
-        """Return a prompt as what completions continue."""
+        """Return a prompt with its stop tokens for generation."""
         return Prompt(index, record.tokens, self._stop_of_chat if record.is_chat else self._stop)
 
     def decode(self, tokens: list[int]) -> str:
@@ -63,7 +56,7 @@ class PromptCodec:
         return text
 
     def reward_kwargs(self, record: PromptRecord, completions: list[list[int]]) -> dict[str, list[Any]]:
-        """Return the arguments of reward functions for a prompt and its completions, copies of the tokens."""
+        """Return the arguments of reward functions for a prompt and its completions, with copied tokens."""
         texts: list[Any] = [self.decode(tokens) for tokens in completions]
         if record.is_chat:
             texts = [[{"role": "assistant", "content": text}] for text in texts]

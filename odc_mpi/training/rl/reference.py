@@ -1,4 +1,4 @@
-"""The policy at the start of a run, from which `rl.beta` keeps the trained one: without adapters, or a frozen copy."""
+"""Reference policy for `rl.beta`, the policy at the start of the run: the model without adapters, or a frozen copy."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,14 +18,10 @@ from odc_mpi.training.settings import Config
 
 
 def make_reference_logps(config: Config, world: World, model: ShardedModel, decision: Decision) -> ReferenceLogpsFn:
-    """Make the function of a microbatch that returns its log-probabilities, one-sided. Collective.
+    """Make the function that computes the log-probabilities of a microbatch with one-sided fetches. Collective.
 
-    Args:
-        config: Of the run.
-        world: The ranks.
-        model: Before its first step. Its adapters are switched off in the forwards of the reference; without adapters
-            the reference is a copy, which takes as much memory again.
-        decision: How ranks reach each other.
+    With adapters, the reference is the model with its adapters switched off. Without, it is a frozen copy of the
+    initial model, which needs the memory of a second model.
     """
     has_adapters = config.lora.r is not None
     policy = model if has_adapters else _frozen_copy(config, world, decision)
@@ -33,11 +29,8 @@ def make_reference_logps(config: Config, world: World, model: ShardedModel, deci
     def logps(microbatch: RolloutMicrobatch) -> torch.Tensor:
         off: AbstractContextManager[None] = adapters_disabled(policy.module) if has_adapters else nullcontext()
         with off, torch.no_grad():
-            logit_positions, targets = (
-                microbatch.logit_positions.to(policy.device),
-                microbatch.targets.to(policy.device),
-            )
-            return token_logps(policy.module, microbatch.inputs, logit_positions, targets, config.rl.temperature)
+            positions, targets = (each.to(policy.device) for each in (microbatch.logit_positions, microbatch.targets))
+            return token_logps(policy.module, microbatch.inputs, positions, targets, config.rl.temperature)
 
     return logps
 
@@ -60,9 +53,9 @@ def _frozen_copy(config: Config, world: World, decision: Decision) -> ShardedMod
 
 @contextmanager
 def adapters_disabled(module: Any) -> Iterator[None]:
-    """Switch the adapters in a model off in the enclosed code.
+    """Switch the adapters of a model off in the context.
 
-    Not by peft's `disable_adapter`, which changes what is trained.
+    Unlike `disable_adapter` of peft, it does not change `requires_grad`.
     """
     layers = [layer for layer in module.modules() if hasattr(layer, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]

@@ -1,15 +1,14 @@
-"""Rollouts as microbatches: a rank generates as long as there are prompts, then trains what is finished, whoever's.
+"""Microbatches for GRPO: each rank generates while prompts remain, then trains finished groups of any rank.
 
-draw a ticket    a decode batch of prompt groups, those expected to be longest first        one-sided
-generate         each group, when its last completion has ended, gets its rewards and
-                 advantages, and goes to the exchange; what finds no room there is
-                 trained by this rank                                                       one-sided
-no prompts left  claim the largest finished group of any rank and train it                  one-sided
-nothing to do    sleep, until a group is finished or all are
-A                the numbers of all groups meet
+    claim a ticket       take the next decode batch of prompts, longest expected completions first    one-sided
+    generate             when the last completion of a prompt ends, compute rewards and advantages
+                         and publish the group; if the store is full, keep it and train it            one-sided
+    no prompts left      claim the largest published group of any rank and train on it                one-sided
+    idle                 sleep until a group is published or all groups are done                      one-sided
+    gradients complete   gather the counts and sums of all groups                                     collective
 
-In an exact run (`train.exact`) each group is decoded and trained by itself: what is in a batch with a completion, which
-depends on ranks and their speeds, would change the last bits of its logits and gradients.
+In an exact run (`training.exact`) each group is decoded and trained in a batch of its own: the other members of a batch
+depend on ranks and their speeds, and would change the last bits of its logits and gradients.
 """
 
 import time
@@ -36,29 +35,25 @@ from odc_mpi.training.rl.metrics import RolloutMetrics
 from odc_mpi.training.rl.prompts import PromptCodec, PromptLoader
 from odc_mpi.training.settings import Config
 
-#: Sleep between two looks for finished groups, at first and at most.
+#: First and longest sleep between two polls of the queue.
 _SLEEP_S, _MAX_SLEEP_S = 0.5e-3, 5e-3
 
 
 class RolloutSource(MinibatchSource):
-    """Prompts, generated from and trained on within one minibatch. Making one is collective.
-
-    Args:
-        engine: What generates.
+    """Source of microbatches that are generated and trained in the same minibatch. Construction is collective.
 
     Attributes:
-        logged_completions: Of the last step, if completions of it are to be shown: those that this rank generated, for people.
+        logged_completions: Completions that this rank generated in the last step, if they are to be logged.
     """
 
     columns: ClassVar = (
         ProgressColumn("reward", 8, lambda line: "-" if line["reward"] is None else f"{line['reward']:.4f}"),
         ProgressColumn("length", 7, lambda line: f"{line['completions/mean_length']:.1f}"),
         ProgressColumn("clipped", 6, lambda line: f"{line['completions/clipped_ratio']:.1%}"),
-        ProgressColumn("tokens/s", 9, lambda line: f"{line['tokens_per_s']:,.0f}"),
+        *MinibatchSource.columns,
     )
     summary: ClassVar = {
-        "tokens": SummaryField("num_input_tokens", "sum"),
-        "tokens_per_s": SummaryField("tokens_per_s", "mean"),
+        **MinibatchSource.summary,
         "reward_first": SummaryField("reward", "first"),
         "reward_last": SummaryField("reward", "last"),
         "generate_s": SummaryField("generate_s", "sum"),
@@ -93,17 +88,17 @@ class RolloutSource(MinibatchSource):
         self.logged_completions: list[dict[str, Any]] = []
 
     def next_minibatch(self) -> Minibatch:
-        """Return the next minibatch of prompts."""
+        """Return the next minibatch of prompts from the loader."""
         return next(self._loader)
 
     def on_step_begin(self, step: Step) -> None:
-        """Start to count."""
+        """Reset metrics and logged completions."""
         self._step = step.number
         self._metrics.reset()
         self.logged_completions = []
 
     def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
-        """Yield microbatches of completions, as described above. One-sided."""
+        """Yield microbatches of completions, as the module describes. One-sided."""
         count = len(minibatch.indices)
         decode_batches = self._decode_batches(minibatch)
         for ticket in self._tickets.draw(len(decode_batches)):
@@ -115,11 +110,11 @@ class RolloutSource(MinibatchSource):
                 self._wait(count, state)
 
     def local_values(self) -> list[float]:
-        """Return this rank's numbers."""
+        """Return the counts and sums of this rank."""
         return self._metrics.local_values()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Report on all groups, remember how long they were, and make ready for the next minibatch."""
+        """Report the metrics of all groups, record their lengths, and reset tickets and queue."""
         step.metrics |= self._metrics.compute(gathered)
         for position, index in enumerate(step.minibatch.indices.tolist()):
             self._length_predictor.observe(index, self._metrics.mean_length(gathered, position))
@@ -127,20 +122,20 @@ class RolloutSource(MinibatchSource):
         self._queue.reset()
 
     def on_step_end(self, step: Step) -> None:
-        """Report the speed."""
+        """Report tokens per second."""
         step.metrics["tokens_per_s"] = step.metrics["num_input_tokens"] / step.metrics["step_s"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next minibatch begins, and how long completions were."""
+        """Return the position of the loader and the observed completion lengths."""
         return {"loader": self._loader.state_dict(), "completion_lengths": self._length_predictor.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on at a minibatch."""
+        """Restore the position of the loader and the observed completion lengths."""
         self._loader.load_state_dict(state_dict["loader"])
         self._length_predictor.load_state_dict(state_dict["completion_lengths"])
 
     def _decode_batches(self, minibatch: Minibatch) -> list[list[int]]:
-        """Return positions of prompts that are decoded together, those expected to be longest first."""
+        """Split the positions of a minibatch into decode batches, longest expected completions first."""
         count = len(minibatch.indices)
         expected = [self._length_predictor.predict(index) for index in minibatch.indices.tolist()]
         order = sorted(range(count), key=lambda i: (-expected[i], i))
@@ -152,7 +147,7 @@ class RolloutSource(MinibatchSource):
         return [order[begin : begin + together] for begin in range(0, count, together)]
 
     def _generate(self, minibatch: Minibatch, positions: list[int]) -> list[RolloutGroup]:
-        """Generate from prompts, and hand on what is finished; return the groups for which there is no room."""
+        """Generate completions and publish finished groups; return the groups for which the store has no space."""
         began = time.perf_counter()
         indices = [int(minibatch.indices[position]) for position in positions]
         records = [self._prompts[index] for index in indices]
@@ -183,7 +178,7 @@ class RolloutSource(MinibatchSource):
     def _score_group(
         self, position: int, index: int, record: PromptRecord, completions: PromptCompletions
     ) -> RolloutGroup | None:
-        """Score a group; return it, or None if it is settled, as there is nothing to learn from it."""
+        """Score a group and return it; mark it done and return None if it has no gradient."""
         group_rewards = self._compute_rewards(index, record, completions)
         advantages = group_rewards.advantages(scaled=self._rl.scale_rewards == "group")
         excluded = np.array([self._rl.mask_truncated_completions and not stopped for stopped in completions.stopped])
@@ -208,7 +203,7 @@ class RolloutSource(MinibatchSource):
         group_rewards: GroupRewards,
         advantages: np.ndarray,
     ) -> None:
-        """Keep completions of the first prompt of a step that is to be shown."""
+        """Keep up to 4 completions of the first prompt, if the step is to be logged."""
         every = self._rl.log_completions
         if position or not every or self._step % every:
             return
@@ -234,7 +229,7 @@ class RolloutSource(MinibatchSource):
             yield from pack_microbatches(groups_of_microbatch, self._max_tokens, with_all=self._rl.beta > 0)
 
     def _claim(self, count: int, state: QueueState) -> list[RolloutGroup]:
-        """Claim as many groups as fill a microbatch, and leave the other ranks theirs."""
+        """Claim groups until a microbatch is full, but at most this rank's share of those published."""
         max_groups = 1 if self._exact else max(1, len(state.published) // self._world.size)
         groups: list[RolloutGroup] = []
         num_tokens = 0
@@ -247,15 +242,15 @@ class RolloutSource(MinibatchSource):
         return groups
 
     def _wait(self, count: int, previous: QueueState) -> None:
-        """Sleep until the board shows something else. The wait names the ranks that have groups in work."""
+        """Sleep until the state of the queue changes. The time-out message lists the ranks with groups in progress."""
         began, sleep_s = time.perf_counter(), _SLEEP_S
         num_open = len(previous.in_progress) + previous.num_unclaimed
         self._world.set_status(f"waiting for {num_open} prompt groups that other ranks generate")
         with self._world.deadline(
-            f"waiting for {num_open} prompt groups in work", sorted(set(previous.in_progress.values()))
+            f"waiting for {num_open} prompt groups in progress", sorted(set(previous.in_progress.values()))
         ):
             while self._queue.snapshot(count) == previous:
-                self._world.progress.run_tasks()  # ranks that train may push to this one
+                self._world.progress.run_tasks()  # other ranks may push gradients to this one
                 time.sleep(sleep_s)
                 sleep_s = min(_MAX_SLEEP_S, 1.5 * sleep_s)
         self._metrics.add("rollout_wait_s", time.perf_counter() - began)

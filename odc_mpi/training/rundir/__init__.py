@@ -1,1 +1,1 @@
-"""What a run leaves in its directory, who may write there, and how a later run goes on from it."""
+"""Run directory: its files, its lock, checkpoints and resuming."""

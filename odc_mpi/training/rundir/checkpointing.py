@@ -1,10 +1,11 @@
-"""When a run saves, and how the ranks agree on it: with the numbers that they tell at point A anyway.
+"""Checkpoints of a run: when they are saved, and how ranks agree that they are complete.
 
-before A   each rank tells which checkpoint its thread has written
-after A    rank 0 publishes a checkpoint that all have written
-after B    where a save is due, each rank copies its slices and hands them to its thread; if the one before is not
-           known to be written yet, all wait for it and tell each other there, collectively
-at the end collective: all wait for the last checkpoint, within comm.timeout_s
+local_values   report the checkpoint that the writing thread of this rank has completed; the all-gather that
+               completes the gradients carries it, so that no collective is added
+on_gathered    rank 0 publishes a checkpoint that all ranks have written
+on_step_end    if a checkpoint is due, copy this rank's shards and pass them to its thread. If the previous one is
+               not known to be complete, first wait for it, which is collective
+on_train_end   collective: wait for the last checkpoint, for at most comm.timeout_s
 """
 
 import importlib.metadata
@@ -42,16 +43,13 @@ _LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
 
 
 class CheckpointCallback(Callback):
-    """The checkpoints of a run, and its end before the last step. Making one is collective. It comes after `stop`.
+    """Saves checkpoints when they are due, and before a stop. Construction is collective. Must come after `stop`.
 
     Args:
-        config: Of the run.
-        world: The ranks.
-        state_dict: Of the model and the optimizer.
-        metadata: Returns what else belongs into a checkpoint; called on rank 0.
-        stop: Whether a rank was asked to stop.
-        directory_lock: On rank 0: without it nothing is saved any more.
-        best: The best checkpoint of the run so far, as `state_dict` returned it.
+        state: State of model and optimizer.
+        metadata: Returns the metadata of a checkpoint; called on rank 0.
+        directory_lock: Lock of the run directory on rank 0; if another run takes it over, nothing more is saved.
+        best: Step and loss of the best checkpoint so far, from the state of a resumed run.
     """
 
     gathered_names = ("saved_step", "saved_bytes", "saved_checksum")
@@ -66,11 +64,8 @@ class CheckpointCallback(Callback):
         directory_lock: RunDirectoryLock | None,
         best: dict[str, Any] | None = None,
     ) -> None:
-        self._run = config.run
-        self._world = world
-        self._state = state
-        self._metadata = metadata
-        self._stop = stop
+        self._run, self._world, self._state = config.run, world, state
+        self._metadata, self._stop, self._best = metadata, stop, best
         token = world.gather_objects(f"{time.time_ns():x}")[0]
         self._saver = Saver(
             Path(config.run.dir) / CHECKPOINTS,
@@ -82,39 +77,34 @@ class CheckpointCallback(Callback):
             check=directory_lock.require_held if directory_lock else lambda: None,
         )
         self._last: int | None = None
-        self._best = best
         self._pause_s = self._wait_s = 0.0
         self._num_waits = 0
 
     def local_values(self) -> tuple[float, float, float]:
-        """Return the last checkpoint that this rank has written, in numbers."""
+        """Return step, bytes and checksum of the last checkpoint that this rank has written."""
         return self._saver.report()
 
     def on_gathered(self, step: Step, gathered: sharded.MinibatchStats) -> None:
-        """Take what all ranks have written."""
+        """Pass the reports of all ranks to the saver."""
         self._saver.receive_reports(np.stack([gathered.per_rank(name) for name in self.gathered_names], axis=1))
 
     def on_step_end(self, step: Step) -> None:
-        """Save, if that is due. Local, after point B, unless the last save is not complete: `_wait_for_pending`."""
+        """Save, if it is due. Collective if the previous checkpoint is not known to be complete."""
         every, number = self._run.checkpoint_every, step.number
         if self._stop.requested_on_any_rank or (every and (number % every == 0 or number == self._run.steps)):
             self._update_best(step)
             self._save(number)
 
     def parameters_digest(self) -> str:
-        """Return the digest that `odc-mpi checkpoint digest` would give of a checkpoint saved now. Collective."""
+        """Compute the digest that `odc-mpi checkpoint digest` prints for a checkpoint saved now. Collective."""
         return parameters_digest(self._state, self._world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best checkpoint so far, its step and its loss."""
+        """Return step and loss of the best checkpoint so far."""
         return {"best": self._best}
 
     def on_train_end(self) -> dict[str, Any]:
-        """Wait for the last checkpoint. Collective.
-
-        Returns:
-            What the summary tells of checkpoints.
-        """
+        """Wait for the last checkpoint and return the summary entries about checkpoints. Collective."""
         self._wait_for_pending()
         saver = self._saver
         gathered = self._world.gather_objects(
@@ -132,19 +122,16 @@ class CheckpointCallback(Callback):
         }
 
     def raise_if_incomplete(self, step: int) -> None:
-        """Say how a run ended that did not go as it should. Local, after `on_train_end`; the same outcome on every rank.
-
-        Raises:
-            TrainingError: The last checkpoint could not be written.
-            StoppedError: The run was asked to stop before its last step.
-        """
+        """Raise TrainingError if the last checkpoint failed, StoppedError if the run stopped before its last step."""
         if self._last_failed:
             raise TrainingError(f"the last checkpoint, of step {self._last}, could not be written: see above")
         if self._stop.requested_on_any_rank and step < self._run.steps:
-            raise StoppedError(f"stopped as asked after step {step}, which is saved: start again to go on")
+            raise StoppedError(
+                f"stopped on request after step {step}; checkpoint saved. Run the same command to resume"
+            )
 
     def _wait_for_pending(self) -> None:
-        """See the last checkpoint complete, or given up. Collective if not all know that it is written, else local."""
+        """Wait until the last checkpoint is complete or abandoned. Collective if it is not known to be written."""
         if self._saver.pending:
             with self._world.deadline(f"writing the checkpoint of step {self._last}"):
                 self._saver.wait_until_written()
@@ -153,7 +140,7 @@ class CheckpointCallback(Callback):
             self._saver.wait_until_published()
 
     def _update_best(self, step: Step) -> None:
-        """Note a step whose evaluation was better than those of all checkpoints before."""
+        """Record the step if its evaluation loss is lower than that of all earlier checkpoints."""
         loss = step.metrics.get("eval_loss")
         if loss is not None and math.isfinite(loss) and (self._best is None or loss < self._best["eval_loss"]):
             self._best = {"step": step.number, "eval_loss": loss}
@@ -161,7 +148,7 @@ class CheckpointCallback(Callback):
     def _save(self, step: int) -> None:
         began = time.perf_counter()
         self._num_waits += self._saver.busy
-        # Or a run of fast steps could be several checkpoints ahead of the newest that is complete.
+        # Otherwise a run with fast steps could be several checkpoints ahead of the newest complete one.
         self._wait_for_pending()
         waited = time.perf_counter()
         entries = self._state.snapshot()
@@ -173,11 +160,7 @@ class CheckpointCallback(Callback):
 
 
 def run_metadata(config: Config, world: World, inputs: Inputs, resume_point: ResumePoint | None) -> dict[str, Any]:
-    """Return the description of a run that a checkpoint holds besides the state, as JSON takes it. Collective.
-
-    Raises:
-        AgreedError: An exact run cannot go on here with the same arithmetic.
-    """
+    """Return the metadata of a run for its checkpoints; JSON-serializable. Collective."""
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     module = inputs.model.module
     metadata: dict[str, Any] = {
@@ -200,7 +183,8 @@ def _adapter_metadata(
 ) -> dict[str, Any]:
     """Return the description of adapters and their base; empty without adapters. Collective.
 
-    Each rank reads its share of the base to make its digest. The base of a checkpoint is known to be this one.
+    Each rank computes the digests of its share of the base. A resumed run takes them from the checkpoint, since
+    `find_resume_point` has compared them.
     """
     base = model.base
     if base is None:

@@ -1,4 +1,4 @@
-"""The directory that a run leaves behind: configuration, metrics, trace, summary, checkpoints. Local; for rank 0."""
+"""Run directory: configuration, metrics, trace, summary and checkpoints. Only rank 0 calls these functions."""
 
 import json
 import math
@@ -11,23 +11,15 @@ from odc_mpi.observe.metrics import METRICS, read_metrics
 from odc_mpi.observe.tracker_callback import DIRECTORY as TRACKERS
 from odc_mpi.training.rundir.run_dir_lock import convert_write_errors
 
-#: Completions of a run that learns from rewards, with a step in each line as metrics have it.
+#: Logged completions of GRPO; each line has a `step`, as in metrics.jsonl.
 COMPLETIONS = "completions.jsonl"
 _CONFIG, _TRACE, _SUMMARY = "config.yaml", "trace.json", "summary.json"
-#: What a run and its report write and a later run in the same directory must not mix with its own.
+#: Files of a run and its report, which a later run in the same directory must not mix with its own.
 RECORDS = (_CONFIG, METRICS, _TRACE, _SUMMARY, "report.html", CHECKPOINTS, TRACKERS, COMPLETIONS)
 
 
 def open_run_directory(path: Path, config_text: str) -> None:
-    """Make a run directory ready: what an earlier run left goes to `earlier-N`, the configuration is written.
-
-    Args:
-        path: Made if it does not exist.
-        config_text: The content of config.yaml.
-
-    Raises:
-        UserError: The directory cannot be written.
-    """
+    """Prepare the directory of a new run: move files of an earlier run to `earlier-N`, and write config.yaml."""
     with convert_write_errors(path):
         make_directory(path)
         clean(path / CHECKPOINTS)
@@ -38,17 +30,9 @@ def open_run_directory(path: Path, config_text: str) -> None:
 
 
 def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
-    """Make a run directory ready to go on after a step: what was told of later ones is dropped.
+    """Prepare the directory of a run that resumes after a step: drop the records of later steps.
 
-    Checkpoints of later steps, which are damaged or not wanted, go to `earlier-N`.
-
-    Args:
-        path: Of the run.
-        config_text: The content of config.yaml.
-        step: That the run goes on after.
-
-    Raises:
-        UserError: The directory cannot be written.
+    Checkpoints of later steps, which are damaged or not wanted, are moved to `earlier-N`.
     """
     with convert_write_errors(path):
         clean(path / CHECKPOINTS)
@@ -64,12 +48,12 @@ def reopen_run_directory(path: Path, config_text: str, step: int) -> None:
 
 
 def has_records(path: Path) -> bool:
-    """Return whether a run left something in a directory."""
+    """Return True if a directory has files of a run."""
     return any((path / name).exists() for name in RECORDS)
 
 
 def _parse_step(line: str) -> float:
-    """Return the step that a line of JSON names; infinity for one that a killed run left in half."""
+    """Return the step of a JSON line; infinity for an incomplete line of a killed run."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -80,6 +64,6 @@ def _move_aside(path: Path, records: list[Path]) -> None:
     if records:
         number = next(n for n in range(1, 1 << 30) if not (path / f"earlier-{n}").exists())
         for record in records:
-            goal = path / f"earlier-{number}" / record.relative_to(path)
-            goal.parent.mkdir(parents=True, exist_ok=True)
-            record.rename(goal)
+            target = path / f"earlier-{number}" / record.relative_to(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            record.rename(target)

@@ -1,4 +1,4 @@
-"""Where a run begins: at its start, or at a checkpoint, whose ranks may have been others. Collective, at start-up."""
+"""Start of a run: from scratch, or from a checkpoint, which may have been saved on another number of ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,24 +24,24 @@ from odc_mpi.training.rundir.records import has_records, open_run_directory, reo
 from odc_mpi.training.rundir.run_dir_lock import RunDirectoryLock, convert_write_errors, lock_run_directory
 from odc_mpi.training.settings import Config, defaults, dump
 
-#: torch's classes of optim.optimizer.
+#: Class names in torch.optim by `optim.optimizer`.
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
-#: Settings that may change without a word.
-_PRIVATE = {
+#: Settings whose changes are not reported when a run resumes.
+_UNREPORTED = {
     *("run.dir", "run.log_dir", "run.resume", "run.report_to", "run.checkpoint_every", "run.keep_checkpoints"),
     "comm.timeout_s",
 }
-_START_OVER_HINT = "set run.resume to never, or choose another run.dir, to start anew"
+_START_OVER_HINT = "set run.resume to never, or choose another run.dir, to start over"
 
 
 @dataclass
 class ResumePoint:
-    """The checkpoint that a run begins at.
+    """Checkpoint from which a run starts.
 
     Attributes:
-        checkpoint: Open.
-        continues_this_run: Whether it is one of run.dir: then the run goes on, else it is a new one.
-        path: What run.resume named when the run began; None if it began anew.
+        checkpoint: Checkpoint, open.
+        continues_this_run: True if the checkpoint is in run.dir, so the run continues; False for a new run.
+        path: Checkpoint in run.resume when the run first started; None if it started from scratch.
     """
 
     checkpoint: Checkpoint
@@ -50,33 +50,33 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
+        """Number of completed steps."""
         return self.checkpoint.step
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the run told of itself when it saved."""
+        """Metadata of the checkpoint."""
         return self.checkpoint.manifest.metadata
 
     def one_line(self, config: Config) -> str:
-        """Say where the run begins, and which settings are others than before."""
-        # A version before may not have had a setting, and did what is its default now.
+        """Describe the checkpoint and the changed settings, for a line that begins with "resuming"."""
+        # An earlier version may lack a setting; it behaved as the default does now.
         before, now = defaults() | flatten_config(self.metadata["config"]), flatten_config(asdict(config))
         changed = [
             f"{key} {before.get(key)} -> {now.get(key)}"
             for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and key not in _PRIVATE
+            if before.get(key) != now.get(key) and key not in _UNREPORTED
         ]
-        tail = f"; changed since: {', '.join(changed)}" if changed else ""
-        return f"after step {self.step}, from {self.checkpoint.directory}, saved by {_ranks(self.checkpoint)}{tail}"
+        size = self.checkpoint.manifest.size
+        ranks = "1 rank" if size == 1 else f"{size} ranks"
+        tail = f"; changed settings: {', '.join(changed)}" if changed else ""
+        return f"from step {self.step}: {self.checkpoint.directory}, saved on {ranks}{tail}"
 
 
 class DeferredErrorWeights:
-    """Parameters from a checkpoint; one that is damaged is told when all ranks have read theirs, so that all hear it.
+    """Reads a checkpoint, and defers errors until all ranks have read, so that all can raise them.
 
-    Args:
-        checkpoint: Stays open while weights are read.
-        base: Of parameters that belong to the base of adapters.
+    The checkpoint must stay open. `base` provides the parameters of the frozen base of adapters.
     """
 
     def __init__(self, checkpoint: Checkpoint, base: WeightSource) -> None:
@@ -84,7 +84,7 @@ class DeferredErrorWeights:
         self._error: UserError | None = None
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `shard.local_shards.WeightSource`."""
+        """Read as `WeightSource.read` does; return zeros if the file is damaged."""
         try:
             return self._weights.read(name, start, stop)
         except UserError as error:
@@ -92,25 +92,15 @@ class DeferredErrorWeights:
             return torch.zeros(stop - start)
 
     def raise_deferred_error(self) -> None:
-        """Check that all that was read is what was written.
-
-        Raises:
-            UserError: Some of it is damaged.
-        """
+        """Raise the first error of `read`, if there was one."""
         if self._error:
             raise self._error
 
 
 def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoint | None:
-    """Find the checkpoint that a run is to begin at; None if it begins anew. Collective.
+    """Find the checkpoint from which a run starts; None if it starts from scratch. Collective.
 
-    Args:
-        config: Of the run.
-        world: The ranks.
-        inputs: Must fit the checkpoint; the model gets its buffers.
-
-    Raises:
-        AgreedError: There should be a checkpoint, and none is usable, or it does not fit.
+    Checks that the checkpoint fits the inputs, and restores the buffers of the model.
     """
     resume_point = _find_checkpoint(config, world)
     if resume_point:
@@ -123,13 +113,8 @@ def find_resume_point(config: Config, world: World, inputs: Inputs) -> ResumePoi
 
 
 def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLock:
-    """Make the run directory ready, and this run the one that writes there. Local; for rank 0.
-
-    Raises:
-        UserError: It cannot be written, another run writes there, or the environment asks for something that there is
-            not.
-    """
-    terminal_width()  # a wrong ODC_MPI_PROGRESS shows here
+    """Lock the run directory and prepare its files. Only rank 0 calls this."""
+    terminal_width()  # validates ODC_MPI_PROGRESS
     run_dir = Path(config.run.dir)
     directory_lock = lock_run_directory(run_dir, config.comm.timeout_s)
     if resume_point and resume_point.continues_this_run:
@@ -140,24 +125,24 @@ def open_run(config: Config, resume_point: ResumePoint | None) -> RunDirectoryLo
 
 
 def fresh_start_line(config: Config) -> str:
-    """Return a line for a run that looked for a checkpoint of its own and found none, to print.
+    """Return the line to print if no checkpoint was found; empty if the user does not expect one.
 
-    It is empty where nobody expects one: nothing is saved, and there was no run in run.dir.
+    A checkpoint is expected if run.resume is auto, and the run saves checkpoints or run.dir has files of a run.
     """
     run_dir = Path(config.run.dir)
     expected = config.run.checkpoint_every or has_records(run_dir)
     if config.run.resume != "auto" or not expected:
         return ""
-    return f"beginning anew: no checkpoint in {run_dir / CHECKPOINTS}"
+    return f"starting from scratch: no checkpoint in {run_dir / CHECKPOINTS}"
 
 
 def report_already_complete(resume_point: ResumePoint, config: Config, world: World) -> dict[str, Any]:
-    """Say that there is nothing to do, and return a summary."""
+    """Print that the run is already complete, and return a summary."""
     resume_point.checkpoint.close()
     if world.rank == 0:
         print(
-            f"nothing left to do: {config.run.dir} is at step {resume_point.step} of {config.run.steps}; raise run.steps to "
-            "go on, set run.resume to never to start anew",
+            f"already complete: {config.run.dir} is at step {resume_point.step} of {config.run.steps}. Raise run.steps "
+            "to continue, or set run.resume to never to start over",
             flush=True,
         )
     return {"steps": resume_point.step}
@@ -172,7 +157,7 @@ def _find_checkpoint(config: Config, world: World) -> ResumePoint | None:
     if requested not in ("never", "auto"):
         return _find_requested(world, requested, run_dir, candidates)
     newest = _newest(world, candidates)
-    # With never: the same run, which the scheduler started once more; another's checkpoint is none of it.
+    # With never: only if the scheduler restarted this job; checkpoints of other jobs are ignored.
     if newest and (requested == "auto" or newest.manifest.metadata.get("slurm_job_id") == job["slurm_job_id"]):
         return ResumePoint(newest, True, newest.manifest.metadata["origin"])
     if newest:
@@ -181,28 +166,28 @@ def _find_checkpoint(config: Config, world: World) -> ResumePoint | None:
 
 
 def _find_requested(world: World, requested: str, run_dir: Path, candidates: Sequence[Path]) -> ResumePoint:
-    """Return the checkpoint to begin at, or the run's own newest if it began there. Collective."""
+    """Open the requested checkpoint, or the newest of run.dir if this run started from that one. Collective."""
     try:
         newest = _newest(world, candidates)
     except AllRanksUserError as error:
-        newest = None  # what was asked for lies elsewhere
+        newest = None  # the requested checkpoint may be elsewhere
         if world.rank == 0:
             reason = str(error).removesuffix(f"; {_START_OVER_HINT}")
-            warn(f"WARNING: {run_dir} has checkpoints and none to go on from ({reason}): beginning at {requested}")
+            warn(f"WARNING: no usable checkpoint in {run_dir} ({reason}); starting from {requested}")
     path = str(Path(requested).resolve())
     if newest and newest.manifest.metadata["origin"] == path:
-        return ResumePoint(newest, True, path)  # begun there, and started once more: a scheduler does that
+        return ResumePoint(newest, True, path)  # the scheduler restarted this run
     if newest:
         newest.close()
-    found = _newest(world, world.run_on_all(lambda: checkpoint_directories(Path(requested))))
-    assert found, "directories() finds one, or raises"
-    return ResumePoint(found, found.directory.resolve().parent == (run_dir / CHECKPOINTS).resolve(), path)
+    checkpoint = _newest(world, world.run_on_all(lambda: checkpoint_directories(Path(requested))))
+    assert checkpoint, "checkpoint_directories finds one, or raises"
+    return ResumePoint(checkpoint, checkpoint.directory.resolve().parent == (run_dir / CHECKPOINTS).resolve(), path)
 
 
 def _list_checkpoints(run_dir: Path, rank: int, timeout_s: float) -> list[Path]:
     with convert_write_errors(run_dir):
         if rank == 0 and retired(run_dir / CHECKPOINTS):
-            # Another run may be about to give the name to a newer checkpoint.
+            # Locked, because another run may be about to publish a newer checkpoint under the same name.
             with lock_run_directory(run_dir, timeout_s):
                 recover_retired(run_dir / CHECKPOINTS)
         return list(steps_in(run_dir / CHECKPOINTS).values())
@@ -212,18 +197,18 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
     checkpoint, metadata = resume_point.checkpoint, resume_point.metadata
     _require_adapters(resume_point, inputs.model)
     require_model(checkpoint, inputs.model.module)
-    # Models of the same shapes may compute something else: heads, positions, activations and the like.
+    # Models with the same shapes may differ in heads, positions, activations and the like.
     if difference := first_difference(metadata, full_configuration(inputs.model.module)):
         key, theirs, ours = difference
         raise UserError(
-            f"the checkpoint {checkpoint.directory} is of another model: {key} is {theirs!r} there, {ours!r} in "
-            "this one: change model.*, or set run.resume to never, or run.dir"
+            f"the checkpoint {checkpoint.directory} is of another model: {key} is {theirs!r} there, {ours!r} in this "
+            f"run: change model.*; or {_START_OVER_HINT}"
         )
     require_optimizer(checkpoint, OPTIMIZERS[config.optim.optimizer])
     if metadata["data_digest"] != inputs.dataset.digest():
         raise UserError(
-            f"the checkpoint {checkpoint.directory} was trained on other data than data.path: {config.data.path}, "
-            f"namely {metadata['config']['data']['path']}: change data.path; or {_START_OVER_HINT}"
+            f"data.path: expected {metadata['config']['data']['path']}, the data of the checkpoint "
+            f"{checkpoint.directory}, got other data, {config.data.path}: change data.path; or {_START_OVER_HINT}"
         )
     if metadata["config"]["run"]["seed"] != config.run.seed:
         raise UserError(
@@ -232,19 +217,19 @@ def _check_fits(resume_point: ResumePoint, config: Config, inputs: Inputs) -> No
         )
     if not resume_point.continues_this_run and resume_point.step >= config.run.steps:
         raise UserError(
-            f"run.steps: expected more than the {resume_point.step} that {checkpoint.directory} has behind it, got "
+            f"run.steps: expected more than the {resume_point.step} steps of {checkpoint.directory}, got "
             f"{config.run.steps}: raise run.steps"
         )
 
 
 def _require_adapters(resume_point: ResumePoint, model: MetaModel) -> None:
-    """Check that the checkpoint and the run both have adapters of the same strength, or none."""
+    """Check that the checkpoint and the run have adapters of the same rank and alpha, or both none."""
     theirs, ours = resume_point.metadata.get("adapter"), model.adapter
     if (theirs is None) != (ours is None):
-        found, got = ("a whole model", "adapters") if theirs is None else ("adapters", "no lora.r")
+        kind, got = ("a full model", "lora.r") if theirs is None else ("adapters", "no lora.r")
         raise UserError(
-            f"the checkpoint {resume_point.checkpoint.directory} is of {found}, got {got}: set lora.* as that run had it, or "
-            f"to begin anew, {_START_OVER_HINT}"
+            f"the checkpoint {resume_point.checkpoint.directory} is of {kind}, got {got}: set lora.* as in that run; "
+            f"or {_START_OVER_HINT}"
         )
     for setting, name in (("lora.r", "r"), ("lora.alpha", "lora_alpha")):
         if theirs and ours and theirs[name] != ours[name]:
@@ -255,23 +240,24 @@ def _require_adapters(resume_point: ResumePoint, model: MetaModel) -> None:
 
 
 def _newest(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
-    """Open the newest of some checkpoints that is whole; each rank looks at some of its files."""
-    # Rank 0's: a file system may show the others a newer one a moment later.
+    """Open the newest complete checkpoint; each rank checks some of its files. Collective."""
+    # The candidates of rank 0: a file system may show a new checkpoint to some ranks later than to others.
     candidates = [Path(path) for path in world.gather_objects([str(path) for path in candidates])[0]]
     problems: list[str] = []
     for path in reversed(candidates):
         checkpoint, problem = world.run_on_all(lambda path=path: _open_checkpoint(path, world))  # type: ignore[misc]
-        found = world.gather_objects(problem)
-        if not any(found):
+        problem_of_rank = world.gather_objects(problem)
+        if not any(problem_of_rank):
             return checkpoint
-        problems.append(next(filter(None, found)))
+        problems.append(next(filter(None, problem_of_rank)))
         if checkpoint:
             checkpoint.close()
         if world.rank == 0:
-            print(f"odc_mpi: WARNING: {problems[-1]}: looking for an older checkpoint", flush=True)
+            print(f"odc_mpi: WARNING: {problems[-1]}: trying the next older checkpoint", flush=True)
     if problems:
         raise AllRanksUserError(
-            f"run.resume: expected a complete checkpoint, got none among {len(problems)}: {problems[0]}; {_START_OVER_HINT}"
+            f"run.resume: expected a complete checkpoint, got none among {len(problems)}: {problems[0]}; "
+            f"{_START_OVER_HINT}"
         )
     return None
 
@@ -284,7 +270,3 @@ def _open_checkpoint(path: Path, world: World) -> tuple[Checkpoint | None, str |
     except UserError as error:
         return None, str(error)
     return checkpoint, checkpoint.check_files(range(world.rank, checkpoint.manifest.size, world.size))
-
-
-def _ranks(checkpoint: Checkpoint) -> str:
-    return "1 rank" if checkpoint.manifest.size == 1 else f"{checkpoint.manifest.size} ranks"

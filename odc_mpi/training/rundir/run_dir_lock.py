@@ -1,9 +1,9 @@
-"""Which run writes in a run directory. Local; for rank 0.
+"""Lock of a run directory. Only rank 0 uses it.
 
-Two runs in one directory would replace and prune each other's checkpoints. On one host the second is refused: a run
-holds a name of the kernel for its directory, which is free again when the process ends, however it does. No file is
-locked, as that can hang on network file systems. A run on another host cannot be seen: whoever starts there warns and
-writes its token into owner.json; the first one looks for its own before each checkpoint, and stops saving.
+Two runs in one directory would replace and prune each other's checkpoints. On one host, the second is refused: a run
+binds an abstract socket named after the directory, which the kernel releases when the process ends, however it ends. No
+file is locked, since that can hang on network file systems. A run on another host is not visible: the later run warns
+and writes its token into owner.json; the earlier one checks the token before each checkpoint, and stops saving.
 """
 
 import errno
@@ -21,19 +21,15 @@ from odc_mpi.files import make_directory, write_text_atomic
 from odc_mpi.runtime.job_info import slurm_job
 
 LOCK_FILE = "owner.json"
-#: A run that was killed may be a moment in dying when the next one starts.
+#: A killed run may still be exiting when the next one starts.
 LOCK_TIMEOUT_S = 5.0
 
 
 class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
-    """This run as the one that writes in a directory; leaving the context gives the directory back.
-
-    Args:
-        run_dir: Made if it does not exist.
-        timeout_s: How long to wait for a run on this host that is about to end.
+    """Lock of a run directory, released when it is left as a context.
 
     Raises:
-        UserError: Another run on this host writes there.
+        UserError: Another run on this host still has the lock after `timeout_s`.
         OSError: The directory cannot be written.
     """
 
@@ -51,11 +47,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
             raise
 
     def require_held(self) -> None:
-        """Check that the directory is still this run's. Local; any thread may.
-
-        Raises:
-            OSError: It is another's, or the file is gone.
-        """
+        """Raise OSError if another run has taken the directory over, or the lock file is missing. Thread-safe."""
         if _read(self._path).get("token") != self._token:
             raise OSError(
                 f"another run has taken over {self._path.parent}: end one of them, or give it another run.dir"
@@ -67,7 +59,7 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
             self._path.unlink()
 
     def _acquire(self, timeout_s: float) -> socket.socket:
-        """Take the directory's name among the abstract sockets of this host (unix(7)), which no two processes share."""
+        """Bind the abstract socket of the directory (unix(7)), which only one process of a host can."""
         directory, ends = self._path.parent.stat(), time.monotonic() + timeout_s
         sock = socket.socket(socket.AF_UNIX)
         while True:
@@ -82,38 +74,30 @@ class RunDirectoryLock(AbstractContextManager["RunDirectoryLock"]):
                 if error.errno != errno.EADDRINUSE:
                     raise
             raise UserError(
-                f"run.dir: expected a directory in which no other run writes, got {self._path.parent}, where "
-                f"{_describe_run(_read(self._path))} does: choose another run.dir, or end that run"
+                f"run.dir: {self._path.parent} is in use by {_describe_run(_read(self._path))}: choose another "
+                "run.dir, or end that run"
             )
 
     def _warn_about(self, other: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Warn of a run that may go on elsewhere: neither of this host nor this job, put into the queue again."""
+        """Warn of a run that may still be running: on another host, and not this job before it was requeued."""
         if other.get("host", record["host"]) == record["host"]:
             return
         if other.get("slurm_job_id", "") != record.get("slurm_job_id"):
             warn(
-                f"WARNING: {self._path.parent} was last written by {_describe_run(other)}, which has not ended in good "
-                "order: if it is still running, end it, or choose another run.dir; from now on it will not save"
+                f"WARNING: {self._path.parent} is marked as in use by {_describe_run(other)} that did not exit "
+                "cleanly. This run takes over; if the other is still running, it will no longer save"
             )
 
 
 def lock_run_directory(run_dir: Path, timeout_s: float) -> RunDirectoryLock:
-    """Make this run the one that writes in a directory. Local; other ranks wait meanwhile, at most `timeout_s`.
-
-    Raises:
-        UserError: Another run on this host writes there, or the directory cannot be written.
-    """
+    """Lock a run directory, or raise UserError. The other ranks wait for this, for at most `timeout_s`."""
     with convert_write_errors(run_dir):
         return RunDirectoryLock(run_dir, min(LOCK_TIMEOUT_S, timeout_s / 2))
 
 
 @contextmanager
 def convert_write_errors(run_dir: Path) -> Iterator[None]:
-    """Turn an error of the file system in the enclosed code into one about a run directory.
-
-    Raises:
-        UserError: The directory cannot be written.
-    """
+    """Convert an OSError in the context to a UserError about `run.dir`."""
     try:
         yield
     except OSError as error:
@@ -121,7 +105,7 @@ def convert_write_errors(run_dir: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a file; nothing if there is no file, or no sense in it."""
+    """Return the content of a lock file; empty if it is missing or invalid."""
     try:
         record = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (FileNotFoundError, ValueError):

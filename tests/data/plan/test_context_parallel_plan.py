@@ -142,7 +142,7 @@ def test_more_long_sequences_than_ranks_take_turns():
     plan = split_longest(lengths, 3, 1024, COST)
     assert [len(split.ranks) for split in plan.splits] == [3] * 7
     assert run(plan, 3, lengths, COST) > 0
-    with pytest.raises(UserError, match=r"at most 3072 tokens, 3 pieces of 1024, got 3073 in sequence 1 \(1 of 2"):
+    with pytest.raises(UserError, match=r"at most 3072 tokens, 3 chunks of 1024, got 3073 in sequence 1 \(1 of 2"):
         split_longest(np.array([5, 3073]), 3, 1024, COST)
     with pytest.raises(UserError, match="at most 1024 tokens, got 1025"):
         split_longest(np.array([5, 1025]), 1, 1024, COST)

@@ -37,5 +37,7 @@ def test_they_are_dealt_out_by_the_cost_that_may_change() -> None:
 
 
 def test_a_cut_for_the_number_of_ranks_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^data.balance: lb_micro cuts .* set it to lb_mini or dynamic, or run.exact"):
+    with pytest.raises(
+        UserError, match=r"^data.balance: the microbatches of lb_micro .* set it to lb_mini or dynamic, or run.exact"
+    ):
         rank_independent_packing("lb_micro", FIRST)

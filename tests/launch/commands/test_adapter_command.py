@@ -21,7 +21,7 @@ def test_a_run_with_adapters(config, data, tmp_path, capsys):
     summary = json.loads((run / "summary.json").read_text())
     trained, total = summary["num_trained_parameters"], summary["num_parameters"]
     assert 0 < trained < total / 4
-    assert f"{trained:,} trained of {total:,} parameters, adapters of rank 2" in done.out
+    assert f"{trained:,} of {total:,} parameters trainable ({trained / total:.1%}), LoRA r=2" in done.out
     assert summary["best_checkpoint"] is not None and "eval_loss" in summary
 
     done = odc_mpi(0, "train", "--config", config, "--run.steps", "8")
@@ -29,7 +29,7 @@ def test_a_run_with_adapters(config, data, tmp_path, capsys):
 
     assert main(["checkpoint", "verify", str(run)]) == 0
     assert main(["checkpoint", "show", str(run)]) == 0
-    assert "adapters of rank 2, alpha 8, over a model drawn with seed 0" in capsys.readouterr().out
+    assert "LoRA adapter r=2 alpha=8, base: randomly initialized with seed 0" in capsys.readouterr().out
     for out, more, files in (
         ("adapters", (), {"adapter_config.json", "adapter_model.safetensors"}),
         ("merged", ("--merge",), {"config.json", "model.safetensors"}),

@@ -110,7 +110,7 @@ def test_the_way_that_readme_shows(tmp_path):
     killed = kill_a_rank(shell.start(train), runs / "lora" / "metrics.jsonl", EVERY + 5)
     assert killed.code not in (0, 2)
     out = shell.run(train_on)
-    assert re.search(rf"resuming after step {EVERY}, .* saved by 2 ranks", out), out
+    assert re.search(rf"resuming from step {EVERY}: .* saved on 2 ranks", out), out
     summary = json.loads((runs / "lora" / "summary.json").read_text())
     points, steps = scalars(runs / "lora"), summary["steps"]
     assert [step for step, _ in points["train/loss"]] == list(range(1, steps + 1))
@@ -134,6 +134,6 @@ def test_the_way_that_readme_shows(tmp_path):
     shutil.move(runs / "llama", runs / "moved")
     elsewhere = generate.replace("--out answers.jsonl", "--out answers.moved.jsonl")
     refused = finish(shell.start(elsewhere))
-    assert refused.code == 2 and "say where it is with --base" in refused.err
+    assert refused.code == 2 and "Pass --base DIR" in refused.err
     shell.run(f"{elsewhere} --base runs/moved")
     assert (tmp_path / "answers.moved.jsonl").read_text() == answers

@@ -72,12 +72,12 @@ def test_a_run_and_what_it_leaves(config, tmp_path, ranks):
     assert len(re.findall(r"^\s*\d/8 ", done.out, re.M)) == 8, "a line per step, from one rank"
     assert "loss first -> last" in done.out
     opening = done.out.splitlines()[:6]
-    assert [line.split()[0] for line in opening] == ["ranks", "model", "data", "comm", "caches", "writes"]
+    assert [line.split()[0] for line in opening] == ["ranks", "model", "data", "comm", "caches", "output"]
     assert max(map(len, opening[1:])) < 120 and str(run) in opening[-1]
     if ranks:
         assert f"reduction {summary['reduction']}" in opening[3] and "odc-mpi doctor" in opening[3]
     else:
-        assert opening[3].endswith("one rank, with none to exchange with")
+        assert opening[3].endswith("single rank, no communication")
     assert summary["decision"]["reduction"]["reason"]
 
 

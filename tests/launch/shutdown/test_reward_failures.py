@@ -99,7 +99,7 @@ def test_a_reward_that_returns_too_few_is_named(launch):
 def test_a_reward_that_hangs_is_named(launch):
     ended = launch("hangs", **{"rl.reward_timeout_s": 0.5})
     assert ended.code == 2
-    assert re.search(r"rewards\.py:hangs, prompt \d, rank 1: expected an answer within rl\.reward_timeout_s", ended.err)
+    assert re.search(r"rewards\.py:hangs, prompt \d, rank 1: it did not return within rl\.reward_timeout_s", ended.err)
 
 
 @pytest.mark.slow
@@ -107,12 +107,12 @@ def test_a_rank_that_waits_says_who_has_groups_in_work(launch):
     """Where Python's own time limit does not reach."""
     ended = launch("hangs_in_c", **{"comm.timeout_s": 3, "rl.reward_timeout_s": 600})
     assert ended.code != 0
-    waits = r"rank 0 on \S+ waited more than 3 s while waiting for \d+ prompt groups in work: "
+    waits = r"rank 0 on \S+ waited more than 3 s while waiting for \d+ prompt groups in progress: "
     assert re.search(waits + r".*rank 1 on \S+.*was last seen .*computing rewards of prompt \d", ended.err), ended.err
 
 
 WAITS = [
-    ("generating", "waiting for \\d+ prompt groups in work", {}),
+    ("generating", "waiting for \\d+ prompt groups in progress", {}),
     ("evaluating", "gathering from all ranks", {"data.eval_path": "prompts.jsonl", "run.eval_on_start": "true"}),
 ]
 

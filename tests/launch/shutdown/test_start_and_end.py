@@ -78,7 +78,7 @@ def test_a_rank_that_is_interrupted_before_mpi_is_up_ends_the_job():
 def test_a_rank_that_is_told_to_stop_while_it_starts_stops_the_job_in_good_order(config, tmp_path, name):
     done = ended_within(start(3, "-c", STOPPED_START.format(signal=name), "train", "--config", config), 60)
     assert done.code == 75, done.err
-    assert done.err.count("stopped as asked before the first step") == 1
+    assert done.err.count("stopped on request before the first step") == 1
     assert not (tmp_path / "run").exists(), "what an earlier run left is not touched"
 
 
@@ -98,7 +98,7 @@ def test_ranks_that_a_signal_could_not_reach_find_a_file(config, tmp_path):
     command = ("-m", "odc_mpi", "train", "--config", config)
     done = ended_within(start(2, *command, ODC_MPI_STOP_FILE=str(tmp_path / "stop")), 60)
     assert done.code == 75, done.err
-    assert done.err.count("stopped as asked before the first step") == 1
+    assert done.err.count("stopped on request before the first step") == 1
     assert not (tmp_path / "run").exists()
 
 

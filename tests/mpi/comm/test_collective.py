@@ -181,7 +181,7 @@ def test_frozen_arrays_have_no_gradient_shard(make):
     ("given", "words"),
     [
         ({"transport": "gloo"}, "expected window or collective, got gloo"),
-        ({"transport": "collective", "reduction": "mailbox"}, "collective .* has no other choice"),
+        ({"transport": "collective", "reduction": "mailbox"}, "collective .* uses no other setting"),
         ({"transport": "collective", "device": "cuda"}, "collective computes on the host"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_flag_that_is_looked_at_too_late_is_seen(windows, world, monkeypatch, 
         if kind != unwaited:
             wait(self, kind, *args)
 
-    monkeypatch.setattr(KVWindows, "wait", careless)
+    monkeypatch.setattr(KVWindows, "wait_for_flag", careless)
     bounds, ranks = (0, 15, TOKENS), (0, 1)
     # Who is waited for is late: the first piece in the forward, the second in the backward.
     late = 0 if flag == "KV_READY" else 1

@@ -77,7 +77,7 @@ def test_another_thread_is_refused_where_mpi_lets_the_main_thread_alone_call_it(
             with refused:
                 in_a_thread(loss.backward)
         model.publish()
-        with pytest.raises(UserError, match=f"run.device: cuda needs MPI_THREAD_SERIALIZED, .* grants {level}"):
+        with pytest.raises(UserError, match=f"run.device: cuda requires MPI_THREAD_SERIALIZED, .* got {level}"):
             shard_model(torch.nn.Linear(2, 2), world, decision=decision, device="cuda")
 
 

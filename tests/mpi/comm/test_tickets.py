@@ -212,8 +212,8 @@ def test_own_node_first(world):
 
 def test_the_counter_has_64_bits(world, tickets):
     if world.rank == 0:
-        tickets._window.replace(0, 0, 1 << 40)
-        assert tickets._window.read(0, 0) == 1 << 40
+        tickets._window.atomic_store(0, 0, 1 << 40)
+        assert tickets._window.atomic_read(0, 0) == 1 << 40
     published(world)
     assert list(tickets.draw(100)) == []
     world.gather_objects(None)

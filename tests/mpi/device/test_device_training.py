@@ -119,7 +119,7 @@ def test_a_run_has_windows_on_its_device_where_a_doctor_has_proved_them(world, d
 
 
 def test_windows_on_a_device_go_with_a_model_there(world):
-    with pytest.raises(UserError, match=r"comm.window_device: cuda goes with run.device cuda"):
+    with pytest.raises(UserError, match=r"comm.window_device: cuda requires run.device cuda"):
         api.decide_for(world, window_device="cuda")
 
 

@@ -128,7 +128,7 @@ def test_a_hugging_face_directory(world, shared_dir, trained):
     model = AutoModelForCausalLM.from_pretrained(shared_dir / "exported", dtype=torch.bfloat16).eval()
     wanted = [reference(model, [*map(int, text.split())], number, SAMPLINGS[0]) for number, text in enumerate(WORDS)]
     assert [one.tokens for one in found] == wanted
-    with pytest.raises(AllRanksUserError, match="--step goes with a run"):
+    with pytest.raises(AllRanksUserError, match="--step requires a run"):
         generate_all(job(shared_dir, source=shared_dir / "exported", tokenizer=None, step="4"), world)
 
 
@@ -161,8 +161,8 @@ def test_a_model_in_training_does_not_notice(world, dataset_path):
             "--prompt: prompt 0: expected fewer tokens than the model's",
         ),
         ({"step": "3"}, "--step: expected one of 2, 4, got 3"),
-        ({"step": "best"}, "--step best: .* has evaluated no checkpoint"),
-        ({"tokenizer": None}, "no tokenizer is found any more: name one with --tokenizer"),
+        ({"step": "best"}, "--step best: no checkpoint of .* was evaluated"),
+        ({"tokenizer": None}, "no longer exists: pass one with --tokenizer"),
     ],
 )
 def test_what_is_refused(world, shared_dir, trained, changes, words):
@@ -194,5 +194,5 @@ def test_where_no_file_can_be_nothing_is_generated(world, shared_dir, trained):
         raise AssertionError("generated for nothing")
 
     for out, words in ((shared_dir, "Is a directory"), (shared_dir / "prompts.jsonl" / "out.jsonl", "Not a directory")):
-        with pytest.raises(AllRanksUserError, match=f"--out: expected a file that can be written, got {out}: {words}"):
+        with pytest.raises(AllRanksUserError, match=f"--out: cannot write {out}: {words}"):
             generate_all(job(shared_dir, out=out), world, engine)

@@ -56,9 +56,9 @@ def test_wrong_data_is_told_of_the_memory_it_came_from(world, monkeypatch, less,
     kind, run = operations.BY_NAME[name], operations.BY_NAME[name]._run
 
     def forgetful(self, num_bytes):
-        is_device = isinstance(self.peering.received, device_probe.DeviceBuffer)
+        is_device = isinstance(self.link.received, device_probe.DeviceBuffer)
         if num_bytes >= 1 << 20 and is_device == (origin == "from_device"):
-            self.peering.received.fill(7, num_bytes)
+            self.link.received.fill(7, num_bytes)
         else:
             run(self, num_bytes)
 

@@ -82,13 +82,13 @@ def test_wrong_data_is_told(world, monkeypatch, name):
         # A small one that is skipped would be made up for by the next, but for sums and tickets.
         if num_bytes >= 1 << 20 or (name == "fetch_and_op" and not skipped):
             skipped.append(num_bytes)
-            self.peering.received.fill(7, num_bytes)
+            self.link.received.fill(7, num_bytes)
         else:
             run(self, num_bytes)
 
     monkeypatch.setattr(kind, "_run", forgetful)
     report, _ = timed_probe(world, probe.QUICK)
-    assert list(map(str, report.problems)) == [f"same_node {name}: what arrived is not what was sent"]
+    assert list(map(str, report.problems)) == [f"same_node {name}: received data differs from what was sent"]
     answered = {other for other in OPERATIONS if getattr(report.peers.same_node, other).idle_s is not None}
     assert answered == set(OPERATIONS) - {name}
 

@@ -22,7 +22,7 @@ STEPS = 3
 OF_RANKS = (
     "groups_generated",
     "groups_trained",
-    "groups_from",
+    "groups_claimed",
     "groups_not_stored",
     "microbatches",
     "slowest",

@@ -111,7 +111,7 @@ def test_unlike_caches_change_nothing_but_traffic(world, reduction):
                     model.set_is_last_backward()
                 loss = model(x.to(torch.bfloat16), used).float().pow(2).sum()
                 loss.backward()
-                minibatch.values["loss"] += float(loss.detach())
+                minibatch.local["loss"] += float(loss.detach())
         pushed.append(model.traffic.pushed - before)
         losses.append(minibatch.sum("loss"))
         last = [p for name, p in model.named_shard_parameters() if name.startswith(f"blocks.{NUM_LAYERS - 1}.")]

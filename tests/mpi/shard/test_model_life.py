@@ -74,7 +74,7 @@ def test_nothing_stays_of_tickets_and_parts_that_are_closed(world):
     before = kept(world)
     Tickets(world).close()
     world.split("node").close()
-    world.alone().close()
+    world.self_world().close()
     assert_no_more(world, before)
 
 
@@ -86,6 +86,6 @@ def test_what_is_open_closes_with_its_world(world, decision):
         step_once(model)
         values = [p.tolist() for p in slices]
         assert part.job.num_windows == world.job.num_windows > before, "one process, one limit"
-        inner = part.alone()
+        inner = part.self_world()
     assert world.job.num_windows == before and [p.tolist() for p in slices] == values
     assert inner._closed

@@ -65,7 +65,7 @@ def run_minibatch(model, num_microbatches, pause_s=0.0):
         for _ in range(num_microbatches):
             time.sleep(pause_s)
             model(torch.randn(2, 16)).square().mean().backward()
-            totals.values["microbatches"] += 1
+            totals.local["microbatches"] += 1
     return totals
 
 

@@ -140,8 +140,8 @@ def test_adapters(dataset_path, world, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"data.balance": "lb_mini"}, r"goes with data\.balance dynamic, got lb_mini"),
-        ({"model.compile": "true"}, r"goes with model\.compile false, got true"),
+        ({"data.balance": "lb_mini"}, r"requires data\.balance dynamic, got lb_mini"),
+        ({"model.compile": "true"}, r"requires model\.compile false, got true"),
     ],
 )
 def test_settings_that_do_not_go_together(dataset_path, world, changes, words):

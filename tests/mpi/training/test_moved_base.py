@@ -48,7 +48,7 @@ def trained(meta_model):
 
 def test_the_base_is_missed_until_its_place_is_said(moved):
     run_dir, place, _ = moved
-    with pytest.raises(UserError, match=rf"expected their base in {place.with_name('base')}.*say where it is with --b"):
+    with pytest.raises(UserError, match=rf"base model is not in {place.with_name('base')} .*Pass --base DIR"):
         load_model(run_dir)
     assert trained(load_model(run_dir, base=place)).abs().min() > 0
 
@@ -80,7 +80,7 @@ def test_it_is_exported_over_it(world, moved, tmp_path, capsys):
     assert torch.equal(trained(load_model(tmp_path / "adapters")), trained(load_model(run_dir, base=place)))
     capsys.readouterr()
     assert main(["checkpoint", "export", str(tmp_path / "merged"), str(tmp_path / "x"), "--base", str(place)]) == 2
-    with pytest.raises(UserError, match=r"--base goes with adapters, .*merged holds a whole model"):
+    with pytest.raises(UserError, match=r"--base requires a LoRA adapter, .*merged holds a full model"):
         load_model(tmp_path / "merged", base=place)
 
 
@@ -90,7 +90,7 @@ def test_it_is_exported_over_it(world, moved, tmp_path, capsys):
         (
             "model.safetensors",
             lambda content: content[:-1] + bytes([content[-1] ^ 1]),
-            "safetensors differs: name that",
+            "safetensors differs: set model.path",
         ),
         ("config.json", lambda content: content.replace(b"1e-06", b"1e-05"), r"with rms_norm_eps 1e-06, got 1e-05 in"),
     ],
