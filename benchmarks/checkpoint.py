@@ -74,9 +74,9 @@ GOALS = (
 def main() -> int:
     """Measure, let rank 0 print the object, and return the exit code. Collective."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="1G", help="of the state of all ranks")
-    parser.add_argument("--dir", type=Path, default=Path(), help="on the disk that is measured")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--size", default="1G", help="size of the state of all ranks")
+    parser.add_argument("--dir", type=Path, default=Path(), help="directory on the disk to measure")
+    parser.add_argument("--repeats", type=int, default=5, help="number of rounds")
     given = parser.parse_args()
     world = World(timeout_s=900.0)
 
@@ -227,7 +227,7 @@ def measure(world: World, num_bytes: int, repeats: int, place: Path) -> dict[str
     seconds |= slowest(world, {"pause": state.pauses_s})
     return {
         **header(world, "checkpoint", before, repeats=repeats, state_bytes=state.num_bytes),
-        "left_out": {} if gloo else {"dcp": "its group here ends at the node"},
+        "left_out": {} if gloo else {"dcp": "its process group here is limited to one node"},
         "variants": {
             name: {"seconds": quartiles(times), "gb_per_s": state.num_bytes / 1e9 / median(times)}
             for name, times in seconds.items()

@@ -93,7 +93,7 @@ def ways():
         settings |= {"rl.store_bytes": (0, 700, 1 << 20)[len(found) % 3], "comm.zero_copy": ("auto", "off")[ranks % 2]}
         found.append(Way(f"{REWARDED}{ranks}_{reduction}", ranks, SLOWED, settings))
     if reason := two_hosts.missing():
-        print(f"left out: two hosts ({reason})")
+        print(f"omitted: two hosts ({reason})")
         return found
     for ranks, reduction in itertools.product(("1", "2", "2,1"), ("accumulate", "mailbox")):
         settings = {"comm.reduction": reduction}
@@ -113,9 +113,9 @@ def soak(directory, steps, only):
             soaking = Soaking(directory / f"{kind}runs", write, steps)
             wanted = soaking.digest(Way(f"{kind}alone", 1, PLAIN, {}))
             for way in chosen:
-                assert soaking.digest(way) == wanted, f"{way.name} has other bits"
+                assert soaking.digest(way) == wanted, f"{way.name} has another digest"
             if matches(killed, only):
-                assert soaking.killed(killed) == wanted, f"{killed} has other bits"
+                assert soaking.killed(killed) == wanted, f"{killed} has another digest"
             number += len(chosen) + matches(killed, only)
     return number
 
@@ -200,7 +200,7 @@ def floats_differ(directory, steps):
         assert launch(ranks, *PLAIN, "train", *where, timeout_s=TIMEOUT_S).code == 0
         done = launch(0, *PLAIN, "checkpoint", "digest", directory / name)
         found.add(done.out.split()[0])
-    assert len(found) == 2, "runs with fp32 sums agree: the comparison shows nothing"
+    assert len(found) == 2, "runs with fp32 sums agree: the comparison proves nothing"
 
 
 def main():
@@ -210,7 +210,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument(
-        "--only", nargs="+", default=["*"], metavar="PATTERN", help="names of ways: 4_*, killed, floats"
+        "--only", nargs="+", default=["*"], metavar="PATTERN", help="names of variants: 4_*, killed, floats"
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

@@ -95,13 +95,15 @@ class Options:
 def main() -> int:
     """Measure, let rank 0 print the object after each part, and return the exit code. Collective."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", default="4M,16M,64M,256M", help="of units and shards")
-    parser.add_argument("--config", help="of odc-mpi train; default: a model of 1 B parameters in bf16")
-    parser.add_argument("--steps", type=int, default=4, help="minibatches of a round")
+    parser.add_argument("--sizes", default="4M,16M,64M,256M", help="sizes of units and shards")
+    parser.add_argument("--config", help="configuration of odc-mpi train; default: a model of 1 B parameters in bf16")
+    parser.add_argument("--steps", type=int, default=4, help="minibatches per round")
     parser.add_argument("--repeats", type=int, default=7, help="rounds")
-    parser.add_argument("--window-device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: as proved")
+    parser.add_argument(
+        "--window-device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: if the doctor has proved them"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="by default all")
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="of a wait for another rank")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="maximum seconds of a wait for another rank")
     given = parser.parse_args()
     world = World(timeout_s=given.timeout_s, limit="--timeout-s")
 
@@ -121,7 +123,7 @@ def main() -> int:
 
 def _find(host_rank: int) -> Device:
     if not torch.cuda.is_available():
-        raise UserError(f"expected a GPU that torch sees, torch {torch.__version__} sees none")
+        raise UserError(f"expected a GPU, torch {torch.__version__} sees none")
     device = find_device("cuda", host_rank)
     assert device is not None
     device.set_current()
@@ -165,7 +167,7 @@ def measure(
             if name in options.parts:
                 measured[name]()
             else:
-                part.result["left_out"][name] = "not asked for (--parts)"
+                part.result["left_out"][name] = "not requested (--parts)"
         if proved and "bandwidths" in options.parts:
             part.bandwidths(proved)
         part.step(on_device=True)
@@ -195,7 +197,7 @@ def judge(report: ProbeReport, wish: str) -> dict[str, str]:
     for kind in report.kinds:
         for name, operation in (("accumulate", "accumulate"), ("mailbox", "put")):
             if any(report.is_wrong("from_device", kind, needed) for needed in (operation, "get")):
-                against[name] = "odc-mpi doctor has seen it deliver wrong data"
+                against[name] = "in odc-mpi doctor it delivered wrong data"
     return against
 
 
@@ -279,7 +281,7 @@ class _Parts:
                 ), None
             except torch.OutOfMemoryError as error:
                 errors = str(error).split(". ")[0]
-                return None, f"the GPU's memory does not hold all models ({errors}): give a smaller one with --config"
+                return None, f"the GPU's memory does not hold all models ({errors}): pass a smaller model with --config"
 
     def _against_step(self, alone: World) -> str | None:
         """Return the reason against windows of a single rank on its device, or None."""
@@ -307,7 +309,7 @@ class _Parts:
                 done = work()
             except UserError as raised:
                 error = str(raised)
-        self._world.wait_collective(self._world.comm.Ibarrier(), "waiting for what rank 0 measures alone")
+        self._world.wait_collective(self._world.comm.Ibarrier(), "waiting for measurements of rank 0")
         done, error = self._world.gather_objects((done, error))[0]
         if error is not None:
             raise AllRanksUserError(error)

@@ -164,7 +164,7 @@ def measure_size(device: Device, num_bytes: int, repeats: int, with_kernels: boo
     times = sized_rounds(samples, repeats, SAMPLE_S, MAX_OPERATIONS)
     wrong = [name for name, task in tasks.by_name.items() if not task.is_right()]
     if wrong:
-        raise RuntimeError(f"{wrong[0]} came out wrong on shards of {num_bytes} bytes")
+        raise RuntimeError(f"{wrong[0]} gave a wrong result on shards of {num_bytes} bytes")
     moved = {name: task.moved_bytes for name, task in tasks.by_name.items()}
     return {"size_bytes": num_bytes, "slots": SLOTS, "pieces": PIECES, "tasks": task_entries(moved, times)}
 

@@ -233,12 +233,12 @@ def in_memory(allocate: Callable[[], Any]) -> Any:
     except torch.OutOfMemoryError as error:
         errors = str(error).split(". ")[0]
         raise UserError(
-            f"the GPU's memory does not hold the units ({errors}): free some of it, or choose smaller --sizes"
+            f"the GPU's memory does not hold the units ({errors}): free some of it, or use smaller --sizes"
         ) from None
 
 
 def _sample(world: World, variant: Variant, times: int) -> float:
-    world.wait_collective(world.comm.Ibarrier(), "beginning a row of operations")
+    world.wait_collective(world.comm.Ibarrier(), "starting a sequence of operations")
     taken = seconds(variant.operations, times, variant.finish)
     variant.proceed()
     return taken

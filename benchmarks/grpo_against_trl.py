@@ -271,6 +271,6 @@ def _size(loss_type: str, scored: dict[str, Any]) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", choices=["ours", "trl"])
-    parser.add_argument("folder", type=Path, help="new for ours, the same for trl")
+    parser.add_argument("folder", type=Path, help="a new folder for ours, the same for trl")
     arguments = parser.parse_args()
     sys.exit({"ours": ours, "trl": trl}[arguments.which](arguments.folder))

@@ -36,12 +36,12 @@ CONFIG, PROMPTS = Path("jobs/grpo.yaml"), Path("runs/digits/prompts.jsonl")
 def main() -> None:
     """Run all variants alternately, or run one and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl", help="Python of an environment with trl; without it, trl is left out")
+    parser.add_argument("--trl", help="Python of an environment with trl; default: omit trl")
     parser.add_argument("--mpiexec", default="mpiexec")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--lines", type=Path, help="file of rounds, one a line, to which those of this call are added")
-    parser.add_argument("--way", choices=WAYS, help="only this one, in this process")
+    parser.add_argument("--lines", type=Path, help="file of rounds, one per line; rounds of this call are appended")
+    parser.add_argument("--way", choices=WAYS, help="run only this variant, in this process")
     arguments = parser.parse_args()
     if arguments.way:
         (with_trl if arguments.way == "trl" else with_odc_mpi)(arguments.way, arguments.steps)

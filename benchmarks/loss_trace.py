@@ -47,7 +47,7 @@ def main():
     """Write a trace, or compare two; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path, metavar="OUT.json", help="where to write the trace")
-    parser.add_argument("--ranks", type=int, default=1, help="under mpiexec if there are several")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks, under mpiexec if several")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"))
     arguments = parser.parse_args()
     if (arguments.out is None) == (arguments.compare is None):

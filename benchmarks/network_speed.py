@@ -131,14 +131,16 @@ def run(hosts, arguments):
 
 def main():
     """Run the jobs and print the speeds as multiples of `apart`."""
-    parser = argparse.ArgumentParser(description="Train on one host and on two, and compare.")
-    parser.add_argument("--jobs", type=int, default=2, help="on one host, and as many on two")
+    parser = argparse.ArgumentParser(description="Compare training on one host and on two hosts.")
+    parser.add_argument("--jobs", type=int, default=2, help="number of jobs on one host, and as many on two")
     parser.add_argument("--rounds", type=int, default=5, help="of each job")
-    parser.add_argument("--steps", type=int, default=6, help="that count, of each training")
+    parser.add_argument("--steps", type=int, default=6, help="counted steps of each training")
     parser.add_argument("--sequences", type=int, default=64, help="of a minibatch")
     parser.add_argument("--link", default="", metavar="QDISC", help='such as "netem rate 1gbit delay 500us"')
     parser.add_argument("--larger", action="store_true", help="a Llama of 9 million parameters")
-    parser.add_argument("--cache-bytes", default="", metavar="SIZE", help="also so much for each of the caches")
+    parser.add_argument(
+        "--cache-bytes", default="", metavar="SIZE", help="size of each of the two caches, as a further variant"
+    )
     parser.add_argument("--timeout-s", type=float, default=900, help="of a job")
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--push-sizes", default="512K,2M,8M,32M", help="of pushes")
     parser.add_argument("--repeats", type=int, default=9, help="rounds")
     parser.add_argument("--budget-s", type=float, default=10.0, help="seconds for the pushes of a size by one variant")
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="of a wait for another rank")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="maximum seconds of a wait for another rank")
     given = parser.parse_args()
     world = World(timeout_s=given.timeout_s, limit="--timeout-s")
 
@@ -140,7 +140,7 @@ def measure(
     cores = take_one_core_each(world, first=(0, target))
     report(f"Gets of {', '.join(map(format_size, sizes))} from rank {target}")
     read = measure_gets(world, target, sizes, repeats)
-    report("what a thread with nothing to serve costs")
+    report("cost of a thread without messages")
     polite = measure_politeness(world, 2 * repeats)
     report(f"pushes of {', '.join(map(format_size, sorted(push_sizes)))} to rank {target}")
     pushed = measure_pushes(world, target, push_sizes, repeats, budget_s)
@@ -186,7 +186,7 @@ def judge(read: list[dict[str, Any]], polite: dict[str, Any], pushed: list[dict[
 def _require(world: World, sizes: list[int], push_sizes: list[int]) -> None:
     """Check the requirements of the machine. Collective."""
     if world.size == 1:
-        raise AllRanksUserError("expected two ranks or more, of which one computes, got 1")
+        raise AllRanksUserError("expected two ranks or more, got 1")
     if not all(world.gather_objects(window_transport(world).threads)):
         raise AllRanksUserError("expected MPI to grant MPI_THREAD_MULTIPLE, which a progress thread needs")
     # Gets: a window and two copies. Pushes: windows and shards of all sizes, an inbox, sources of Puts, and copies.
@@ -221,7 +221,7 @@ def read(world: World, window: Window, target: int, memory: np.ndarray) -> float
         window.flush(target)
     seconds = perf_counter() - began
     if not np.array_equal(memory, pattern(len(memory), target)):
-        raise RuntimeError(f"a Get of {len(memory)} bytes from rank {target} brought something else")
+        raise RuntimeError(f"a Get of {len(memory)} bytes from rank {target} returned wrong data")
     return seconds
 
 

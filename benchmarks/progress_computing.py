@@ -95,7 +95,7 @@ class Spells:
             sleep(self._settle_s)
             seconds = measure()
             if work is not None:
-                with self._world.deadline("telling a rank that computes to stop", [self.target]):
+                with self._world.deadline("stopping a rank that computes", [self.target]):
                     self._ended.put(self.target, 0, self._number.view(np.uint8))
                     self._ended.flush(self.target)
         elif self._world.rank == self.target and work is not None:

@@ -42,9 +42,9 @@ def main() -> None:
     """Train with and without splitting and print a line of JSON. Collective."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=4096, help="tokens of each sequence; 0: real functions")
-    parser.add_argument("--sequences", type=int, default=1, help="of a minibatch, over all ranks")
-    parser.add_argument("--steps", type=int, default=3, help="minibatches of a round")
-    parser.add_argument("--rounds", type=int, default=5, help="that count; one more comes before them")
+    parser.add_argument("--sequences", type=int, default=1, help="sequences of a minibatch, over all ranks")
+    parser.add_argument("--steps", type=int, default=3, help="minibatches per round")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one to warm up")
     arguments = parser.parse_args()
     with World() as world:
         torch.set_num_threads(1)
